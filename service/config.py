@@ -33,12 +33,12 @@ from ..workers.model.directory.json_files import ModelError
 from ..workers.model.directory.model_config import ModelConfig
 from ..workers.model.directory.store import profile_file
 from ..workers.settings import (
-    Amount,
     Count,
     DecodeConfig,
     HandoffConfig,
     Labels,
     ModelSpec,
+    NonNegative,
     Positive,
     PrefillConfig,
 )
@@ -72,10 +72,10 @@ class DoorConfig:
     per_node: Count | None = None
     """Replicas on one node at most; None: as Ray places them."""
     node_labels: Labels = dataclasses.field(default_factory=dict)
-    drain_s: Amount = 0.0
+    drain_s: NonNegative = 0.0
     """How long a door that is taken away may take to end its requests, beyond the five seconds it always has.
     Then they break off, and clients of the Python library go on at another door."""
-    cpus: Amount = 0.1
+    cpus: NonNegative = 0.1
     host: Host = "127.0.0.1"
     """Where clients' ports listen. On a cluster `0.0.0.0`: a door's pod is reached at its own address. All
     else that `deltafront serve` starts listens at loopback, whatever this says."""

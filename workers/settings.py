@@ -20,9 +20,9 @@ _STRICT: dict[str, Any] = {"extra": "forbid"}
 """pydantic's configuration, when it reads the file."""
 
 Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 Room = Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)]
 """Tokens whose K/V a worker has room for: whole pages."""
 Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
@@ -73,8 +73,8 @@ class ModelSpec:
 
     @property
     def overrides(self) -> dict[str, float | int]:
-        pairs = {"rope_theta": self.rope_theta, "max_position_embeddings": self.max_position_embeddings}
-        return {key: value for key, value in pairs.items() if value is not None}
+        given = {"rope_theta": self.rope_theta, "max_position_embeddings": self.max_position_embeddings}
+        return {key: value for key, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class PrefillConfig:
     """On a cluster, most groups; the backlog asks for them. None: always `groups`."""
     backlog_s: Positive = 30.0
     """With max_groups: seconds in which the groups should read what waits."""
-    drain_s: Amount = 0.0
+    drain_s: NonNegative = 0.0
     """Seconds for a group that is taken away to end what it reads; 0: none."""
     surge: bool = False
     """On a cluster, whether new groups start before old ones go, one after the other. It needs room for one
@@ -102,13 +102,13 @@ class PrefillConfig:
     cache_tokens: Room = 32_768
     device: Device = "cpu"
     threads: Count = 1
-    cpus_per_stage: Amount = 0.5
-    gpus_per_stage: Amount = 0.0
+    cpus_per_stage: NonNegative = 0.5
+    gpus_per_stage: NonNegative = 0.0
     node_labels: Labels = field(default_factory=dict)
     """Where stages may run; none: anywhere."""
     max_waiting: Count = 64
     """Prompts that may wait in a group; more are refused."""
-    ageing_tokens_per_second: Amount = 256.0
+    ageing_tokens_per_second: NonNegative = 256.0
     """A waiting request counts as this many tokens shorter for each second it has waited."""
     stream_lease_s: Positive = 5.0
     """A request is cancelled when its door has not renewed it for so long."""
@@ -153,15 +153,15 @@ class DecodeConfig:
     workers: Count = 1
     max_workers: Count | None = None
     """On a cluster, most workers; pages and requests ask for them. None: always `workers`."""
-    usage: Share = 0.8
+    usage: Fraction = 0.8
     """With max_workers: the share of pages that should be in use at most."""
-    drain_s: Amount = 0.0
+    drain_s: NonNegative = 0.0
     """Seconds for a worker that is taken away to end its requests and sessions; 0: none."""
     surge: bool = False
     """As prefill's."""
     cache_tokens: Room = 65_536
     max_batch: Count = 16
-    max_wait_s: Amount = 10.0
+    max_wait_s: NonNegative = 10.0
     """A reservation waits so long for pages at most. One that is expected to wait longer is refused at
     once."""
     append_chunk_tokens: Count = 256
@@ -178,8 +178,8 @@ class DecodeConfig:
     """A request is cancelled when its door has not renewed it for so long."""
     device: Device = "cpu"
     threads: Count = 1
-    cpus: Amount = 0.5
-    gpus: Amount = 0.0
+    cpus: NonNegative = 0.5
+    gpus: NonNegative = 0.0
     node_labels: Labels = field(default_factory=dict)
     """Where the worker may run; none: anywhere."""
     warm_up: bool = False

@@ -5,7 +5,7 @@ The rows share the document's whole pages; each has pages of its own for the doc
 its question and its answer. The question is read densely, as a session's is; then every row steps at once,
 by the decode worker's own attention.
 
-Shape suffixes as in `questions` and `workers.decode.page_selection`; R = Q rows of the batch.
+Shape suffixes as in `questions` and `workers.decode.decode_attention`; R = Q rows of the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
 from deltafront.benchmarks.reader import Reader
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
-from deltafront.workers.decode.page_selection import BatchRows, LayerPlan, StepAttention, plan_layers
+from deltafront.workers.decode.decode_attention import BatchRows, LayerPlan, StepAttention, plan_layers
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.prefill.stage.phases import PhaseTimer, phase_timer

@@ -147,7 +147,7 @@ def calibrate_command(
                 probes,
                 asked,
                 density,
-                told=_tell,
+                tell=_tell,
                 allocation=how,
                 answer_weight=answers,
                 profile=whole,
@@ -226,7 +226,7 @@ def _delta_layers(
     if dense_layers is None:
         return calibrate(stack, read, layers, **sizes)
     first = calibrate(stack, read, 1, **sizes)  # the search finds out how many
-    return refine(stack, read, first, dense_layers, **sizes, told=err.print)
+    return refine(stack, read, first, dense_layers, **sizes, tell=err.print)
 
 
 def _tell(what: str) -> None:

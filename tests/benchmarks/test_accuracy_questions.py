@@ -29,7 +29,7 @@ from deltafront.kernels.methods import MethodError
 from deltafront.service.config import load
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
-from deltafront.workers.decode.page_selection import BatchRows, plan_layers
+from deltafront.workers.decode.decode_attention import BatchRows, plan_layers
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec

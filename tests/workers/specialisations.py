@@ -21,10 +21,10 @@ import torch
 from fake_gpu import DEVICE, FakeGpu, fake_gpu
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
-from deltafront.workers.decode.page_selection import plan_layers
+from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.reads import Read
-from deltafront.workers.decode.rows import Row
 from deltafront.workers.decode.runner import DecodeRunner, warm_up
+from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.stages import ChunkCommand, OpenRequest
@@ -162,8 +162,10 @@ def decode_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tupl
         start = min(length, ROOM - config.append_chunk_tokens - 1)
         tokens = randomly.randint(1, config.append_chunk_tokens)
         held = tuple(range(pages_for(start + tokens + 1)))
-        looked = runner.append(held, Read(start, [0] * tokens, looks=16, among=start), last=True)
-        runner.recompute(held, looked.blocks, [0] * BLOCK * len(looked.blocks))
+        result = runner.append(
+            held, Read(start, [0] * tokens, select_blocks=16, select_among=start), last=True
+        )
+        runner.recompute(held, result.blocks, [0] * BLOCK * len(result.blocks))
         sampling = [Sampling(temperature=float(randomly.randint(0, 1))) for _ in range(number % 6 + 1)]
         rows = [
             Row(100 * number + place, held, start + tokens, 0, one, bool(randomly.randint(0, 1)))

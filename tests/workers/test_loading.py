@@ -58,7 +58,8 @@ async def test_a_group_tells_what_its_stages_compiled(
     assert stage._compilations.ready, "what is compiled from now on, a request waits for"
     stage._compilations = Compilations(warm_up=7, serving=2)
     actor = SimpleNamespace(compilations=Method(stage.compilations), pages_used=Method(lambda: 0))
-    controller = group.ControllerActor("prefill:x", [actor, actor], CONFIG, ("node",), None, "", SpanSink())
+    about = {"nodes": ("node",), "work": None, "pairing": "", "spans": SpanSink()}
+    controller = group.ControllerActor("prefill:x", [actor, actor], CONFIG, **about)
     assert (await controller.stats()).compilations == ()
     assert await controller.check() == ""
     await asyncio.wait_for(controller._counting, 60)

@@ -52,14 +52,14 @@ def curves(
     layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     prose, facts = sampled_blocks(-(-len(document.ids) // BLOCK)), fact_blocks(document.facts)
 
-    def look(layer: int, x: AttentionInput) -> None:
+    def hook(layer: int, x: AttentionInput) -> None:
         score_BHNM = selector.scores(x, selector.new_state(state_spec(x, layer)), no_phase)
         how = selector.rule, stack.layer(layer).output_weight_CO, quotas
         density_HI, error_HI = layer_curve(x, score_BHNM, *how, prose)
         fact_error_HI = layer_curve(x, score_BHNM, *how, facts)[1] if facts else error_HI
         layers.append((density_HI, error_HI, fact_error_HI))
 
-    read_densely(stack, embedded(stack, document.ids), look)
+    read_densely(stack, embedded(stack, document.ids), hook)
     density, error, fact_error = (torch.stack(each).cpu() for each in zip(*layers, strict=True))
     return Curves(density, error, fact_error, tuple(quotas))
 
@@ -73,16 +73,16 @@ def layer_curve(
     blocks: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return density_HI and error_HI of a layer at some query blocks, float32."""
-    kept_IHNM = _kept(score_BHNM[:, :, blocks], blocks, rule, quotas)
+    selected_IHNM = _selected(score_BHNM[:, :, blocks], blocks, rule, quotas)
     causal_N = torch.tensor(blocks, device=score_BHNM.device) + 1
-    density_HI = (kept_IHNM.sum(3) / causal_N).mean(2).T
+    density_HI = (selected_IHNM.sum(3) / causal_N).mean(2).T
     heads, dim = x.q_BHTD.shape[1], x.q_BHTD.shape[3]
     output_HCD = output_CO.float().view(-1, heads, dim).transpose(0, 1)
     gram_HDD = output_HCD.transpose(1, 2) @ output_HCD  # |W e|² = eᵀ(WᵀW)e
     error_HI = torch.zeros_like(density_HI, dtype=torch.float32)
     total = torch.zeros((), device=error_HI.device)
     for n, block in enumerate(blocks):
-        out_HRD, error_IHRD = _block_error(x, block, kept_IHNM[:, :, n, : block + 1])
+        out_HRD, error_IHRD = _block_error(x, block, selected_IHNM[:, :, n, : block + 1])
         error_HI += ((error_IHRD @ gram_HDD) * error_IHRD).sum((2, 3)).T
         total += torch.einsum("hrd,hcd->rc", out_HRD, output_HCD).square().sum()
     return density_HI.float(), error_HI / total
@@ -96,12 +96,12 @@ def sampled_blocks(count: int) -> list[int]:
 
 def fact_blocks(facts: Sequence[range]) -> list[int]:
     """Pick at most FACT_BLOCKS of the query blocks where facts begin, evenly."""
-    held = sorted({fact.start // BLOCK for fact in facts})
-    count = min(FACT_BLOCKS, len(held))
-    return [held[(2 * n + 1) * len(held) // (2 * count)] for n in range(count)]
+    blocks = sorted({fact.start // BLOCK for fact in facts})
+    count = min(FACT_BLOCKS, len(blocks))
+    return [blocks[(2 * n + 1) * len(blocks) // (2 * count)] for n in range(count)]
 
 
-def _kept(
+def _selected(
     score_BHNM: torch.Tensor, blocks: Sequence[int], rule: Rule, quotas: Sequence[float]
 ) -> torch.Tensor:
     """Return bool_IHNM: the tiles that `rule` keeps at each quota. Equal scores have ranks; quota 0 keeps
@@ -114,13 +114,17 @@ def _kept(
     ordered_HNM, order_HNM = ranked_HNM.sort(dim=-1, descending=True)
     before_HNM = ordered_HNM.cumsum(-1) - ordered_HNM
     sum_HN1 = ranked_HNM.sum(-1, keepdim=True)
-    kept_IHNM = torch.stack([before_HNM < quota * sum_HN1 for quota in quotas])
-    kept_IHNM = torch.zeros_like(kept_IHNM).scatter(-1, order_HNM.expand_as(kept_IHNM), kept_IHNM)
+    selected_IHNM = torch.stack([before_HNM < quota * sum_HN1 for quota in quotas])
+    selected_IHNM = torch.zeros_like(selected_IHNM).scatter(
+        -1, order_HNM.expand_as(selected_IHNM), selected_IHNM
+    )
     all_I111 = torch.tensor(quotas, device=sum_HN1.device)[:, None, None, None] >= 1.0
-    return ((kept_IHNM | all_I111) & causal_NM) | forced_NM
+    return ((selected_IHNM | all_I111) & causal_NM) | forced_NM
 
 
-def _block_error(x: AttentionInput, block: int, kept_IHM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_error(
+    x: AttentionInput, block: int, selected_IHM: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out_HRD of a query block over all tiles, and each quota's error_IHRD."""
     first, last = block * BLOCK, min((block + 1) * BLOCK, x.q_BHTD.shape[2])
     rows, tiles = last - first, block + 1
@@ -135,10 +139,10 @@ def _block_error(x: AttentionInput, block: int, kept_IHM: torch.Tensor) -> tuple
         v_SD = torch.nn.functional.pad(v_SD, (0, 0, 0, tiles * BLOCK - last))
         mass_MRK = mass_RS.view(rows, tiles, BLOCK).transpose(0, 1)
         part_MRD = mass_MRK @ v_SD.view(tiles, BLOCK, -1)
-        kept_IM = kept_IHM[:, head].float()
-        sum_IR = kept_IM @ mass_MRK.sum(-1)
+        selected_IM = selected_IHM[:, head].float()
+        sum_IR = selected_IM @ mass_MRK.sum(-1)
         out_RD = part_MRD.sum(0)
-        sparse_IRD = torch.einsum("im,mrd->ird", kept_IM, part_MRD) / sum_IR[..., None]
+        sparse_IRD = torch.einsum("im,mrd->ird", selected_IM, part_MRD) / sum_IR[..., None]
         outs.append(out_RD)
         errors.append(sparse_IRD - out_RD)
     return torch.stack(outs), torch.stack(errors, dim=1)

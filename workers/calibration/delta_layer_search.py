@@ -19,7 +19,7 @@ import torch
 from ...kernels.constants import PAGE_TOKENS
 from ...kernels.interface import AttentionInput
 from ..model.decoder.stack import LayerStack
-from .delta_layers import Calibration, choose, kept_pages
+from .delta_layers import Calibration, choose, selected_pages
 from .dense_pass import embedded, read_densely
 from .probes import Document, with_answers
 from .sensitivity import divergence
@@ -48,13 +48,13 @@ class DecodedRows:
         self._entering: list[torch.Tensor] = []
         self.tokens = len(ids)
 
-        def keep(_layer: int, x: AttentionInput) -> None:
+        def record(_layer: int, x: AttentionInput) -> None:
             self._kv.append((x.k_BGSD[0], x.v_BGSD[0]))
 
         hidden_TC = embedded(stack, ids)
         for layer in stack.layers:
             self._entering.append(hidden_TC[self._rows])
-            hidden_TC = read_densely(stack, hidden_TC, keep, range(layer, layer + 1))
+            hidden_TC = read_densely(stack, hidden_TC, record, range(layer, layer + 1))
         self._dense_RC = hidden_TC[self._rows]
 
     @torch.inference_mode()
@@ -68,14 +68,14 @@ class DecodedRows:
             budget, recency: In pages.
         """
         first = delta_layers[0]
-        kept_RS: torch.Tensor | None = None
+        selected_RS: torch.Tensor | None = None
 
         def attend(layer: int, q_RHD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
-            nonlocal kept_RS
+            nonlocal selected_RS
             sparse = layer not in delta_layers and layer not in dense
-            out_RHD, weights_GJRS = self._attend(layer, q_RHD, k_RGD, v_RGD, kept_RS if sparse else None)
+            out_RHD, weights_GJRS = self._attend(layer, q_RHD, k_RGD, v_RGD, selected_RS if sparse else None)
             if layer in delta_layers:
-                kept_RS = self._kept(weights_GJRS, budget, recency)
+                selected_RS = self._selected(weights_GJRS, budget, recency)
             return out_RHD
 
         hidden_RC = self._stack.forward(
@@ -89,7 +89,7 @@ class DecodedRows:
         q_RHD: torch.Tensor,
         k_RGD: torch.Tensor,
         v_RGD: torch.Tensor,
-        kept_RS: torch.Tensor | None,
+        selected_RS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out_RHD and weights_GJRS over the text's keys, with each row's own K/V in its place."""
         k_GSD, v_GSD = self._kv[layer]
@@ -102,17 +102,17 @@ class DecodedRows:
         row_R = torch.arange(rows, device=place_R.device)
         logits_GJRS[..., row_R, place_R] = own_GJR
         future_RS = torch.arange(k_GSD.shape[1], device=place_R.device) > place_R[:, None]
-        hidden_RS = future_RS if kept_RS is None else future_RS | ~kept_RS
+        hidden_RS = future_RS if selected_RS is None else future_RS | ~selected_RS
         weights_GJRS = (logits_GJRS * dim**-0.5).masked_fill_(hidden_RS, float("-inf")).softmax(-1)
         out_GJRD = (weights_GJRS.to(v_GSD.dtype) @ v_GSD[:, None]).float()
         changed_GRD = (v_RGD.transpose(0, 1) - v_GSD[:, place_R]).float()
         out_GJRD += weights_GJRS[..., row_R, place_R][..., None] * changed_GRD[:, None]
         return out_GJRD.flatten(0, 1).transpose(0, 1).to(q_RHD.dtype), weights_GJRS
 
-    def _kept(self, weights_GJRS: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
+    def _selected(self, weights_GJRS: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
         """Return bool_RS: keys on selected pages."""
-        kept_RP = kept_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
-        return kept_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
+        selected_RP = selected_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
+        return selected_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
 
 
 def refine(
@@ -124,13 +124,13 @@ def refine(
     budget: int,
     recency: int,
     full_layers: Collection[int],
-    told: Callable[[str], None] = lambda _what: None,
+    tell: Callable[[str], None] = lambda _what: None,
 ) -> Calibration:
     """Replace Δ-layers by those of a `search`. It keeps the K/V of all texts on the device."""
     read = [DecodedRows(stack, text) for text in texts]
     loss_LL = torch.tensor(calibration.losses, dtype=torch.float64)
     delta_layers, cost = search(
-        read, loss_LL, dense_layers, budget=budget, recency=recency, full_layers=full_layers, told=told
+        read, loss_LL, dense_layers, budget=budget, recency=recency, full_layers=full_layers, tell=tell
     )
     return replace(calibration, delta_layers=delta_layers, divergence=cost)
 
@@ -143,7 +143,7 @@ def search(
     budget: int,
     recency: int,
     full_layers: Collection[int],
-    told: Callable[[str], None] = lambda _what: None,
+    tell: Callable[[str], None] = lambda _what: None,
 ) -> tuple[Layers, float]:
     """Search Δ-layers that leave `dense_layers` layers dense.
 
@@ -170,7 +170,7 @@ def search(
     if not starts:
         raise ValueError(f"no choice of Δ-layers leaves {dense_layers} of {layers} layers dense")
     for start in starts:
-        told(f"Δ-layers {_shown(start)}: divergence {cost(start):.4f}")
+        tell(f"Δ-layers {_shown(start)}: divergence {cost(start):.4f}")
     best = min(starts, key=cost)
     improved = True
     while improved:
@@ -178,7 +178,7 @@ def search(
         for moved in _moves(best, layers, full_layers):
             if cost(moved) < cost(best):
                 best, improved = moved, True
-        told(f"Δ-layers {_shown(best)}: divergence {cost(best):.4f} ({len(known)} choices read)")
+        tell(f"Δ-layers {_shown(best)}: divergence {cost(best):.4f} ({len(known)} choices read)")
     return best, cost(best)
 
 

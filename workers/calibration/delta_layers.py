@@ -70,7 +70,7 @@ def calibrate(
             )
     each = []
     for ids, answers in read:
-        positions = looked_at(len(ids), answers)
+        positions = query_positions(len(ids), answers)
         each.append(losses(attention_maps(stack, ids, positions), positions, budget, recency))
     mean_LL = torch.stack(each).mean(0)
     table = tuple(tuple(row) for row in mean_LL.tolist())
@@ -82,7 +82,7 @@ def shortest_text(budget: int) -> int:
     return max(2 * QUERIES, 2 * (budget * PAGE_TOKENS + 1))
 
 
-def looked_at(tokens: int, answers: Sequence[int]) -> list[int]:
+def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
     """Pick at most QUERIES positions, evenly, of the answers or else the second half. Raises ValueError for a
     short text."""
     if not answers and tokens < 2 * QUERIES:
@@ -96,10 +96,10 @@ def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[in
     """Return maps_LQS (float32, CPU): the largest weight of each key over heads, DELTA's token score."""
     maps: list[torch.Tensor] = []
 
-    def look(_layer: int, x: AttentionInput) -> None:
+    def hook(_layer: int, x: AttentionInput) -> None:
         maps.append(_largest_weights(x, torch.tensor(positions, device=stack.device)).cpu())
 
-    read_densely(stack, embedded(stack, ids), look)
+    read_densely(stack, embedded(stack, ids), hook)
     return torch.stack(maps)
 
 
@@ -122,13 +122,15 @@ def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recenc
         raise ValueError(
             f"{tokens} tokens are too few for a budget of {budget} pages: give four times as many"
         )
-    kept_LQP = kept_pages(maps_LQS, positions_Q, budget, recency).double()
+    selected_LQP = selected_pages(maps_LQS, positions_Q, budget, recency).double()
     score_LQP = _page_scores(maps_LQS)
-    found_LL = torch.einsum("aqp,bqp->ab", kept_LQP, score_LQP) / len(positions_Q)
+    found_LL = torch.einsum("aqp,bqp->ab", selected_LQP, score_LQP) / len(positions_Q)
     return (found_LL.diagonal() - found_LL).clamp(min=0.0)
 
 
-def kept_pages(map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
+def selected_pages(
+    map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int
+) -> torch.Tensor:
     """Return bool_XQP: the last `recency` pages up to the query's own and the best others, `budget` in all
     (DELTA, Algorithm 2). X: any dimensions."""
     score_XQP = _page_scores(map_XQS)

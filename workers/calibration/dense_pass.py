@@ -14,7 +14,7 @@ from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.methods import method_spec
 from ..model.decoder.stack import LayerStack
 
-Look = Callable[[int, AttentionInput], torch.Tensor | None]
+AttentionHook = Callable[[int, AttentionInput], torch.Tensor | None]
 """look(layer, x) -> out_BHTD instead of dense attention's, or None."""
 
 
@@ -25,15 +25,15 @@ def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def read_densely(
-    stack: LayerStack, hidden_TC: torch.Tensor, look: Look, layers: range | None = None
+    stack: LayerStack, hidden_TC: torch.Tensor, hook: AttentionHook, layers: range | None = None
 ) -> torch.Tensor:
     """Return hidden_TC behind `layers` (None: all), from hidden_TC before them."""
     dense = build(method_spec("dense"))
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
         x = AttentionInput.of(*(rows.transpose(0, 1)[None].contiguous() for rows in (q_THD, k_TGD, v_TGD)))
-        seen_BHTD = look(layer, x)
-        out_BHTD = attended(dense, x, layer) if seen_BHTD is None else seen_BHTD
+        replaced_BHTD = hook(layer, x)
+        out_BHTD = attended(dense, x, layer) if replaced_BHTD is None else replaced_BHTD
         return out_BHTD[0].transpose(0, 1)
 
     return stack.forward(hidden_TC, torch.arange(len(hidden_TC), device=stack.device), attend, layers)

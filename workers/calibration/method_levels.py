@@ -44,7 +44,7 @@ def method_levels(
     method: MethodSpec,
     densities: Sequence[float],
     *,
-    told: Told = lambda _what: None,
+    tell: Told = lambda _what: None,
     allocation: Allocation = "marginal",
     answer_weight: float = ANSWER_WEIGHT,
     profile: Profile | None = None,
@@ -70,19 +70,19 @@ def method_levels(
     for tokens, documents in sorted(probes.items()):
         measured, costs = [], []
         for number, document in enumerate(documents):
-            told(f"{tokens} tokens, document {number + 1} of {len(documents)}: errors of heads")
+            tell(f"{tokens} tokens, document {number + 1} of {len(documents)}: errors of heads")
             measured.append(curves(stack, document, selector_of(costed)))
-            told(f"{tokens} tokens, document {number + 1} of {len(documents)}: costs of layers")
+            tell(f"{tokens} tokens, document {number + 1} of {len(documents)}: costs of layers")
             costs.append(layer_costs(stack, document, build(costed)))
         for density in densities:
             longest = max([*probes, *(level.tokens for level in old if level.density == density)])
-            share = min(1.0, density * (longest / tokens) ** GROWTH)
-            told(f"{tokens} tokens: thresholds for a density of {share:.3f}")
-            thresholds = head_thresholds(measured, costs, share, allocation, answer_weight)
+            target = min(1.0, density * (longest / tokens) ** GROWTH)
+            tell(f"{tokens} tokens: thresholds for a density of {target:.3f}")
+            thresholds = head_thresholds(measured, costs, target, allocation, answer_weight)
             really = realised(stack, documents, costed, thresholds)
-            aimed = max(share * min(1.0, share / really), least_density(measured, allocation))
-            thresholds = head_thresholds(measured, costs, min(share, aimed), allocation, answer_weight)
-            levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=thresholds))
+            aimed = max(target * min(1.0, target / really), least_density(measured, allocation))
+            thresholds = head_thresholds(measured, costs, min(target, aimed), allocation, answer_weight)
+            levels.append(Level(density=density, tokens=tokens, share=round(target, 4), amounts=thresholds))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
 
 
@@ -114,13 +114,13 @@ def realised(
     )
     seen: list[Coverage] = []
 
-    def look(layer: int, x: AttentionInput) -> torch.Tensor:
+    def hook(layer: int, x: AttentionInput) -> torch.Tensor:
         out_BHTD, covered = sparse.attend(x, sparse.new_state(state_spec(x, layer)))
         seen.append(covered)
         return out_BHTD
 
     for document in documents:
-        read_densely(stack, embedded(stack, document.ids), look)
+        read_densely(stack, embedded(stack, document.ids), hook)
     return float(sum(covered.computed.sum() for covered in seen)) / sum(covered.causal for covered in seen)
 
 
@@ -135,11 +135,11 @@ def selector_of(method: MethodSpec) -> ScoredSelector:
 def head_thresholds(
     measured: Sequence[Curves],
     costs: Sequence[LayerCosts],
-    share: float,
+    density: float,
     allocation: Allocation = "marginal",
     answer_weight: float = ANSWER_WEIGHT,
 ) -> tuple[tuple[float, ...], ...]:
-    """Return each head's quota for a mean density of at most `share` and the least change of predictions.
+    """Return each head's quota for a mean density of at most `density` and the least change of predictions.
 
     A head's error counts as much as its layer's errors cost: in the tail for the text, in answers for its
     facts.
@@ -161,8 +161,8 @@ def head_thresholds(
     layers, heads, _ = loss_LHI.shape
     density_HI, loss_HI = density_LHI.flatten(0, 1), loss_LHI.flatten(0, 1)
     if allocation == "threshold":
-        chosen = adjusted_quotas(density_HI, loss_HI, quotas, share)
+        chosen = adjusted_quotas(density_HI, loss_HI, quotas, density)
     else:
         points = zip(density_HI.tolist(), loss_HI.tolist(), strict=True)
-        chosen = allocate([list(zip(*curve, quotas, strict=True)) for curve in points], share)
+        chosen = allocate([list(zip(*curve, quotas, strict=True)) for curve in points], density)
     return tuple(tuple(chosen[heads * layer : heads * (layer + 1)]) for layer in range(layers))

@@ -94,8 +94,8 @@ def hide(text: str, needles: list[Needle], seed: int) -> str:
     """Put each needle behind a sentence, evenly spread with seeded jitter."""
     rng = random.Random(seed)
     ends = [match.end() for match in re.finditer(r"[.!?]\s", text)] or [len(text)]
-    share = len(ends) / max(1, len(needles))
-    places = sorted(ends[int((i + rng.random()) * share)] for i in range(len(needles)))
+    spacing = len(ends) / max(1, len(needles))
+    places = sorted(ends[int((i + rng.random()) * spacing)] for i in range(len(needles)))
     parts, last = [], 0
     for place, needle in zip(places, rng.sample(needles, len(needles)), strict=True):
         parts += [text[last:place], needle.sentence, " "]

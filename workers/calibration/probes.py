@@ -132,10 +132,10 @@ def hidden_in(
     if room < 0:
         raise ValueError(f"{len(facts)} facts take {tokens - room} tokens of a document of {tokens}")
     sentences = text.take(rng, room)
-    share = len(sentences) / max(1, len(facts))
+    spacing = len(sentences) / max(1, len(facts))
     ids, places, last = list[int](), list[range](), 0
     for i, fact in enumerate(encoded):
-        place = max(last, int((i + rng.random()) * share))
+        place = max(last, int((i + rng.random()) * spacing))
         ids += joined(sentences[last:place])
         places.append(range(len(ids), len(ids) + len(fact)))
         ids += fact

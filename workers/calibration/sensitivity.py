@@ -60,7 +60,7 @@ def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerC
         after_TC = read_densely(stack, dense_TC, sparse, this)
         changed.append(read_densely(stack, after_TC, dense, others)[rows])
         dense_TC = read_densely(stack, dense_TC, dense, this)
-    kl_LR = torch.stack([divergence(stack, dense_TC[rows], one_RC) for one_RC in changed])
+    kl_LR = torch.stack([divergence(stack, dense_TC[rows], sparse_RC) for sparse_RC in changed])
     tail = len(rows) - len(answers)
     return LayerCosts(kl_LR[:, :tail].mean(1), kl_LR[:, tail:].sum(1) / max(1, len(answers)))
 

@@ -40,9 +40,9 @@ def adjusted_quotas(
         )
     left, chosen = int(met[0]), list[float]()
     for adjusted_M in reversed(adjusted_HM):
-        mine = int(adjusted_M[left])
-        chosen.append(round(float(quota_J[mine]), 6))
-        left -= mine
+        count = int(adjusted_M[left])
+        chosen.append(round(float(quota_J[count]), 6))
+        left -= count
     return chosen[::-1]
 
 

@@ -131,13 +131,13 @@ class _Reading:
                 prompt_tokens=self._tokens,
             )
             out_BHTD, _coverage = self._method.attend(x, self._states[layer])
-            self._keep(layer, x)
+            self._record(layer, x)
             return out_BHTD[0].transpose(0, 1)
 
         positions_T = torch.arange(start, end, device=self._stack.device)
         self._stack.forward(self._stack.embed(ids_T), positions_T, attend)
 
-    def _keep(self, layer: int, x: AttentionInput) -> None:
+    def _record(self, layer: int, x: AttentionInput) -> None:
         """If nothing selects, all causal tiles are read."""
         mask, rows = None, slice(x.first_block, x.first_block + x.query_blocks)
         if self._recorder is not None:

@@ -38,7 +38,7 @@ from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
 from ..settings import DecodeConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
-from .page_selection import PageSelectionError, plan_layers
+from .decode_attention import PageSelectionError, plan_layers
 from .reads import appended_ids, prompt_ids
 from .request import DecodeEvent, DecodeRequest
 from .request_table import DecodeRequests
@@ -256,7 +256,7 @@ class DecodeEngine:
                 yield event
         finally:
             request.close(FinishReason.CANCELLED, "the caller stopped reading")
-            if request.kept is None:  # otherwise its door must say first that it has heard of the session
+            if request.session is None:  # otherwise its door must say first that it has heard of the session
                 self._requests.forget(request)
 
     def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
@@ -265,7 +265,7 @@ class DecodeEngine:
         request.span = self._tracer.begin("decode", job.trace, self._clock, request.times.job)
         if request.ended is not None:  # it failed before anybody listened
             request.end_span()
-            request.tell_end()
+            request.send_finish()
             return
         if request.inbox.lost:
             request.close(FinishReason.NO_KV, request.inbox.lost)
@@ -305,7 +305,7 @@ class DecodeEngine:
                 chain=job.chain,
                 ids=request.known_ids.tobytes(),
             )
-            request.kept, session = kept, kept.told
+            request.session, session = kept, kept.message
         request.events.put_nowait(
             FirstTokenTimings(request_id=request.request_id, report=request.times.report(), session=session)
         )
@@ -341,7 +341,7 @@ class DecodeEngine:
         )
         request.close(FinishReason.STOP, "")
         report = request.times.report()
-        return SessionKept(request_id=job.request_id, session=session.told, report=report)
+        return SessionKept(request_id=job.request_id, session=session.message, report=report)
 
     async def cancel(self, request_id: str) -> None:
         self._requests.queue.cancel(request_id)

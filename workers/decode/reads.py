@@ -24,8 +24,8 @@ class Read:
 
     start: int
     ids: Sequence[int]
-    looks: int = 0
-    among: int = 0
+    select_blocks: int = 0
+    select_among: int = 0
 
     @property
     def end(self) -> int:
@@ -48,7 +48,7 @@ def plan_reads(
     answered: int,
     chunk: int,
     blocks: int,
-    keep: int = 0,
+    keep_tokens: int = 0,
 ) -> list[Step]:
     """Plan the reads of one request.
 
@@ -62,13 +62,15 @@ def plan_reads(
     """
     asked = len(append_ids) - answered
     answer = _chunks(kv_tokens + asked, append_ids[asked:], chunk)
-    before, tail = max(asked - min(asked, chunk), keep - kv_tokens), tail_start(kv_tokens)
+    before, tail = max(asked - min(asked, chunk), keep_tokens - kv_tokens), tail_start(kv_tokens)
     all_kept = 0 < asked <= before
     if not known_ids or all_kept or not recompute_pages(blocks, kv_tokens, appended=asked > 0):
         return [*_chunks(kv_tokens, append_ids[:asked], chunk), *answer]
     end = Read(kv_tokens + before, append_ids[before:asked]) if asked else Read(tail, known_ids[tail:])
     first = _chunks(kv_tokens, append_ids[:before], chunk)
-    looking = replace(end, looks=blocks, among=min(kv_tokens, end.start))  # what follows was read densely
+    looking = replace(
+        end, select_blocks=blocks, select_among=min(kv_tokens, end.start)
+    )  # what follows was read densely
     return [*first, looking, Recompute(), end, *answer]
 
 

@@ -12,13 +12,13 @@ from typing import Any
 from ..kv.handoff.inbox import KVInbox
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..kv.pages.request_pages import RequestPages
-from ..kv.pages.sessions import KeptSession
+from ..kv.pages.session_table import KeptSession
 from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
 from ..messages.methods import BLOCK
 from ..messages.requests import GenerateJob, Reservation
 from ..tracing import NO_SPAN, Span
 from .reads import Recompute, Step, plan_reads
-from .rows import Row
+from .step_rows import Row
 from .times import RequestTimes
 
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
@@ -55,7 +55,7 @@ class DecodeRequest:
     ended: tuple[FinishReason, str] | None = None
     overdue: int = 0
     """How often in a row its lease was found to have run out."""
-    kept: KeptSession | None = None
+    session: KeptSession | None = None
     """The session that was made of its prompt."""
     span: Span = NO_SPAN
 
@@ -74,9 +74,15 @@ class DecodeRequest:
         answered, asked = self.job.answered_tokens, self.reservation.session_id is not None
         if not 0 <= answered <= len(append_ids) - asked:
             raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
-        blocks, keep = self.job.recompute_blocks, self.job.keep_tokens
+        blocks, keep_tokens = self.job.recompute_blocks, self.job.keep_tokens
         self.reads += plan_reads(
-            self.length, self.known_ids, append_ids, answered=answered, chunk=chunk, blocks=blocks, keep=keep
+            self.length,
+            self.known_ids,
+            append_ids,
+            answered=answered,
+            chunk=chunk,
+            blocks=blocks,
+            keep_tokens=keep_tokens,
         )
         if self.known_ids:
             self.known_ids += append_ids[: len(append_ids) - answered]
@@ -87,7 +93,7 @@ class DecodeRequest:
         if isinstance(step, Recompute):
             pages = BLOCK // size
             self.pages.divert([b * pages + page for b in self.blocks for page in range(pages)])
-        elif step.looks and step.start < known_tokens:
+        elif step.select_blocks and step.start < known_tokens:
             self.pages.divert(range(step.start // size, pages_for(known_tokens)))
 
     def ids_of_blocks(self) -> array[int]:
@@ -140,7 +146,7 @@ class DecodeRequest:
         self.logits = None
         self.end_span()
         if self.job is not None:
-            self.tell_end()
+            self.send_finish()
         self.pages.end()
 
     def end_span(self) -> None:
@@ -155,7 +161,7 @@ class DecodeRequest:
         self.span.end(reason.value, message if failed else "", handoff_bytes=moved, tokens=answered)
         self.span = NO_SPAN
 
-    def tell_end(self) -> None:
+    def send_finish(self) -> None:
         assert self.ended is not None
         reason, message = self.ended
         self.events.put_nowait(

@@ -15,12 +15,12 @@ from ..kv.arrival import KVArrival
 from ..kv.handoff.inbox import KVInbox
 from ..kv.pages.pool import PAGE_TOKENS, PagePool
 from ..kv.pages.request_pages import PageManager
-from ..kv.pages.sessions import KeptSession, SessionsTable
+from ..kv.pages.session_table import KeptSession, SessionTable
 from ..kv.pages.waiting import (
-    OVERDUE_LOOKS,
+    OVERDUE_CHECKS,
     ReservationQueue,
     ReservationTime,
-    last_holders,
+    page_returns,
     seconds_until_room,
 )
 from ..messages.events import FinishReason
@@ -50,7 +50,7 @@ class DecodeRequests:
         self._wall = wall
         self._clock = clock
         pool = PagePool(config.cache_tokens // PAGE_TOKENS, on_free=self._pages_came_back)
-        sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
+        sessions = SessionTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
         self.manager = PageManager(pool, sessions, model.positions)
         self.queue = ReservationQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
         self._reservation_time = ReservationTime()
@@ -80,25 +80,25 @@ class DecodeRequests:
         return await self.queue.reserve(reservation)
 
     def _take(self, reservation: Reservation, behind: int) -> Reserved | Refused:
-        held = self.manager.reserve(reservation, self._wall(), behind)
-        if isinstance(held, Refused):
-            return held
+        pages = self.manager.reserve(reservation, self._wall(), behind)
+        if isinstance(pages, Refused):
+            return pages
         began = self._clock()
 
-        held.on_free = lambda: self._reservation_time.ended(self._clock() - began)
+        pages.on_free = lambda: self._reservation_time.ended(self._clock() - began)
         expected = reservation.prompt_tokens if reservation.session_id is None else 0
         request = DecodeRequest(
             serial=next(self._serials),
             reservation=reservation,
-            pages=held,
+            pages=pages,
             reserved=began,
             renewed=began,
-            length=held.session_tokens + expected,
+            length=pages.session_tokens + expected,
         )
         arrival = KVArrival(self._layers, expected)
-        request.inbox = KVInbox(arrival, held, partial(self._kv_changed, request))
+        request.inbox = KVInbox(arrival, pages, partial(self._kv_changed, request))
         self._requests[reservation.request_id] = request
-        return Reserved(pages=held.count, session_tokens=held.session_tokens)
+        return Reserved(pages=pages.count, session_tokens=pages.session_tokens)
 
     def _pages_came_back(self) -> None:
         if self.queue:
@@ -110,15 +110,15 @@ class DecodeRequests:
         if use is None:
             return None
         now, free = self._clock(), self.manager.pool.free
-        held = self.manager.sessions.leases(self._wall())
-        held += [
+        leases = self.manager.sessions.leases(self._wall())
+        leases += [
             (self._reservation_time.left(now - request.reserved), request.pages.every_page)
             for request in self
             if not request.pages.freed.is_set()
         ]
-        return seconds_until_room(pages, free, last_holders(held), ahead, use)
+        return seconds_until_room(pages, free, page_returns(leases), ahead, use)
 
-    def _is_there(self, session: KeptSession) -> bool:
+    def _exists(self, session: KeptSession) -> bool:
         return self.manager.sessions.find(session.session_id, session.owner, self._wall()) is not None
 
     @property
@@ -134,13 +134,15 @@ class DecodeRequests:
                 reservation = request.reservation
                 requests[reservation.owner, reservation.door] += 1
                 own = reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
-                if request.kept is not None and self._is_there(request.kept):
-                    own -= request.kept.tokens - request.pages.session_tokens  # its pages are counted below
+                if request.session is not None and self._exists(request.session):
+                    own -= (
+                        request.session.tokens - request.pages.session_tokens
+                    )  # its pages are counted below
                 tokens[reservation.owner, reservation.door] += max(0, own)
-        for owner, held in self.manager.sessions.held():
-            tokens[owner, ""] += held
-        for (owner, door), held in tokens.items():
-            yield OwnerUse(owner=owner, door=door, requests=requests[owner, door], tokens=held)
+        for owner, kept in self.manager.sessions.tokens_by_session():
+            tokens[owner, ""] += kept
+        for (owner, door), count in tokens.items():
+            yield OwnerUse(owner=owner, door=door, requests=requests[owner, door], tokens=count)
 
     def renew(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -148,7 +150,7 @@ class DecodeRequests:
             if request is None:
                 continue
             request.renewed = self._clock()
-            if request.kept is not None and request.ended is not None:
+            if request.session is not None and request.ended is not None:
                 self.forget(request)
         self.queue.renew(request_ids)
 
@@ -160,15 +162,15 @@ class DecodeRequests:
         for request in self:
             late = now - request.renewed > self._lease_s
             request.overdue = request.overdue + 1 if late else 0
-            if request.overdue > OVERDUE_LOOKS:
+            if request.overdue > OVERDUE_CHECKS:
                 self._abandon(request)
             elif request.deadline is not None and wall >= request.deadline:
                 request.close(FinishReason.DEADLINE, "the deadline passed")
 
     def _abandon(self, request: DecodeRequest) -> None:
         request.close(FinishReason.CANCELLED, "nobody renewed the request")
-        if request.kept is not None:
-            self.manager.sessions.release(request.kept.session_id, request.kept.owner, self._wall())
+        if request.session is not None:
+            self.manager.sessions.release(request.session.session_id, request.session.owner, self._wall())
         self.forget(request)
 
     def clear(self, message: str) -> None:

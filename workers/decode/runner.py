@@ -27,9 +27,9 @@ from ..kv.pages.request_pages import PageCopy
 from ..messages.requests import Sampling
 from ..model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
 from ..model.decoder.stack import AttentionCalls, LayerStack
-from .page_selection import BatchRows, LayerPlan, StepAttention
+from .decode_attention import BatchRows, LayerPlan, StepAttention
 from .reads import Read
-from .rows import Batch, BatchShape, Row, StepRows, sampling_rows
+from .step_rows import Batch, BatchShape, Row, StepRows, sampling_rows
 
 _RAGGED = 77
 """A warm-up appends so many tokens: no multiple of anything that a kernel may specialise for."""
@@ -64,22 +64,22 @@ class LaunchedStep:
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
         self._read = read
         # One copy brings both: float64 holds token ids and float32 exactly.
-        self._both_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
-        self._there: Any = None
-        if self._both_R2.is_cuda:
-            device_R2, rows = self._both_R2, len(read)
+        self._chosen_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
+        self._copied: Any = None
+        if self._chosen_R2.is_cuda:
+            device_R2, rows = self._chosen_R2, len(read)
             room = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)
-            self._both_R2 = room[:rows]
-            self._both_R2.copy_(device_R2, non_blocking=True)
-            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._there.record()
+            self._chosen_R2 = room[:rows]
+            self._chosen_R2.copy_(device_R2, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     def chosen(self) -> list[SampledToken]:
         """Wait for the device, but not for what was launched afterwards."""
-        if self._there is not None:
-            self._there.synchronize()
-        both = zip(self._both_R2.tolist(), self._read, strict=True)
-        return [SampledToken(int(token), logprob, *pages) for (token, logprob), pages in both]
+        if self._copied is not None:
+            self._copied.synchronize()
+        chosen = zip(self._chosen_R2.tolist(), self._read, strict=True)
+        return [SampledToken(int(token), logprob, *pages) for (token, logprob), pages in chosen]
 
 
 class StepGraphs:
@@ -169,20 +169,20 @@ class DecodeRunner:
         ids_T = torch.tensor(step.ids, dtype=torch.int64, device=device)
         positions_T = torch.arange(start, step.end, device=device)
         rows_T = cache.rows_of(table_N, start, tokens)
-        looks = BlockAttention(step.among) if step.looks else None
+        select_blocks = BlockAttention(step.select_among) if step.select_blocks else None
 
         def kv_rows(layer: int) -> KVRows:
             return KVRows(*cache.rows(layer), rows_T)
 
         def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
             k_GSD, v_GSD = cache.gather(layer, table_N, step.end)
-            if looks is not None:
-                looks.add(q_THD, k_GSD)
+            if select_blocks is not None:
+                select_blocks.add(q_THD, k_GSD)
             return self._attend_densely(q_THD, k_GSD, v_GSD, start)
 
         hidden_TC = self.stack.run(self.stack.embed(ids_T), positions_T, AttentionCalls(kv_rows, attend))
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
-        blocks = () if looks is None else looks.most(step.looks)
+        blocks = () if select_blocks is None else select_blocks.most(step.select_blocks)
         self._wait()
         return ReadResult(logits_V, blocks)
 
@@ -197,15 +197,15 @@ class DecodeRunner:
         positions_P = rows_of_blocks(blocks, device)
         rows_P = table_N[positions_P // PAGE_TOKENS] * PAGE_TOKENS + positions_P % PAGE_TOKENS
         before_N = table_N[: blocks[-1] * per_block]
-        seen_N = torch.cat([before_N, *(table_N[b * per_block : (b + 1) * per_block] for b in blocks)])
+        context_N = torch.cat([before_N, *(table_N[b * per_block : (b + 1) * per_block] for b in blocks)])
 
         def kv_rows(layer: int) -> KVRows:
             return KVRows(*cache.rows(layer), rows_P)
 
-        def seen(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return cache.gather(layer, seen_N, len(seen_N) * PAGE_TOKENS)
+        def context(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return cache.gather(layer, context_N, len(context_N) * PAGE_TOKENS)
 
-        recompute(self.stack, ids_P, blocks, kv_rows, seen)
+        recompute(self.stack, ids_P, blocks, kv_rows, context)
         self._wait()
         return ReadResult(blocks=blocks)
 
@@ -278,9 +278,11 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     longest = tokens - ragged - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):
         pages = (runner.scratch_page,) * pages_for(length + ragged + 2)
-        looked = runner.append(pages, Read(length, [0] * ragged, looks=_AGAIN, among=length), last=True)
-        runner.recompute(pages, looked.blocks, [0] * BLOCK * len(looked.blocks))
-        logits_V = looked.logits_V
+        result = runner.append(
+            pages, Read(length, [0] * ragged, select_blocks=_AGAIN, select_among=length), last=True
+        )
+        runner.recompute(pages, result.blocks, [0] * BLOCK * len(result.blocks))
+        logits_V = result.logits_V
         for batch in batches:
             rows = []
             for selects, sampling in zip(batch[: runner.max_batch], (Sampling(), sampled), strict=False):

@@ -28,12 +28,12 @@ _FAILED_TURNS = 3
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _LaunchedAhead:
     """A decode step that was launched ahead. held: its requests' pages."""
 
     requests: tuple[DecodeRequest, ...]
     step: LaunchedStep
-    held: ExitStack
+    pages_in_use: ExitStack
 
 
 class DecodeScheduler:
@@ -61,7 +61,7 @@ class DecodeScheduler:
         self._waiting: deque[DecodeRequest] = deque()
         self._appending: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
-        self._flight: _Flight | None = None
+        self._ahead: _LaunchedAhead | None = None
         self._wake = asyncio.Event()
         self._stopping = False
         self._failures: Counter[str] = Counter()
@@ -92,7 +92,7 @@ class DecodeScheduler:
     async def run(self) -> None:
         while not self._stopping:
             self.drop_ended()
-            if not (self._waiting or self._appending or self._running or self._flight):
+            if not (self._waiting or self._appending or self._running or self._ahead):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -103,9 +103,9 @@ class DecodeScheduler:
             if self._appending:
                 await self._read()
             self.drop_ended()
-            if self._running or self._flight:
+            if self._running or self._ahead:
                 await self._decode()
-        if self._flight:
+        if self._ahead:
             await self._decode()
 
     def _admit(self) -> list[DecodeRequest]:
@@ -113,11 +113,11 @@ class DecodeScheduler:
         firsts: list[DecodeRequest] = []
         while self._waiting and self.running + len(firsts) < self._config.max_batch:
             request = self._waiting.popleft()
-            request.times.taken = self._clock()
+            request.times.admitted = self._clock()
             if request.reads:
                 self._appending.append(request)
             else:
-                request.times.read = request.times.taken
+                request.times.read = request.times.admitted
                 firsts.append(request)
         return firsts
 
@@ -153,8 +153,8 @@ class DecodeScheduler:
             request.times.recomputed_tokens += BLOCK * len(request.blocks)
             return
         request.length = max(request.length, step.end)
-        if step.looks:
-            request.blocks, request.times.looked = outcome.blocks, self._clock()
+        if step.select_blocks:
+            request.blocks, request.times.blocks_selected = outcome.blocks, self._clock()
         if last:
             self._appending.remove(request)
             request.logits = outcome.logits_V
@@ -171,32 +171,34 @@ class DecodeScheduler:
 
     async def _decode(self) -> None:
         """On a GPU the next step is launched before this one's tokens are delivered."""
-        flight, self._flight = self._flight, None
-        requests = tuple(self._running) if flight is None else flight.requests
+        launched, self._ahead = self._ahead, None
+        requests = tuple(self._running) if launched is None else launched.requests
         rows = [request.row for request in requests]
-        ahead = [replace(row, length=row.length + 1) for row in rows] if self._looks_ahead(requests) else []
+        next_rows = (
+            [replace(row, length=row.length + 1) for row in rows] if self._may_launch_ahead(requests) else []
+        )
 
         def work() -> tuple[list[SampledToken], LaunchedStep | None]:
-            step = self._runner.launch(rows) if flight is None else flight.step
-            following = self._runner.launch(ahead) if ahead else None
+            step = self._runner.launch(rows) if launched is None else launched.step
+            following = self._runner.launch(next_rows) if next_rows else None
             return step.chosen(), following
 
-        held = _use_pages(requests)
+        pages_in_use = _use_pages(requests)
         outcome = await self._computed("a decode step", requests, work)
-        if flight is not None:
-            flight.held.close()
+        if launched is not None:
+            launched.pages_in_use.close()
         chosen, following = outcome or ((), None)
         if following is None:
-            held.close()
+            pages_in_use.close()
         else:
-            self._flight = _Flight(requests, following, held)
+            self._ahead = _LaunchedAhead(requests, following, pages_in_use)
         live = [pair for pair in zip(requests, chosen, strict=False) if pair[0].ended is None]
         for request, choice in live:
             request.length += 1
             request.times.stepped(choice.pages_attended, choice.pages_held, len(live))
             self._deliver(request, choice)
 
-    def _looks_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
+    def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
         """Whether the next step has the same rows as far as is known. An end token shows later."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._appending:
             return False
@@ -246,7 +248,7 @@ class DecodeScheduler:
 
 
 def _use_pages(requests: Sequence[DecodeRequest]) -> ExitStack:
-    held = ExitStack()
+    pages_in_use = ExitStack()
     for request in requests:
-        held.enter_context(request.pages.use())
-    return held
+        pages_in_use.enter_context(request.pages.use())
+    return pages_in_use

@@ -22,8 +22,8 @@ class RequestTimes:
     logits: float | None = None
     complete: float | None = None
     ready: float | None = None
-    taken: float | None = None
-    looked: float | None = None
+    admitted: float | None = None
+    blocks_selected: float | None = None
     read: float | None = None
     first: float | None = None
     handoff_bytes: int = 0
@@ -60,9 +60,12 @@ class RequestTimes:
         began = None if self.job is None else max(self.job, self.logits or self.job)
         return {
             "handoff_exposed": (began, self.complete),
-            "decode_wait": (self.ready, self.taken),
-            "append_prefill": (self.taken, self.read if self.looked is None else self.looked),
-            "recompute": (self.looked, self.read),
+            "decode_wait": (self.ready, self.admitted),
+            "append_prefill": (
+                self.admitted,
+                self.read if self.blocks_selected is None else self.blocks_selected,
+            ),
+            "recompute": (self.blocks_selected, self.read),
             "first_step": (self.read, self.first),
         }
 

@@ -80,10 +80,10 @@ class DecodeReplica(Replica):
         spans: SpanSink = SpanSink(),  # noqa: B008  frozen
     ) -> None:
         super().__init__(DECODE_PREFIX, config.drain_s)
-        self._what = model, config, handoff, spans
+        self._arguments = model, config, handoff, spans
         self._build()
 
     def _build(self) -> None:
-        _model, config, _handoff, _spans = self._what
-        self._start_head(DecodeActor, 1, config.cpus, config.gpus, *self._what)
+        _model, config, _handoff, _spans = self._arguments
+        self._start_head(DecodeActor, 1, config.cpus, config.gpus, *self._arguments)
         ray.get(self.head.start.remote())

@@ -33,7 +33,7 @@ class PeerMemory(Protocol):
     def mark(self) -> Any:
         """Return an event after all that was launched, for `.synchronize()`; None: it is done."""
 
-    def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
+    def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
         """Call `tell` once, on this event loop, when a process has ended."""
 
 
@@ -51,26 +51,26 @@ class CudaPeerMemory:
 
     def open(self, handle: Any) -> torch.Tensor:
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        here = [*handle]
-        here[_DEVICE_ARGUMENT] = index  # the exporter's number means nothing here
-        opened: torch.Tensor = rebuild_cuda_tensor(*here)  # type: ignore[no-untyped-call]
+        arguments = [*handle]
+        arguments[_DEVICE_ARGUMENT] = index  # the exporter's number means nothing here
+        opened: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         return opened
 
     def mark(self) -> Any:
         return launched(self._device)
 
-    def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
+    def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         try:
             watched = os.pidfd_open(pid)
         except ProcessLookupError:
-            loop.call_soon(tell)
+            loop.call_soon(on_end)
             return
 
         def ended() -> None:
             loop.remove_reader(watched)
             os.close(watched)
-            tell()
+            on_end()
 
         loop.add_reader(watched, ended)
 

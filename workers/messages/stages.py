@@ -60,8 +60,8 @@ class ChunkCommand:
 @dataclass(frozen=True, kw_only=True)
 class ChunkReport:
     """One stage's work on one chunk. phases: seconds within wall, by name (projection, anchors, scoring,
-    selection, attention, correction, kv_gather, handoff, activation_wait, activation_send). lead: seconds
-    from the last launch on a GPU to the chunk's end there; None on a CPU."""
+    selection, attention, correction, kv_gather, handoff, activation_wait, activation_send). launched_ahead:
+    seconds from the last launch on a GPU to the chunk's end there; None on a CPU."""
 
     request_id: str
     stage: int
@@ -71,7 +71,7 @@ class ChunkReport:
     density: tuple[LayerDensity, ...]
     sampled_share: float
     handoff_bytes: int
-    lead: float | None = None
+    launched_ahead: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -200,7 +200,7 @@ def test_a_shorter_length_that_is_added_reads_what_it_would_have_in_one_run(
     assert run(model, *level, *pages, "--length", 600, "--length", 400).exit_code == 0
     once = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert added is not None and once is not None and added.prefill == once.prefill
-    shares = [(level.tokens, level.share) for level in added.prefill[0].levels]
+    shares = [(level.tokens, level.density_at_length) for level in added.prefill[0].levels]
     assert shares == [(400, round(0.8 * 1.5**0.4, 4)), (600, 0.8)]
 
 

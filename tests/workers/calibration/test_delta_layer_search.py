@@ -11,7 +11,7 @@ import torch
 
 from deltafront.kernels.testing import assert_rows_close
 from deltafront.workers.calibration.delta_layer_search import DecodedRows, refine, search
-from deltafront.workers.calibration.delta_layers import calibrate, kept_pages
+from deltafront.workers.calibration.delta_layers import calibrate, selected_pages
 from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.calibration.sensitivity import divergence
 
@@ -63,7 +63,7 @@ def row_by_row(stack: Any, ids: list[int], chosen: tuple[int, ...], dense: Any) 
         everything = layer in chosen or layer in dense
         out, weights = plain(q.transpose(0, 1), k, v, torch.ones_like(kept) if everything else kept)
         if layer in chosen:
-            pages = kept_pages(weights.amax(0), torch.tensor([len(ids) - 1]), BUDGET, RECENCY)
+            pages = selected_pages(weights.amax(0), torch.tensor([len(ids) - 1]), BUDGET, RECENCY)
             kept = pages.repeat_interleave(16, 1)[:, : len(ids)]
         return out.transpose(0, 1)
 
@@ -106,7 +106,7 @@ def test_refine_replaces_the_layers_that_were_found(tiny_stack: Any) -> None:
     texts, told = [text(6)], list[str]()
     found = calibrate(tiny_stack, texts, 1, budget=BUDGET, recency=RECENCY, full_layers=())
     better = refine(
-        tiny_stack, texts, found, 3, budget=BUDGET, recency=RECENCY, full_layers=(), told=told.append
+        tiny_stack, texts, found, 3, budget=BUDGET, recency=RECENCY, full_layers=(), tell=told.append
     )
     assert better.losses == found.losses and better.divergence is not None
     assert better.delta_layers[0] + len(better.delta_layers) == 3
@@ -133,5 +133,5 @@ def test_impossible_numbers_of_dense_layers_are_refused(tiny_stack: Any) -> None
 def test_rows_of_kept_pages(tiny_stack: Any) -> None:
     """The last pages up to the query's and the best before them."""
     scores = torch.tensor([[5.0, 1.0, 4.0, 0.0, 0.0, 9.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
-    found = kept_pages(scores.repeat_interleave(16, 1) / 16, torch.tensor([70, 95]), 3, 1)
+    found = selected_pages(scores.repeat_interleave(16, 1) / 16, torch.tensor([70, 95]), 3, 1)
     assert_rows_close(found.float(), torch.tensor([[1.0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]]))

@@ -17,8 +17,8 @@ from deltafront.workers.calibration.delta_layers import (
     attention_maps,
     calibrate,
     choose,
-    looked_at,
     losses,
+    query_positions,
     shortest_text,
 )
 from deltafront.workers.calibration.probes import Document, Question
@@ -84,7 +84,7 @@ def test_impossible_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="4 Δ-layers"):
         choose(torch.zeros(6, 6), 4, (0, 1))
     with pytest.raises(ValueError, match="too few"):
-        looked_at(127, [])
+        query_positions(127, [])
     with pytest.raises(ValueError, match="budget of 5 pages"):
         losses(torch.zeros(6, 1, 160), [100], 5, 2)
 
@@ -94,7 +94,7 @@ def lost(stack: Any, ids: list[int], positions: list[int]) -> torch.Tensor:
 
 
 def test_calibrate_is_the_whole_way(tiny_stack: Any) -> None:
-    positions = looked_at(150, [])
+    positions = query_positions(150, [])
     assert len(positions) == 64 and (positions[0], positions[-1]) == (75, 149)
     expected = choose(lost(tiny_stack, IDS, positions), 2, (0, 1))
     assert calibrate(tiny_stack, [Document(IDS, [])], 2, budget=4, recency=2).delta_layers == expected
@@ -112,7 +112,7 @@ def test_questions_are_read_after_the_text_and_looked_at_where_answers_come(tiny
 def test_texts_count_alike(tiny_stack: Any) -> None:
     texts = [IDS, random.Random(2).choices(range(199), k=300)]
     found = calibrate(tiny_stack, [Document(ids, []) for ids in texts], 2, budget=4, recency=2)
-    both = sum(lost(tiny_stack, ids, looked_at(len(ids), [])) for ids in texts)
+    both = sum(lost(tiny_stack, ids, query_positions(len(ids), [])) for ids in texts)
     torch.testing.assert_close(torch.tensor(found.losses, dtype=torch.float64), both / 2)
     assert found.tokens == (150, 300)
     assert found.delta_layers == choose(both, 2, (0, 1))

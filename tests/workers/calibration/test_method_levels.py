@@ -36,7 +36,7 @@ def test_levels_are_there_for_each_length_and_density(tiny_stack: LayerStack) ->
         {640: [made(1, 640), made(2, 640)], 400: [made(3, 400)]},
         POOLED,
         [0.75, 0.9],
-        told=steps.append,
+        tell=steps.append,
     )
     assert found.method == "block_pool" and found.options == shaping_options(POOLED)
     assert [(level.density, level.tokens) for level in found.levels] == [
@@ -45,7 +45,9 @@ def test_levels_are_there_for_each_length_and_density(tiny_stack: LayerStack) ->
         (0.75, 640),
         (0.9, 640),
     ]
-    assert found.levels[2].share == 0.75 and found.levels[0].share == pytest.approx(0.75 * 1.6**0.4, abs=1e-4)
+    assert found.levels[2].density_at_length == 0.75 and found.levels[0].density_at_length == pytest.approx(
+        0.75 * 1.6**0.4, abs=1e-4
+    )
     config = tiny_stack.config
     assert all(len(level.thresholds) == config.layers for level in found.levels)
     assert all(

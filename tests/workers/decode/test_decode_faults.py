@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.decode.page_selection import PageSelectionError
+from deltafront.workers.decode.decode_attention import PageSelectionError
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.messages.events import FinishReason, Token
 from deltafront.workers.messages.requests import GenerateJob, RefusalReason, Refused, Reservation, Sampling

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.workers.decode.page_selection import plan_layers
+from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.reads import Read
-from deltafront.workers.decode.rows import BatchShape, Row, StepRows
 from deltafront.workers.decode.runner import DecodeRunner, SampledToken
+from deltafront.workers.decode.step_rows import BatchShape, Row, StepRows
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack

@@ -29,9 +29,9 @@ async def test_an_answers_span_holds_the_parts_that_are_told(bench: Any) -> None
     roots = recorder.under(None)
     assert [root.name for root in roots] == ["decode", "decode"]
     for root, answer in zip(roots, (first, second), strict=True):
-        told = {part: seconds for part, seconds in asdict(answer.finish.report).items() if part in PARTS}
+        message = {part: seconds for part, seconds in asdict(answer.finish.report).items() if part in PARTS}
         shown = {span.name: recorder.seconds(span) for span in recorder.under(root)}
-        assert shown == pytest.approx({part: s for part, s in told.items() if s}, abs=2e-9)
+        assert shown == pytest.approx({part: s for part, s in message.items() if s}, abs=2e-9)
         assert root.attributes is not None and root.attributes["deltafront.finish"] == "length"
         assert root.attributes["deltafront.tokens"] == 3
         assert root.attributes["deltafront.handoff_bytes"] == answer.finish.report.handoff_bytes

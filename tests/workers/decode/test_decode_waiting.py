@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.workers.kv.pages.waiting import ReservationTime, last_holders, seconds_until_room
+from deltafront.workers.kv.pages.waiting import ReservationTime, page_returns, seconds_until_room
 from deltafront.workers.messages.requests import (
     DecodeFailed,
     GenerateJob,
@@ -36,11 +36,11 @@ small = st.integers(1, 6)
     st.integers(1, 9),
 )
 def test_room_comes_when_a_clock_that_ticks_says(
-    pages: int, free: int, holders: list[tuple[int, int]], ahead: list[int], hold: int
+    pages: int, free: int, returns: list[tuple[int, int]], ahead: list[int], hold: int
 ) -> None:
     """Second by second: what ends gives its pages back, then whoever is first takes what it needs."""
-    found = seconds_until_room(pages, free, holders, ahead, hold)
-    ends, line = list(holders), [*ahead, pages]
+    found = seconds_until_room(pages, free, returns, ahead, hold)
+    ends, line = list(returns), [*ahead, pages]
     for second in itertools.count():
         free += sum(n for end, n in ends if end == second)
         ends = [(end, n) for end, n in ends if end > second]
@@ -54,7 +54,7 @@ def test_room_comes_when_a_clock_that_ticks_says(
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 9))), max_size=6))
 def test_a_page_comes_back_with_the_last_who_holds_it(held: list[tuple[int, set[int]]]) -> None:
-    found = dict(last_holders(held))
+    found = dict(page_returns(held))
     for second in range(6):
         back = [
             page for page in range(10) if max((e for e, own in held if page in own), default=-1) == second

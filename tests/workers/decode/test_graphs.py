@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltafront.workers.decode import runner as runner_module
-from deltafront.workers.decode.rows import Batch, BatchShape
+from deltafront.workers.decode.step_rows import Batch, BatchShape
 from deltafront.workers.messages.requests import PageSelection, Sampling
 
 DELTA = {"delta_layers": (1, 3), "full_layers": (0,), "page_budget": 3, "recency": 1}

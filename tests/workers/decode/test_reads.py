@@ -34,9 +34,9 @@ def test_every_token_is_read_where_it_stands_and_the_question_s_end_twice(there:
         again = steps.index(Recompute())
         looking, once_more = steps[again - 1], steps[again + 1]
         assert isinstance(looking, Read) and isinstance(once_more, Read)
-        assert looking.looks == blocks and once_more == Read(looking.start, looking.ids)
-        assert looking.among == (there if asked else tail_start(there))
-        assert [read.looks for read in reads if read is not looking] == [0] * (len(reads) - 1)
+        assert looking.select_blocks == blocks and once_more == Read(looking.start, looking.ids)
+        assert looking.select_among == (there if asked else tail_start(there))
+        assert [read.select_blocks for read in reads if read is not looking] == [0] * (len(reads) - 1)
         assert looking.end == there + asked, "the answer is no part of the question"
         assert not asked or len(looking.ids) == min(asked, 48), "as much of it as one read may have"
         first = there if asked else tail_start(there)
@@ -63,7 +63,7 @@ def test_without_known_ids_nothing_is_computed_again() -> None:
 @pytest.mark.parametrize("answered", [0, 7])
 def test_what_is_kept_is_read_once_and_before_anything_is_computed_again(keep: int, answered: int) -> None:
     every = ids(600 + answered)
-    steps = plan_reads(500, every[:500], every[500:], answered=answered, chunk=48, blocks=3, keep=keep)
+    steps = plan_reads(500, every[:500], every[500:], answered=answered, chunk=48, blocks=3, keep_tokens=keep)
     again = steps.index(Recompute())
     first, second = (
         [step for step in part if isinstance(step, Read)] for part in (steps[:again], steps[again:])
@@ -76,4 +76,4 @@ def test_what_is_kept_is_read_once_and_before_anything_is_computed_again(keep: i
 def test_where_all_that_is_appended_is_kept_nothing_is_computed_again() -> None:
     every = ids(600)
     plain = plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=0)
-    assert plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=3, keep=600) == plain
+    assert plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=3, keep_tokens=600) == plain

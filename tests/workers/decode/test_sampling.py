@@ -10,7 +10,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from deltafront.kernels.layers.sampling import gumbel, sample
-from deltafront.workers.decode.rows import sampling_rows
+from deltafront.workers.decode.step_rows import sampling_rows
 from deltafront.workers.messages.requests import Sampling
 
 VOCAB = 300

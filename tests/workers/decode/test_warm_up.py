@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deltafront.workers.decode.reads import Read
-from deltafront.workers.decode.rows import Row
 from deltafront.workers.decode.runner import DecodeRunner
+from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.messages.requests import Sampling
 
 

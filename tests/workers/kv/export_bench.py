@@ -48,13 +48,13 @@ class Neighbours:
     def mark(self) -> None:
         """All is computed at once."""
 
-    def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
-        self.gone.setdefault(pid, []).append(tell)
+    def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
+        self.gone.setdefault(pid, []).append(on_end)
 
     def end(self, pid: int) -> None:
         self.dead = True
-        for tell in self.gone.pop(pid):
-            tell()
+        for on_end in self.gone.pop(pid):
+            on_end()
 
 
 class Clock:
@@ -71,8 +71,8 @@ class ByCudaIpc:
     def __init__(self) -> None:
         self.peers = Neighbours()
 
-    def exporter(self, cache: PagedKVCache, hold_s: float, clock: Callable[[], float]) -> Any:
-        return CudaIpcExporter(cache, self.peers, hold_s, clock)
+    def exporter(self, cache: PagedKVCache, lease_s: float, clock: Callable[[], float]) -> Any:
+        return CudaIpcExporter(cache, self.peers, lease_s, clock)
 
     def reader(self, cache: PagedKVCache, thread: Executor, clock: Callable[[], float]) -> KVReader:
         return CudaIpcReader(cache, thread, self.peers, clock)
@@ -90,7 +90,7 @@ class ByNixl:
         self.fabric = Fabric()
         self.agent: Callable[[], Agent] = self.fabric.agent
 
-    def exporter(self, cache: PagedKVCache, _hold_s: float, _clock: Callable[[], float]) -> Any:
+    def exporter(self, cache: PagedKVCache, _lease_s: float, _clock: Callable[[], float]) -> Any:
         return NixlExporter(cache, self.agent())
 
     def reader(self, cache: PagedKVCache, thread: Executor, _clock: Callable[[], float]) -> KVReader:
@@ -116,16 +116,16 @@ class Bench:
     """A stage's cache, its sender, and a decode worker's end; `deliver` is the way between. What was not
     written on either side is NaN."""
 
-    def __init__(self, way: Way, hold_s: float = 60.0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, way: Way, lease_s: float = 60.0, dtype: torch.dtype = torch.float32) -> None:
         self.way, self.clock, self.ray = way, Clock(), FakeRay()
         self.stage = PagedKVCache(range(3, 6), HEADS, DIM, 20, dtype, "cpu")
         self.worker = PagedKVCache(range(8), HEADS, DIM, 30, dtype, "cpu")
         for cache in (self.stage, self.worker):
             for side in (cache.k_LPSGD, cache.v_LPSGD):
                 side.fill_(torch.nan)
-        self.outbox = ActorOutbox(1 << 20, hold_s, self.clock)
+        self.outbox = ActorOutbox(1 << 20, lease_s, self.clock)
         self.outbox._ray = self.ray
-        self.exporter = way.exporter(self.stage, hold_s, self.clock)
+        self.exporter = way.exporter(self.stage, lease_s, self.clock)
         self.sender = MessageSender(self.exporter, self.outbox, background=False)
         self.streams: dict[str, MessageStream] = {}
         self.reader: Any = way.reader(self.worker, ThreadPoolExecutor(1), self.clock)

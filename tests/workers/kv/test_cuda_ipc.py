@@ -25,7 +25,7 @@ CONFIG = HandoffConfig(transport="cuda_ipc")
 
 async def test_what_was_read_after_its_time_is_not_taken() -> None:
     """Else a page that the stage has given away meanwhile could pass for the request's."""
-    bench = Bench(ByCudaIpc(), hold_s=30.0)
+    bench = Bench(ByCudaIpc(), lease_s=30.0)
     bench.announce(range(4), 0, 32)
     (message,) = bench.ray.sent
     bench.clock.now += 30.0

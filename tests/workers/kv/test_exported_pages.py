@@ -113,7 +113,7 @@ def test_pages_are_held_until_every_announcement_is_answered(way: Way) -> None:
 
 
 def test_a_dead_decode_worker_lets_go_at_once_and_a_silent_one_in_time(way: Way) -> None:
-    bench = Bench(way, hold_s=30.0)
+    bench = Bench(way, lease_s=30.0)
     bench.announce(range(4), 0, 32, "dead")
     bench.announce(range(4, 8), 0, 32, "silent")
     bench.ray.errors[0] = RuntimeError("the actor died")
@@ -132,7 +132,7 @@ def test_a_dead_decode_worker_lets_go_at_once_and_a_silent_one_in_time(way: Way)
 
 async def test_what_was_read_when_its_pages_had_gone_is_not_taken(way: Way) -> None:
     """A decode worker that was stopped for long could take another request's K/V for its own."""
-    bench = Bench(way, hold_s=30.0)
+    bench = Bench(way, lease_s=30.0)
     bench.announce(range(4), 0, 32)
     bench.announce(range(4, 8), 0, 32, "other")
     late, good = bench.ray.sent
@@ -153,7 +153,7 @@ def test_no_order_of_events_frees_a_page_that_may_be_read(way: Way) -> None:
     """Announcements, answers, failures and time in any order: pages are in use while an answer is owed."""
     for seed in range(60):
         rng = random.Random(seed)
-        bench = Bench(way, hold_s=10.0)
+        bench = Bench(way, lease_s=10.0)
         owed: dict[int, tuple[str, float]] = {}
         for _ in range(40):
             event = rng.choice(("announce", "answer", "fail", "wait"))

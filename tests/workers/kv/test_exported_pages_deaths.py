@@ -47,7 +47,7 @@ class MappedFiles:
     def mark(self) -> None:
         return None
 
-    def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
+    def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
         """The stage outlives the test."""
 
 

@@ -31,14 +31,14 @@ def test_pieces_are_bounded_and_cover_every_layer(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_goes_to_the_host_comes_back_to_the_bit(dtype: torch.dtype) -> None:
     """From pages that do not follow one another, to others."""
-    here, there, wanted = (
+    arguments, there, wanted = (
         cache_of(dtype),
         cache_of(dtype),
         KVRange(request_id="a", layer=3, start=5, tokens=40),
     )
     k_TGD, v_TGD = (torch.randn(50, 2, 8).to(dtype) for _ in "kv")
-    here.write_layers((7, 2, 9, 4), 0, {3: (k_TGD, v_TGD)})
-    back = from_host(to_host(here, (7, 2, 9, 4), wanted), wanted, there)
+    arguments.write_layers((7, 2, 9, 4), 0, {3: (k_TGD, v_TGD)})
+    back = from_host(to_host(arguments, (7, 2, 9, 4), wanted), wanted, there)
     there.write_layers((1, 0, 5), wanted.start, {3: back})
     found = there.read(3, (1, 0, 5), 5, 40)
     assert all(torch.equal(x, y[5:45]) for x, y in zip(found, (k_TGD, v_TGD), strict=True))

@@ -49,7 +49,7 @@ def announced(bench: Bench, name: str = "r", first: int = 0) -> KVAnnouncement:
 async def test_pages_that_go_while_they_are_read_are_not_taken(moment: int) -> None:
     """The lease is read last, so nothing that was overwritten passes, whenever that was."""
     way = ByNixl()
-    bench = Bench(way, hold_s=30.0)
+    bench = Bench(way, lease_s=30.0)
     message = announced(bench)
 
     def give_away(number: int) -> None:
@@ -67,7 +67,7 @@ def test_a_lease_ends_exactly_when_its_pages_are_free() -> None:
     """Announcements, answers and time in any order, of requests that take each other's pages."""
     for seed in range(60):
         rng = random.Random(seed)
-        bench = Bench(ByNixl(), hold_s=10.0)
+        bench = Bench(ByNixl(), lease_s=10.0)
         pages: dict[str, int] = {}
         leases: dict[str, set[tuple[int, int]]] = {}
         for number in range(60):

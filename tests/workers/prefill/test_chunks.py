@@ -25,9 +25,9 @@ def over(stages: int, quantised: bool = False) -> ModelWork:
     return ModelWork.of(SHAPES["8b"], stages, quantised)
 
 
-def cost_of(pair: float, fixed: float, factors: tuple[float, ...], even: int = 128) -> ChunkCost:
+def cost_of(per_pair: float, fixed: float, factors: tuple[float, ...], even: int = 128) -> ChunkCost:
     """Stages that take so many times as long as each other, whatever the chunk."""
-    return ChunkCost(tuple(StageCost(one, one * pair, one * fixed) for one in factors), even)
+    return ChunkCost(tuple(StageCost(one, one * per_pair, one * fixed) for one in factors), even)
 
 
 def alike(cost: ChunkCost, stages: int | None = None) -> ChunkCost:
@@ -76,7 +76,7 @@ def test_stages_that_differ_take_the_dearest_way_through() -> None:
 
 
 @pytest.mark.parametrize("fixed", [5.0, 60.0, 300.0, 2000.0])
-@pytest.mark.parametrize("pair", [0.0, 1e-5, 1e-3])
+@pytest.mark.parametrize("per_pair", [0.0, 1e-5, 1e-3])
 @pytest.mark.parametrize(
     ("stages", "percent"),
     [
@@ -93,19 +93,19 @@ def test_stages_that_differ_take_the_dearest_way_through() -> None:
     ids=str,
 )
 def test_no_other_cut_is_much_faster(
-    stages: tuple[float, ...], percent: float, pair: float, fixed: float
+    stages: tuple[float, ...], percent: float, per_pair: float, fixed: float
 ) -> None:
-    _no_other_cut(cost_of(pair, fixed, stages), percent)
+    _no_other_cut(cost_of(per_pair, fixed, stages), percent)
 
 
 @pytest.mark.parametrize("fixed", [5.0, 60.0, 300.0, 2000.0])
-@pytest.mark.parametrize("pair", [1e-5, 1e-3])
+@pytest.mark.parametrize("per_pair", [1e-5, 1e-3])
 @pytest.mark.parametrize("stages", [((0.98, 1.03), (1.02, 0.97)), ((1.02, 0.8), (0.98, 1.2))], ids=str)
 def test_nor_where_stages_differ_by_what_they_do(
-    stages: tuple[tuple[float, float], ...], pair: float, fixed: float
+    stages: tuple[tuple[float, float], ...], per_pair: float, fixed: float
 ) -> None:
     """One has more products, the other more of attention: which is the slower changes within a prompt."""
-    _no_other_cut(ChunkCost(tuple(StageCost(one, more * pair, fixed) for one, more in stages)), 3)
+    _no_other_cut(ChunkCost(tuple(StageCost(one, more * per_pair, fixed) for one, more in stages)), 3)
 
 
 def _no_other_cut(cost: ChunkCost, percent: float) -> None:
@@ -136,8 +136,8 @@ def test_work_is_what_a_stage_computes() -> None:
     assert last == StageWork(FEED + 15 * LINEAR + QKV, 15 * PAIR, halves=32)
     assert over(1).stages == (StageWork(31 * LINEAR + QKV, 31 * PAIR, halves=63),)
     costs = over(2).chunk_cost(DENSE).stages
-    assert [one.token for one in costs] == pytest.approx([0.97652, 1.02348], rel=1e-4)
-    assert costs[0].pair / costs[1].pair == pytest.approx(16 / 15)
+    assert [one.per_token for one in costs] == pytest.approx([0.97652, 1.02348], rel=1e-4)
+    assert costs[0].per_pair / costs[1].per_pair == pytest.approx(16 / 15)
 
 
 def test_another_stage_is_the_slower_with_dense_attention_than_with_sparse() -> None:
@@ -176,8 +176,8 @@ def test_long_prompts_lose_little_to_filling_and_draining(tokens: int, stages: i
     by_hand = [alone / takes(even_chunks(0, tokens, 128 << n), 0, cost) for n in range(3, 8)]
     assert planned >= max(by_hand) - 0.005, "no even chunk length does better"
     slowest = max(cost.stages, key=lambda stage: stage.of(0, tokens))
-    bare = slowest.of(0, tokens) - slowest.fixed
-    anywhere = min((bare / n + slowest.fixed) * (n + stages - 1) for n in range(1, 1000))
+    bare = slowest.of(0, tokens) - slowest.per_chunk
+    anywhere = min((bare / n + slowest.per_chunk) * (n + stages - 1) for n in range(1, 1000))
     assert takes(sizes, 0, cost) <= 1.03 * anywhere, "of chunks that take as long as each other, cut anywhere"
     assert all(size % 512 == 0 for size in sizes[:-1] if size >= 512)
 
@@ -197,8 +197,10 @@ def test_products_in_8_bits_leave_a_chunk_s_fixed_cost_and_attention_as_they_are
         both = over(2).chunk_cost(method).stages, over(2, quantised=True).chunk_cost(method).stages
         for plain, quick in zip(*both, strict=True):
             times = 1210 / 660
-            assert (quick.pair, quick.fixed) == pytest.approx((plain.pair * times, plain.fixed * times))
-            assert quick.token == plain.token
+            assert (quick.per_pair, quick.per_chunk) == pytest.approx(
+                (plain.per_pair * times, plain.per_chunk * times)
+            )
+            assert quick.per_token == plain.per_token
     costs = (over(2, quantised).chunk_cost(SPARSE) for quantised in (False, True))
     chunks = [len(plan_chunks(0, 131_072, 16_384, cost)) for cost in costs]
     assert chunks[1] < chunks[0], "longer ones, since each costs as much beside its tokens as before"

@@ -126,7 +126,7 @@ def test_a_chunks_lead_is_from_its_last_launch_to_its_end_on_the_gpu(on_gpu: boo
         clock.now += 0.5
         work.seal()
         work.wait()
-    assert work.report(0, 0.0).lead == (1.5 if on_gpu else None)
+    assert work.report(0, 0.0).launched_ahead == (1.5 if on_gpu else None)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from deltafront.workers.prefill.group.account import Account, Throughput
 seconds = st.floats(0, 50, allow_nan=False)
 
 
-def report(stage: int, wall: float, lead: float | None = None, **phases: float) -> ChunkReport:
+def report(stage: int, wall: float, launched_ahead: float | None = None, **phases: float) -> ChunkReport:
     return ChunkReport(
         request_id="a",
         stage=stage,
@@ -25,7 +25,7 @@ def report(stage: int, wall: float, lead: float | None = None, **phases: float) 
         density=(),
         sampled_share=0.0,
         handoff_bytes=0,
-        lead=lead,
+        launched_ahead=launched_ahead,
     )
 
 

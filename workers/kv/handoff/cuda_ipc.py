@@ -63,11 +63,11 @@ class CudaIpcExporter:
         self,
         cache: PagedKVCache,
         peers: PeerMemory,
-        hold_s: float,
+        lease_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._peers = cache, peers
-        self._hold_s, self._clock = hold_s, clock
+        self._lease_s, self._clock = lease_s, clock
         self._exported = MappedCache(
             layers=cache.layers,
             shape=tuple(cache.k_LPSGD.shape),
@@ -83,7 +83,7 @@ class CudaIpcExporter:
         return CudaIpcExport(self._cache, pages, self._peers.mark, self._describe)
 
     def _describe(self, rows: Runs) -> MappedKV:
-        return MappedKV(self._exported, rows, self._clock() + self._hold_s)
+        return MappedKV(self._exported, rows, self._clock() + self._lease_s)
 
 
 class CudaIpcExport(PageExport):

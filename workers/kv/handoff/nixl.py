@@ -131,7 +131,7 @@ class NixlReader:
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
         self._cache, self._thread = cache, thread
-        self._agent, self._seen = thread.submit(self._start, new).result()
+        self._agent, self._leases_read = thread.submit(self._start, new).result()
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         """Words of `_seen` into which no lease is being read."""
         for slot in range(READS_AT_ONCE):
@@ -150,7 +150,7 @@ class NixlReader:
                     return 0
                 ours = row_runs(pages, announcement.start, announcement.tokens, self._cache.page_tokens)
                 await self._read(announcement, kv, list(self._reads(kv, layers, ours)), slot)
-            if self._seen[slot] != kv.serial:
+            if self._leases_read[slot] != kv.serial:
                 raise too_late(announcement)
         finally:
             self._slots.put_nowait(slot)
@@ -160,7 +160,7 @@ class NixlReader:
         self, announcement: KVAnnouncement, kv: RegisteredKV, rows: list[tuple[int, int, int]], slot: int
     ) -> None:
         stage, memory = kv.cache.agent, memory_of(self._cache.device)
-        lease = [(kv.lease[0], *self._seen.span(slot))]
+        lease = [(kv.lease[0], *self._leases_read.span(slot))]
         self._reading[stage] += 1
         try:
             await self._on_thread(self._reach, kv.cache)

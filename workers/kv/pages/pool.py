@@ -109,17 +109,17 @@ class PagePool:
             raise ValueError(f"cannot allocate {count} pages")
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
-        kept = len(self._free) - count
-        taken = tuple(reversed(self._free[kept:]))
-        del self._free[kept:]
+        left = len(self._free) - count
+        taken = tuple(reversed(self._free[left:]))
+        del self._free[left:]
         for page in taken:
             self._references[page] = 1
         return taken
 
-    def share(self, pages: Iterable[int]) -> None:
+    def retain(self, pages: Iterable[int]) -> None:
         """Add one reference to each page. Changes nothing if one is not in use."""
-        held = [self._in_use(page) for page in pages]
-        for page in held:
+        used_pages = [self._in_use(page) for page in pages]
+        for page in used_pages:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ...messages.requests import ID_BYTES, RefusalReason, Refused, Reservation, recompute_pages
 from .pool import OutOfPages, PagePool, pages_for
-from .sessions import KeptSession, SessionsTable
+from .session_table import KeptSession, SessionTable
 
 PageCopy = tuple[int, int]
 """Source and target."""
@@ -49,8 +49,8 @@ class RequestPages:
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.taken = self.table
-        """The table as it was at first, which can be kept."""
+        self.original_table = self.table
+        """Before `divert`; a session is made of it."""
 
     @property
     def count(self) -> int:
@@ -110,7 +110,7 @@ class RequestPages:
 class PageManager:
     """One worker's pool and sessions. positions: the model's limit in tokens."""
 
-    def __init__(self, pool: PagePool, sessions: SessionsTable, positions: int) -> None:
+    def __init__(self, pool: PagePool, sessions: SessionTable, positions: int) -> None:
         self.pool = pool
         self.sessions = sessions
         self._positions = positions
@@ -180,29 +180,29 @@ class PageManager:
             return Refused(
                 reason=RefusalReason.PAGES, message=str(error), needed=error.needed, free=error.free
             )
-        self.pool.share(shared)
+        self.pool.retain(shared)
         table, spares = shared + taken[:fresh], taken[fresh : fresh + spare]
-        held = RequestPages(
+        pages = RequestPages(
             pool=self.pool, table=table, session_tokens=before, spare=spares, own=taken[fresh + spare :]
         )
         if session is not None:
-            held.session_ids = session.ids[: before * ID_BYTES]
+            pages.session_ids = session.ids[: before * ID_BYTES]
         if session is not None and before % size:
-            held.copy_in = (session.pages[-1], taken[0])
-            self.pool.share(session.pages[-1:])
-        return held
+            pages.copy_in = (session.pages[-1], taken[0])
+            self.pool.retain(session.pages[-1:])
+        return pages
 
-    def prepare_session(self, held: RequestPages, tokens: int) -> None:
+    def prepare_session(self, pages: RequestPages, tokens: int) -> None:
         """Make sure that `keep_session` cannot fail for a request that goes on, and name the page to copy
         first. Raises OutOfPages where none was reserved."""
         full, rest = divmod(tokens, self.pool.page_tokens)
         if rest:
-            held.spare = held.spare or self.pool.allocate(1)
-            held.copy_out = (held.taken[full], held.spare[0])
+            pages.spare = pages.spare or self.pool.allocate(1)
+            pages.copy_out = (pages.original_table[full], pages.spare[0])
 
     def keep_session(
         self,
-        held: RequestPages,
+        pages: RequestPages,
         tokens: int,
         owner: str,
         ttl_s: float,
@@ -217,12 +217,12 @@ class PageManager:
         partly filled page changes hands. If it ends here, that page itself is shared.
         """
         size = self.pool.page_tokens
-        copied = () if held.copy_out is None else held.copy_out[1:]
-        shared = held.taken[: tokens // size if copied else pages_for(tokens, size)]
+        copied = () if pages.copy_out is None else pages.copy_out[1:]
+        shared = pages.original_table[: tokens // size if copied else pages_for(tokens, size)]
         session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain=chain, ids=ids)
-        self.pool.share(shared)
+        self.pool.retain(shared)
         if copied:
-            held.spare, held.copy_out = (), None
+            pages.spare, pages.copy_out = (), None
         return session
 
 

@@ -14,13 +14,13 @@ from operator import itemgetter
 
 from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
 
-OVERDUE_LOOKS = 5
+OVERDUE_CHECKS = 5
 """A lease must be found run out so often in a row, because a process that stood still hears renewals late."""
-Holder = tuple[float, int]
+PageReturn = tuple[float, int]
 """Seconds until it is expected to give its pages back, and the pages."""
 
 
-def last_holders(held: Iterable[tuple[float, Iterable[int]]]) -> list[Holder]:
+def page_returns(held: Iterable[tuple[float, Iterable[int]]]) -> list[PageReturn]:
     """Count the pages by who gives them back last. A page of several holders comes back with the last.
     Pure."""
     ends = dict[int, float]()
@@ -30,11 +30,11 @@ def last_holders(held: Iterable[tuple[float, Iterable[int]]]) -> list[Holder]:
 
 
 def seconds_until_room(
-    pages: int, free: int, holders: Iterable[Holder], ahead: Sequence[int], hold_s: float
+    pages: int, free: int, returns: Iterable[PageReturn], ahead: Sequence[int], reservation_s: float
 ) -> float | None:
     """Seconds until `pages` pages are free behind reservations `ahead` (pages of each, in order); None if
-    never. Each of those holds its pages for hold_s. Pure."""
-    ends, now = list(holders), 0.0
+    never. Each of those holds its pages for reservation_s. Pure."""
+    ends, now = list(returns), 0.0
     heapq.heapify(ends)
     for wanted in (*ahead, pages):
         while free < wanted:
@@ -43,7 +43,7 @@ def seconds_until_room(
             end, returned = heapq.heappop(ends)
             now, free = max(now, end), free + returned
         free -= wanted
-        heapq.heappush(ends, (now + hold_s, wanted))
+        heapq.heappush(ends, (now + reservation_s, wanted))
     return now
 
 
@@ -158,7 +158,7 @@ class ReservationQueue:
         now, wall = self._clock(), self._wall()
         for waiter in self._waiters:
             waiter.overdue = waiter.overdue + 1 if now - waiter.renewed > lease_s else 0
-        lost = [waiter for waiter in self._waiters if waiter.overdue > OVERDUE_LOOKS]
+        lost = [waiter for waiter in self._waiters if waiter.overdue > OVERDUE_CHECKS]
         self._fail(lost, "nobody renewed the request")
         for waiter in list(self._waiters):
             deadline = waiter.reservation.deadline

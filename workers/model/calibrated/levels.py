@@ -33,11 +33,11 @@ def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | No
     low, high = max(level.density for level in below), min(level.density for level in above)
     sparser = [level for level in below if level.density == low]
     denser = [level for level in above if level.density == high]
-    share = 0.0 if high == low else (asked - low) / (high - low)
+    weight = 0.0 if high == low else (asked - low) / (high - low)
 
     def thresholds(layer: int, tokens: int) -> Sequence[float]:
-        few, many = (nearest(family, tokens).thresholds[layer] for family in (sparser, denser))
-        return [low_ + share * (high_ - low_) for low_, high_ in zip(few, many, strict=True)]
+        lower, upper = (nearest(family, tokens).thresholds[layer] for family in (sparser, denser))
+        return [low_ + weight * (high_ - low_) for low_, high_ in zip(lower, upper, strict=True)]
 
     return thresholds
 

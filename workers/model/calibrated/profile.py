@@ -28,7 +28,7 @@ from ..directory.store import model_directory, profile_file
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
 """Levels stand for these, or they decide whether the method is used. Other options shape scores."""
 
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -63,13 +63,13 @@ class Level(_Section):
 
     Args:
         density: A request asks for it: the mean share of causal tiles at the longest prompts.
-        share: The same at prompts of `tokens`.
+        density_at_length: The same at prompts of `tokens`, called `share` in the file.
     """
 
     density: Annotated[float, Field(gt=0, le=1)]
     tokens: Count
-    share: Annotated[float, Field(gt=0, le=1)]
-    thresholds: tuple[tuple[Share, ...], ...] = Field(alias="amounts")
+    density_at_length: Annotated[float, Field(gt=0, le=1)] = Field(alias="share")
+    thresholds: tuple[tuple[Fraction, ...], ...] = Field(alias="amounts")
 
 
 class MethodLevels(_Section):

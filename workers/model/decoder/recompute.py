@@ -83,7 +83,7 @@ def recompute(
     ids_P: torch.Tensor,
     blocks: Sequence[int],
     kv_rows: Callable[[int], KVRows],
-    seen: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    context: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     """Compute the blocks' K and V in all layers, with dense attention over everything before.
 
@@ -99,7 +99,7 @@ def recompute(
     start = blocks[-1] * BLOCK
 
     def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
-        k_GSD, v_GSD = seen(layer)
+        k_GSD, v_GSD = context(layer)
         q_BHTD = q_PHD.transpose(0, 1)[None].to(k_GSD.dtype)
         x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start)
         out_BHTD = dense.attend(x, mask, None, no_phase)

@@ -59,8 +59,8 @@ def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns_F = float(scaling["original_max_position_embeddings"]) * base_F / (2 * math.pi)
-    keep_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
-    return keep_F * base_F + (1.0 - keep_F) * base_F / factor
+    unscaled_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
+    return unscaled_F * base_F + (1.0 - unscaled_F) * base_F / factor
 
 
 def _yarn(base_F: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
@@ -75,11 +75,11 @@ def _yarn(base_F: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> tup
     def channel(turns: float) -> float:
         return base_F.numel() * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
 
-    first_kept = channel(float(scaling.get("beta_fast") or 32))
-    first_scaled = channel(float(scaling.get("beta_slow") or 1))
+    unscaled = channel(float(scaling.get("beta_fast") or 32))
+    scaled = channel(float(scaling.get("beta_slow") or 1))
     if scaling.get("truncate", True):
-        first_kept, first_scaled = math.floor(first_kept), math.ceil(first_scaled)
-    start, end = max(first_kept, 0), min(first_scaled, last)
+        unscaled, scaled = math.floor(unscaled), math.ceil(scaled)
+    start, end = max(unscaled, 0), min(scaled, last)
     width = end - start if end != start else 0.001
     ramp_F = ((torch.arange(base_F.numel(), dtype=torch.float32) - start) / width).clamp(0.0, 1.0)
     magnitude = scaling.get("attention_factor")

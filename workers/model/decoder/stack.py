@@ -62,7 +62,7 @@ class Residual:
     def total(self) -> torch.Tensor:
         return self.hidden_TC if self.update_TC is None else self.hidden_TC + self.update_TC
 
-    def keep_last(self, rows: int) -> None:
+    def narrow_to_last(self, rows: int) -> None:
         first = len(self.hidden_TC) - rows
         if first:
             self.hidden_TC = self.hidden_TC[first:]
@@ -209,7 +209,7 @@ class LayerStack:
             out_THD = attention.attend(layer.number, q_THD)
             if out_THD is None:
                 break
-            residual.keep_last(len(out_THD))
+            residual.narrow_to_last(len(out_THD))
             with phase("projection"):
                 layer.attend_out(residual, out_THD)
                 layer.mlp(residual)

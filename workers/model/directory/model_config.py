@@ -90,13 +90,13 @@ class ModelConfig:
             raise ModelError(
                 f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}"
             )
-        attention = self.attention_matrices + self.pair * _SPLIT_KEYS
+        attention = self.attention_matrices + self.macs_per_pair * _SPLIT_KEYS
         costs = [attention, self.mlp_matrices] * self.layers
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
         return balanced(tuple(costs), stages)
 
     @property
-    def pair(self) -> int:
+    def macs_per_pair(self) -> int:
         """Multiplications of a layer's attention per query and key."""
         return 2 * self.q_heads * self.head_dim
 

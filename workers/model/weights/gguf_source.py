@@ -185,9 +185,9 @@ class GgufSource:
         llama.cpp ignores yarn_attn_factor, which is that product: both must agree.
         """
         temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        said = self._rope_number("yarn_attn_factor", temperature)
-        if not math.isclose(said, temperature, rel_tol=1e-6):
-            self._refuse_rope("yarn_attn_factor", said)
+        stated = self._rope_number("yarn_attn_factor", temperature)
+        if not math.isclose(stated, temperature, rel_tol=1e-6):
+            self._refuse_rope("yarn_attn_factor", stated)
         options = {"attention_factor": attention * temperature}
         for key in ("beta_fast", "beta_slow"):
             if self.has_field(f"{self._architecture}.rope.scaling.yarn_{key}"):

@@ -236,9 +236,9 @@ def _required_id(metadata: Metadata, key: str) -> int:
 def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
     name = str(metadata.field("tokenizer.ggml.pre", ""))
     if name not in PRE_TOKENIZERS:
-        said = f"tokenizer.ggml.pre = {name!r}, which is not known" if name else "no tokenizer.ggml.pre"
+        stated = f"tokenizer.ggml.pre = {name!r}, which is not known" if name else "no tokenizer.ggml.pre"
         raise ModelError(
-            f"the GGUF file has {said}, so how text is cut into tokens would be guessed: convert the model "
+            f"the GGUF file has {stated}, so how text is cut into tokens would be guessed: convert the model "
             "again with a recent llama.cpp, or use its safetensors directory, which has its tokenizer.json. "
             f"Known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )

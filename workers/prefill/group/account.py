@@ -17,7 +17,7 @@ from ...messages.stages import ChunkReport
 from ...messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
-_LEAD = 0.2
+_LAUNCHED_AHEAD = 0.2
 """A GPU that finishes a chunk within this share of its time after the last launch has waited for launches.
 The median was 0.04 and 0.06 where hosts were too slow; elsewhere only a prompt's shortest chunk was below
 it (docs/log/2026-11-25.md)."""
@@ -85,7 +85,9 @@ class Account:
 def _launch_bound(report: ChunkReport) -> float:
     """The chunk's seconds on a GPU if that waited for launches, else 0."""
     busy = sum(report.phases.values()) - report.phases.get("activation_wait", 0.0)
-    return busy if report.lead is not None and report.lead < _LEAD * busy else 0.0
+    return (
+        busy if report.launched_ahead is not None and report.launched_ahead < _LAUNCHED_AHEAD * busy else 0.0
+    )
 
 
 def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:
@@ -126,9 +128,9 @@ class Throughput:
 
     def chunk(self, tokens: int, sent: float, ended: float) -> None:
         worked = ended - max(sent, self._last)
-        kept = math.exp(-worked / _MEMORY_S) if self.idle(sent) < RATE_LASTS_S else 0.0
-        self._tokens = kept * self._tokens + tokens
-        self._seconds = kept * self._seconds + worked
+        decay = math.exp(-worked / _MEMORY_S) if self.idle(sent) < RATE_LASTS_S else 0.0
+        self._tokens = decay * self._tokens + tokens
+        self._seconds = decay * self._seconds + worked
         self._last = ended
 
     def idle(self, now: float) -> float:

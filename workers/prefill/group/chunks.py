@@ -93,8 +93,8 @@ def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
 
 def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
     """Numbers of chunks around the optimum of a prompt that could be cut anywhere. The time is flat there."""
-    bare = cost.of(start, tokens - start) - cost.mean.fixed
-    middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.mean.fixed, 1e-9))
+    bare = cost.of(start, tokens - start) - cost.mean.per_chunk
+    middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.mean.per_chunk, 1e-9))
     most = -(-(tokens - start) // BLOCK)
     low, high = (min(max(fewest, round(middle * factor)), most) for factor in (0.5, 2.0))
     tried = {round(low + (high - low) * n / (_TRIES - 1)) for n in range(_TRIES)}
@@ -107,8 +107,8 @@ def _shortest(
     """At most `count` chunks in the shortest time, each at most `growth` times as long as the one before."""
     first = max(1.0, growth ** (1 - count))  # the one that may take least takes 1
     together = sum(first * growth**n for n in range(count))
-    low = (cost.of(start, tokens - start) + (count - 1) * cost.mean.fixed) / together  # if cut anywhere
-    step, best = cost.of(max(start, tokens - BLOCK), BLOCK) - cost.mean.fixed, None
+    low = (cost.of(start, tokens - start) + (count - 1) * cost.mean.per_chunk) / together  # if cut anywhere
+    step, best = cost.of(max(start, tokens - BLOCK), BLOCK) - cost.mean.per_chunk, None
     enough = max(cost.of(max(start, tokens - largest), largest), cost.of(start, min(largest, tokens - start)))
     while best is None and low < enough:
         high = low + step

@@ -163,8 +163,8 @@ class PrefillController:
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
         grace = _LEASE_GRACE * lease
-        last_look = partial(request.after, grace, "lease", lambda: self._end(request, lost))
-        request.after(lease, "lease", last_look)
+        last_check = partial(request.after, grace, "lease", lambda: self._end(request, lost))
+        request.after(lease, "lease", last_check)
 
     # --- the pipeline ---------------------------------------------------------------------------------
 

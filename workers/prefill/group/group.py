@@ -214,18 +214,20 @@ class PrefillGroup(Replica):
         spans: SpanSink = SpanSink(),  # noqa: B008  frozen
     ) -> None:
         super().__init__(PREFILL_PREFIX, config.drain_s)
-        self._what = model, config, handoff, spans
+        self._arguments = model, config, handoff, spans
         self._stages: dict[int, Any] = {}
         self._build()
 
     def _build(self) -> None:
-        model, config, handoff, spans = self._what
+        model, config, handoff, spans = self._arguments
         for number in self._lost():
             self._end(self._stages.pop(number))
         for number in range(config.stages):
             if number not in self._stages:
                 cpus, gpus = config.cpus_per_stage, config.gpus_per_stage
-                self._stages[number] = self._start(StageActor, number + 1, cpus, gpus, *self._what, number)
+                self._stages[number] = self._start(
+                    StageActor, number + 1, cpus, gpus, *self._arguments, number
+                )
         stages = [self._stages[number] for number in range(config.stages)]
         loaded = ray.get([in_lane(stage.load, COMMANDS)() for stage in stages])
         if config.stages > 1:

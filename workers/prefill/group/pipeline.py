@@ -31,12 +31,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], watch: StageWatch, entry_free: Callable[[], None], slack_s: float
+        self, stages: Sequence[Stage], watch: StageWatch, on_entry_free: Callable[[], None], slack_s: float
     ) -> None:
         self._stages = tuple(stages)
         self._watch = watch
         self._slack_s = slack_s
-        self._tell_entry_free = entry_free
+        self._on_entry_free = on_entry_free
         self._chunks = 0
         self._entering = 0
         self._last: asyncio.Task[list[ChunkReport]] | None = None
@@ -74,7 +74,7 @@ class Pipeline:
         for stage, reply in enumerate(replies):
             chunks.append(self.spawn(_outcome(finished(reply))))
             before = self._watch.expect(stage, name, allowed, chunks[-1], before)
-        chunks[0].add_done_callback(self._entry_free)
+        chunks[0].add_done_callback(self._entry_left)
         self._last = self.spawn(self._reports([*opened, *chunks], self._last))
         return self._last
 
@@ -128,10 +128,10 @@ class Pipeline:
                 raise outcome
         return done[-len(self._stages) :]
 
-    def _entry_free(self, entry: asyncio.Future[Any]) -> None:
+    def _entry_left(self, entry: asyncio.Future[Any]) -> None:
         self._entering -= 1
         if not entry.cancelled() and entry.exception() is None:
-            self._tell_entry_free()
+            self._on_entry_free()
 
 
 async def _outcome(answer: Coroutine[Any, Any, T]) -> T | RequestFailed:

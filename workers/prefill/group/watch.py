@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-LOOK_S = 0.25
+CHECK_S = 0.25
 """The time between two looks. A look counts at most twice that, in case this process was stopped."""
 PULSE_S = 3.0
 """A stage has so long for a sign of life. Triton holds the interpreter's lock for up to 2.1 s while it
@@ -63,7 +63,7 @@ class StageWatch:
         self._pulse, self._hangs, self._clock = pulse, hangs, clock
         self._stall_s = stall_s
         self._expected: list[deque[ExpectedAnswer]] = [deque() for _ in range(stages)]
-        self._looked = 0.0
+        self._checked_at = 0.0
         self._next: asyncio.TimerHandle | None = None
         self._asking: set[asyncio.Task[None]] = set()
 
@@ -79,7 +79,7 @@ class StageWatch:
         self._expected[stage].append(expected)
         answer.add_done_callback(lambda _: self._answered(expected))
         if self._next is None:
-            self._looked = self._clock()
+            self._checked_at = self._clock()
             self._arm()
         return expected
 
@@ -93,7 +93,7 @@ class StageWatch:
         await asyncio.gather(*self._asking, return_exceptions=True)
 
     def _arm(self) -> None:
-        self._next = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        self._next = asyncio.get_running_loop().call_later(CHECK_S, self._check_oldest)
 
     def _answered(self, expected: ExpectedAnswer) -> None:
         expected.answered = True
@@ -101,9 +101,9 @@ class StageWatch:
             expected.asking.cancel()
         self._expected[expected.stage].remove(expected)
 
-    def _look(self) -> None:
+    def _check_oldest(self) -> None:
         now = self._clock()
-        passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
+        passed, self._checked_at = min(now - self._checked_at, 2 * CHECK_S), now
         for waiting in self._expected:
             first = waiting[0] if waiting else None
             if first is not None and (first.after is None or first.after.answered):

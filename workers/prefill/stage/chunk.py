@@ -65,7 +65,7 @@ class ChunkWork:
             density=density,
             sampled_share=sum(c.sampled for _, c in self.coverage) / max(1, len(self.coverage)),
             handoff_bytes=self.handoff_bytes,
-            lead=None if self._sealed is None else self.through - self.launched,
+            launched_ahead=None if self._sealed is None else self.through - self.launched,
         )
 
     def _density(self) -> tuple[LayerDensity, ...]:

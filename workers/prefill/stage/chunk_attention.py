@@ -67,7 +67,7 @@ class ChunkAttention:
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
         work, prompt, phase = self._work, self._prompt, self._work.timer.phase
         with phase("kv_gather"):
-            k_GSD, v_GSD = self._seen(layer)
+            k_GSD, v_GSD = self._context(layer)
         with phase("handoff"):  # before attention, so that K/V travels meanwhile
             chunk = k_GSD[:, self._start :].transpose(0, 1), v_GSD[:, self._start :].transpose(0, 1)
             work.handoff_bytes += prompt.stream.put(layer, self._start, *chunk)
@@ -110,7 +110,7 @@ class ChunkAttention:
             return self._cache.rows_of(self._prompt.pages_N, self._start, tokens)
         return self._cache.rows_of_run(self._prompt.first_page, self._start, tokens)
 
-    def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """In place where the prompt's pages are contiguous."""
         if self._prompt.first_page is None:
             return self._cache.gather(layer, self._prompt.pages_N, self._end)

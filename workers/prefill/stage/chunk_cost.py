@@ -15,8 +15,8 @@ _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
 """Operations a second that products of 8B shapes reach on an H200, overheads included. A multiply-add counts
 as two."""
 _CHUNK_S, _LAYER_S = 3e-3, 100e-6
-"""The fixed cost of a chunk on a stage, and in each layer: launches, ends of kernels, activations. More or
-fewer chunks than these give make no difference (docs/log/2026-11-25.md)."""
+"""A chunk's fixed cost on a stage, and in each layer: launches, ends of kernels, activations. More or fewer
+chunks than these give make no difference (docs/log/2026-11-25.md)."""
 _EVEN = 4 * BLOCK
 """Longer chunks are multiples of it: 32 heads' blocks then fill 132 multiprocessors. Dense attention of 1,152
 tokens takes as long as that of 1,536."""
@@ -26,18 +26,16 @@ _SPARSE = 0.087
 
 @dataclass(frozen=True)
 class StageCost:
-    """A chunk's cost on one stage. The unit is a token's matrix products on a mean stage.
+    """A chunk's cost on one stage. The unit is a token's matrix products on a mean stage. per_pair: for each
+    query and each key up to it."""
 
-    token: for each token. pair: for each query and each key up to it. fixed: for each chunk.
-    """
-
-    token: float
-    pair: float
-    fixed: float
+    per_token: float
+    per_pair: float
+    per_chunk: float
 
     def of(self, start: int, tokens: int) -> float:
         """The cost of tokens start .. start+tokens-1."""
-        return self.token * tokens + self.pair * tokens * (start + (tokens + 1) / 2) + self.fixed
+        return self.per_token * tokens + self.per_pair * tokens * (start + (tokens + 1) / 2) + self.per_chunk
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class ChunkCost:
 
     @cached_property
     def mean(self) -> StageCost:
-        sides = ("token", "pair", "fixed")
+        sides = ("per_token", "per_pair", "per_chunk")
         return StageCost(*(fmean(getattr(stage, side) for stage in self.stages) for side in sides))
 
     @property
@@ -63,22 +61,22 @@ class ChunkCost:
     def fitting(self, start: int, most: float) -> int:
         """How many tokens from `start` on a chunk of cost `most` has on a mean stage; 0 if not one block."""
         mean = self.mean
-        room = most - mean.fixed
+        room = most - mean.per_chunk
         if room <= 0:
             return 0
-        slope = mean.token + mean.pair * (start + 0.5)
-        tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * mean.pair * room))
+        slope = mean.per_token + mean.per_pair * (start + 0.5)
+        tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * mean.per_pair * room))
         blocks = int(tokens * (1 + 1e-12)) // BLOCK * BLOCK
         return blocks if blocks < self.even else blocks // self.even * self.even
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """A stage's share of a model. linear, pair: multiply-adds for each token, and for each pair of query and
-    key. halves: how many attentions and MLPs."""
+    """A stage's share of a model, in multiply-adds. per_pair: for each query and key. halves: how many
+    attentions and MLPs."""
 
-    linear: int
-    pair: int
+    per_token: int
+    per_pair: int
     halves: int
 
 
@@ -96,22 +94,22 @@ class ModelWork:
         for share in shares:
             last = share is shares[-1]
             attentions, mlps = len(share.layers) - last, len(share.mlps) - last
-            linear = attentions * model.attention_matrices + mlps * model.mlp_matrices
-            linear += last * model.qkv_matrices
-            works.append(StageWork(linear, attentions * model.pair, attentions + mlps + last))
+            per_token = attentions * model.attention_matrices + mlps * model.mlp_matrices
+            per_token += last * model.qkv_matrices
+            works.append(StageWork(per_token, attentions * model.macs_per_pair, attentions + mlps + last))
         return cls(tuple(works), quantised)
 
     def chunk_cost(self, method: MethodSpec) -> ChunkCost:
         rate = _FLOPS_8_BITS if self.quantised else _FLOPS
-        mean = fmean(stage.linear for stage in self.stages)
+        mean = fmean(stage.per_token for stage in self.stages)
         token_s = 2 * mean / rate
         dense = method.name.partition("+")[0] == "dense"
-        pair = (1.0 if dense else _SPARSE) * rate / _FLOPS / mean
+        per_pair = (1.0 if dense else _SPARSE) * rate / _FLOPS / mean
         stages = (
             StageCost(
-                token=stage.linear / mean,
-                pair=pair * stage.pair,
-                fixed=(_CHUNK_S + stage.halves / 2 * _LAYER_S) / token_s,
+                per_token=stage.per_token / mean,
+                per_pair=per_pair * stage.per_pair,
+                per_chunk=(_CHUNK_S + stage.halves / 2 * _LAYER_S) / token_s,
             )
             for stage in self.stages
         )

@@ -73,21 +73,21 @@ class NeighbourConnection:
 
 @dataclass
 class _RingToNext:
-    """put, taken: how many chunks were written into the ring and copied from it."""
+    """How many chunks were written into the ring, and copied from it."""
 
     connection: NeighbourConnection
     ring_NTC: torch.Tensor
-    put: int = 0
-    taken: int = 0
+    written: int = 0
+    copied: int = 0
 
 
 @dataclass
 class _RingFromPrevious:
-    """received: how many chunks came from the neighbour's ring."""
+    """copied: how many chunks were copied from the neighbour's ring."""
 
     connection: NeighbourConnection
     ring_NTC: torch.Tensor
-    received: int = 0
+    copied: int = 0
 
 
 class PeerActivations:
@@ -137,11 +137,11 @@ class PeerActivations:
         if link is None:
             raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
         number = link.connection.receive_count()
-        if number != link.received + 1:
-            raise LinkClosed(f"stages out of step: chunk {number} came, {link.received + 1} was expected")
-        slot_TC = link.ring_NTC[link.received % SLOTS, :tokens]
+        if number != link.copied + 1:
+            raise LinkClosed(f"stages out of step: chunk {number} came, {link.copied + 1} was expected")
+        slot_TC = link.ring_NTC[link.copied % SLOTS, :tokens]
         hidden_TC = torch.empty_like(slot_TC).copy_(slot_TC)
-        link.received = number
+        link.copied = number
         link.connection.send_count(number)
         return hidden_TC
 
@@ -150,17 +150,17 @@ class PeerActivations:
         link = self._after
         if link is None:
             raise LinkClosed("the last stage has nobody to send to")
-        while link.put - link.taken >= SLOTS:
-            link.taken = link.connection.receive_count()
-        link.ring_NTC[link.put % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)
-        link.put += 1
-        link.connection.send_count(link.put)
+        while link.written - link.copied >= SLOTS:
+            link.copied = link.connection.receive_count()
+        link.ring_NTC[link.written % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)
+        link.written += 1
+        link.connection.send_count(link.written)
 
     def close(self) -> None:
         """Wait until everything sent was copied, then close."""
         if self._after is not None:
-            while self._after.taken < self._after.put:
-                self._after.taken = self._after.connection.receive_count()
+            while self._after.copied < self._after.written:
+                self._after.copied = self._after.connection.receive_count()
         for link in (self._before, self._after):
             if link is not None:
                 link.connection.close()

@@ -255,8 +255,8 @@ class PrefillStage:
         report = work.report(self._stage, after)
         if work.command.trace:
             seconds = {f"seconds.{phase}": seconds for phase, seconds in report.phases.items()}
-            lead = {} if report.lead is None else {"lead": report.lead}
-            self._trace(work, report.wall, {"finish": "finished", **lead, **seconds})
+            ahead = {} if report.launched_ahead is None else {"lead": report.launched_ahead}
+            self._trace(work, report.wall, {"finish": "finished", **ahead, **seconds})
         return report
 
     def _failure(self, work: ChunkWork, error: Exception) -> RequestFailed:

@@ -16,7 +16,7 @@ from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run import attempt
 from deltafront.service.request.run.prefix import cut_chain, hash_chain, usable_prefix
-from deltafront.workers.kv.pages.sessions import shared_links
+from deltafront.workers.kv.pages.session_table import shared_links
 from deltafront.workers.messages.events import LINK_BYTES
 from deltafront.workers.messages.methods import PAGE_TOKENS, method_spec
 from deltafront.workers.messages.requests import RefusalReason, Refused

@@ -50,8 +50,10 @@ class LayerPlan:
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
         """Count the pages that sparse layers read in a step over `length` tokens, and those they could
         read."""
-        held = pages_for(length)
-        return self.sparse_layers * (min(held, self.budget) if selects else held), self.sparse_layers * held
+        pages = pages_for(length)
+        return self.sparse_layers * (
+            min(pages, self.budget) if selects else pages
+        ), self.sparse_layers * pages
 
     @property
     def calibrated(self) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.kernels.testing import assert_rows_close
-from deltafront.workers.decode.page_selection import (
+from deltafront.workers.decode.decode_attention import (
     BatchRows,
     LayerPlan,
     LayerRole,

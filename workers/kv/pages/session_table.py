@@ -28,11 +28,11 @@ class KeptSession:
     ids: bytes = field(repr=False, default=b"")
 
     @property
-    def told(self) -> Session:
+    def message(self) -> Session:
         return Session(session_id=self.session_id, expires=self.expires, tokens=self.tokens)
 
 
-class SessionsTable:
+class SessionTable:
     """Sessions by id. An id is `<worker>.<random>`, so that any door finds the worker."""
 
     def __init__(self, worker: str, pool: PagePool, max_ttl_s: float) -> None:
@@ -116,7 +116,7 @@ class SessionsTable:
             self._drop(session)
         return len(gone)
 
-    def held(self) -> list[tuple[str, int]]:
+    def tokens_by_session(self) -> list[tuple[str, int]]:
         return [(session.owner, session.tokens) for session in self._sessions.values()]
 
     def clear(self) -> None:
@@ -128,12 +128,12 @@ class SessionsTable:
         self._pool.release(session.pages)
 
 
-def shared_links(one: bytes, other: bytes) -> int:
+def shared_links(chain: bytes, other: bytes) -> int:
     """Count the links that two chains share from their beginning. All links before an equal one are equal, so
     halving finds the end."""
-    low, high = 0, min(len(one), len(other)) // LINK_BYTES
+    low, high = 0, min(len(chain), len(other)) // LINK_BYTES
     while low < high:
         middle = (low + high + 1) // 2
         link = slice((middle - 1) * LINK_BYTES, middle * LINK_BYTES)
-        low, high = (middle, high) if one[link] == other[link] else (low, middle - 1)
+        low, high = (middle, high) if chain[link] == other[link] else (low, middle - 1)
     return low

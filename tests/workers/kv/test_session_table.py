@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
 from deltafront.workers.kv.pages.pool import OutOfPages, PagePool
 from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
-from deltafront.workers.kv.pages.sessions import SessionsTable
+from deltafront.workers.kv.pages.session_table import SessionTable
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
 
 
-def table(pages: int = 8, max_ttl_s: float = 100.0) -> tuple[PagePool, SessionsTable]:
+def table(pages: int = 8, max_ttl_s: float = 100.0) -> tuple[PagePool, SessionTable]:
     pool = PagePool(pages)
-    return pool, SessionsTable("w1", pool, max_ttl_s)
+    return pool, SessionTable("w1", pool, max_ttl_s)
 
 
 def test_a_session_is_found_by_its_owner_until_it_expires() -> None:
