@@ -1,5 +1,3 @@
-"""How a worker drains: it says so, ends its work, and waits for its replacement."""
-
 from __future__ import annotations
 
 import asyncio
@@ -10,13 +8,13 @@ from typing import Any
 
 
 class Leaving(ABC):
-    """A part of the actors that doors speak to. Doors see `draining` and send new prompts to others, but what
-    is under way is served. Doors that know nobody else go on, and say so by renewing."""
+    """An actor that doors speak to and that may drain. Doors see `draining` and send new prompts to others,
+    but what is under way is served. Doors that know no other worker go on, and say so by renewing."""
 
     hosted: Any
 
     settled_s = 2.5
-    """So long must nothing have been here. Doors look once a second, so a request may still come."""
+    """Nothing must have been here for so long: doors check once a second, so a request may still come."""
     draining = False
     _renewed = False
 
@@ -31,8 +29,8 @@ class Leaving(ABC):
     async def check(self) -> str: ...
 
     async def drain(self, within_s: float) -> None:
-        """Return when nothing runs, waits or is kept, pages are free, and no door wants it to stay; after
-        within_s seconds at the latest, and at once if it is broken."""
+        """Return when nothing runs, waits or is kept, pages are free, and no door renews; after within_s
+        seconds at the latest, and at once if it is broken."""
         self.draining = True
         clock = asyncio.get_running_loop().time
         idle_since: float | None = None

@@ -1,5 +1,4 @@
-"""How a worker says how far it has come while it loads: a line on stderr, which Ray brings to the service's
-log and keeps in the worker's own."""
+"""Reports how far a worker has loaded: a line on stderr, which Ray brings to the service's log."""
 
 from __future__ import annotations
 
@@ -11,12 +10,11 @@ Tell = Callable[[str], None]
 
 
 def silent(what: str) -> None:
-    """Says nothing."""
     del what
 
 
 def progress(who: str, now: Callable[[], float] = time.monotonic) -> Tell:
-    """Says what `who` has done, and how many seconds after it began."""
+    """Tells what `who` has done, and how many seconds after it began."""
     began = now()
 
     def tell(what: str) -> None:

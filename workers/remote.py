@@ -1,5 +1,5 @@
-"""Roles as Ray actors: hosts a plain class in one, and calls an actor from afar. Both ends are made from the
-role's protocol. A proxy raises what its caller makes of a `Failure`, never Ray's exceptions."""
+"""Roles as Ray actors: hosts a plain class in one, and calls an actor from afar. A proxy raises what its
+caller makes of a `Failure`, never Ray's exceptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
 and notices. Every call names its group; one without would block all."""
 _THREADS = {COMMANDS: 1, ENDS: 1, NOTICES: 1}
 _CALLS = 1000
-"""So many calls may be under way on any other actor; every stream is one."""
+"""Most calls under way on any other actor; every stream is one."""
 REPLICA_CPUS = 0.1
 """A replica asks for so much; its actors do the work."""
 
@@ -34,7 +34,7 @@ Role_co = TypeVar("Role_co", covariant=True)
 
 
 class Host(Protocol[Role_co]):
-    """An actor's class. It makes the object that plays the role, in the actor's process."""
+    """An actor's class. It makes what plays the role in the actor's process."""
 
     @property
     def hosted(self) -> Role_co: ...
@@ -119,16 +119,16 @@ def _finish_deferred(self: Any, key: str) -> Any:
 @dataclass(frozen=True)
 class Failure:
     """Why an actor gave no answer. cause: what the method raised; None if the actor is gone or out of reach.
-    what: words that follow its name."""
+    message: words that follow its name."""
 
-    what: str
+    message: str
     cause: BaseException | None = None
 
 
 def remote(role: Callable[..., Role], name: str, actor: Any, meaning: Callable[[Failure], Exception]) -> Role:
     """Call an actor that hosts `role` as if it were here. meaning: makes the exception of a failure.
 
-    Commands are sent outside their caller's context, since `ray.cancel` of one request's stream would else
+    Commands are sent outside their caller's context, because `ray.cancel` of one request's stream would
     remove them from the actor's queue.
     """
     return stand_in(role, name, _Caller(actor, meaning).method)

@@ -20,18 +20,18 @@ from .remote import failure_of, start_actor
 log = logging.getLogger(__name__)
 
 HEAD_PATIENCE_S = 10.0
-"""A head counts as lost when it says nothing for so long."""
+"""A silent head counts as lost after so long."""
 REBUILD_PATIENCE_S = 600.0
-"""Replacing lost actors may take so long; then Serve builds a new replica."""
+"""If replacing lost actors takes longer, Serve builds a new replica."""
 
 
 class Replica:
     """Base of the Serve deployments that own actors, which die with it. Only health is served through them:
     doors find the actors by name.
 
-    When `head` is lost, the health check replaces dead actors in place (`_build`), and the others keep
-    what they have loaded. Only if that fails does the check fail, and Serve builds a new replica. Outside
-    Serve there is no placement group; `stop()` it then.
+    When `head` is lost, the health check replaces dead actors in place (`_build`), and the others keep what
+    they have loaded. Only if that fails does the check fail, and Serve builds a new replica. Outside Serve,
+    `stop()` it.
     """
 
     head: Any
@@ -52,8 +52,8 @@ class Replica:
         raise NotImplementedError
 
     async def check_health(self) -> None:
-        """Serve calls this every second. Raises once lost actors could not be replaced. Returns while they
-        are replaced, since loading takes longer than Serve waits."""
+        """Serve calls this every second. It returns while actors are replaced, since loading takes longer
+        than Serve waits. Raises once they could not be replaced."""
         if self._rebuilding is not None and not self._rebuilding.done():
             if time.monotonic() - self._began > REBUILD_PATIENCE_S:
                 raise RuntimeError(f"{self.name} could not be replaced in {REBUILD_PATIENCE_S:g} s")
@@ -73,14 +73,14 @@ class Replica:
         except TimeoutError:
             return f"it has not answered for {HEAD_PATIENCE_S:g} s"
         except RayError as error:
-            return f"it {failure_of(error).what}"
+            return f"it {failure_of(error).message}"
 
     def _rebuild(self) -> None:
         self._end(self.head)
         self._build()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve asks for the worker's state by name when it chooses the number of replicas."""
+        """Serve reads the worker's state by name when it chooses the number of replicas."""
         state = vars(await self.head.stats.remote())
         return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
 
@@ -107,7 +107,7 @@ class Replica:
     def _start_head(
         self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any, **named: Any
     ) -> None:
-        """Start the actor that doors find. Its name is new each time, as Ray may still know the old one."""
+        """Start the actor that doors find, under a new name: Ray may still know the old one."""
         self.name = self._prefix + secrets.token_hex(4)
         options = {"name": self.name, "namespace": NAMESPACE, **self._where(bundle)}
         self.head = start_actor(actor_class, cpus, gpus, options, self.name, *arguments, **named)

@@ -1,13 +1,13 @@
 """One protocol for each role: stage, prefill group, decode worker. Free of torch and Ray.
 
-Plain classes play them (`PrefillStage`, `PrefillController`, `DecodeEngine`). `remote` makes one that is
-an actor, `local_group` a stage on a thread. A method's form tells how it travels:
+Plain classes play them; `remote` makes one that is an actor, `local_group` a stage on a thread. A method's
+form tells how it travels:
 
 - `async def`: a call; calls run side by side.
 - `def … -> AsyncIterator`: a stream; closing it early ends its work.
 - `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in order.
 - `def … -> Deferred`: a command of two parts. The first runs as other commands do and returns a function,
-    which waits for the result beside the commands that follow.
+  which waits for the result beside the commands that follow.
 - `def … -> None`: a notice. It overtakes commands, and nobody hears how it ended.
 """
 
@@ -43,17 +43,17 @@ T = TypeVar("T")
 Role = TypeVar("Role")
 
 Answer: TypeAlias = T | Awaitable[T]
-"""A command's: a value from the plain class, awaitable from afar. `settled` takes either."""
+"""A value from the plain class, awaitable from afar. `settled` takes either."""
 Deferred: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "deferred"]
-"""A two-part command's: callable from the plain class, awaitable from afar."""
+"""Callable from the plain class, awaitable from afar."""
 
 PrefillEvent = ChunkRead | PrefillDone | Refused
 GenerateEvent = FirstTokenTimings | Token | FinishEvent
 
 
 class Stage(Protocol):
-    """A stage, as its controller sees it. RequestFailed concerns one request; any other error of a command
-    ends the group."""
+    """As its controller sees it. RequestFailed concerns one request; any other error of a command ends the
+    group."""
 
     def open(self, request: OpenRequest) -> Answer[None]:
         """Prepare for a request's chunks. A resumed request gets back the K/V of its earlier chunks."""
@@ -63,7 +63,7 @@ class Stage(Protocol):
         wait."""
 
     def close(self, request_id: str) -> Answer[bool]:
-        """Forget a request. Nothing of it may run here afterwards; unknown ids are fine.
+        """Forget a request, if it is known. Nothing of it may run here afterwards.
 
         Returns: whether its pages are free. If not, a decode worker still reads them: ask again.
         """
@@ -85,8 +85,8 @@ class Leased(Protocol):
         """Return when the request's pages are free; unknown ids are fine."""
 
     async def renew(self, request_ids: Sequence[str]) -> None:
-        """Extend leases; unknown ids are fine. For an ended request it says that the door knows of the
-        session made of it."""
+        """Extend leases; unknown ids are fine. For an ended request it says that the door knows of its
+        session."""
 
 
 class Group(Leased, Protocol):
@@ -98,17 +98,15 @@ class Group(Leased, Protocol):
         """
 
     async def queue_refusal(self, tokens: int) -> Refused | None:
-        """Say why the queue does not take a prompt of so many tokens now; None if it has a place. Takes none.
-
-        Raises: PrefillFailed once the group is lost.
-        """
+        """Say why the queue does not take a prompt of so many tokens now; None if it has a place. Raises
+        PrefillFailed once the group is lost."""
 
     async def stats(self) -> GroupStats:
-        """Raises PrefillFailed once the group is lost, so that doors send it nothing more."""
+        """Raises PrefillFailed once the group is lost."""
 
 
 class KVReceiver(Protocol):
-    """A decode worker, as stages see it. Unknown requests are ignored."""
+    """A decode worker, as stages see it. It ignores unknown requests."""
 
     async def announce(self, announcement: KVAnnouncement) -> None: ...
 
@@ -120,7 +118,7 @@ class KVReceiver(Protocol):
 
 
 class DecodeWorker(Leased, KVReceiver, Protocol):
-    """A decode worker, as doors and stages see it."""
+    """As doors and stages see it."""
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused: ...
 
@@ -128,7 +126,7 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
         """Begin another attempt to read a prompt whose group is gone. K/V after the returned point is
         forgotten, and only the new attempt's messages are taken.
 
-        Returns: the last of these points, in tokens, before which all K/V is here; 0 if none is.
+        Returns: the last of these points, in tokens, before which all K/V is here, else 0.
         Raises: DecodeFailed for a request whose prompt is not being read.
         """
 
@@ -163,7 +161,7 @@ class Form(Enum):
 
 
 def forms(role: Callable[..., object]) -> Mapping[str, Form]:
-    """Map a protocol's methods to their forms. A protocol passes as what it would construct."""
+    """A protocol passes as what it would construct."""
     methods = inspect.getmembers(role, inspect.isfunction)
     return {name: _form(method) for name, method in methods if not name.startswith("_")}
 
@@ -186,14 +184,12 @@ class _StandIn:
 
 
 def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form], Callable[..., Any]]) -> Role:
-    """Make an object that plays `role`; `method` makes each method from name and form. Only here is that
-    taken on trust."""
+    """Make an object that plays `role`, on trust. method: makes each method from name and form."""
     return cast(Role, _StandIn(name, {each: method(each, form) for each, form in forms(role).items()}))
 
 
 def sent(actor: Any, method: Callable[[Any, T], Awaitable[Any]], argument: T) -> Any:
-    """Return Ray's reference to an actor's answer, for threads that wait for many. method: of the actor's
-    role, for the type checker."""
+    """Return Ray's reference to an actor's answer, for threads that wait for many."""
     return getattr(actor, method.__name__).remote(argument)
 
 

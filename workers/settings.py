@@ -1,7 +1,7 @@
 """The workers' configuration, frozen and free of torch.
 
-The classes are sections of the configuration file (`service/config.py`), which checks their fields'
-bounds. A class made in code is not checked.
+The classes are sections of the configuration file (`service/config.py`), which checks their fields' bounds. A
+class made in code is not checked.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 Labels = Mapping[
     Annotated[str, Field(pattern=rf"^([a-z0-9.-]+/)?{_NAME}$")], Annotated[str, Field(pattern=rf"^{_NAME}$")]
 ]
-"""Labels that a Ray node must have, as Kubernetes writes them."""
+"""Labels that a Ray node must have, in Kubernetes' form."""
 
 MethodOptions = Mapping[str, Mapping[str, float]]
-"""Methods' names, and options of each."""
 WarmedUp = Annotated[
     Annotated[str, Tag("name")] | Annotated[MethodOptions, Tag("options")],
     Discriminator(lambda given: "name" if isinstance(given, str) else "options"),
 ]
-"""A method's name, or methods with options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +54,8 @@ class ModelSpec:
 
     path: a model directory, the embedded default's name, a .gguf file or a hub id. adapter: a PEFT LoRA
     directory merged at load. rope_theta, max_position_embeddings: replace the model's. profile: its
-    calibration file (`model/profile.py`). quantisation: `fp8` holds and multiplies the layers' matrices in
-    8 bits on GPUs, with a factor for each output channel and token; head, attention and K/V stay in
-    `dtype`.
+    calibration file. quantisation: `fp8` holds and multiplies the layers' matrices in 8 bits on GPUs, with a
+    factor for each output channel and token; head, attention and K/V stay in `dtype`.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -79,8 +76,8 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    """A prefill group. cache_tokens: each stage's room for K/V, in tokens. chunk_tokens: of the longest
-    chunk; `prefill/group/chunks.py` plans shorter ones for several GPU stages."""
+    """A prefill group. cache_tokens: each stage's room for K/V. chunk_tokens: of the longest chunk; several
+    GPU stages get shorter ones."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -92,13 +89,13 @@ class PrefillConfig:
     drain_s: NonNegative = 0.0
     """Seconds for a group that is taken away to end what it reads; 0: none."""
     surge: bool = False
-    """On a cluster, whether new groups start before old ones go, one after the other. It needs room for one
-    more group."""
+    """On a cluster, new groups start before old ones go, one after the other. It needs room for one more
+    group."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     activations: Literal["copied", "distributed"] = "copied"
     """`copied`: the next stage copies from its neighbour's memory where all stages have GPUs of one host.
-    Elsewhere, and with `distributed` always, torch.distributed sends."""
+    Elsewhere, and with `distributed`, torch.distributed sends."""
     cache_tokens: Room = 32_768
     device: Device = "cpu"
     threads: Count = 1
@@ -109,7 +106,7 @@ class PrefillConfig:
     max_waiting: Count = 64
     """Prompts that may wait in a group; more are refused."""
     ageing_tokens_per_second: NonNegative = 256.0
-    """A waiting request counts as this many tokens shorter for each second it has waited."""
+    """A waiting request counts as so many tokens shorter for each second."""
     stream_lease_s: Positive = 5.0
     """A request is cancelled when its door has not renewed it for so long."""
     chunk_slack_s: Positive = 1.0
@@ -122,11 +119,10 @@ class PrefillConfig:
     method_options: MethodOptions = field(default_factory=dict)
     """This service's defaults of methods' options: `{dpxa: {density: 0.08}}`."""
     warm_up: tuple[WarmedUp, ...] = ()
-    """Methods that every stage runs before it takes requests, because a GPU compiles at first use. Name
-    options here that requests will use: some are compiled in, such as `{dpxa: {q_anchors: 32}}`."""
+    """Methods that every stage runs before it takes requests, because a GPU compiles at first use. Some
+    options are compiled in: name those that requests will use, such as `{dpxa: {q_anchors: 32}}`."""
     kernel_cache: Directory | None = None
-    """Where compiled kernels are kept for the next start. None: where Triton keeps them (TRITON_CACHE_DIR,
-    else the user's home)."""
+    """Where compiled kernels are kept for the next start. None: where Triton keeps them."""
 
     @property
     def warmed_up(self) -> list[tuple[str, Mapping[str, float]]]:
@@ -134,7 +130,7 @@ class PrefillConfig:
         return [pair for entry in given for pair in entry.items()]
 
     def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
-        """A method with these options and this service's defaults. Raises MethodError naming the field."""
+        """Add this service's defaults to a method's options. Raises MethodError naming the field."""
         base = name.partition("+")[0]
         return method_spec(name, {**self.method_options.get(base, {}), **(options or {})})
 
@@ -143,9 +139,9 @@ class PrefillConfig:
 class DecodeConfig:
     """A decode worker and its page selection (DELTA, Algorithm 2).
 
-    page_selection: the default of requests: `delta` or `full`. page_budget: K, pages that a sparse layer
-    reads. recency: L, last pages always among them. full_layers: dense, without scoring. delta_layers:
-    dense and scoring; without any, `delta` is refused.
+    page_selection: the default of requests. page_budget: K, pages that a sparse layer reads. recency: L, last
+    pages always among them. full_layers: dense, without scoring. delta_layers: dense and scoring; without
+    any, `delta` is refused.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -154,7 +150,7 @@ class DecodeConfig:
     max_workers: Count | None = None
     """On a cluster, most workers; pages and requests ask for them. None: always `workers`."""
     usage: Fraction = 0.8
-    """With max_workers: the share of pages that should be in use at most."""
+    """With max_workers: the largest share of pages that should be in use."""
     drain_s: NonNegative = 0.0
     """Seconds for a worker that is taken away to end its requests and sessions; 0: none."""
     surge: bool = False
@@ -162,12 +158,11 @@ class DecodeConfig:
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
-    """A reservation waits so long for pages at most. One that is expected to wait longer is refused at
-    once."""
+    """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""
     append_chunk_tokens: Count = 256
     recompute_blocks: Blocks = 0
-    """Before the first token, so many blocks of 128 tokens are computed again with dense attention: those of
-    a sparsely read prompt that the question looks at most. The default of requests."""
+    """Before the first token, so many blocks of 128 tokens of a sparsely read prompt are computed again with
+    dense attention: those that the question attends to most. The default of requests."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8
@@ -183,8 +178,8 @@ class DecodeConfig:
     node_labels: Labels = field(default_factory=dict)
     """Where the worker may run; none: anywhere."""
     warm_up: bool = False
-    """Whether to decode made-up requests first: a GPU compiles at first use, and only then are decode steps
-    CUDA graphs."""
+    """Decode made-up requests first: a GPU compiles at first use, and only then are decode steps CUDA
+    graphs."""
     kernel_cache: Directory | None = None
     """As prefill's."""
 
@@ -195,7 +190,7 @@ class DecodeConfig:
             yield f"full_layers and delta_layers share {both}"
 
     def layer_problems(self, layers: int) -> Iterator[str]:
-        """Problems of the layer lists for a model of `layers` layers, key first."""
+        """Say what is wrong with the layer lists for a model of `layers` layers, key first."""
         for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):
             for layer in named:
                 if not 0 <= layer < layers:
@@ -206,10 +201,10 @@ class DecodeConfig:
 class HandoffConfig:
     """How K/V gets from prefill stages to decode workers.
 
-    transport: `object_store`: Ray's shared memory. `cuda_ipc`: from GPU to GPU, in one container of one
-    host. `nixl`: across hosts, from GPU to GPU or host to host, by RDMA where there is some; needs its
-    package. max_unanswered_bytes: of copies for decode workers; a stage waits at so much. ack_timeout_s: a
-    decode worker that takes K/V slower has failed.
+    transport: `object_store`: Ray's shared memory. `cuda_ipc`: from GPU to GPU, in one container of one host.
+    `nixl`: across hosts, from GPU to GPU or host to host, by RDMA where there is some; needs its package.
+    max_unanswered_bytes: of copies for decode workers; a stage waits at so much. ack_timeout_s: a decode
+    worker that takes K/V slower has failed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -220,6 +215,6 @@ class HandoffConfig:
 
 
 def pairing(model: ModelSpec, handoff: HandoffConfig) -> str:
-    """A name for the K/V and its way. Groups and decode workers of equal names can serve a prompt together
-    while one configuration replaces another."""
+    """Name the K/V and its way. Groups and decode workers of equal names can serve a prompt together while
+    one configuration replaces another."""
     return repr((replace(model, profile=None), handoff.transport))

@@ -1,8 +1,8 @@
 """OpenTelemetry spans, in whichever process works on a request.
 
-Their context comes with the message, as a W3C `traceparent`. If that is empty, or without a provider,
-nothing is recorded and OpenTelemetry is not imported. A span begins by its host's wall clock and is timed
-by the process's own clock, so times between hosts are as right as their wall clocks.
+Their context comes with the message, as a W3C `traceparent`. If that is empty, or without a provider, nothing
+is recorded and OpenTelemetry is not imported. A span begins by its host's wall clock and is timed by the
+process's own clock.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 CONSOLE = "console"
 _NS = 1_000_000_000
 _DELAY_MS = 1000.0
-"""Spans are sent after so long. A killed process loses what it has not sent."""
+"""A killed process loses the spans of so long."""
 
 Clock = Callable[[], float]
-"""Seconds of a clock that never goes back."""
+"""Seconds; it never goes back."""
 
 
 @dataclass(frozen=True)
 class SpanSink:
-    """Where spans go. target: a collector's OTLP URL over HTTP, CONSOLE, or empty. model: the name that they
-    tell."""
+    """target: a collector's OTLP URL over HTTP, CONSOLE, or empty. model: the name that spans tell."""
 
     target: str = ""
     model: str = ""
@@ -56,7 +55,7 @@ class Span:
 
     @property
     def context(self) -> str:
-        """The `traceparent` for work below it; empty if nobody records it."""
+        """The `traceparent` for work below it; empty: not recorded."""
         if self._span is None:
             return ""
         known = self._span.get_span_context()
@@ -70,13 +69,13 @@ class Span:
         return Span(self._tracer, span, self._clock, since)
 
     def part(self, name: str, begin: float | None, end: float | None) -> None:
-        """Record a part between two moments of its clock; nothing if one never came."""
+        """Record a part between two moments of its clock, if both came."""
         if self._tracer is not None and begin is not None and end is not None and end > begin:
             span = self._tracer.start_span(name, self._below(), start_time=self._moment(begin))
             span.end(self._moment(end))
 
     def end(self, finish: str, error: str = "", **attributes: Any) -> None:
-        """End it once. finish: how, in a word. error: what the service failed in, in a line."""
+        """finish: how, in a word. error: what the service failed in, in a line."""
         if self._span is not None:
             self._span.set_attributes(_named({"finish": finish, **attributes}))
             _fail(self._span, error)
@@ -95,7 +94,7 @@ NO_SPAN = Span()
 
 
 class Tracer:
-    """One process's spans. provider: makes and sends them; None: there are none."""
+    """provider: makes and sends spans; None: there are none."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._tracer = None if provider is None else provider.get_tracer("deltafront")
@@ -135,7 +134,7 @@ def wall_ns(ago: float) -> int:
 
 def provider(sink: SpanSink, instance: str) -> TracerProvider | None:
     """Make what sends this process's spans; None: there are none. instance: the process's name. Raises
-    ImportError for what is missing."""
+    ImportError."""
     if not sink.target:
         return None
     from opentelemetry.sdk.resources import Resource

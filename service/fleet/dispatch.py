@@ -66,7 +66,7 @@ def _look() -> dict[str, Any]:
 def worker_error(worker: str, failure: Failure) -> WorkerError:
     """What is shown to a client names no host, path or line of code."""
     if failure.cause is None:
-        return WorkerLost(worker, f"{worker} {failure.what}")
+        return WorkerLost(worker, f"{worker} {failure.message}")
     lines = str(failure.cause).strip().splitlines()
     kind = WorkerHandoffFailed if isinstance(failure.cause, HandoffFailed) else WorkerFailed
     return kind(worker, lines[0] if lines else "the worker failed")

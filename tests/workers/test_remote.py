@@ -241,7 +241,7 @@ from deltafront.workers.messages.stages import ChunkCommand
 from deltafront.workers.remote import Failure, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Group, Stage
 
-def meaning(failure: Failure) -> Exception: return RuntimeError(failure.what)
+def meaning(failure: Failure) -> Exception: return RuntimeError(failure.message)
 
 async def call(actor: object, command: ChunkCommand, reservation: Reservation) -> None:
     stage = remote(Stage, "stage 0", actor, meaning)

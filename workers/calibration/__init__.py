@@ -1,5 +1,5 @@
-"""Measures a model once, on texts with facts hidden in them (`probes.py`), for its profile.
+"""Measures a model once, on texts with facts hidden in them (`probes`), for its profile.
 
-Prefill: `method_levels.py` makes thresholds for each head. Decode: `delta_layers.py`, then
-`delta_layer_search.py`. `tiles.py` shows what a method reads.
+Prefill: `method_levels` makes thresholds for each head. Decode: `delta_layers`, then `delta_layer_search`.
+`tiles` shows what a method reads.
 """

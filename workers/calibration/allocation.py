@@ -1,7 +1,4 @@
-"""Gives each head a quota under one mean density, by marginal gain on the curves of `curves.py`.
-
-Shape suffixes: L layers, H heads, I quotas.
-"""
+"""Gives each head a quota under one mean density, by marginal gain on the curves of `curves.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ Point = tuple[float, float, float]
 def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:
     """Return each head's quota so that the heads' mean density is at most `density`.
 
-    The sum of errors is as small as steps along each curve's lower convex hull make it. Raises ValueError if
-    all heads' cheapest points together exceed the density.
+    Steps along each curve's lower convex hull keep the sum of errors small. Raises ValueError if all heads'
+    cheapest points together exceed the density.
     """
     hulls = [lower_hull(points) for points in curves]
     left = density * len(hulls) - sum(hull[0][0] for hull in hulls)
@@ -46,7 +43,7 @@ def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:
 
 
 def lower_hull(points: Sequence[Point]) -> list[Point]:
-    """Return corners from the least density to the least error, ascending."""
+    """Return corners from the least density to the least error."""
     hull: list[Point] = []
     for point in sorted(points):
         if hull and point[1] >= hull[-1][1]:

@@ -34,7 +34,7 @@ class Curves:
     """Curves of all layers and heads at `quotas`.
 
     Args:
-        density_LHI: Kept share of the causal tiles.
+        density_LHI: Share of the causal tiles that is kept.
         error_LHI: Mean square of the change of the layer's attention output, over that of the output.
         fact_error_LHI: The same at facts; error_LHI for a text without.
     """

@@ -1,9 +1,9 @@
 """Searches Δ-layers by what page selection does to answers.
 
-`delta_layers.py` adds up the attention that sparse layers miss, but layers of equal losses cost answers very
-differently. So its choices only begin a search. Each document is read densely once and its K/V kept. Then the
-rows that a decode step computes for answers go through the layers again, with the pages that a choice of
-Δ-layers selects, and their predictions are compared with dense ones.
+Layers of equal losses (`delta_layers.py`) cost answers very differently, so those choices only begin a
+search. Each document is read densely once and its K/V kept. Then the rows that a decode step computes for
+answers go through the layers again, with the pages that a choice of Δ-layers selects, and their predictions
+are compared with dense ones.
 
 Shape suffixes as in `delta_layers.py`; R rows, C hidden size, V vocabulary.
 """
@@ -59,9 +59,8 @@ class DecodedRows:
 
     @torch.inference_mode()
     def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
-        """Return the rows' mean KL(dense | selected pages) of next-token distributions.
-
-        K/V of earlier tokens are those of dense reading.
+        """Return the rows' mean KL(dense | selected pages) of next-token distributions, over dense K/V of
+        earlier tokens.
 
         Args:
             dense: Layers behind the first Δ-layer that attend to everything too.
@@ -145,11 +144,11 @@ def search(
     full_layers: Collection[int],
     tell: Callable[[str], None] = lambda _what: None,
 ) -> tuple[Layers, float]:
-    """Search Δ-layers that leave `dense_layers` layers dense.
+    """Search Δ-layers that leave `dense_layers` layers dense: those before the first Δ-layer, the Δ-layers,
+    and `full_layers` behind it.
 
-    Dense are the layers before the first Δ-layer, the Δ-layers, and `full_layers` behind it. Each first
-    Δ-layer has a start (`choose`). From the best, one Δ-layer at a time moves to the least divergence, until
-    no move helps.
+    Each first Δ-layer has a start (`choose`). From the best, one Δ-layer at a time moves to the least
+    divergence, until no move helps.
 
     Returns:
         Δ-layers, and the mean divergence of texts.

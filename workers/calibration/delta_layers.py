@@ -1,10 +1,10 @@
 """Chooses Δ-layers: layers whose page selection serves the layers behind them best.
 
 A sparse layer reads the pages that the Δ-layer before it chose, and loses the attention outside them. One
-dense pass gives all layers' page scores, these give each layer's loss for each layer that may choose, and
-dynamic programming finds the least sum. If a text has questions, only queries that give answers count: layers
-chosen on prose miss what is retrieved, and so do DELTA's, those of the largest 1 - cos between attention
-maps, on SmolLM2.
+dense pass gives all layers' page scores and so each layer's loss for each layer that may choose; dynamic
+programming finds the least sum. Only queries that give answers count, if a text has some: layers chosen on
+prose miss what is retrieved, and so do DELTA's, those of the largest 1 - cos between attention maps, on
+SmolLM2.
 
 Shape suffixes: L layers (two L: choosing layer, reading layer), Q queries, P pages, S keys, T tokens, H query
 heads, G key/value heads, D head dimension, J = H / G.
@@ -29,13 +29,8 @@ QUERIES = 64
 
 @dataclass(frozen=True)
 class Calibration:
-    """Chosen Δ-layers.
-
-    Args:
-        losses: [a][b]: mean page score that layer b loses, against its best pages, if layer a chooses.
-        tokens: Of each text.
-        divergence: Of answers decoded with these layers, if measured.
-    """
+    """losses: [a][b]: mean page score that layer b loses, against its best pages, if layer a chooses. tokens:
+    of each text. divergence: of answers decoded with these layers, if measured."""
 
     delta_layers: tuple[int, ...]
     losses: tuple[tuple[float, ...], ...]
@@ -83,8 +78,7 @@ def shortest_text(budget: int) -> int:
 
 
 def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
-    """Pick at most QUERIES positions, evenly, of the answers or else the second half. Raises ValueError for a
-    short text."""
+    """Pick at most QUERIES positions, evenly, of the answers or else the second half. Raises ValueError."""
     if not answers and tokens < 2 * QUERIES:
         raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * QUERIES}")
     among = answers or range(tokens // 2, tokens)

@@ -1,7 +1,4 @@
-"""Reads a text densely, in one piece, and shows each layer's attention.
-
-Shape suffixes as in `workers.model.decoder.stack` and `kernels.interface`.
-"""
+"""Reads a text densely, in one piece, and shows each layer's attention."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ...kernels.methods import method_spec
 from ..model.decoder.stack import LayerStack
 
 AttentionHook = Callable[[int, AttentionInput], torch.Tensor | None]
-"""look(layer, x) -> out_BHTD instead of dense attention's, or None."""
+"""hook(layer, x) -> out_BHTD instead of dense attention's, or None."""
 
 
 def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""Makes the levels of a profile: curves and costs of documents, allocated to mean densities.
-
-Shape suffixes as in `curves.py`.
-"""
+"""Makes the levels of a profile: curves and costs of documents, allocated to mean densities."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ Allocation = Literal["marginal", "threshold"]
 """By marginal gain (`allocation.py`), or as XAttention does (`thresholds.py`)."""
 
 COSTED_AT = 0.5
-"""The quota at which layers' costs are measured: about a mean density of 8% at 128K."""
+"""The quota at which layers' costs are measured: a mean density of about 8% at 128K."""
 
 GROWTH = 0.4
 """A level of density d, made for the longest documents, means d (longest / tokens)^GROWTH for others: a row's
@@ -51,11 +48,8 @@ def method_levels(
 ) -> MethodLevels:
     """Make levels of these densities for each length of document.
 
-    Each document is read densely once for each layer, and once more.
-
     Args:
-        probes: Length in tokens → documents.
-        told: It hears of progress.
+        probes: Length in tokens → documents. Each is read densely once for each layer, and once more.
         answer_weight: Weight of answers' divergence beside that of the tail.
         profile: A density means itself at the longest prompts of its levels and the new ones.
 
@@ -107,8 +101,8 @@ def realised(
     method: MethodSpec,
     thresholds: Sequence[Sequence[float]],
 ) -> float:
-    """Return the density over documents read with these thresholds. It exceeds that of dense activations,
-    which gave them."""
+    """Return the density over documents read with these thresholds, which exceeds that of dense
+    activations."""
     sparse = build(
         method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: thresholds[layer]
     )

@@ -37,7 +37,7 @@ _KINDS = ("uuid", "number", "word")
 
 @dataclass(frozen=True)
 class Needle:
-    """A hidden fact. kind: `uuid`, `number` or `word`."""
+    """kind: `uuid`, `number` or `word`."""
 
     key: str
     value: str
@@ -69,7 +69,7 @@ def make_needles(count: int, seed: int) -> list[Needle]:
 
 
 def _words(count: int, rng: random.Random) -> tuple[list[str], list[str]]:
-    """Up to 102 pairs share no word. Each further round shifts the nouns by one place."""
+    """Up to 102 pairs share no word."""
     every = min(len(_ADJECTIVES), len(_NOUNS))
     if count > every**2:
         raise ValueError(f"at most {every**2} needles, {count} asked for")

@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 VALUES = 4
 """Numbers of a key in `values`, assignments of a chain in `chains`."""
 ANSWER_WEIGHT = 2.0
-"""Default weight of the divergence at answers' tokens beside that of the tail."""
+"""Default weight of the divergence at answers' tokens, beside the tail's."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Document:
 
 
 class Text:
-    """A text cut before white space behind sentences. No token reaches across."""
+    """A text cut before white space behind sentences, which no token reaches across."""
 
     def __init__(self, text: str, encode_all: EncodeAll) -> None:
         cuts = [match.start() for match in re.finditer(r"(?<=[.!?])\s", text)]

@@ -1,8 +1,6 @@
-"""Measures what a layer's error costs in predictions: each layer in turn is read sparsely, the others
-densely.
-
-In SmolLM2-135M two of 30 layers make more than half of the divergence, so errors of heads (`curves.py`) are
-weighed by their layer's cost.
+"""Measures what a layer's error costs in predictions: one layer after the other is read sparsely, the rest
+densely. Errors of heads (`curves.py`) are weighed by it: in SmolLM2-135M two of 30 layers make more than half
+of the divergence.
 
 Shape suffixes: T tokens, L layers, R rows, V vocabulary, C hidden size; others as in `kernels.interface`.
 """

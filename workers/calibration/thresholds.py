@@ -2,8 +2,7 @@
 with.
 
 An adjustment takes a tenth off one head's threshold. The paper's table D[h][m] holds the best performance of
-m adjustments among h heads. It counts adjustments, `allocation.py` counts tiles. Here heads' losses stand for
-performance.
+m adjustments among h heads; here heads' losses stand for performance.
 
 Shape suffixes: H heads, I measured quotas, J adjustments of one head, M of all.
 """

@@ -1,7 +1,5 @@
-"""Shows which tiles of attention a method chooses for a prompt, by layer and head.
-
-It reads the prompt in chunks, as a prefill stage does. Dense rows of the Δ correction and Delta-KV's packed
-rest do not show.
+"""Shows which tiles of attention a method chooses for a prompt, by layer and head. Dense rows of the Δ
+correction and Delta-KV's packed rest do not show.
 
 Shape suffixes: L layers, H query heads, G key/value heads, N query blocks, M key blocks (of 128 tokens), S
 keys, T tokens, D head dimension.
@@ -53,7 +51,7 @@ def tiles_read(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] = lambda _tokens: None,
 ) -> TilesRead:
-    """Read a prompt and keep its tiles.
+    """Read a prompt in chunks, as a prefill stage does.
 
     Args:
         chunk_tokens: A multiple of 128.

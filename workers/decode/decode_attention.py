@@ -1,10 +1,10 @@
-"""Decides which layers attend to selected pages: DELTA's decode (Algorithm 2).
+"""A decode step's attention, by DELTA (Algorithm 2): which layers attend to selected pages.
 
-A Δ-layer attends to all pages and scores them: a token's score is its largest attention weight over heads,
-a page's the sum over its tokens. Sparse layers up to the next Δ-layer read the K best pages, the last L
-among them. Other layers are dense. Each step selects anew, for each request by itself.
+A Δ-layer attends to all pages and scores them: a token's score is its largest attention weight over heads, a
+page's the sum over its tokens. Sparse layers up to the next Δ-layer read the K best pages, the last L among
+them. Other layers are dense. Each step selects anew, for each request by itself.
 
-Shape suffixes: docs/glossary.md; K selected pages, P columns of the page table.
+Shape suffixes also: K selected pages, P columns of the page table.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LayerPlan:
         """Whether a request's sparse layers read selected pages only. page_selection: empty for the worker's
         default.
 
-        Raises: PageSelectionError for an unknown name, and for `delta` without calibrated Δ-layers.
+        Raises: PageSelectionError for an unknown name, and for `delta` without Δ-layers.
         """
         name = page_selection or default
         if name == PageSelection.FULL:
@@ -96,8 +96,8 @@ def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
 
 @dataclass(frozen=True)
 class BatchRows:
-    """A batch's K/V. lengths_R: tokens, the one being computed included. selects_R: int32, 1 for rows that
-    select pages; None where no row does."""
+    """lengths_R: tokens, the one being computed included. selects_R: int32, 1 for rows that select pages;
+    None where no row does."""
 
     table_RP: torch.Tensor
     lengths_R: torch.Tensor

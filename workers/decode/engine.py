@@ -47,7 +47,7 @@ from .scheduler import DecodeScheduler
 from .times import RequestTimes
 
 ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
-"""Makes a decode worker's end of the hand-off, as `kv_reader` does."""
+"""As `kv_reader` does."""
 
 _TICK_S = 0.1
 _STARTING = "the decode worker is still starting"

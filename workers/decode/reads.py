@@ -1,8 +1,8 @@
 """Plans what a decode worker reads of a request before its first token. Pure.
 
-Appended text is read in chunks. After sparse prefill the question's end names the blocks that it attends
-to most; they are computed again, then the question's end over them. Without appended text the prompt's
-last tokens count as the question.
+Appended text is read in chunks. After sparse prefill the question's end chooses the blocks that it attends to
+most; they are computed again, then the question's end over them. Without appended text the prompt's last
+tokens count as the question.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..messages.requests import TAIL_TOKENS, GenerateJob, Reservation, recompute
 
 @dataclass(frozen=True)
 class Read:
-    """Read tokens from `start` on. looks: how many blocks to name among the first `among` tokens; 0: none."""
+    """Read tokens from `start` on. select_blocks: how many of the first `select_among` tokens' blocks to
+    choose for computing again; 0: none."""
 
     start: int
     ids: Sequence[int]
@@ -34,7 +35,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Compute the blocks again that the step before has named."""
+    """Compute the blocks again that the step before has chosen."""
 
 
 Step = Read | Recompute
@@ -58,7 +59,7 @@ def plan_reads(
         append_ids: ids after them. The last `answered` belong to the answer.
         chunk: the most tokens of one read.
         blocks: how many blocks to compute again; none where all appended text is kept.
-        keep: tokens of a session. They are read once, so that it depends on no question.
+        keep_tokens: tokens of a session. They are read once, so that it depends on no question.
     """
     asked = len(append_ids) - answered
     answer = _chunks(kv_tokens + asked, append_ids[asked:], chunk)

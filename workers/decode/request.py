@@ -26,11 +26,11 @@ DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
 @dataclass(eq=False, kw_only=True)
 class DecodeRequest:
-    """One request, which `DecodeRequests` keeps and engine and scheduler move on.
+    """One request. `DecodeRequests` has it; engine and scheduler move it on.
 
-    serial: never used again, unlike the id. reserved, renewed: seconds of the engine's clock. length:
-    tokens whose K/V is in the pages. token: the last one chosen, not in the pages yet. logits: before the
-    first token. inbox: of the last attempt.
+    serial: never used again, unlike the id. reserved, renewed: seconds of the engine's clock. length: tokens
+    whose K/V is in the pages. token: the last one chosen, not in the pages yet. logits: before the first
+    token. inbox: of the last attempt.
     """
 
     serial: int
@@ -56,7 +56,7 @@ class DecodeRequest:
     overdue: int = 0
     """How often in a row its lease was found to have run out."""
     session: KeptSession | None = None
-    """The session that was made of its prompt."""
+    """Made of its prompt."""
     span: Span = NO_SPAN
 
     @property
@@ -124,7 +124,6 @@ class DecodeRequest:
         )
 
     async def settled(self) -> None:
-        """Wait until the last attempt's K/V is complete or lost, or the request has ended."""
         waited = None
         while waited is not self.inbox:
             waited = self.inbox

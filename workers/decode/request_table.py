@@ -155,7 +155,6 @@ class DecodeRequests:
         self.queue.renew(request_ids)
 
     def expire(self) -> None:
-        """End sessions past their lease, and requests past their deadline or lease."""
         wall, now = self._wall(), self._clock()
         self.manager.sessions.expire(wall)
         self.queue.expire(self._lease_s)

@@ -3,7 +3,7 @@
 A step's inputs lie at fixed addresses and its launches depend on the batch's shape alone. So on a GPU a
 step's forward pass is a CUDA graph, with the sampling launched behind it.
 
-Shape suffixes: docs/glossary.md; R rows of the batch.
+Shape suffixes also: R rows of the batch.
 """
 
 from __future__ import annotations

@@ -207,23 +207,23 @@ class DecodeScheduler:
         return all(request.ended is None and request.left > 1 for request in requests)
 
     async def _computed(
-        self, what: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
+        self, kind: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
     ) -> T | None:
         """Run `work` with the requests' pages held; None if it raised."""
         with _use_pages(requests):
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
-                self._failures[what] = 0
+                self._failures[kind] = 0
                 return result
             except Exception as error:
-                self._fail(what, requests, error)
+                self._fail(kind, requests, error)
                 return None
 
-    def _fail(self, what: str, requests: Sequence[DecodeRequest], error: Exception) -> None:
-        text = f"{what} failed: {type(error).__name__}: {error}"
-        self._failures[what] += 1
-        if self._failures[what] >= _FAILED_TURNS:
-            self.fault = f"{self._failures[what]} times in a row, {text}"
+    def _fail(self, kind: str, requests: Sequence[DecodeRequest], error: Exception) -> None:
+        text = f"{kind} failed: {type(error).__name__}: {error}"
+        self._failures[kind] += 1
+        if self._failures[kind] >= _FAILED_TURNS:
+            self.fault = f"{self._failures[kind]} times in a row, {text}"
         for request in requests:
             request.close(FinishReason.FAILED, text)
 

@@ -1,5 +1,3 @@
-"""The times and counts of one request on a decode worker, from which its report is made."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -11,11 +9,11 @@ from ..messages.events import DecodeReport
 
 @dataclass(kw_only=True)
 class RequestTimes:
-    """Seconds of one monotonic clock; None: not yet.
+    """A request's times and counts. Seconds of one monotonic clock; None: not yet.
 
-    complete: the last page was here. ready: nothing was missing. taken: the scheduler took it. looked:
-    appended text was read and blocks were named. read: the logits were there. first: the first token was
-    sampled.
+    complete: the last page was here. ready: nothing was missing. admitted: the scheduler took it.
+    blocks_selected: appended text was read and blocks were chosen. read: the logits were there. first: the
+    first token was sampled.
     """
 
     job: float | None = None

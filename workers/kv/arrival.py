@@ -1,7 +1,5 @@
-"""Accounts for one prompt's K/V: what was announced and what was written. Pure.
-
-A token counts once a layer. Ranges are half-open: [start, stop) of one layer.
-"""
+"""Accounts for one prompt's K/V, announced and written. Ranges are half-open: [start, stop) of one layer.
+Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ class ArrivalError(ValueError):
 
 
 class KVArrival:
-    """The ranges of `tokens` tokens in each of `layers` layers. An announced range is claimed and a written
-    one complete, so a repetition is recognised while the first is still read."""
+    """The ranges of `tokens` tokens in each of `layers` layers. A range is claimed when it is announced, so
+    that a repetition is recognised while the first is still read."""
 
     def __init__(self, layers: int, tokens: int) -> None:
         self._layers = layers
@@ -28,10 +26,8 @@ class KVArrival:
         return self._count == self._layers * self._tokens
 
     def claim(self, layer: int, start: int, tokens: int) -> bool:
-        """Claim a range. Returns False if exactly this range was announced before.
-
-        Raises: ArrivalError for a range outside the prompt or one that overlaps another.
-        """
+        """Claim a range. Returns False if exactly this range was announced before. Raises ArrivalError for a
+        range outside the prompt or one that overlaps another."""
         if not 0 <= layer < self._layers:
             raise ArrivalError(f"K/V announced for layer {layer} of a model with {self._layers} layers")
         stop = start + tokens
@@ -55,14 +51,13 @@ class KVArrival:
         self._count += tokens
 
     def resume_point(self, points: Iterable[int]) -> int:
-        """Return the last of these points that ends ranges and before which every layer is complete; 0 if
-        none is."""
+        """Return the last of these points that ends ranges and before which every layer is complete, else
+        0."""
         ends = [set(_ends(written)) for written in self._written]
         return max(set(points).intersection(*ends), default=0)
 
     def until(self, tokens: int) -> KVArrival:
-        """Account for a prompt that is read again from a resume point on. Later announcements are
-        forgotten."""
+        """Account for a prompt that is read again from a resume point on."""
         rest = KVArrival(self._layers, self._tokens)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():

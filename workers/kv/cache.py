@@ -1,9 +1,7 @@
 """Keys and values of a range of layers, in pages.
 
 A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout, which decode kernels
-read in place. `pages` says whose a page is.
-
-Shape suffixes: docs/glossary.md; R all slots of all pages, T tokens written, N pages of one sequence.
+read in place. Shape suffixes also: R slots of all pages.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ class KVCacheError(ValueError):
 
 
 class PagedKVCache:
-    """K/V of layers `layers` (the model's numbers) in `pages` pages. Fresh memory is zero, so unwritten slots
-    are finite."""
+    """K/V of layers `layers` (the model's numbers). Fresh memory is zero, so unwritten slots are finite."""
 
     page_tokens = PAGE_TOKENS
 
@@ -45,7 +42,7 @@ class PagedKVCache:
         self.k_LPSGD = _zeros(shape, dtype, self.device)
         self.v_LPSGD = _zeros(shape, dtype, self.device)
         self._arrivals: Any = None
-        """On a GPU, the stream of `write_layers`: received K/V does not queue behind computation."""
+        """A GPU's stream of `write_layers`: received K/V does not queue behind computation."""
         if self.device.type == "cuda":
             self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
@@ -76,7 +73,7 @@ class PagedKVCache:
         return self.k_LPSGD[index], self.v_LPSGD[index]
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views k_RGD, v_RGD of one layer. Slot s of page p is row p · page_tokens + s."""
+        """Views k_RGD, v_RGD. Slot s of page p is row p · page_tokens + s."""
         k_PSGD, v_PSGD = self.layer(layer)
         return k_PSGD.flatten(0, 1), v_PSGD.flatten(0, 1)
 
@@ -84,7 +81,7 @@ class PagedKVCache:
         """Return rows_T (int64, on the device) of tokens start .. start+tokens-1 of a sequence.
 
         Args:
-            pages: its page table (1-D, int32/int64). Keep it on the cache's device, else each call copies
+            pages: its page table (1-D, int32/int64). Elsewhere than on the cache's device, each call copies
                 it.
         Raises: KVCacheError if the table is too short.
         """
@@ -97,14 +94,14 @@ class PagedKVCache:
         return page_ids_T * self.page_tokens + positions_T % self.page_tokens
 
     def rows_of_run(self, first_page: int, start: int, tokens: int) -> torch.Tensor:
-        """Like `rows_of`, for contiguous pages from first_page on."""
+        """Like `rows_of`, for contiguous pages."""
         rows = self._span(first_page, start, tokens)
         return torch.arange(rows.start, rows.stop, device=self.device)
 
     def write(
         self, layer: int, pages: torch.Tensor, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     ) -> None:
-        """Store tokens start .. start+T-1 of one sequence. `start` need not be page aligned."""
+        """Store tokens start .. start+T-1 of one sequence."""
         self._put(layer, self.rows_of(pages, start, k_TGD.shape[0]), k_TGD, v_TGD)
 
     def write_rows(
@@ -115,13 +112,13 @@ class PagedKVCache:
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
     ) -> None:
-        """Store row t at slot slots_T[t] of page page_ids_T[t]: one token of each of T sequences. Rows must
-        not collide; nothing checks that, since it would synchronise."""
+        """Store row t at slot slots_T[t] of page page_ids_T[t]. Rows must not collide; to check that would
+        synchronise."""
         page_ids_T, slots_T = page_ids_T.to(self.device, torch.int64), slots_T.to(self.device)
         self._put(layer, page_ids_T * self.page_tokens + slots_T, k_TGD, v_TGD)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the first `tokens` tokens of one sequence into contiguous k_GSD, v_GSD."""
+        """Copy the first `tokens` tokens of a sequence into contiguous k_GSD, v_GSD."""
         needed = -(-tokens // self.page_tokens)
         if not 0 < tokens <= pages.numel() * self.page_tokens:
             raise KVCacheError(f"{tokens} tokens asked of a sequence of {pages.numel()} pages")
@@ -132,7 +129,7 @@ class PagedKVCache:
     def write_run(
         self, layer: int, first_page: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     ) -> None:
-        """Like `write`, for contiguous pages from first_page on: two plain copies."""
+        """Like `write`, for contiguous pages: two plain copies."""
         k_SGD, v_SGD = self._run(layer, first_page, start, k_TGD.shape[0])
         k_SGD.copy_(k_TGD)
         v_SGD.copy_(v_TGD)
@@ -145,12 +142,11 @@ class PagedKVCache:
         layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
         after: Any = None,
     ) -> None:
-        """Store received (k_TGD, v_TGD) of one or more layers, from token `start` on. Whatever runs later
+        """Store received (k_TGD, v_TGD) of one or more layers, from token `start` on. All that runs later
         sees them.
 
-        K/V may lie on the host. Contiguous pages take plain copies by a GPU's copy engine, which interrupt
-        no other process. after: a CUDA event to wait for first. Raises KVCacheError as `write`, having
-        written nothing.
+        K/V may lie on the host. Contiguous pages take plain copies by a GPU's copy engine, which interrupt no
+        other process. after: a CUDA event to wait for first. Raises KVCacheError, having written nothing.
         """
         tokens = next(iter(layers.values()))[0].shape[0]
         first, inside = divmod(start, self.page_tokens)
@@ -170,8 +166,8 @@ class PagedKVCache:
     def read(
         self, layer: int, pages: Sequence[int], start: int, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy tokens start .. start+tokens-1 of a sequence to the host: k_TGD, v_TGD. Raises KVCacheError if
-        the page table is too short."""
+        """Copy tokens start .. start+tokens-1 of a sequence to the host: k_TGD, v_TGD. Raises
+        KVCacheError."""
         first, inside = divmod(start, self.page_tokens)
         table = pages[first : first + pages_for(inside + tokens, self.page_tokens)]
         if start < 0 or tokens < 1 or inside + tokens > len(table) * self.page_tokens:
@@ -198,13 +194,13 @@ class PagedKVCache:
         self._arrivals.synchronize()
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather` without copying, for contiguous pages: k_GSD, v_GSD with strided rows."""
+        """Like `gather` without copying, for contiguous pages."""
         k_SGD, v_SGD = self._run(layer, first_page, 0, tokens)
         return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page in every layer, before a shared page is written to. A GPU only queues the copy, so
-        both pages must keep their holders until it was waited for."""
+        """Copy a page in every layer. A GPU only queues the copy, so both pages must keep their holders until
+        it was waited for."""
         self.k_LPSGD[:, target].copy_(self.k_LPSGD[:, source])
         self.v_LPSGD[:, target].copy_(self.v_LPSGD[:, source])
 

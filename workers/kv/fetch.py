@@ -1,8 +1,5 @@
 """K/V on its way back, from a decode worker's pages to a stage that goes on where another died. All
-transports use host arrays, layer by layer, in pieces of bounded size.
-
-Shape suffixes: docs/glossary.md. bfloat16 travels as uint16, since numpy has no such type.
-"""
+transports use host arrays, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -24,14 +21,12 @@ _AHEAD = 3
 
 
 class KVSource(Protocol):
-    """Where a stage's thread gets K/V back from."""
-
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
         """Yield each piece with its K/V, in order. Raises HandoffError if it does not come."""
 
 
 def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRange]:
-    """Cut the first `tokens` tokens of every layer into pieces of at most PIECE_BYTES."""
+    """Cut every layer's first `tokens` tokens into pieces of at most PIECE_BYTES."""
     token_bytes = 2 * cache.kv_heads * cache.head_dim * cache.dtype.itemsize
     most = max(1, PIECE_BYTES // token_bytes)
     for layer in cache.layers:
@@ -40,14 +35,14 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
 
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
-    """Copy a piece on the decode worker. Raises KVCacheError for tokens that the pages do not hold."""
+    """Copy a piece to the decode worker's host. Raises KVCacheError."""
     k_TGD, v_TGD = cache.read(wanted.layer, pages, wanted.start, wanted.tokens)
     return HostKV(k=as_numpy(k_TGD), v=as_numpy(v_TGD))
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a piece as k_TGD, v_TGD on the stage's host, perhaps read-only. Raises HandoffError for K/V of
-    another model."""
+    """Return a piece as k_TGD, v_TGD on the host, perhaps read-only. Raises HandoffError for K/V of another
+    model."""
     shape = wanted.tokens, cache.kv_heads, cache.head_dim
     try:
         return as_tensor(kv.k, shape, cache.dtype), as_tensor(kv.v, shape, cache.dtype)

@@ -1,4 +1,4 @@
-"""Copies K/V to host memory, from where an outbox takes it. Shape suffixes: docs/glossary.md."""
+"""Copies K/V to host memory, from where an outbox takes it."""
 
 from __future__ import annotations
 

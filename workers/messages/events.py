@@ -9,8 +9,8 @@ from enum import StrEnum
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDensity:
-    """One layer's computed and causal tiles, summed over heads. attention, choosing: seconds of attention,
-    and of anchors, scoring, selection and correction."""
+    """One layer's tiles, summed over heads. attention, choosing: seconds of attention, and of anchors,
+    scoring, selection and correction."""
 
     layer: int
     computed: float
@@ -20,7 +20,6 @@ class LayerDensity:
 
 
 def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
-    """Sum the densities of several chunks or groups by layer."""
     sums: dict[int, LayerDensity] = {}
     for layer in layers:
         before = sums.get(layer.layer, LayerDensity(layer=layer.layer, computed=0.0, causal=0.0))
@@ -63,7 +62,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """The group has read `tokens_done` tokens. so_far: the report of these chunks."""
+    """so_far: the report of the chunks read."""
 
     tokens_done: int
     tokens_total: int
@@ -127,7 +126,7 @@ class Prefix:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens of one request. cached_tokens: of the prompt, not read again."""
+    """cached_tokens: of the prompt, not read again."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -161,7 +160,7 @@ class DecodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenTimings:
-    """Sent just before the first Token. session: kept from the prompt, if asked for."""
+    """Sent just before the first Token. session: made of the prompt, if asked for."""
 
     request_id: str
     report: DecodeReport

@@ -1,4 +1,4 @@
-"""Attention methods by name, as requests carry them; the service imports the registry from here."""
+"""The registry of attention methods, as the service imports it."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ ID_BYTES = 4
 if sys.byteorder != "little":
     raise ImportError("Deltafront packs numbers as this machine has them, so it needs a little-endian one")
 TAIL_TOKENS = 128
-"""A prompt without appended text has so many last tokens as its question, and up to a block more, so that
-whole blocks precede it."""
+"""Without appended text, so many last tokens count as the question, and up to a block more, so that whole
+blocks precede it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Reservation:
 
 
 def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
-    """Count the pages for computing `blocks` blocks of `tokens` tokens again. Others may share the old ones.
-    Without appended text the prompt's tail needs pages too."""
+    """Count the pages for computing `blocks` blocks of `tokens` tokens again, since others may share the old
+    ones. Without appended text the prompt's tail needs pages too."""
     most = min(blocks, max(0, tokens // BLOCK - 1))
     tail = 0 if appended else TAIL_TOKENS + BLOCK
     return (most * BLOCK + tail) // PAGE_TOKENS if most else 0
@@ -91,8 +91,8 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A worker's no; nothing was taken. needed, free: pages. tokens_left: of the model's positions, for an
-    answer. retry_after_s: when to ask again; None: never, or unknown."""
+    """Nothing was taken. needed, free: pages. tokens_left: of the model's positions, for an answer.
+    retry_after_s: when to ask again; None: never, or unknown."""
 
     reason: RefusalReason
     message: str
@@ -104,7 +104,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """A worker's yes. session_tokens: of the session's prefix that the request builds on."""
+    """session_tokens: of the session's prefix that the request builds on."""
 
     pages: int
     session_tokens: int = 0
@@ -112,10 +112,9 @@ class Reserved:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillJob:
-    """A prompt to read. token_ids: little-endian uint32. decode_worker: the actor that reserved pages for
-    request_id and gets the K/V. start: tokens to fetch from there instead of computing them, a multiple of
-    BLOCK. attempt: how many attempts came before. trace: the W3C `traceparent` above this work; empty if
-    nobody records it."""
+    """A prompt to read. token_ids: little-endian uint32. decode_worker: the actor that reserved pages and
+    gets the K/V. start: tokens to fetch from there instead of computing them, a multiple of BLOCK. attempt:
+    how many came before. trace: the W3C `traceparent` above this work; empty: not recorded."""
 
     request_id: str
     token_ids: bytes

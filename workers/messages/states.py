@@ -1,4 +1,4 @@
-"""The names and the states of workers, as doors find and read them."""
+"""Workers' names and states, as doors find and read them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ RATE_LASTS_S = 60.0
 class GroupStats:
     """A prefill group as admission sees it.
 
-    tokens_per_second: recent prefill rate; 0: unknown. waiting_tokens: admitted and not computed. nodes:
-    of its stages. draining: wants nothing new if others exist. compilations: kernels that its stages have
+    tokens_per_second: recent prefill rate; 0: unknown. waiting_tokens: admitted and not computed. nodes: of
+    its stages. draining: wants nothing new if others exist. compilations: kernels that its stages have
     compiled, by phase (`warm_up`, `serving`). pairing: `settings.pairing` of its configuration; empty: it
-    goes with all. max_waiting: None: unknown. idle_s: since it last read; 0 while it does.
+    goes with all. max_waiting: None: unknown. idle_s: since it last read.
     """
 
     name: str
@@ -48,8 +48,7 @@ class GroupStats:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerUse:
-    """What an owner's requests through one door hold on a decode worker, in tokens of K/V. No door: in
-    sessions."""
+    """An owner's use of a decode worker through one door, in tokens of K/V. No door: in sessions."""
 
     owner: str
     door: str

@@ -1,10 +1,8 @@
 """The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
 
-A stage announces a chunk's K/V once it is computed, so that no stream waits on another process's events
-and hangs when that dies. The stage gives pages away when the worker has answered, has died, or is out of
-time. Both read one clock, and the worker drops what it read later.
-
-Shape suffixes: docs/glossary.md.
+A stage announces K/V once it is computed, because a stream that waits for another process's events hangs when
+that dies. It gives pages away when the worker has answered, has died, or is out of time. Both read one clock,
+and the worker drops what it read later.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ last one arrives after 0.7 ms."""
 
 @dataclass(frozen=True)
 class MappedCache(ExportedCache):
-    """name: unique for ever. home, pid: of its process. k, v: handles for `PeerMemory.open`."""
+    """name: never used again. home, pid: of its process. k, v: handles for `PeerMemory.open`."""
 
     name: str
     home: str
@@ -54,7 +52,7 @@ class MappedKV(ExportedKV):
 
 
 class CudaIpcExporter:
-    """A `stream.KVExporter` whose messages say where K/V lies, and until when."""
+    """A `stream.KVExporter`."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -107,8 +105,7 @@ class CudaIpcExport(PageExport):
 
 
 class CudaIpcReader:
-    """Copies from stages' caches, which stay mapped while their processes live. Nothing else outlives
-    `read`."""
+    """Copies from stages' caches, which stay mapped while their processes live."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """A stage's exported pages, which a decode worker reads in place. `MessageStream.close` says when they go to
-another request; each transport tells the reader in its own way. Shape suffixes: docs/glossary.md."""
+another request; each transport tells the reader in its own way."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ExportedCache:
-    """A stage's cache, as another process finds it. shape: of k and of v, [layers, pages, page_tokens,
-    kv_heads, head_dim]."""
+    """shape: of k and of v, [layers, pages, page_tokens, kv_heads, head_dim]."""
 
     layers: range
     shape: tuple[int, ...]
@@ -44,8 +43,7 @@ class PageExport:
         self._cache, self._pages, self._mark = cache, pages, mark
         self._chunk = 0, 0
         self._runs: Runs = ()
-        """A chunk's rows, the same in all layers. To compute them for each layer took a tenth of a chunk's
-        launches."""
+        """A chunk's rows, computed once for all layers: anew, they took a tenth of a chunk's launches."""
 
     def layer(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[Runs, Any]:
         chunk = start, k_TGD.shape[0]
@@ -58,8 +56,8 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Return a checked announcement's payload. Raises HandoffError if it is not K/V of this model, or not
-    what the stage holds."""
+    """Return an announcement's payload. Raises HandoffError if it is not K/V of this model, or not what the
+    stage holds."""
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")
@@ -87,5 +85,5 @@ def moved_bytes(announcement: KVAnnouncement, layers: Sequence[int], cache: Page
 
 
 def too_late(announcement: KVAnnouncement) -> HandoffError:
-    """The error for K/V that was read when its pages may have been another request's."""
+    """The error for K/V whose pages may have been another request's when it was read."""
     return HandoffError(f"{described(announcement)} was read too late: its stage no longer kept it")

@@ -1,5 +1,5 @@
 """The hand-off inside one process. A stage's tensors are copied twice, since nobody tells the stage when they
-have arrived. Shape suffixes: docs/glossary.md."""
+have arrived."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DeviceKV:
 
 
 class InProcessSender:
-    """Gives tensors to a decode worker of this process, on the stage's thread."""
+    """Sends on the stage's thread."""
 
     def __init__(self, receiver: LocalReceiver) -> None:
         self._receiver = receiver
@@ -92,8 +92,6 @@ class InProcessStream:
 
 
 class InProcessReader:
-    """Copies the sender's tensors into pages. Nothing outlives `read`."""
-
     def __init__(self, cache: PagedKVCache, thread: Executor) -> None:
         self._cache = cache
         self._thread = thread

@@ -1,7 +1,7 @@
 """A decode worker's side of a hand-off: what has arrived of one attempt to read a prompt.
 
-Resuming the prompt replaces the inbox, so a late message finds nothing to write to. Used on the event
-loop's thread.
+Resuming the prompt replaces the inbox, so a late message finds nothing to write to. Used on the event loop's
+thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,8 @@ from .protocols import KVReader
 
 
 class KVInbox:
-    """Ends up complete, lost or closed.
-
-    Args:
-        attempt: the number that its messages carry.
-        changed: called when the K/V is complete or lost, and when the logits have come.
-    """
+    """Ends up complete, lost or closed. changed: called when the K/V is complete or lost, and when the logits
+    have come."""
 
     def __init__(
         self, arrival: KVArrival, pages: RequestPages, changed: Callable[[], None], attempt: int = 0
@@ -33,7 +29,7 @@ class KVInbox:
         self.logits_V: np.ndarray | None = None
         """Logits of the prompt's last position, float32."""
         self.lost = ""
-        """Why some of the K/V did not arrive; empty while none is known to be missing."""
+        """Why some of the K/V did not arrive, as far as is known."""
         self._arrival, self._pages, self._changed = arrival, pages, changed
         self._settled = asyncio.Event()
         self._closed = False
@@ -76,7 +72,6 @@ class KVInbox:
         self._changed()
 
     def lose(self, error: Exception) -> None:
-        """Announced K/V or logits did not come, or cannot be this prompt's."""
         if not self._closed:
             self.lost = f"the prompt's K/V did not arrive: {error}"
             self._settle()
@@ -95,7 +90,6 @@ class KVInbox:
         self._settled.set()
 
     async def settled(self) -> None:
-        """Wait until the K/V is complete, lost, or no longer wanted."""
         await self._settled.wait()
 
     def _settle(self) -> None:

@@ -1,14 +1,13 @@
 """The hand-off across hosts: a decode worker reads a stage's pages straight into its own, by NIXL.
 
-A stage registers its cache and announces where a chunk's K/V lies. The decode worker posts READs; RDMA
-serves them without the stage's process.
+A stage registers its cache and announces where a chunk's K/V lies. The decode worker posts READs; RDMA serves
+them without the stage's process.
 
-Two hosts have two clocks, so a stage exports a word with the pages, the lease. It clears the lease before
-the pages go to another request. The worker reads the lease after the rows: if it is unchanged, so were
-they.
+Two hosts have two clocks, so a stage exports a word with the pages, the lease, and clears it before the pages
+go to another request. The worker reads the lease after the rows: if it is unchanged, so were they.
 
-NIXL does not stop a transfer. So a worker holds its pages until the transfer is done, or until its stage
-has ended, which breaks the connection.
+NIXL does not stop a transfer. So a worker holds its pages until the transfer is done, or its stage's end has
+broken the connection.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class RegisteredKV(ExportedKV):
 
 
 class NixlExporter:
-    """A `stream.KVExporter` whose messages say where K/V and its lease lie."""
+    """A `stream.KVExporter`."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -98,7 +97,7 @@ class NixlExporter:
 
 
 class NixlExport(PageExport):
-    """A request's lease is the word of its first page, which no other request has meanwhile."""
+    """A request's lease is the word of its first page."""
 
     def __init__(
         self,
@@ -127,19 +126,19 @@ T = TypeVar("T")
 
 
 class NixlReader:
-    """Reads from stages' caches. Its agent is used on `thread` only, which transfers do not keep busy."""
+    """Its agent is used on `thread` only, which transfers do not keep busy."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
         self._cache, self._thread = cache, thread
         self._agent, self._leases_read = thread.submit(self._start, new).result()
         self._slots: asyncio.Queue[int] = asyncio.Queue()
-        """Words of `_seen` into which no lease is being read."""
+        """Words of `_leases_read` into which no lease is being read."""
         for slot in range(READS_AT_ONCE):
             self._slots.put_nowait(slot)
         self._reading: Counter[str] = Counter()
-        """By a stage's agent: announcements that are being read there."""
+        """Announcements that are being read, by the stage's agent."""
         self._lost: set[str] = set()
-        """Agents of stages whose connection failed. It is made anew once nobody uses it."""
+        """Agents whose connection failed. It is made anew once nobody uses it."""
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         kv = checked(announcement, self._cache, RegisteredKV)

@@ -1,5 +1,5 @@
-"""The part of NIXL that the transport uses: an agent, and memory that agents read from each other. Its UCX
-takes RDMA where there is some, else shared memory or TCP. Nothing here needs a GPU."""
+"""The part of NIXL that the transport uses. Its UCX takes RDMA where there is some, else shared memory or
+TCP. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Agent(Protocol):
 
 
 def new_agent() -> Agent:
-    """Make an agent with a unique name. Raises ValueError where NIXL is missing."""
+    """Raises ValueError where NIXL is missing."""
     try:
         from nixl._api import nixl_agent
     except ImportError as error:

@@ -1,8 +1,5 @@
-"""The hand-off through Ray's object store: shared memory on one node, the network between nodes. A stage puts
-host copies and sends the decode actor their reference.
-
-Shape suffixes: docs/glossary.md. bfloat16 travels as uint16, since numpy has no such type.
-"""
+"""The hand-off through Ray's object store. A stage puts host copies and sends the decode actor their
+reference. bfloat16 travels as uint16, since numpy has no such type."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from .stream import MessageSender
 
 
 class ObjectStoreOutbox(ActorOutbox):
-    """Puts arrays into Ray's object store and sends the reference to the decode actor."""
-
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
         if delivery.failure:
             return
@@ -40,8 +35,6 @@ class ObjectStoreOutbox(ActorOutbox):
 
 
 class ObjectStoreReader:
-    """Copies from the object store into pages. Nothing outlives `read`."""
-
     def __init__(self, cache: PagedKVCache, thread: Executor) -> None:
         self._cache = cache
         self._thread = thread
@@ -65,9 +58,8 @@ async def pull(
     """Return k_TGD, v_TGD of each layer on the host. They alias shared memory, so never write to them.
 
     Args:
-        payload: 2 · layers arrays, k then v of each layer, or an awaitable of them.
-    Raises: HandoffError if the arrays are not [tokens, kv_heads, head_dim] of `dtype`, or if their owner
-        died.
+        announcement: its payload is 2 · layers arrays, k then v of each layer, or an awaitable of them.
+    Raises: HandoffError if the arrays are not [tokens, kv_heads, head_dim] of `dtype`, or their owner died.
     """
     payload = announcement.payload
     if inspect.isawaitable(payload):
@@ -91,7 +83,7 @@ async def pull(
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    """Beside a GPU a thread of its own sends. On a CPU, whose cores all compute, the stage's thread does."""
+    """Beside a GPU a thread of its own sends; on a CPU, whose cores all compute, the stage's thread does."""
     outbox = ObjectStoreOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 

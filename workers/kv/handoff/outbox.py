@@ -1,4 +1,4 @@
-"""Messages from a stage to decode actors, and the answers that these owe. Tests replace Ray."""
+"""Messages from a stage to decode actors, and the answers that these owe."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ class Delivery:
 
 
 class Outbox(Protocol):
-    """Delivers the messages of one thread in order. A failure never raises here; its delivery remembers
-    it."""
+    """Delivers the messages of one thread in order. A failure raises only in `check`."""
 
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None: ...
 
     def send_logits(self, delivery: Delivery, message: FirstLogits) -> None: ...
 
     def check(self, delivery: Delivery) -> None:
-        """Raises HandoffError if a message of this delivery is known to have failed."""
+        """Raises HandoffError if a message is known to have failed."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """Whether the decode worker owes an answer, and so may still read."""
+        """Whether the decode worker owes an answer, and may still read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +53,8 @@ class _Unanswered:
 class ActorOutbox:
     """An `Outbox` to Ray actors.
 
-    At most `max_bytes` of announcements are unanswered, so a slow decode worker slows prefill down instead
-    of filling a store. A worker fails that does not answer for `ack_timeout_s`. clock: seconds, of this
-    host.
+    At most `max_bytes` of announcements are unanswered, so that a slow decode worker slows prefill down
+    instead of filling a store. A worker that does not answer for `ack_timeout_s` has failed.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class ActorOutbox:
         self._unanswered: deque[_Unanswered] = deque()
 
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
-        """The payload travels inside the message."""
         self._call(KVReceiver.announce, delivery, announcement, 0)
 
     def send_logits(self, delivery: Delivery, message: FirstLogits) -> None:

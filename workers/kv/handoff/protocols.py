@@ -1,5 +1,5 @@
 """The two sides of a hand-off: a stage puts tensors into a stream, a decode worker reads them into pages.
-Only a transport's two ends know its payload. Shape suffixes: docs/glossary.md."""
+Only a transport's two ends know its payload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HandoffError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where one attempt hands its K/V over to. pages: the request's in the stage's cache, in token order."""
+    """Where one attempt's K/V goes. pages: the request's in the stage's cache, in token order."""
 
     request_id: str
     decode_worker: str
@@ -32,37 +32,33 @@ class Destination:
 class KVStream(Protocol):
     """One request's K/V on its way out of a stage.
 
-    The stage's thread calls `put`, `end_chunk` and `close`. The reporting thread calls `put_logits` and
-    what `end_chunk` returns. A failure shows only when a chunk is reported, so that the stage keeps in
-    step with its peers.
+    The stage's thread calls `put`, `end_chunk` and `close`; the reporting thread calls `put_logits` and what
+    `end_chunk` returns. A failure shows only when a chunk is reported, so that the stage keeps in step with
+    its peers.
     """
 
     def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
         """Start handing over one layer's chunk.
 
         Args:
-            start: position of the chunk's first token in the prompt.
-            k_TGD, v_TGD: views of the stage's pages. Nobody writes to them before the last chunk is
-                handed over.
+            start: position of the chunk's first token.
+            k_TGD, v_TGD: views of the stage's pages. Nobody writes to them before the last chunk is handed
+                over.
         Returns: bytes of the two.
         Raises: HandoffError for tensors that are not K/V.
         """
 
     def end_chunk(self) -> Callable[[], None]:
-        """End a chunk.
-
-        Returns: a function to call once the device has computed the chunk. It returns when all of it is on
-            its way, and raises HandoffError if the request has failed.
-        """
+        """Returns: a function to call once the device has computed the chunk. It returns when all of the
+        chunk is on its way, and raises HandoffError if the request has failed."""
 
     def put_logits(self, logits_V: torch.Tensor) -> None:
-        """Send the logits of the prompt's last position, float32, on the host."""
+        """Send the last position's logits, float32, from the host."""
 
     def close(self) -> bool:
         """End the request. Nothing more is sent, and failures no longer matter.
 
-        Returns: whether its pages are free. If not, ask again: the decode worker may still read them, until
-            it answers, dies or exceeds `ack_timeout_s`.
+        Returns: whether its pages are free. If not, ask again: the decode worker may still read them.
         """
 
 
@@ -73,16 +69,15 @@ class KVSender(Protocol):
 
 
 UsePages = Callable[[], AbstractContextManager[Sequence[int] | None]]
-"""`with use_pages() as pages` holds a request's page table. None: the request is over, and nothing may be
-written."""
+"""`with use_pages() as pages` holds a request's page table. None: the request is over, write nothing."""
 
 
 class KVReader(Protocol):
     """A decode worker's end of a transport, made for its paged cache."""
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
-        """Write these layers of an announcement into the request's pages. Many reads run side by side, and
-        only a worker's shutdown cancels one.
+        """Write these layers of an announcement into the request's pages. Reads run side by side, and only a
+        worker's shutdown cancels one.
 
         Returns: bytes written, once all that runs later sees them; 0 if the request was over.
         Raises: HandoffError for K/V that is lost or not what was announced.
@@ -103,7 +98,7 @@ def described(announcement: KVAnnouncement) -> str:
 
 
 def plain(error: Exception) -> str:
-    """Return the cause inside Ray's wrapper in one line."""
+    """Put the cause inside Ray's wrapper in one line."""
     cause = getattr(error, "cause", None) or error
     text = str(cause).strip()
     return f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__

@@ -1,8 +1,5 @@
-"""A stage's side of a hand-off by messages. Each says which layers of a chunk can be read, and where. Small
-layers share a message, since each costs every process some hundred microseconds.
-
-Shape suffixes: docs/glossary.md.
-"""
+"""A stage's side of a hand-off by messages, which say which layers of a chunk can be read, and where. Small
+layers share a message, since each costs every process some hundred microseconds."""
 
 from __future__ import annotations
 
@@ -23,24 +20,21 @@ class KVExport(Protocol):
     """One request's K/V, described so that a decode worker can read it."""
 
     def layer(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[Any, Any]:
-        """Describe one layer's chunk.
-
-        Returns: the description, and the CUDA event after which it may be sent (None: at once).
-        """
+        """Returns: a description of one layer's chunk, and the CUDA event after which it may be sent (None:
+        at once)."""
 
     def payload(self, layers: Sequence[Any]) -> Any:
-        """Return an announcement's payload from the descriptions of its layers, in order."""
+        """Make an announcement's payload from its layers' descriptions, in order."""
 
     def revoke(self) -> None:
-        """From now on no reader may take anything described so far, because another request gets the
-        pages."""
+        """Let no reader take anything described so far: another request gets the pages."""
 
 
 class KVExporter(Protocol):
-    """Describes a stage's pages to decode workers, in one transport's way."""
+    """Describes a stage's pages in one transport's way."""
 
     message_bytes: int
-    """A message is sent once it stands for so much K/V, and when its chunk ends."""
+    """A message is sent once it stands for so much K/V, or its chunk ends."""
     in_place: bool
     """Whether decode workers read the request's own pages."""
 
@@ -58,8 +52,8 @@ class _Layer:
 
 
 class MessageSender:
-    """A `KVSender` over an exporter and an outbox. With `background` a thread of its own waits for the layers
-    and sends, so that the stage's launches wait for neither."""
+    """A `KVSender`. background: a thread waits for the layers and sends, so that the stage's launches wait
+    for neither."""
 
     def __init__(self, exporter: KVExporter, outbox: Outbox, *, background: bool) -> None:
         self._exporter, self._outbox = exporter, outbox
@@ -83,7 +77,7 @@ class MessageStream:
         self._outbox, self._delivery = outbox, Delivery(destination.decode_worker)
         self._thread = thread
         self._sending: list[Future[None]] = []
-        """Work of the sending thread that may not be done."""
+        """The sending thread's work that may not be done."""
         self._layers: list[_Layer] = []
         """Layers of one chunk whose message is not full yet."""
 

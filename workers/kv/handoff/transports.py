@@ -1,5 +1,5 @@
-"""The transports by name, as `HandoffConfig.transport` has it. Another one is a file with a `KVSender` and a
-`KVReader` (`protocols`), a line here, and its name in `HandoffConfig`."""
+"""The transports by name. Another one is a file with a `KVSender` and a `KVReader` (`protocols`), a line
+here, and its name in `HandoffConfig`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kv_sender(config: HandoffConfig, cache: PagedKVCache) -> KVSender:
 
 
 def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> KVReader:
-    """Make a decode worker's end. thread: runs the writes to `cache`, one after the other."""
+    """thread: runs the writes to `cache`, one after the other."""
     return _named(config.transport).reader(config, cache, thread)
 
 

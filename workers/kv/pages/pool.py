@@ -1,7 +1,5 @@
-"""Accounts for K/V pages, without tensors or torch. One pool belongs to one worker and one thread.
-
-Pages have reference counts, so that requests with one prefix, or a session and its questions, share them.
-"""
+"""Accounts for K/V pages, without tensors. One pool belongs to one worker and one thread. Pages have
+reference counts, because requests with one prefix share them."""
 
 from __future__ import annotations
 
@@ -27,7 +25,6 @@ class OutOfPages(Exception):
 
 
 def pages_for(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
-    """Count the pages for `tokens` tokens, the last one perhaps partly filled."""
     if tokens < 0:
         raise ValueError(f"a number of tokens cannot be negative: {tokens}")
     return -(-tokens // page_tokens)
@@ -43,11 +40,8 @@ def first_of_run(pages: Sequence[int]) -> int | None:
 def row_runs(
     pages: Sequence[int], start: int, tokens: int, page_tokens: int = PAGE_TOKENS
 ) -> tuple[tuple[int, int], ...]:
-    """Return (first row, count) of each run of rows that holds tokens start .. start+tokens-1. A page is
-    `page_tokens` rows.
-
-    Raises: ValueError if the pages do not hold them.
-    """
+    """Return (first row, count) of each run of rows that holds tokens start .. start+tokens-1. Raises
+    ValueError if the pages do not hold them."""
     if start < 0 or tokens < 1 or start + tokens > len(pages) * page_tokens:
         raise ValueError(f"tokens {start} .. {start + tokens - 1} are not in {len(pages)} pages")
     runs: list[tuple[int, int]] = []
@@ -79,8 +73,8 @@ def paired_runs(
 
 
 class PagePool:
-    """Hands out pages 0 .. pages-1, lowest first, so that pages taken together are contiguous where possible.
-    on_free: called when pages have become free."""
+    """Hands out pages, lowest first, so that pages taken together are contiguous where possible. on_free:
+    called when pages have become free."""
 
     page_tokens = PAGE_TOKENS
 
@@ -117,7 +111,7 @@ class PagePool:
         return taken
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page. Changes nothing if one is not in use."""
+        """Add one reference to each page; to none if one is not in use."""
         used_pages = [self._in_use(page) for page in pages]
         for page in used_pages:
             self._references[page] += 1
@@ -125,8 +119,8 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference of each page; a page without any is free.
 
-        Raises: ValueError, having changed nothing, for a page with too few references. A double release would
-            give one page to two requests.
+        Raises: ValueError, having changed nothing, for a page with too few references: a double release would
+        give one page to two requests.
         """
         drops: dict[int, int] = {}
         for page in pages:

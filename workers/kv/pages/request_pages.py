@@ -1,7 +1,7 @@
 """The pages of a decode worker's requests. A request takes all pages that it will ever need at once.
 
-Pure accounting on the event loop's thread. A request shares only full pages and never writes to them. A
-session's partly filled last page is copied, and recomputed blocks get pages of their own.
+A request shares only full pages and never writes to them. A session's partly filled last page is copied, and
+recomputed blocks get pages of their own. Pure accounting on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PageCopy = tuple[int, int]
 
 @dataclass(eq=False, kw_only=True)
 class RequestPages:
-    """A request's page table, and a spare page for a kept session's partly filled last page.
+    """A request's page table.
 
     session_tokens: tokens whose K/V is there from the start. session_ids: their little-endian uint32 ids,
-    where needed. copy_in: the session's partly filled page and the table's, to copy first. copy_out: the
-    table's page and the spare, to copy once the prompt is complete. own: pages for `divert`. on_free:
-    called once, when all is given back.
+    where needed. spare: a page for a kept session's partly filled last page. copy_in: the session's partly
+    filled page and the table's, to copy first. copy_out: the table's page and the spare, to copy once the
+    prompt is complete. own: pages for `divert`. on_free: called once, when all is given back.
 
-    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and the last
-    of `end` and all uses gives the pages back.
+    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and the last of
+    `end` and all uses gives the pages back.
     """
 
     pool: PagePool
@@ -54,7 +54,6 @@ class RequestPages:
 
     @property
     def count(self) -> int:
-        """Count its pages, its session's included."""
         return len(self.table) + len(self.spare) + len(self.own) + len(self._aside)
 
     @property
@@ -121,7 +120,7 @@ class PageManager:
         Args:
             now: seconds since the epoch.
             behind: how many reservations wait already.
-        Raises: ValueError for counts that make no sense; the door checks them.
+        Raises: ValueError for counts that make no sense.
         """
         _check_counts(reservation)
         self.sessions.expire(now)
@@ -227,7 +226,6 @@ class PageManager:
 
 
 def _check_counts(reservation: Reservation) -> None:
-    """Raises ValueError for counts that make no sense."""
     if reservation.append_tokens < 0 or (reservation.append_tokens and reservation.session_id is not None):
         raise ValueError(f"cannot reserve for {reservation.append_tokens} tokens behind the prompt")
     prompt = reservation.prompt_tokens

@@ -1,7 +1,7 @@
 """Sessions of a decode worker: K/V that is kept for an owner until its lease runs out.
 
-Pure accounting on the event loop's thread; times are seconds since the epoch. A session holds one
-reference on each of its pages and never writes to them.
+A session holds one reference on each of its pages and never writes to them. Pure accounting on the event
+loop's thread; times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from .pool import PagePool, pages_for
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSession:
-    """`tokens` tokens of K/V that `owner` may use until `expires`. ids: little-endian uint32, where blocks
-    may be computed again; else empty."""
+    """ids: little-endian uint32, where blocks may be computed again; else empty."""
 
     session_id: str
     owner: str
@@ -81,14 +80,14 @@ class SessionTable:
         return session
 
     def find(self, session_id: str, owner: str, now: float) -> KeptSession | None:
-        """Find a session; None if it is unknown, expired or somebody else's."""
+        """None: unknown, expired or somebody else's."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner or session.expires <= now:
             return None
         return session
 
     def leases(self, now: float) -> list[tuple[float, tuple[int, ...]]]:
-        """List the seconds that each lease has left, and the session's pages."""
+        """List each lease's seconds left, and the session's pages."""
         return [(session.expires - now, session.pages) for session in self._sessions.values()]
 
     def longest_prefix(self, owner: str, chain: bytes, now: float) -> Prefix | None:
@@ -102,7 +101,7 @@ class SessionTable:
         return best
 
     def release(self, session_id: str, owner: str, now: float) -> bool:
-        """Drop a session and its references. False if the owner has no such session."""
+        """False if the owner has no such session."""
         session = self.find(session_id, owner, now)
         if session is None:
             return False
@@ -110,7 +109,7 @@ class SessionTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Drop every session whose lease has run out. Returns how many."""
+        """Drop sessions whose lease has run out. Returns how many."""
         gone = [session for session in self._sessions.values() if session.expires <= now]
         for session in gone:
             self._drop(session)

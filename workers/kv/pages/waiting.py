@@ -1,7 +1,5 @@
-"""Reservations that wait for pages: first come, first served, for a bounded time.
-
-Nobody passes anybody, so small reservations do not starve a big one. Used on the event loop's thread.
-"""
+"""Reservations that wait for pages: first come, first served, for a bounded time, so that small ones do not
+starve a big one. Used on the event loop's thread."""
 
 from __future__ import annotations
 
@@ -17,12 +15,11 @@ from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservati
 OVERDUE_CHECKS = 5
 """A lease must be found run out so often in a row, because a process that stood still hears renewals late."""
 PageReturn = tuple[float, int]
-"""Seconds until it is expected to give its pages back, and the pages."""
+"""Seconds until pages are expected back, and how many."""
 
 
 def page_returns(held: Iterable[tuple[float, Iterable[int]]]) -> list[PageReturn]:
-    """Count the pages by who gives them back last. A page of several holders comes back with the last.
-    Pure."""
+    """Count pages by when they come back. A shared page comes back with its last holder. Pure."""
     ends = dict[int, float]()
     for end, pages in sorted(held, key=itemgetter(0)):
         ends.update(dict.fromkeys(pages, end))
@@ -32,8 +29,8 @@ def page_returns(held: Iterable[tuple[float, Iterable[int]]]) -> list[PageReturn
 def seconds_until_room(
     pages: int, free: int, returns: Iterable[PageReturn], ahead: Sequence[int], reservation_s: float
 ) -> float | None:
-    """Seconds until `pages` pages are free behind reservations `ahead` (pages of each, in order); None if
-    never. Each of those holds its pages for reservation_s. Pure."""
+    """Seconds until `pages` pages are free behind reservations of `ahead` pages each, which then hold them
+    for reservation_s; None if never. Pure."""
     ends, now = list(returns), 0.0
     heapq.heapify(ends)
     for wanted in (*ahead, pages):
@@ -84,11 +81,9 @@ class ReservationQueue:
 
     Args:
         take: reserves behind so many others, or says why not.
-        expected: seconds until so many pages are free, behind reservations of so many each; None while
-            unknown.
+        expected: seconds until so many pages are free, behind reservations of so many each; None: unknown.
         max_wait_s: the longest wait. Who is expected to wait longer is refused at once.
         wall: seconds since the epoch.
-        clock: seconds.
     """
 
     def __init__(
@@ -113,8 +108,8 @@ class ReservationQueue:
         return any(waiter.reservation.request_id == request_id for waiter in self._waiters)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve at once, wait, or be refused. Raises DecodeFailed if the reservation is cancelled or
-        forgotten meanwhile."""
+        """Reserve at once, wait, or be refused. Raises DecodeFailed if it is cancelled or forgotten
+        meanwhile."""
         answer = self._take(reservation, len(self._waiters))
         if not isinstance(answer, Refused) or answer.reason is not RefusalReason.PAGES:
             return answer

@@ -1,4 +1,1 @@
-"""A model's profile, without torch: `workers/calibration` makes it.
-
-`profile.py` is the file and its checks. `levels.py` chooses a request's thresholds.
-"""
+"""A model's profile, which `workers/calibration` makes, and a request's thresholds from it. Free of torch."""

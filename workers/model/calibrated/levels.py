@@ -1,4 +1,4 @@
-"""Chooses a request's thresholds from a model's profile, without torch."""
+"""Chooses a request's thresholds from a model's profile."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .profile import Level, Profile, shaping_options
 def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | None:
     """Return what `kernels.build` takes for a method's `density`; None if it asks for none.
 
-    The level of the nearest length, by ratio, counts. Between densities, thresholds are interpolated. Raises
-    MethodError for a density that the profile does not reach.
+    The level of the nearest length counts. Between densities, thresholds are interpolated. Raises MethodError
+    for a density outside the profile.
     """
     asked = spec.values.get("density", 0.0)
     if not asked or not issubclass(registered(spec).form, ScoredOptions):

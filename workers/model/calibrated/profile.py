@@ -1,8 +1,8 @@
-"""A model's profile: what was calibrated for it, in a JSON file, without torch.
+"""A model's profile: a JSON file of what was calibrated for it.
 
-`prefill` has levels for a method and the options that shape its scores: thresholds for each layer and query
-head that reach a mean density at a length of prompt. `decode` has the Δ-layers and the page budget. `figures`
-says what held-out texts reached, for people.
+`prefill` has, for a method and the options that shape its scores, thresholds that reach a mean density at a
+length of prompt. `decode` has the Δ-layers and the page budget. `figures` says for people what held-out texts
+reached.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class _Section(BaseModel):
 
 
 class ProfiledModel(_Section):
-    """digest: `model_digest`. name: for people."""
+    """digest: `model_digest`."""
 
     name: str
     digest: Sha256
 
 
 class ProfiledText(_Section):
-    """The digest of a text's bytes, and how many of its tokens were read."""
+    """sha256: of the text's bytes. tokens: how many were read."""
 
     sha256: Sha256
     tokens: Count
@@ -116,8 +116,7 @@ class Profile(_Section):
             raise ProfileError(f"{path}: {problem}") from None
 
     def write(self, path: Path) -> None:
-        """Rows of numbers share a line. The old file stays until the new one is complete. Raises
-        ProfileError."""
+        """Write atomically, with rows of numbers on one line. Raises ProfileError."""
         text = json.dumps(
             self.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False, allow_nan=False
         )
@@ -141,7 +140,7 @@ class Profile(_Section):
         return self.model_copy(update={"prefill": tuple(families.values()), "texts": (*self.texts, *new)})
 
     def check(self, config: ModelConfig, digest: str) -> None:
-        """Raises ProfileError, naming the key, unless it fits this model and the methods as they are."""
+        """Raises ProfileError unless it fits this model and the methods."""
         for problem in self._misfits(config, digest):
             raise ProfileError(problem)
 
@@ -177,7 +176,7 @@ class Profile(_Section):
 
 
 def load_profile(model: ModelSpec) -> Profile | None:
-    """Load and check the profile that a spec names. Raises ProfileError that names the key and the file."""
+    """Load and check a spec's profile. Raises ProfileError that names key and file."""
     if model.profile is None:
         return None
     try:
@@ -234,7 +233,7 @@ def _shape_problems(where: str, level: Level, config: ModelConfig) -> Iterator[s
 
 
 def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
-    """Say one of pydantic's errors in a line. loc: empty for the whole file."""
+    """Put one of pydantic's errors in a line. loc: empty for the whole file."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
     if kind == "missing":
         return f"key {where!r} is missing"

@@ -1,5 +1,3 @@
-"""Sets up a thread that computes, beside threads that answer."""
-
 from __future__ import annotations
 
 import os
@@ -14,10 +12,8 @@ _LOWEST = 19
 
 
 def set_up_compute_thread(threads: int, device: str) -> None:
-    """Set this thread's torch threads. On a CPU, let doors and controllers go first.
-
-    Otherwise a refusal of a millisecond would wait until a chunk's time slices are over.
-    """
+    """Set this thread's torch threads. On a CPU, lower its priority: a refusal must not wait for a chunk's
+    time slices."""
     torch.set_num_threads(threads)
     if device == "cpu" and sys.platform == "linux":  # only Linux has niceness per thread
         thread = threading.get_native_id()

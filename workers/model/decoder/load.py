@@ -1,5 +1,3 @@
-"""Loads a model, or one stage's share, into a `LayerStack`."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -23,7 +21,7 @@ def load_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> L
 def load_model(
     model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1, tell: Tell = silent
 ) -> LayerStack:
-    """Load one of `stages` shares of a model; by default all of it.
+    """Load one of `stages` shares of a model.
 
     Raises:
         ModelError: The model cannot be loaded, split or quantised like that.
@@ -59,7 +57,7 @@ def _check_quantisation(model: ModelSpec, device: torch.device) -> None:
 
 
 def torch_dtype(model: ModelSpec) -> torch.dtype:
-    """Raises ValueError for a dtype that we do not compute in."""
+    """Raises ValueError for an unknown dtype."""
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if model.dtype not in known:
         raise ValueError(f"model dtype {model.dtype!r} is unknown; known: {', '.join(known)}")

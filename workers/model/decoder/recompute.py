@@ -1,8 +1,7 @@
-"""Computes a document's blocks again, densely, because a question looks at them.
+"""Computes a sparsely read document's blocks again, densely, because a question attends to them.
 
-Sparse prefill loses answers at the facts: their tokens lacked something when they were read. Only the
-question tells which few blocks it asks for. Sources: selective recomputation (CacheBlend, Yao et al. 2024,
-section 4) of what a dense reading rectifies (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
+Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4) of what a dense reading rectifies
+(Rectified Sparse Attention, Sun et al. 2025, section 2.3).
 
 Shape suffixes: T tokens of the question, H query heads, G key/value heads, D head dimension, S keys, M blocks
 of BLOCK keys, J = H / G, X = J x T, P recomputed rows (B blocks of BLOCK).
@@ -40,10 +39,10 @@ class BlockAttention:
         self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
 
     def most(self, count: int) -> list[int]:
-        """Return the complete blocks with the most attention, at most `count`, ascending.
+        """Return at most `count` complete blocks with the most attention, ascending.
 
-        Block 0 is never among them, because its rows saw everything. The last block comes last, because heads
-        that look nearby give it most.
+        Block 0 is never among them: its rows saw everything. The last block ranks last, because heads that
+        attend nearby give it most.
         """
         complete = self._tokens // BLOCK
         if self._mass_M is None or complete < 2:
@@ -55,7 +54,7 @@ class BlockAttention:
 
 
 def attention_by_block(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
-    """Return mass_M (float32): the largest share of a row in one head on each block. Rows see all keys."""
+    """Return mass_M (float32): each block's largest share of a row in one head. Rows see all keys."""
     groups, _, dim = k_GSD.shape
     q_TGJD = (q_THD * dim**-0.5).reshape(len(q_THD), groups, -1, dim)
     q_GXD = q_TGJD.transpose(0, 1).flatten(1, 2)
@@ -73,7 +72,6 @@ def _lse_by_block(q_XD: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_blocks(blocks: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """Return positions_P."""
     first_B1 = torch.tensor(blocks, device=device)[:, None] * BLOCK
     return (first_B1 + torch.arange(BLOCK, device=device)).flatten()
 
@@ -88,11 +86,10 @@ def recompute(
     """Compute the blocks' K and V in all layers, with dense attention over everything before.
 
     Args:
-        ids_P: The blocks' tokens.
-        blocks: Complete blocks, ascending.
+        blocks: Complete blocks, ascending; ids_P: their tokens.
         kv_rows: Where a layer's new K and V go.
-        seen: Called next, returns k_GSD and v_GSD of all tokens before the last block, then the blocks' new
-            ones again.
+        context: Called next, returns k_GSD and v_GSD of all tokens before the last block, then the blocks'
+            new ones again.
     """
     config, device = stack.config, stack.device
     mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseExecutor()

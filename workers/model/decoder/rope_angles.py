@@ -16,20 +16,18 @@ from ..directory.model_config import RopeConfig
 
 
 class Rope:
-    """`kernels/layers/rope.py` rotates by these angles."""
-
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str) -> None:
         frequencies_F, self._magnitude = inverse_frequencies(config, head_dim)
         self._frequencies_F = frequencies_F.to(device)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, float32 [T, 1, F], which all layers share."""
+        """Return cos and sin, float32 [T, 1, F]."""
         angle_T1F = positions_T.to(torch.float32)[:, None, None] * self._frequencies_F
         return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per token, float32 [F], and a factor on cos and sin, which YaRN has."""
+    """Return radians per token, float32 [F], and YaRN's factor on cos and sin, else 1."""
     exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base_F = 1.0 / config.theta**exponent_F
     scaling = config.scaling
@@ -52,10 +50,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
 
 
 def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: slow channels are slowed by `factor`, fast ones kept, those between interpolated.
-
-    Speed counts as turns over the original context.
-    """
+    """Llama 3.1: slow channels are slowed by `factor`, fast ones are not, those between are interpolated.
+    Speed is turns over the original context."""
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns_F = float(scaling["original_max_position_embeddings"]) * base_F / (2 * math.pi)
@@ -64,11 +60,8 @@ def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(base_F: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023), sections 3.2 (interpolation by parts) and 3.4 (attention temperature).
-
-    The ramp runs over channels between those that turn beta_fast and beta_slow times, as in the authors'
-    code; equation 20 has it over turns.
-    """
+    """YaRN (Peng et al. 2023), sections 3.2 (interpolation by parts) and 3.4 (attention temperature). As in
+    the authors' code the ramp runs over channels; equation 20 has it over turns."""
     factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
     last = 2 * base_F.numel() - 1
 

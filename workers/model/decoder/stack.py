@@ -1,8 +1,7 @@
 """The decoder of the Llama family, for any contiguous part of its layers.
 
-The caller attends (`LayerAttention`), because it knows where K/V live. So one loop (`LayerStack.run`)
-computes prefill chunks and batched decode steps. Each step between matrix products is one kernel
-(`kernels/layers`), and nothing waits for the device.
+The caller attends (`LayerAttention`), since it knows where K/V live, so one loop serves prefill, decode and
+calibration. Each step between matrix products is one kernel, and nothing waits for the device.
 
 Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, X = H + 2 G, D head dimension, V
 vocabulary.
@@ -27,22 +26,22 @@ from ..weights.stack_weights import AttentionWeights, MlpWeights, StackSpec, Sta
 from .rope_angles import Rope
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for a text whose K/V nobody keeps. q and k are rotated."""
+"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, where nobody keeps the K/V. q and k are rotated."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerAttention(Protocol):
-    """The caller's part of each layer, which goes by its number in the model."""
+    """The caller's part of each layer. `layer`: its number in the model."""
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Say where K and V go. Nothing of the layer is launched before."""
+        """Say where K and V go, before anything of the layer is launched."""
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
         """Attend with rotated queries, whose K and V are in `kv_rows`.
 
         Returns:
-            out_THD of the rows that later layers need, the last ones; None if they need none.
+            out_THD of the last rows, those that later layers need; None if they need none.
         """
 
 
@@ -79,7 +78,7 @@ class DecoderLayer:
     mlp_weights: MlpWeights | None
 
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
-        """Return rotated q_THD, normed if the model does so. K and V go to `kv`."""
+        """Return rotated q_THD, and put K and V into `kv`."""
         weights, config = self._attention, self.config
         qkv_TO = weights.qkv(self._norm(residual, weights.input_norm_C, weights.qkv))
         qkv_TXD = qkv_TO.view(-1, config.q_heads + 2 * config.kv_heads, config.head_dim)
@@ -87,7 +86,6 @@ class DecoderLayer:
         return rotate_and_store(qkv_TXD, *angles, norm, kv)
 
     def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
-        """Add the output projection of attention."""
         residual.hidden_TC = residual.total()
         residual.update_TC = self._attention.output(out_THD.flatten(1))
 
@@ -120,11 +118,8 @@ def norm_of(residual: Residual, weight_C: torch.Tensor, eps: float, taker: Linea
 
 
 class LayerStack:
-    """Some layers of a model, with the embedding or the head if it has these ends.
-
-    It may begin with the MLP of the layer before `layers`, and end without its last MLP: other stacks compute
-    these.
-    """
+    """Some layers of a model, with embedding and head if it has these ends. It may begin with the MLP of the
+    layer before `layers`, and end without its last MLP."""
 
     def __init__(self, spec: StackSpec, weights: StackWeights) -> None:
         layers, mlps = spec.layers, spec.share.mlps
@@ -162,7 +157,7 @@ class LayerStack:
         return self._weights.attentions[0].qkv.quantised
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Ids, of any integer dtype, must be in range: CUDA cannot report it."""
+        """Ids must be in range: CUDA cannot report it."""
         if self._weights.embedding_VC is None:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
         return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
@@ -186,7 +181,7 @@ class LayerStack:
         layers: range | None = None,
         phase: Phase = no_phase,
     ) -> torch.Tensor:
-        """Run the layers, for prefill, decode, recomputed blocks and calibration alike.
+        """Run the layers.
 
         Args:
             positions_T: Each row's absolute position, in any order.
@@ -229,7 +224,7 @@ class LayerStack:
             product.compile()
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits_TV. Pass only the rows that are sampled from."""
+        """Return float32 logits_TV."""
         if self._weights.head is None or self._weights.final_norm_C is None:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
         head = self._weights.head

@@ -1,5 +1,5 @@
-"""Reads and checks a model's directory, without torch, because the front door reads it too.
+"""A model's directory, read and checked without torch, because the front door reads it too.
 
-Begin at `store.py` (name to directory) and `model_config.py` (the decoder's shape). `headers.py` checks
-weights, `digest.py` identifies the model.
+Begin at `store` (name to directory) and `model_config` (the decoder's shape). `headers` checks weights,
+`digest` identifies the model.
 """

@@ -1,4 +1,4 @@
-"""A model's chat template, in the dialect of Jinja that such templates are written in."""
+"""A model's chat template, in such templates' dialect of Jinja."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, 
 
 
 class ChatTemplate:
-    """A parsed template. Raises jinja2.TemplateSyntaxError."""
+    """Raises jinja2.TemplateSyntaxError."""
 
     def __init__(self, source: str) -> None:
         self._template = _environment().from_string(source)
@@ -29,11 +29,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], answer: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Render messages. Raises jinja2.TemplateError.
+        """Raises jinja2.TemplateError.
 
         Args:
             answer: End with the opening of the assistant's answer.
-            variables: Such as `bos_token`. `tools` and `documents` are None by default.
+            variables: Such as `bos_token`.
         """
         try:
             return self._template.render(

@@ -1,8 +1,7 @@
 """A digest of a model: equal models share it, and whatever changes a model's numbers changes it.
 
-It covers the decoder's shape with overrides, and each tensor's name, type, shape and first values, an
-adapter's too. That costs a few reads of 4 KiB a layer. File layout, the bounds of a prompt and the dtype of
-computation do not count.
+It covers the decoder's shape with overrides, and name, type, shape and first values of each tensor, an
+adapter's too. File layout, positions and the dtype of computation do not count.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ SAMPLE_BYTES = 4096
 _NO_NUMBERS = ("positions", "eos_ids")
 
 _ADAPTER_SCALE = ("lora_alpha", "use_rslora")
-"""The rank is in the tensors' shapes."""
 
 Tensor = tuple[str, str, list[int], bytes]
 """Name, type, shape and first bytes."""
 
 
 def model_digest(model: ModelSpec) -> str:
-    """Return a sha256 in hexadecimal. Raises ModelError for files that are missing or cannot be read."""
+    """Return a sha256 in hexadecimal. Raises ModelError."""
     directory = model_directory(model.path)
     shape = dataclasses.asdict(read_config(directory, model.overrides))
     digest = hashlib.sha256()

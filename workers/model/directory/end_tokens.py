@@ -1,8 +1,5 @@
-"""The tokens that end an answer, as a model's tokenizer names them.
-
-Fine-tuned models often end with another token than config.json says. ChatML's `<|im_end|>` may be in the chat
-template alone.
-"""
+"""The tokens that end an answer. Fine-tuned models often end with another token than config.json says;
+ChatML's `<|im_end|>` may be in the chat template alone."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ _SAID = "\N{ASTERISM}said\N{ASTERISM}"
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the ids of `eos_token` and of the token behind an assistant's message in the chat template.
-
-    Without tokenizer.json there are none. Raises ModelError for a file that cannot be used.
-    """
+    """Return the ids of `eos_token` and of the token behind an assistant's message in the chat template; none
+    without tokenizer.json. Raises ModelError."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         return ()
@@ -47,7 +42,6 @@ def _vocabulary(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _marker(files: TokenizerFiles, tokens: set[str]) -> str:
-    """Return the token that the template puts behind an assistant's message."""
     messages = ({"role": "user", "content": "\N{ASTERISM}"}, {"role": "assistant", "content": _SAID})
     if files.template is None:
         return ""

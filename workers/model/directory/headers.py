@@ -1,4 +1,4 @@
-"""Compares weights with a configuration by their files' headers alone, in milliseconds and without torch."""
+"""Compares weights with a configuration by their files' headers alone, in milliseconds."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SCALES = (
     "_packed",
     ".absmax",
 )
-"""Tensors of quantised checkpoints have such suffixes."""
+"""Suffixes of tensors in quantised checkpoints."""
 _DERIVED = ".rotary_emb.inv_freq"
-"""Old checkpoints have it. The configuration implies it."""
+"""Old checkpoints have it; the configuration implies it."""
 _OF_ANOTHER = "take weights and config.json of one model"
 
 Shape = tuple[int, ...]
@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in bytes begin .. end - 1 of a file."""
+    """Bytes begin .. end - 1 of a file."""
 
     dtype: str
     shape: Shape
@@ -48,8 +48,8 @@ class Stored:
 def read_header(path: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file by name.
 
-    The file begins with the length of its JSON header (uint64), whose offsets count from its end. Raises
-    ModelError for another or truncated file.
+    The file begins with the length of its JSON header (uint64); offsets count from the header's end. Raises
+    ModelError.
     """
     try:
         refuse_pointer(path)
@@ -77,10 +77,8 @@ def _tensors(content: Mapping[str, dict[str, list[int]]], start: int) -> Iterato
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
     """Check that each tensor of the decoder is complete, in its shape, in 16 bits or more or in 8 with its
-    scale, and that none is left.
-
-    GGUF weights are checked when they are read. Raises ModelError that says what to do.
-    """
+    scale, and that none is left over. GGUF weights are checked when they are read. Raises ModelError that
+    says what to do."""
     stored = _stored(directory)
     if stored is None:
         return
@@ -100,7 +98,7 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return shapes by Hugging Face's names. A head that is the embedding has none."""
+    """Return shapes by Hugging Face's names. A tied head has none."""
     hidden, inner = config.hidden, config.intermediate
     table = {EMBEDDING: (config.vocab, hidden), "model.norm.weight": (hidden,)}
     head = {} if config.tied_embeddings else {HEAD: (config.vocab, hidden)}

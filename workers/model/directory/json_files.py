@@ -1,5 +1,3 @@
-"""Reads a model directory's JSON files."""
-
 from __future__ import annotations
 
 import json
@@ -10,11 +8,11 @@ _LFS_POINTER = b"version https://git-lfs.github.com/"
 
 
 class ModelError(ValueError):
-    """A model directory, weight file or adapter cannot be used. The message says what to do."""
+    """A model cannot be used. The message says what to do."""
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuse the pointer that git leaves in a file's place without Git LFS."""
+    """Refuse what git leaves in a file's place without Git LFS."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(
@@ -23,7 +21,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read an object. Raises ModelError that names the file."""
+    """Raises ModelError that names the file."""
     try:
         refuse_pointer(path)
         content = json.loads(path.read_text(encoding="utf-8"))

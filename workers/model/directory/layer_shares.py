@@ -1,8 +1,7 @@
 """How a pipeline's stages share a model's layers.
 
-A layer has two halves: its attention, which makes K and V, and its MLP. In order they are A0 M0 A1 M1 …, and
-a stage computes some that follow one another. The residual stream that it passes on is as wide between halves
-as between layers.
+A layer has two halves, attention and MLP. A stage computes halves that follow one another, A0 M0 A1 M1 …; the
+residual stream is as wide between halves as between layers.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _REMEMBERED = 512
 
 @dataclass(frozen=True)
 class LayerShare:
-    """A stage computes the attention of `layers` and the MLPs of `mlps`. Each end of `mlps` is that of
-    `layers` or one less."""
+    """The layers whose attention, and whose MLP, a stage computes. Each end of `mlps` is that of `layers` or
+    one less."""
 
     layers: range
     mlps: range
@@ -26,9 +25,8 @@ class LayerShare:
 
 @lru_cache(_REMEMBERED)
 def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
-    """Share out halves so that the dearest share is cheapest, each share with an attention.
-
-    It cuts as few layers in two as it can, then as evenly.
+    """Share out halves so that the dearest share is cheapest, each with an attention. Then cut few layers in
+    two, then evenly.
 
     Args:
         costs: Attention, MLP, attention, …
@@ -47,7 +45,7 @@ def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
 
 
 def _fit(before: tuple[int, ...], stages: int, most: int) -> bool:
-    """Say whether shares of `most` are enough. before: the costs of all halves before each one."""
+    """before: the costs of all halves before each one."""
     at = 0
     for later in reversed(range(stages)):
         end = _furthest(before, at, later, most)
@@ -58,14 +56,14 @@ def _fit(before: tuple[int, ...], stages: int, most: int) -> bool:
 
 
 def _furthest(before: tuple[int, ...], at: int, later: int, most: int) -> int:
-    """A share of `most` from `at` ends there at the latest, because each later stage needs a layer."""
+    """Return where a share of `most` from `at` ends at the latest, because each later stage needs a layer."""
     return min(bisect_right(before, before[at] + most) - 1, len(before) - 1 - 2 * later)
 
 
 def _cuts(before: tuple[int, ...], stages: int, most: int) -> tuple[int, ...]:
     @cache
     def best(at: int, later: int) -> tuple[int, int, tuple[int, ...]] | None:
-        """Return how many cuts are within layers, the sum of the shares' squares, and the cuts."""
+        """Return the number of cuts within layers, the sum of the shares' squares, and the cuts."""
         left = before[-1] - before[at]
         if later == 0:
             return (0, left**2, ()) if left <= most else None

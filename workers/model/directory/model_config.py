@@ -1,4 +1,4 @@
-"""Reads a model directory's config.json, the shape of a Llama-family decoder, without torch."""
+"""Reads config.json, the shape of a Llama-family decoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
 }
-"""transformers' `model_type` → architecture of each decoder that we run."""
+"""transformers' `model_type` → architecture."""
 
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
 """Keys of config.json that a deployment may override."""
@@ -33,15 +33,13 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "factors": ("factors",),
 }
-"""The keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3
-scaling."""
+"""Keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3 scaling."""
 
 _SPLIT_TOKENS = 512
 """Tokens per row of the LM head when layers are balanced: prefill needs logits at most once per chunk."""
 _SPLIT_KEYS = 5_700
-"""Keys of each query when layers are balanced: half of 131,072, times 0.087, the time of `dpxa` at density
-0.055 as a share of dense attention's. Dense attention has 2,048 to 65,536 in prompts of 4,096 to 131,072
-tokens."""
+"""Keys of each query when layers are balanced: half of 131,072, times 0.087, dpxa's share of dense
+attention's time at density 0.055."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,8 @@ class ModelConfig:
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Share the layers among stages so that the slowest is as fast as can be. Cuts may be within layers.
 
-        Costs are multiplications per prefilled token of a long prompt. The model's last layer needs no
-        output. The last stage also runs the LM head, once per 512 tokens. Raises ModelError if a stage has no
-        layer.
+        Costs are multiplications per prefilled token of a long prompt. The last layer needs no output, and
+        the last stage runs the LM head once per 512 tokens. Raises ModelError for more stages than layers.
         """
         if not 1 <= stages <= self.layers:
             raise ModelError(
@@ -97,12 +94,12 @@ class ModelConfig:
 
     @property
     def macs_per_pair(self) -> int:
-        """Multiplications of a layer's attention per query and key."""
+        """Multiply-adds of a layer's attention for each query and key."""
         return 2 * self.q_heads * self.head_dim
 
     @property
     def attention_matrices(self) -> int:
-        """Numbers in a layer's attention matrices: a token's multiplications."""
+        """Numbers in a layer's attention matrices, which are a token's multiply-adds."""
         return self.qkv_matrices + self.hidden * self.head_dim * self.q_heads
 
     @property
@@ -111,14 +108,12 @@ class ModelConfig:
 
     @property
     def mlp_matrices(self) -> int:
-        """Numbers in a layer's MLP matrices: a token's multiplications."""
         return 3 * self.hidden * self.intermediate
 
     def weights(
         self, layers: int, mlps: int | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
-        """Count the numbers in `layers` attentions, `mlps` MLPs (None: as many) and ends. Tied embeddings
-        count once."""
+        """Count the numbers in `layers` attentions, `mlps` MLPs (None: as many) and ends."""
         heads = self.q_heads + self.kv_heads
         attention = self.attention_matrices + self.hidden
         attention += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
@@ -245,10 +240,7 @@ def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> N
 
 def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Unite `rope_parameters` of transformers 5 with the older `rope_theta` and `rope_scaling`.
-
-    transformers 5 would take a contradicting `rope_scaling` and forget the theta in `rope_parameters`. We
-    refuse it.
-    """
+    Contradictions are refused; transformers 5 would forget a theta."""
     new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
     top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
     if new and old and _without_theta(new) != _without_theta(old):
@@ -341,7 +333,6 @@ def _window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
 
 
 def _slides(raw: Mapping[str, Any], layers: int) -> bool:
-    """Say whether a Qwen has a named layer with a window, or one from `max_window_layers` on."""
     named = raw.get("layer_types")
     return layers > raw.get("max_window_layers", 28) if named is None else "sliding_attention" in named
 

@@ -1,8 +1,7 @@
 """Finds a model's directory by the name that a user gives it.
 
-A GGUF file has everything inside, but takes each process seconds to read. So it is converted once, into a
-cache, to a safetensors directory that transformers can read too. Quantised tensors become bf16, whose
-rounding is an order of magnitude finer than that of 4 to 6 bits.
+A GGUF file takes each process seconds to read, so it is converted once, into a cache, to a safetensors
+directory. Quantised tensors become bf16, which rounds an order of magnitude finer than 4 to 6 bits.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NOT_HUB_FILES = ("consolidated*", "*/*")
 
 
 def model_directory(model: str, cache: Path | None = None) -> Path:
-    """Return a model's directory. Raises ModelError that says what was looked for.
+    """Raises ModelError that says what was looked for.
 
     Args:
         model: A local directory or .gguf file, DEFAULT_MODEL, or a hub id.
@@ -60,7 +59,7 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
 
 
 def adapter_directory(adapter: str) -> Path:
-    """Find a path, also relative to this project's tree."""
+    """A relative path may also start at this project's tree."""
     for path in (Path(adapter).expanduser(), _TREE / adapter):
         if (path / "adapter_config.json").is_file():
             return path.resolve()
@@ -68,7 +67,7 @@ def adapter_directory(adapter: str) -> Path:
 
 
 def profile_file(profile: str, folder: Path | None = None) -> Path:
-    """Find a path, also relative to `folder` or to this project's tree."""
+    """A relative path may also start at `folder` or at this project's tree."""
     given = Path(profile).expanduser()
     for place in (folder or Path(), Path(), _TREE):
         if (place / given).is_file():
@@ -77,7 +76,7 @@ def profile_file(profile: str, folder: Path | None = None) -> Path:
 
 
 def weight_index(directory: Path) -> dict[str, Path] | None:
-    """Return each tensor's file; None without an index. Raises ModelError for a broken one."""
+    """Return each tensor's file; None without an index. Raises ModelError."""
     path = directory / INDEX
     if not path.exists():
         return None
@@ -88,7 +87,7 @@ def weight_index(directory: Path) -> dict[str, Path] | None:
 
 
 def weight_file(directory: Path) -> Path:
-    """Return the one file of weights. Raises ModelError that says what was looked for."""
+    """Return the one file of weights. Raises ModelError."""
     single, ggufs = directory / _SINGLE, sorted(directory.glob("*.gguf"))
     if single.exists():
         return single
@@ -103,7 +102,7 @@ def weight_file(directory: Path) -> Path:
 
 
 def embedded_gguf() -> Path:
-    """Return the default model's file, without importing the package that carries it."""
+    """Find the default model's file without importing its package."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
@@ -120,11 +119,8 @@ def embedded_gguf() -> Path:
 
 
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
-    """Convert a GGUF file unless the cache has it. Any number of processes may do so at once.
-
-    An atomic rename publishes a conversion, so a directory with the final name is complete. Raises ModelError
-    for a file that is no model, and for a cache that cannot be written.
-    """
+    """Convert a GGUF file unless the cache has it. Any number of processes may do so at once: an atomic
+    rename publishes a conversion. Raises ModelError."""
     root = Path.home() / ".cache" / "deltafront" / "models" if cache is None else Path(cache)
     target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
     if target.is_dir():

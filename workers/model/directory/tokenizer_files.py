@@ -1,4 +1,4 @@
-"""Reads the files beside tokenizer.json as transformers does, without torch and tokenizers."""
+"""Reads the files beside tokenizer.json as transformers does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """special: by name, such as `bos_token`. added: by id; tokenizer.json may have them too."""
+    """special: by name, such as `bos_token`. added: by id."""
 
     special: dict[str, str]
     template: ChatTemplate | None
@@ -37,7 +37,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
-        """A missing file is empty. Raises ModelError for a file that cannot be used."""
+        """Raises ModelError for a file that cannot be used; one may be missing."""
         config = read_json_or_empty(directory / _CONFIG)
         named = read_json_or_empty(directory / "special_tokens_map.json")
         special = _named(config if "added_tokens_decoder" in config else {**config, **named})

@@ -20,7 +20,7 @@ _SHARD_BYTES = 2 << 30
 
 
 def convert_gguf(path: Path, work: Path) -> None:
-    """Fill the folder `work`. Raises ModelError for a model that cannot be served."""
+    """Fill the folder `work`. Raises ModelError."""
     source = GgufSource(path)
     config = source.config()
     _write_json(work / "config.json", config)
@@ -42,7 +42,7 @@ def _write_tokenizer(source: GgufSource, work: Path) -> None:
 
 
 def _write_weights(source: GgufSource, work: Path) -> None:
-    """Shards are bounded, so that a model larger than memory can be converted."""
+    """Shards are bounded: a model larger than memory can be converted."""
     shard: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
     size = shards = 0

@@ -1,4 +1,4 @@
-"""Reads configuration and weights from a GGUF file, under Hugging Face's names."""
+"""Configuration and weights of a GGUF file, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _READ = frozenset(
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
 )
-"""Keys that are read, or say nothing about what is computed."""
+"""Keys that are read, or change nothing."""
 
 
 class GgufSource:
-    """A memory-mapped file. It dequantises a tensor when that is read."""
+    """A memory-mapped file, dequantised tensor by tensor."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -78,7 +78,7 @@ class GgufSource:
         return data
 
     def read_compact(self, name: str) -> torch.Tensor:
-        """Round what the file has quantised to bf16: the form to store."""
+        """Round to bf16 what the file has quantised."""
         data = self.read(name)
         kind = self._tensors[self._names[name]].tensor_type.name
         return data if kind in ("F32", "F16") else data.to(torch.bfloat16)
@@ -134,7 +134,6 @@ class GgufSource:
         return rows
 
     def _refuse_unread(self, head_dim: int) -> None:
-        """Refuse keys that are not read, unless their values change nothing."""
         inert = {
             "attention.causal": True,
             "attention.value_length": head_dim,
@@ -180,10 +179,8 @@ class GgufSource:
         return rope | (self._yarn(factor, attention) if kind == "yarn" else {})
 
     def _yarn(self, factor: float, attention: float) -> dict[str, float]:
-        """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product.
-
-        llama.cpp ignores yarn_attn_factor, which is that product: both must agree.
-        """
+        """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product. llama.cpp
+        ignores yarn_attn_factor, which is that product: both must agree."""
         temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         stated = self._rope_number("yarn_attn_factor", temperature)
         if not math.isclose(stated, temperature, rel_tol=1e-6):
@@ -203,7 +200,7 @@ class GgufSource:
 
 
 def _is_inert(value: Any, wanted: Any) -> bool:
-    """Zero changes nothing: no scale, or an unknown key that is not used."""
+    """Zero changes nothing: no scale, or an unused key."""
     if isinstance(wanted, float):
         return isinstance(value, int | float) and (value == 0 or math.isclose(value, wanted, rel_tol=1e-6))
     return bool(value == wanted) if wanted else not value
@@ -240,5 +237,5 @@ def _unpermute(rows_OI: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _shortest_float(value: float) -> float:
-    """1e-5 went through float32 into the file: return the shortest decimal that reads the same."""
+    """Return the shortest decimal: 1e-5 went through float32 into the file."""
     return float(str(np.float32(value)))

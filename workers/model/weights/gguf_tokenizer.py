@@ -1,7 +1,7 @@
 """Makes tokenizer.json and end tokens from a GGUF file's metadata, as llama.cpp reads it.
 
-`gpt2` is byte-level BPE: the file names the rule that cuts text into words (`tokenizer.ggml.pre`) and lists
-merges. `llama` is sentencepiece's BPE: the file scores pieces, and the pair that makes the best one merges
+`gpt2` is byte-level BPE: the file lists merges and names the rule that cuts text into words
+(`tokenizer.ggml.pre`). `llama` is sentencepiece's BPE: the pair that makes the best-scored piece merges
 first.
 """
 
@@ -16,12 +16,9 @@ from gguf import TokenType
 from ..directory.json_files import ModelError
 
 _SPACE = "▁"
-"""sentencepiece's space."""
 
 
 class Metadata(Protocol):
-    """`field` raises ModelError without a value and a default."""
-
     def field(self, key: str, default: Any = None) -> Any: ...
 
     def has_field(self, key: str) -> bool: ...
@@ -29,12 +26,8 @@ class Metadata(Protocol):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text becomes words. Each regex cuts what the ones before it left.
-
-    Args:
-        ignore_merges: A word that is a token stays one.
-        add_bos: Used if the file does not say.
-    """
+    """How text becomes words. Each regex cuts what the ones before it left. add_bos: used if the file does
+    not say."""
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
@@ -97,14 +90,14 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     )
     for name in names.split()
 }
-"""`tokenizer.ggml.pre` → how llama.cpp cuts text (its src/llama-vocab.cpp). Regexes are the models' own,
-which llama.cpp spells differently. It leaves out `nfc`."""
+"""`tokenizer.ggml.pre` → how llama.cpp cuts text (its src/llama-vocab.cpp). Regexes are the models' own;
+llama.cpp leaves out `nfc`."""
 
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_turn|> <end_of_turn> <|endoftext|> <|end_of_text|> "
     "<EOT> [EOT] <｜end▁of▁sentence｜>".split()
 )
-"""Names of tokens that end a turn or a text. Few files have keys for more than one."""
+"""Tokens that end a turn or a text. Few files have keys for more than one."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {}}
 
@@ -139,7 +132,6 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def end_ids(metadata: Metadata) -> list[int]:
-    """Return all tokens that end an answer, by key or by name."""
     keyed = [_special_id(metadata, key) for key in ("eos", "eot", "eom")]
     tokens = metadata.field("tokenizer.ggml.tokens", [])
     named = [token for token, text in enumerate(tokens) if text in _ENDS]
@@ -183,7 +175,7 @@ def _special_id(metadata: Metadata, key: str) -> int | None:
 
 
 def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, Any]]:
-    """They are found before text is cut. Answers leave the special ones out."""
+    """Text is cut at them first. Answers leave the special ones out."""
     special = {
         id_
         for id_, kind in enumerate(_types(metadata, tokens))

@@ -38,7 +38,7 @@ _CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq")
 
 
 class LoraAdapter:
-    """Raises ModelError for a missing or broken file, and for options and tensors without effect here."""
+    """Raises ModelError for a broken file, and for options and tensors without effect here."""
 
     def __init__(self, directory: str | Path, model_layers: int) -> None:
         self._path = Path(directory) / "adapter_model.safetensors"
@@ -53,7 +53,7 @@ class LoraAdapter:
         self._tensors = _sorted_names(self._path, names, model_layers)
 
     def merge(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Return W + B·A·scale in float32, or the weight as it is if the adapter has none for `name`."""
+        """Return W + B·A·scale in float32, or the weight itself if the adapter has none for `name`."""
         module = name.removesuffix(".weight")
         if not name.endswith(".weight") or module not in self._tensors:
             return weight_OI

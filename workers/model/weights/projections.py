@@ -1,6 +1,6 @@
-"""Linear layers: each matrix product with weights in the decoder, the head included.
+"""Linear layers: each matrix product with weights in the decoder and the head.
 
-Another form of weights changes this file and `stack_weights.py`. Shape suffixes: T tokens, I input width, O
+Another form of weights changes this file and `stack_weights`. Shape suffixes: T tokens, I input width, O
 output width.
 """
 
@@ -25,14 +25,14 @@ class Linear:
 
     @property
     def quantised(self) -> bool:
-        """It multiplies in 8 bits and is best given rows of e4m3."""
+        """Whether it is best given rows of e4m3."""
         return False
 
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         return linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gated(self, x_TI: LinearInput) -> LinearInput:
-        """Return SiLU(gate) · up, side by side in this layer, in the form that the next one takes."""
+        """Return SiLU(gate) · up, in the form that the next layer takes."""
         return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def compile(self) -> None:
@@ -42,7 +42,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """Weights in e4m3 with a factor for each output channel. It quantises plain rows, and returns `dtype`."""
+    """Weights in e4m3 with a factor for each output channel. dtype: of its outputs."""
 
     weight: Fp8Rows
     bias_O: torch.Tensor | None

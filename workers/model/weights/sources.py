@@ -1,5 +1,3 @@
-"""Opens safetensors or GGUF weights under Hugging Face's names."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """A shard stays shut until one of its tensors is read.
+    """It opens a shard when one of its tensors is read.
 
     Args:
         files: the file of each tensor, by its name there.

@@ -39,8 +39,7 @@ class StackSpec:
     """The part of a model that a stage holds.
 
     Args:
-        layers: The attention of these layers.
-        mlps: The MLP of these; None for `layers`.
+        layers, mlps: The layers whose attention, and whose MLP, it has; mlps None for `layers`.
         embedding, head: Whether it has these ends.
         adapter: The directory of a LoRA adapter to merge.
         quantisation: The form of the layers' matrices; None for `dtype`.

@@ -1,8 +1,5 @@
-"""Adds stages' chunk reports up to one `PrefillReport`. Pure.
-
-Times are seconds of the controller's clock. A chunk of `wall` seconds whose report came at `ended` counts
-as run in [ended - wall, ended].
-"""
+"""Adds stages' chunk reports up to one `PrefillReport`. Times are seconds of the controller's clock. A chunk
+whose report came at `ended` counts as run in [ended - wall, ended]. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from ...messages.states import RATE_LASTS_S
 _MEMORY_S = 15.0
 _LAUNCHED_AHEAD = 0.2
 """A GPU that finishes a chunk within this share of its time after the last launch has waited for launches.
-The median was 0.04 and 0.06 where hosts were too slow; elsewhere only a prompt's shortest chunk was below
-it (docs/log/2026-11-25.md)."""
+The median was 0.04 and 0.06 where hosts were too slow; elsewhere only a prompt's shortest chunk was below it
+(docs/log/2026-11-25.md)."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +95,7 @@ def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:
 class Pace:
     """How long a chunk may take on a stage before the stage is asked whether it lives: slack_s and twice the
     time a token of the request's last chunk, since attention grows. A first chunk is compared with its
-    method's last first chunk, if there was one."""
+    method's last first chunk."""
 
     def __init__(self, slack_s: float) -> None:
         self._slack_s = slack_s
@@ -112,14 +109,14 @@ class Pace:
         return pace
 
     def allowed(self, method: str, last: float | None, tokens: int) -> float:
-        """Return the seconds for the next chunk. last: the pace of the chunk before, if any."""
+        """Return the seconds for the next chunk. last: the pace of the chunk before."""
         pace = self._first.get(method) if last is None else last
         return self._slack_s + 2 * (pace or 0.0) * tokens
 
 
 class Throughput:
-    """The rate over about the last `_MEMORY_S` seconds with work. An idle time of RATE_LASTS_S makes it
-    forget."""
+    """The rate over about the last `_MEMORY_S` seconds with work. It forgets in an idle time of
+    RATE_LASTS_S."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

@@ -1,12 +1,10 @@
-"""Cuts a prompt into chunks: few enough that a chunk's fixed cost stays small, short enough that stages wait
+"""Cuts a prompt into chunks: few, so that chunks' fixed cost stays small, and short, so that stages wait
 little for the first and the last. Pure.
 
-Equal stages (`ModelConfig.split`) form a proportionate flow shop: it takes the sum of the chunks' times
-and (stages - 1) times the longest, so chunks should take equally long. Attention makes later tokens
-dearer, so later chunks have fewer.
-
-Where later stages are faster, chunks that grow shorter are best, because the last wait is short. Where
-they are slower, chunks that grow longer are best, because the last stage begins sooner.
+Equal stages form a proportionate flow shop: it takes the sum of the chunks' times and (stages - 1) times the
+longest, so chunks should take equally long. Attention makes later tokens dearer, so later chunks have fewer.
+Where later stages are faster, chunks should grow shorter, so that the last wait is short. Where they are
+slower, chunks should grow longer, so that the last stage begins sooner.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _GROWTHS = (0.88, 0.93, 0.96, 0.98, 1.02, 1.05)
 _MORE = (1.0, 1.25, 1.6)
 """These are tried with so many times the best number of chunks of equal time."""
 _MANY = 1000
-"""With more chunks the last one is too short to matter, and a growth to their power may overflow."""
+"""With more chunks the last one is too short to matter, and a power of growth may overflow."""
 
 
 class ChunkSizes:
@@ -80,8 +78,8 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
-    """The time from the first chunk's start to the last one's end, in `StageCost`'s unit. A stage begins a
-    chunk when it and the stage before are done with theirs."""
+    """Return the time from the first chunk's start to the last one's end, in `StageCost`'s unit. A stage
+    begins a chunk when it and the stage before are done with theirs."""
     free = [0.0] * len(cost.stages)
     for size in sizes:
         arrived = 0.0

@@ -1,9 +1,8 @@
 """The head of a prefill group decides which chunk runs next and how a request ends. It needs neither Ray nor
 torch.
 
-It decides on the event loop between two awaits and tells all stages at once (`pipeline`), so stages get
-the same commands in the same order. Cancelling is safe only because of that: tensors travel between stages
-without headers.
+It decides between two awaits and tells all stages at once (`pipeline`), so stages get the same commands in
+the same order. Cancelling is safe only because of that: tensors travel between stages without headers.
 
 A request holds nothing until its first turn (`schedule`). Its chunks in flight end within a layer's time.
 """
@@ -34,20 +33,20 @@ from .request_table import PrefillRequests
 from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
-"""A share of a lease. A request ends so much after its lease."""
+"""A request ends this share of a lease after its lease."""
 _ASK_AGAIN_S = 0.02
-"""The pause between two questions to stages whether decode workers still read a request's pages."""
+"""Pause between two questions whether decode workers still read a request's pages."""
 
 
 class PrefillController:
     """Runs prompts through a group's stages, chunk by chunk.
 
     Args:
-        end_stages: called once when the group is lost, with the number of a stage that hangs. Every
-            answer that stages still owe must then become an error.
+        end_stages: called once when the group is lost, with the number of a stage that hangs. Every answer
+            that stages still owe must then become an error.
         pulse: asks a stage, by number, for a sign of life.
-        clock: seconds, for scheduling and accounts.
-        work: what chunks cost; see `ChunkSizes`.
+        clock: seconds.
+        work: what chunks cost, for `ChunkSizes`.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
-        """One more look follows, because a process that stood still hears renewals late."""
+        """Check twice, because a process that stood still hears renewals late."""
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
         grace = _LEASE_GRACE * lease
@@ -169,7 +168,6 @@ class PrefillController:
     # --- the pipeline ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Send chunks while the first stage is free and a request may run."""
         while not self.failure and self._pipeline.ready:
             request = self._requests.next(self._clock())
             if request is None:
@@ -275,8 +273,8 @@ class PrefillController:
         self._requests.remove(request)
         self._pump()
 
-    def _hangs(self, stage: int, what: str) -> None:
-        self._fail(RuntimeError(what), stage)
+    def _hangs(self, stage: int, fault: str) -> None:
+        self._fail(RuntimeError(fault), stage)
 
     def _fail(self, error: Exception, hanging: int | None = None) -> None:
         if self.failure:

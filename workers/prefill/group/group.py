@@ -1,8 +1,8 @@
 """Ray's side of a prefill group: its actors, and the Serve deployment that owns them. Importing it loads no
 torch.
 
-A lost group's stages keep their weights. They leave it and form the next one together, since a single new
-stage would be out of step with its peers.
+A lost group's stages keep their weights and form the next group together: a single new stage would be out of
+step with its peers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StageActor:
         self._compilations = Compilations()
 
     def host(self) -> Rendezvous:
-        """Open the store where the group's stages find each other. Only the first stage is asked."""
+        """Open the store where the group's stages meet. Only the first stage is asked."""
         from ..stage.activations import host_store
 
         address = str(ray.util.get_node_ip_address())
@@ -73,7 +73,7 @@ class StageActor:
     def load(self) -> tuple[str, ModelWork | None]:
         """Load the model's share, unless it is loaded already.
 
-        Returns: the id of the node, and what chunks cost.
+        Returns: the node's id, and what chunks cost.
         """
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
@@ -104,7 +104,7 @@ class StageActor:
         stage.connect(connect_neighbours(self._store, number, self._config, stage.stack, rendezvous))
 
     def leave(self) -> None:
-        """Leave the other stages and forget all requests. The model stays loaded."""
+        """Leave the other stages and forget all requests, but keep the model."""
         self.hosted.leave()
 
     @property
@@ -118,7 +118,6 @@ class StageActor:
         return os.getpid()
 
     def compilations(self) -> Phases:
-        """Count the kernels that this process has compiled, by phase."""
         return self._compilations.phases
 
 
@@ -169,8 +168,7 @@ class ControllerActor(Leaving):
         )
 
     async def check(self) -> str:
-        """Say why the group is dead; empty while it lives. Also asks stages for their compilations, without
-        waiting."""
+        """Also asks stages for their compilations, without waiting."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self._count())
         return await self.hosted.check()
@@ -191,7 +189,7 @@ def remote_stage(actor: Any, number: int) -> Stage:
 def _stage_error(number: int, failure: Failure) -> Exception:
     cause = failure.cause
     if cause is None:
-        return RuntimeError(f"stage {number} {failure.what}")
+        return RuntimeError(f"stage {number} {failure.message}")
     if isinstance(cause, RequestFailed):
         kind = HandoffFailed if isinstance(cause, HandoffFailed) else RequestFailed
         return kind(str(cause))
@@ -202,8 +200,8 @@ class PrefillGroup(Replica):
     """The Serve deployment that owns one group's actors. `head` is the controller. Deploy it with
     `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`.
 
-    The constructor returns once every stage has loaded the model. It raises what loading raises, inside
-    Ray's error.
+    The constructor returns once every stage has loaded the model. It raises what loading raises, inside Ray's
+    error.
     """
 
     def __init__(

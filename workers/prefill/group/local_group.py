@@ -1,5 +1,5 @@
-"""A whole prefill group in one process, without Ray: each stage on a thread, activations by queue. Tests and
-benchmarks run the service's own controller and stages with it."""
+"""A whole prefill group in one process, without Ray, for tests and benchmarks: the service's own controller
+and stages, each stage on a thread."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StageThread:
         self.stage = stand_in(Stage, "a stage of this process", self._method)
 
     def stop(self) -> None:
-        """Stop. Commands that are still to be done raise LinkClosed."""
+        """Let commands that are still to be done raise LinkClosed."""
         self._stopped = True
         self._interrupt()
         self._thread.shutdown(wait=False)
@@ -79,7 +79,7 @@ class StageThread:
 
 
 class LogitsReceiver:
-    """A `LocalReceiver` that drops K/V and keeps each request's first logits (float32 [V])."""
+    """It drops K/V and keeps each request's first logits (float32 [V])."""
 
     def __init__(self) -> None:
         self.logits: dict[str, np.ndarray[Any, Any]] = {}

@@ -1,8 +1,7 @@
 """A group's stages as one thing that takes chunks.
 
-At most one chunk a stage is in flight, and one more. The first stage has a chunk launched behind the one
-that it computes, so that it never waits for a report. This fills the pipeline, and a request waits for few
-chunks of others.
+At most one chunk a stage is in flight, and one more: the first stage has a chunk launched behind the one that
+it computes, so that it never waits for a report. So a request waits for few chunks of others.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from .watch import StageWatch
 T = TypeVar("T")
 
 _AHEAD = 1
-"""A stage has so many chunks behind the one that it computes."""
+"""Chunks that a stage has behind the one that it computes."""
 
 
 class Pipeline:
     """Sends each command to all stages before it returns, so all get the same commands in one order.
 
     Args:
-        entry_free: called when the first stage has finished a chunk.
+        on_entry_free: called when the first stage has finished a chunk.
         slack_s: a command may take so long before a stage is asked whether it lives.
     """
 
@@ -83,21 +82,18 @@ class Pipeline:
             stage.abandon(serial)
 
     def close(self, request_id: str) -> list[asyncio.Task[Any]]:
-        """Have every stage forget a request.
-
-        Returns: for each stage, whether the request's pages are free.
-        """
+        """Returns: for each stage, whether the request's pages are free."""
         return self._all(f"closing {request_id}", [stage.close(request_id) for stage in self._stages])
 
     async def pages(self) -> list[int]:
         asked = self._all("counting its pages", [stage.pages_used() for stage in self._stages])
         return list(await asyncio.gather(*asked))
 
-    def _all(self, what: str, replies: Sequence[Answer[Any]]) -> list[asyncio.Task[Any]]:
+    def _all(self, command: str, replies: Sequence[Answer[Any]]) -> list[asyncio.Task[Any]]:
         outcomes: list[asyncio.Task[Any]] = []
         for stage, reply in enumerate(replies):
             outcomes.append(self.spawn(_outcome(settled(reply))))
-            self._watch.expect(stage, what, lambda: self._slack_s, outcomes[-1])
+            self._watch.expect(stage, command, lambda: self._slack_s, outcomes[-1])
         return outcomes
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -1,5 +1,3 @@
-"""One request of a prefill group, as its controller knows it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,7 +16,7 @@ from .chunks import ChunkSizes
 
 
 class Request:
-    """A request from admission until its pages are free. `arrived` is in the controller's seconds."""
+    """A request of a prefill group, until its pages are free. arrived: the controller's seconds."""
 
     def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
         self.job = job
@@ -33,7 +31,7 @@ class Request:
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
         self.sent = job.start
         self.done = job.start
-        """Its tokens before `sent` have entered the pipeline; those before `done` have left it."""
+        """Tokens before `sent` have entered the pipeline; those before `done` have left it."""
         self.pace: float | None = None
         """Seconds a token of its last chunk, on the slowest stage."""
         self.in_flight = 0
@@ -67,8 +65,8 @@ class Request:
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
-        """Take the next chunk and count its tokens as sent. A resumed prompt is cut as from its beginning, so
-        that the same bits come out."""
+        """Count the next chunk's tokens as sent. A resumed prompt is cut as from its beginning, so that the
+        same bits come out."""
         start, total = self.sent, self.job.tokens
         if not self._next_sizes:
             sizes_from_start = sizes.of(self.job.method, 0, total)

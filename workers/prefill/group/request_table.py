@@ -1,7 +1,5 @@
-"""A prefill group's requests: who waits, who runs, whose pages are whose, and who is refused.
-
-Only the event loop's thread uses it. It sends no command and ends no request.
-"""
+"""A prefill group's requests: who waits, who runs, whose pages are whose, and who is refused. It sends no
+command and ends no request. Only the event loop's thread uses it."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ from .request import Request
 
 
 class PrefillRequests:
-    """The requests by id, from admission until their pages are free. Times are seconds of the controller's
-    clock."""
+    """The requests by id, until their pages are free. Times are seconds of the controller's clock."""
 
     def __init__(self, config: PrefillConfig, stages: int) -> None:
         self._config = config
@@ -53,7 +50,7 @@ class PrefillRequests:
         return request
 
     def remove(self, request: Request) -> None:
-        """Free the pages of a request that no stage knows any more."""
+        """Free a request's pages, once no stage knows it."""
         del self._requests[request.job.request_id]
         self._pool.release(request.pages)
 

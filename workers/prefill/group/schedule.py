@@ -1,11 +1,11 @@
 """Chooses the request whose chunk enters a prefill group next: shortest remaining first, with ageing. Pure.
 
 A question of 256 tokens overtakes a document of 512K between two chunks. Ageing keeps the document alive:
-while none of it runs it earns `ageing` tokens of credit a second and counts as that much shorter. A chunk
-costs twice its tokens in credit. So an aged document goes on at about `ageing` tokens a second.
+while none of it runs it earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk
+costs twice its tokens in credit, so an aged document goes on at about `ageing` tokens a second.
 
-A request takes its pages with its first chunk. A prompt that is too big for the free pages holds back
-those behind it, but not those that have their pages.
+A request takes its pages with its first chunk. A prompt that is too big for the free pages holds back those
+behind it, but not those that have their pages.
 """
 
 from __future__ import annotations
@@ -16,12 +16,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A request with chunks left to send. `remaining` and `credit` are tokens; times are seconds of one
-    clock.
-
-    idle_since: since when no chunk of it runs; None while one does. pages: how many its first chunk takes
-    or took.
-    """
+    """A request with chunks left to send. remaining, credit: tokens. idle_since: since when no chunk of it
+    runs; None while one does. pages: how many its first chunk takes or took."""
 
     request_id: str
     remaining: int

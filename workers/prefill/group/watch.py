@@ -1,8 +1,8 @@
 """Finds the stage that hangs: it owes an answer for too long and gives no sign of life.
 
-A stage works through its commands in order, so only the oldest one can be late. A late stage is asked for
-a sign of life, which it gives while it computes, compiles or waits. A silent one is named. One that
-answers is asked again, for `stall_s` at most.
+A stage works through its commands in order, so only the oldest one can be late. A late stage is asked for a
+sign of life, which it gives while it computes, compiles or waits. One that answers is asked again, for
+`stall_s` at most.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CHECK_S = 0.25
-"""The time between two looks. A look counts at most twice that, in case this process was stopped."""
+"""Time between two checks. One counts at most twice that, in case this process was stopped."""
 PULSE_S = 3.0
 """A stage has so long for a sign of life. Triton holds the interpreter's lock for up to 2.1 s while it
 compiles (docs/log/2026-11-22.md)."""
@@ -26,13 +26,13 @@ ASK_AGAIN_S = 1.0
 class ExpectedAnswer:
     """A command that a stage has to answer.
 
-    allowed: seconds from when it can work on it. after: the same chunk on the stage before. waited:
-    seconds of those so far. silent: seconds since it was asked for a sign of life. asked_again: value of
-    `waited` at which it is asked again.
+    command: in words. allowed: seconds from when the stage can work on it. after: the same chunk on the stage
+    before. waited: seconds of those so far. silent: seconds since it was asked for a sign of life.
+    asked_again: value of `waited` at which it is asked again.
     """
 
     stage: int
-    what: str
+    command: str
     allowed: Callable[[], float]
     after: ExpectedAnswer | None = None
     waited: float = 0.0
@@ -70,12 +70,12 @@ class StageWatch:
     def expect(
         self,
         stage: int,
-        what: str,
+        command: str,
         allowed: Callable[[], float],
         answer: asyncio.Future[Any],
         after: ExpectedAnswer | None = None,
     ) -> ExpectedAnswer:
-        expected = ExpectedAnswer(stage=stage, what=what, allowed=allowed, after=after)
+        expected = ExpectedAnswer(stage=stage, command=command, allowed=allowed, after=after)
         self._expected[stage].append(expected)
         answer.add_done_callback(lambda _: self._answered(expected))
         if self._next is None:
@@ -84,7 +84,6 @@ class StageWatch:
         return expected
 
     async def stop(self) -> None:
-        """Stop watching. Returns when no question is open."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -131,6 +130,6 @@ class StageWatch:
             await self._pulse(expected.stage)
         expected.asking, expected.silent, expected.asked_again = None, 0.0, expected.waited + ASK_AGAIN_S
 
-    def _blame(self, expected: ExpectedAnswer, what: str) -> None:
-        took = f"{expected.what} has taken {expected.waited:.1f} s"
-        self._hangs(expected.stage, f"stage {expected.stage} {what}: {took}")
+    def _blame(self, expected: ExpectedAnswer, fault: str) -> None:
+        took = f"{expected.command} has taken {expected.waited:.1f} s"
+        self._hangs(expected.stage, f"stage {expected.stage} {fault}: {took}")

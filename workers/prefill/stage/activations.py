@@ -1,5 +1,5 @@
 """Hidden states on their way from one stage to the next. Only the numbers travel: both sides know shape and
-order from the commands. Shape suffixes: docs/glossary.md."""
+order from the commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LinkClosed(Exception):
 
 
 class Activations(Protocol):
-    """One stage's ends of the links before and after it."""
+    """A stage's links to its neighbours."""
 
     def receive(self, tokens: int) -> torch.Tensor:
         """Return the next chunk's hidden_TC. On CUDA the stream waits, not the host."""
@@ -52,7 +52,7 @@ class NoActivations:
 
 
 class QueueActivations:
-    """Links stages on threads of one process. `chain` makes the ends of a whole pipeline."""
+    """Links stages on threads of one process."""
 
     def __init__(self, before: queue.SimpleQueue[Any] | None, after: queue.SimpleQueue[Any] | None) -> None:
         self._before = before
@@ -88,8 +88,8 @@ class QueueActivations:
 class GroupActivations:
     """Links stages in processes of their own, over torch.distributed: NCCL or gloo.
 
-    Every link has its own process group. Sends and receives of one group are serialised, and a middle
-    stage must receive while it still sends.
+    Every link has its own process group, because a group serialises sends and receives, and a middle stage
+    must receive while it still sends.
     """
 
     def __init__(
@@ -134,7 +134,6 @@ class GroupActivations:
         self._sending.append((hidden_TC, work))  # the buffer must outlive the transfer
 
     def close(self) -> None:
-        """Wait until everything sent was received, then leave the group."""
         while self._sending:
             self._sending.popleft()[1].wait()
         dist.destroy_process_group()
@@ -145,10 +144,7 @@ class GroupActivations:
 
 
 def host_store(address: str, stages: int) -> tuple[TCPStore, Rendezvous]:
-    """Make the first stage's store on a free port of `address`.
-
-    Returns: the store, and how others find it.
-    """
+    """Make the first stage's store on a free port of `address`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)  # by itself it would listen everywhere
     port, handed_over = listening.getsockname()[1], listening.detach()

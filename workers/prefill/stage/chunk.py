@@ -1,5 +1,3 @@
-"""Adds up what one chunk does on its way through a stage."""
-
 from __future__ import annotations
 
 import time
@@ -16,10 +14,10 @@ from .phases import PhaseTimer
 
 @dataclass(kw_only=True)
 class ChunkWork:
-    """A chunk, its timer and its sums.
+    """Adds up what one chunk does on its way through a stage.
 
-    `seal` launches the copies of results to the host. After `wait` any thread can read them while the
-    device computes the next chunk.
+    `seal` launches the copies of results to the host. After `wait` any thread can read them while the device
+    computes the next chunk.
     """
 
     command: ChunkCommand
@@ -29,7 +27,7 @@ class ChunkWork:
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
     logits_V: torch.Tensor | None = None
-    """Logits after the prompt's last token, float32; None where nobody wants them."""
+    """Float32, after the prompt's last token; None where nobody wants them."""
     launched: float = 0.0
     through: float = 0.0
     """When the host had launched the chunk, and when the device had computed it (perf_counter)."""
@@ -37,7 +35,7 @@ class ChunkWork:
     _sealed: Any = None
 
     def seal(self) -> None:
-        """Call once, after the last phase, on the thread that launches."""
+        """Call it after the last phase, on the thread that launches."""
         if self.coverage:
             self._computed_L = _to_host(torch.stack([c.computed for _, c in self.coverage]).to(torch.float64))
         if self.finite is not None:

@@ -1,5 +1,4 @@
-"""A chunk's attention in each layer of a stage: K/V into the prompt's pages, hand-off, attention. Shape
-suffixes: docs/glossary.md."""
+"""A chunk's attention in each layer of a stage: K/V into the prompt's pages, hand-off, attention."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from .chunk import ChunkWork
 class OpenPrompt:
     """A request that is open on a stage.
 
-    states: what its method remembers of each layer whose queries it has all seen. pages_N: its pages here.
-    first_page: the first one if they are contiguous, else None.
+    states: what its method remembers of each layer whose queries it has all seen. first_page: of pages_N if
+    they are contiguous, else None.
     """
 
     request: OpenRequest
@@ -36,12 +35,8 @@ class OpenPrompt:
 
 
 class ChunkAttention:
-    """A `LayerAttention` of one chunk.
-
-    Args:
-        last_layer: the model's last layer. After its K/V only a prompt's logits are needed.
-        abandoned: whether the request was abandoned meanwhile.
-    """
+    """A `LayerAttention` of one chunk. last_layer: the model's; behind its K/V only a prompt's logits are
+    needed."""
 
     def __init__(
         self,
@@ -97,7 +92,7 @@ class ChunkAttention:
         """Return the first position whose attention is needed; the chunk's end if none is.
 
         The last layer's attention is needed only for logits. It begins at the last block before them where
-        the method can begin, because the method has seen no earlier queries.
+        the method, which has seen no earlier queries, can begin.
         """
         command = self._work.command
         if layer != self._last_layer or not (step := resume_step(self._prompt.request.method)):

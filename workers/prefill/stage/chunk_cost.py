@@ -1,4 +1,4 @@
-"""What a chunk costs each stage of a group of GPUs, in counted multiply-adds. Pure, and free of torch."""
+"""What a chunk costs each stage of a group of GPUs, in multiply-adds. Pure, and free of torch."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class ChunkCost:
         return len({*self.stages}) == 1
 
     def of(self, start: int, tokens: int) -> float:
-        """The cost of tokens start .. start+tokens-1 on a mean stage."""
+        """The same on a mean stage."""
         return self.mean.of(start, tokens)
 
     def fitting(self, start: int, most: float) -> int:
-        """How many tokens from `start` on a chunk of cost `most` has on a mean stage; 0 if not one block."""
+        """Count the tokens from `start` on of a chunk of cost `most` on a mean stage; 0 if not one block."""
         mean = self.mean
         room = most - mean.per_chunk
         if room <= 0:
@@ -89,7 +89,7 @@ class ModelWork:
 
     @classmethod
     def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
-        """Count what `ModelConfig.split` shares out. The model's last layer ends with keys and values."""
+        """Count what `ModelConfig.split` shares out. The last layer ends with keys and values."""
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]

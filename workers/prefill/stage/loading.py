@@ -1,5 +1,3 @@
-"""Makes a stage from a configuration: methods, its share of the model, warm-up, pages."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

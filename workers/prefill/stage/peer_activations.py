@@ -1,11 +1,10 @@
-"""Hidden states between GPUs of one host. A stage keeps them in a ring of its own memory, and the stage after
-copies from there by copy engines. NCCL would take multiprocessors from the products.
+"""Hidden states between GPUs of one host. The next stage copies them from a ring in this stage's memory, by
+copy engines: NCCL would take multiprocessors from the products.
 
-Processes only tell each other how many chunks are in the ring and how many were copied. A thread that
-waits for its own device sends these counts, so no stream waits for another process and a neighbour's death
-shows at once.
+Processes only tell each other how many chunks were written and copied. A thread that waits for its own device
+sends these counts, so no stream waits for another process and a neighbour's death shows at once.
 
-Shape suffixes: docs/glossary.md; N slots of a ring.
+Shape suffixes also: N slots of a ring.
 """
 
 from __future__ import annotations
@@ -73,8 +72,6 @@ class NeighbourConnection:
 
 @dataclass
 class _RingToNext:
-    """How many chunks were written into the ring, and copied from it."""
-
     connection: NeighbourConnection
     ring_NTC: torch.Tensor
     written: int = 0
@@ -83,8 +80,6 @@ class _RingToNext:
 
 @dataclass
 class _RingFromPrevious:
-    """copied: how many chunks were copied from the neighbour's ring."""
-
     connection: NeighbourConnection
     ring_NTC: torch.Tensor
     copied: int = 0
@@ -132,7 +127,7 @@ class PeerActivations:
             self._after = _RingToNext(NeighbourConnection(connection, peers.mark, timeout_s), ring_NTC)
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """Return once the chunk is in the neighbour's ring and its copy is launched."""
+        """Return once the chunk's copy is launched."""
         link = self._before
         if link is None:
             raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
@@ -146,7 +141,7 @@ class PeerActivations:
         return hidden_TC
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Wait for a free slot and launch the chunk's copy into it."""
+        """Wait for a free slot and launch the copy into it."""
         link = self._after
         if link is None:
             raise LinkClosed("the last stage has nobody to send to")
@@ -167,8 +162,7 @@ class PeerActivations:
         self._before = self._after = None  # unmapped
 
     def abort(self) -> None:
-        """The neighbour's memory stays mapped while this object lives, because the device may still copy from
-        it."""
+        """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
         for link in (self._before, self._after):
             if link is not None:
                 link.connection.abort()
@@ -186,11 +180,8 @@ def connect_neighbours(
     store: Store | None, rank: int, config: PrefillConfig, stack: LayerStack, rendezvous: Rendezvous
 ) -> Activations:
     """Connect a stage to its neighbours: by `PeerActivations` where all stages have GPUs of one host, else by
-    torch.distributed. All stages must call this at the same time.
-
-    Args:
-        store: The first stage's own store; None on the others.
-    """
+    torch.distributed. All stages must call this at the same time. store: the first stage's own; None on the
+    others."""
     stages = config.stages
     store = join_store(rendezvous, stages) if store is None else store
     like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)

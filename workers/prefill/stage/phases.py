@@ -23,11 +23,11 @@ class PhaseTimer(Protocol):
     def phase(self, name: str) -> AbstractContextManager[object]: ...
 
     def mark(self) -> Any:
-        """Return a CUDA event after everything launched so far, which is waited for without spinning; None on
-        the CPU."""
+        """Return a CUDA event after everything launched so far, waited for without spinning; None on the
+        CPU."""
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds by phase. Call it once, after the last phase; on CUDA it waits for the device."""
+        """Return seconds by phase, once, after the last phase. On CUDA it waits for the device."""
 
     def layers(self) -> dict[int, dict[str, float]]:
         """Return the seconds of each layer's phases. Call it after `seconds`."""

@@ -1,10 +1,7 @@
 """One stage of a prefill group: its share of the layers, their K/V pages, and the chunks that pass through.
 
-Stages must stay in step, so a stage receives once and sends once for every chunk. A request's failure (bad
-options, a lost decode worker) travels on as zeros and is reported at the chunk's end as `RequestFailed`.
-Any other exception ends the group.
-
-Shape suffixes: docs/glossary.md.
+Stages must stay in step, so a stage receives once and sends once for every chunk. A request's failure travels
+on as zeros and is reported at the chunk's end as `RequestFailed`. Any other exception ends the group.
 """
 
 from __future__ import annotations
@@ -81,7 +78,6 @@ class PrefillStage:
         return ModelWork.of(self.stack.config, self._stages, self.stack.quantised)
 
     def connect(self, activations: Activations) -> None:
-        """Take the links to the neighbours, before the first chunk."""
         self._activations = activations
 
     def leave(self) -> None:
@@ -227,8 +223,8 @@ class PrefillStage:
     def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
         """Launch the first logits and the rest of the hand-off. Returns what completes the hand-off.
 
-        A number that overflowed in any layer stays in the residual stream, although sparse attention may
-        never look at its token again. So it is looked for here.
+        Overflow is looked for here: a number that overflowed in any layer stays in the residual stream,
+        although sparse attention may never read its token again.
         """
         command, phase = work.command, work.timer.phase
         with phase("projection"):

@@ -1,9 +1,9 @@
 """Compiles before a stage takes requests, so that none of them waits for a compiler.
 
-The made-up prompts here run the same code as real ones. Kernels do not specialise on lengths, counts and
-positions, so a whole and a ragged chunk meet almost all forms. The rest depends on a prompt's length:
-widths that are powers of two, and the attention kernel's order of work. For those, a tile attends to keys
-of every class of length.
+Made-up prompts run the same code as real ones. Kernels do not specialise on lengths, counts and positions, so
+a whole and a ragged chunk meet almost all forms. The rest depends on a prompt's length: widths that are
+powers of two, and the attention kernel's order of work. For those, a tile attends to keys of every class of
+length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...model.decoder.stack import LayerStack
 from ...progress import Tell, silent
 
 _RAGGED = 77
-"""A ragged chunk has so many tokens: no multiple of anything that a kernel may specialise for."""
+"""Tokens of a ragged chunk: no multiple of anything that a kernel may specialise for."""
 
 
 @torch.inference_mode()
@@ -58,14 +58,14 @@ def warm_up(
 
 
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
-    """One length of whole chunks and a ragged one that the method itself reads. If another method reads
-    prompts of up to `shortest` tokens, also one of those."""
+    """Return a length of whole chunks and a ragged one that the method itself reads, and one of at most
+    `shortest` tokens, which another method reads."""
     several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
     return [several_chunks + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
 
 
 def length_classes(longest: int) -> list[int]:
-    """A tile's tokens, twice as many and so on, and `longest`. Between two of them kernels are compiled
+    """Return BLOCK, twice as many and so on, and `longest`. Between two of them kernels are compiled
     alike."""
     return [BLOCK << power for power in range(longest.bit_length()) if BLOCK << power < longest] + [longest]
 
