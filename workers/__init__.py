@@ -1,1 +1,1 @@
-"""What runs beside a GPU, or on the CPU where there is none."""
+"""The processes that compute: prefill groups, decode workers, and a model's calibration."""

@@ -29,8 +29,8 @@ class Leaving(ABC):
     async def check(self) -> str: ...
 
     async def drain(self, within_s: float) -> None:
-        """Return when nothing runs, waits or is kept, pages are free, and no door renews; after within_s
-        seconds at the latest, and at once if it is broken."""
+        """Return when nothing runs, waits or is kept, pages are free, and no door renews; within_s seconds
+        later at the latest, and at once if it is broken."""
         self.draining = True
         clock = asyncio.get_running_loop().time
         idle_since: float | None = None

@@ -79,7 +79,7 @@ def _forwarding(name: str, form: Form) -> Callable[..., Any]:
 
 
 class DeferredWork:
-    """What two-part commands have begun in an actor, by key. An end that is asked for early waits."""
+    """Two-part commands that an actor has begun, by key. An end that is asked for early waits."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -187,7 +187,6 @@ class _Caller:
 
 
 def in_lane(method: Any, lane: str) -> Callable[..., Any]:
-    """`method.remote` of an actor that takes commands."""
     sending: Callable[..., Any] = method.options(concurrency_group=lane).remote
     return sending
 

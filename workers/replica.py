@@ -1,5 +1,3 @@
-"""Serve deployments that own actors and replace lost ones."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,7 @@ class Replica:
     """
 
     head: Any
-    """The actor under the replica's name. Its `check()` says why it is lost."""
+    """The actor under the replica's name."""
 
     def __init__(self, prefix: str, drain_s: float = 0.0) -> None:
         self._prefix = prefix

@@ -56,7 +56,7 @@ class Stage(Protocol):
     group."""
 
     def open(self, request: OpenRequest) -> Answer[None]:
-        """Prepare for a request's chunks. A resumed request gets back the K/V of its earlier chunks."""
+        """Prepare for a request's chunks. A resumed one gets back the K/V of earlier chunks."""
 
     def run_chunk(self, command: ChunkCommand) -> Deferred[ChunkReport]:
         """The first part ends when everything is launched, so that the next chunk's launches need not
@@ -76,7 +76,7 @@ class Stage(Protocol):
 
 
 class Leased(Protocol):
-    """A worker whose requests a door renews while it waits for them."""
+    """A worker whose requests a door renews."""
 
     @property
     def name(self) -> str: ...
@@ -91,9 +91,8 @@ class Leased(Protocol):
 
 class Group(Leased, Protocol):
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Read a prompt. The stream ends when every stage has freed its pages.
-
-        Returns: ChunkRead …, then one PrefillDone; or one Refused.
+        """Returns: ChunkRead …, then one PrefillDone; or one Refused. The stream ends when every stage has
+        freed its pages.
         Raises: PrefillFailed, or PrefillCancelled.
         """
 
@@ -113,8 +112,7 @@ class KVReceiver(Protocol):
     async def first_logits(self, message: FirstLogits) -> None: ...
 
     async def kv(self, wanted: KVRange) -> HostKV:
-        """Return K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed for
-        an unknown request."""
+        """Return K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed."""
 
 
 class DecodeWorker(Leased, KVReceiver, Protocol):

@@ -17,7 +17,6 @@ from ..kernels.methods import MethodSpec, method_spec
 from ..kernels.options import Value
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
-"""pydantic's configuration, when it reads the file."""
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -94,8 +93,8 @@ class PrefillConfig:
     stages: Count = 2
     chunk_tokens: Chunk = 512
     activations: Literal["copied", "distributed"] = "copied"
-    """`copied`: the next stage copies from its neighbour's memory where all stages have GPUs of one host.
-    Elsewhere, and with `distributed`, torch.distributed sends."""
+    """`copied`: the next stage copies from its neighbour's memory if all stages have GPUs of one host.
+    Otherwise torch.distributed sends, as always with `distributed`."""
     cache_tokens: Room = 32_768
     device: Device = "cpu"
     threads: Count = 1
@@ -108,14 +107,14 @@ class PrefillConfig:
     ageing_tokens_per_second: NonNegative = 256.0
     """A waiting request counts as so many tokens shorter for each second."""
     stream_lease_s: Positive = 5.0
-    """A request is cancelled when its door has not renewed it for so long."""
+    """A request that its door has not renewed for so long is cancelled."""
     chunk_slack_s: Positive = 1.0
     """A stage whose chunk takes so much longer than twice the request's last one is asked for a sign of life
     every second. It is replaced if it gives none in 3 s."""
     stall_s: Positive = 300.0
-    """A stage that lives is replaced once a chunk has taken so long, compilation included."""
+    """A stage that lives is replaced once a chunk has taken so long."""
     method_modules: tuple[str, ...] = ()
-    """Modules outside the package that register attention methods."""
+    """Modules outside the package that register methods."""
     method_options: MethodOptions = field(default_factory=dict)
     """This service's defaults of methods' options: `{dpxa: {density: 0.08}}`."""
     warm_up: tuple[WarmedUp, ...] = ()
@@ -170,13 +169,13 @@ class DecodeConfig:
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
     stream_lease_s: Positive = 5.0
-    """A request is cancelled when its door has not renewed it for so long."""
+    """As prefill's."""
     device: Device = "cpu"
     threads: Count = 1
     cpus: NonNegative = 0.5
     gpus: NonNegative = 0.0
     node_labels: Labels = field(default_factory=dict)
-    """Where the worker may run; none: anywhere."""
+    """As prefill's."""
     warm_up: bool = False
     """Decode made-up requests first: a GPU compiles at first use, and only then are decode steps CUDA
     graphs."""

@@ -1,7 +1,7 @@
 """OpenTelemetry spans, in whichever process works on a request.
 
-Their context comes with the message, as a W3C `traceparent`. If that is empty, or without a provider, nothing
-is recorded and OpenTelemetry is not imported. A span begins by its host's wall clock and is timed by the
+Their context comes with the message, as a W3C `traceparent`. Without it, or without a provider, nothing is
+recorded and OpenTelemetry is not imported. A span begins by its host's wall clock and is timed by the
 process's own clock.
 """
 
@@ -128,7 +128,7 @@ NO_TRACER = Tracer()
 
 
 def wall_ns(ago: float) -> int:
-    """Nanoseconds since the epoch, so many seconds ago."""
+    """Nanoseconds since the epoch."""
     return time.time_ns() - round(ago * _NS)
 
 

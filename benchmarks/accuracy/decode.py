@@ -124,9 +124,10 @@ class AnswerDecoder:
         v_RLGD: torch.Tensor,
     ) -> None:
         """Store some rows' keys and values at these positions."""
-        pages_T = table_RP.gather(1, positions_RL // PAGE_TOKENS).flatten()
-        slots_T = (positions_RL % PAGE_TOKENS).flatten()
-        self._cache.write_rows(layer, pages_T, slots_T, k_RLGD.flatten(0, 1), v_RLGD.flatten(0, 1))
+        pages_RL = table_RP.gather(1, positions_RL // PAGE_TOKENS).long()
+        rows_T = (pages_RL * PAGE_TOKENS + positions_RL % PAGE_TOKENS).flatten()
+        for cache_RGD, new_RLGD in zip(self._cache.rows(layer), (k_RLGD, v_RLGD), strict=True):
+            cache_RGD[rows_T] = new_RLGD.flatten(0, 1).to(cache_RGD.dtype)
 
     @torch.inference_mode()
     def decode(self, plan: Selection | None) -> Decoded:

@@ -2,7 +2,7 @@
 
 Every layer but the first two chooses pages for each query head by itself: those with the largest upper bound
 of q·k, which each page's least and largest key of every channel give. The page being written is always read.
-Shape suffixes as in `workers.decode.page_selection`; S tokens of a request.
+Shape suffixes as in `workers.decode.decode_attention`; S tokens of a request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from deltafront.kernels.paged_decode.dispatch import paged_attention
-from deltafront.workers.decode.page_selection import BatchRows
+from deltafront.workers.decode.decode_attention import BatchRows
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 
 FULL_LAYERS = 2

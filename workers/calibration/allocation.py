@@ -57,5 +57,4 @@ def lower_hull(points: Sequence[Point]) -> list[Point]:
 
 
 def _gain(a: Point, b: Point) -> float:
-    """Error saved per density spent."""
     return (a[1] - b[1]) / (b[0] - a[0]) if b[0] > a[0] else float("inf")

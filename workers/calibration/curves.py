@@ -4,7 +4,7 @@ At sampled query blocks of one dense pass, attention over the tiles that a quota
 attention over all, behind the output projection, where heads and layers compare. Rows with facts count apart:
 they are few, and answers depend on them alone.
 
-Shape suffixes as in `kernels.interface`; I quotas, R rows of a query block, L layers, C hidden size.
+Shape suffixes also: I quotas, R rows of a query block; N, M query and key blocks.
 """
 
 from __future__ import annotations

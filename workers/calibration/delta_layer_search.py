@@ -1,11 +1,11 @@
 """Searches Δ-layers by what page selection does to answers.
 
 Layers of equal losses (`delta_layers.py`) cost answers very differently, so those choices only begin a
-search. Each document is read densely once and its K/V kept. Then the rows that a decode step computes for
-answers go through the layers again, with the pages that a choice of Δ-layers selects, and their predictions
-are compared with dense ones.
+search. Each document is read densely once. Then the rows that a decode step computes for answers go through
+the layers again, with the pages that a choice of Δ-layers selects, and their predictions are compared with
+dense ones.
 
-Shape suffixes as in `delta_layers.py`; R rows, C hidden size, V vocabulary.
+Shape suffixes also: R rows, J = H / G.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ class DecodedRows:
         return out_GJRD.flatten(0, 1).transpose(0, 1).to(q_RHD.dtype), weights_GJRS
 
     def _selected(self, weights_GJRS: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
-        """Return bool_RS: keys on selected pages."""
         selected_RP = selected_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
         return selected_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
 

@@ -2,12 +2,11 @@
 
 A sparse layer reads the pages that the Δ-layer before it chose, and loses the attention outside them. One
 dense pass gives all layers' page scores and so each layer's loss for each layer that may choose; dynamic
-programming finds the least sum. Only queries that give answers count, if a text has some: layers chosen on
-prose miss what is retrieved, and so do DELTA's, those of the largest 1 - cos between attention maps, on
+programming finds the least sum. If a text has answers, only the queries that give them count: layers chosen
+on prose miss what is retrieved, and so do DELTA's, those of the largest 1 - cos between attention maps, on
 SmolLM2.
 
-Shape suffixes: L layers (two L: choosing layer, reading layer), Q queries, P pages, S keys, T tokens, H query
-heads, G key/value heads, D head dimension, J = H / G.
+Shape suffixes also: L twice (choosing layer, reading layer), Q queries, J = H / G.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[in
 
 
 def _largest_weights(x: AttentionInput, positions_Q: torch.Tensor) -> torch.Tensor:
-    """Return map_QS of one layer."""
     tokens, dim = x.k_BGSD.shape[2:]
     q_GJQD = x.q_BHTD[0, :, positions_Q].float().view(-1, x.group, len(positions_Q), dim)
     logits_GJQS = q_GJQD @ x.k_BGSD[0].float().transpose(1, 2)[:, None] * x.scale
@@ -137,7 +135,6 @@ def selected_pages(
 
 
 def _page_scores(map_XQS: torch.Tensor) -> torch.Tensor:
-    """Return score_XQP, float64: sums over pages."""
     padded_XQS = torch.nn.functional.pad(map_XQS, (0, -map_XQS.shape[-1] % PAGE_TOKENS))
     return padded_XQS.view(*padded_XQS.shape[:-1], -1, PAGE_TOKENS).sum(-1).double()
 

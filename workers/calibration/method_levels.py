@@ -51,7 +51,7 @@ def method_levels(
     Args:
         probes: Length in tokens → documents. Each is read densely once for each layer, and once more.
         answer_weight: Weight of answers' divergence beside that of the tail.
-        profile: A density means itself at the longest prompts of its levels and the new ones.
+        profile: Its levels count when the longest prompts are sought, at which a density means itself.
 
     Raises:
         ValueError: The method ranks no tiles by a score, or the least possible density is above a density.

@@ -2,7 +2,7 @@
 densely. Errors of heads (`curves.py`) are weighed by it: in SmolLM2-135M two of 30 layers make more than half
 of the divergence.
 
-Shape suffixes: T tokens, L layers, R rows, V vocabulary, C hidden size; others as in `kernels.interface`.
+Shape suffixes also: R rows.
 """
 
 from __future__ import annotations

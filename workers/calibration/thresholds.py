@@ -1,10 +1,10 @@
 """XAttention's search for each head's threshold (Xu et al. 2025, section 2.3), to compare `allocation.py`
 with.
 
-An adjustment takes a tenth off one head's threshold. The paper's table D[h][m] holds the best performance of
-m adjustments among h heads; here heads' losses stand for performance.
+The paper's table D[h][m] holds the best performance of m adjustments among h heads, each of which takes a
+tenth off a threshold. Heads' losses stand for performance here.
 
-Shape suffixes: H heads, I measured quotas, J adjustments of one head, M of all.
+Shape suffixes also: I measured quotas, J adjustments of one head, M of all.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def least_adjusted(density_HI: torch.Tensor, quotas: Sequence[float]) -> float:
 
 
 def _thresholds() -> torch.Tensor:
-    """Return quota_J, float64."""
     return START * FACTOR ** torch.arange(ADJUSTMENTS + 1, dtype=torch.float64)
 
 

@@ -1,8 +1,7 @@
 """Shows which tiles of attention a method chooses for a prompt, by layer and head. Dense rows of the Δ
 correction and Delta-KV's packed rest do not show.
 
-Shape suffixes: L layers, H query heads, G key/value heads, N query blocks, M key blocks (of 128 tokens), S
-keys, T tokens, D head dimension.
+Shape suffixes also: N query blocks, M key blocks.
 """
 
 from __future__ import annotations
@@ -75,8 +74,6 @@ def tiles_read(
 
 
 class _Recorder:
-    """Keeps a selector's last mask."""
-
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
         self.sampled = selector.sampled
@@ -152,7 +149,6 @@ class _Reading:
 
 
 def _recording(method: Attention) -> _Recorder | None:
-    """Put a recorder before a method's selector; None if it has none."""
     while not isinstance(method, Composition):
         assert isinstance(method, Correction | DenseWhenShort)
         method = method.inner if isinstance(method, Correction) else method.method

@@ -60,7 +60,7 @@ class DecodeEngine:
     Args:
         name: the actor's name (`decode:<id>`); session ids begin with its id.
         wall: seconds since the epoch.
-        clock: seconds, for reports and leases.
+        clock: seconds.
     Raises: PageSelectionError or ValueError for a configuration that does not fit the model.
     """
 
@@ -153,7 +153,7 @@ class DecodeEngine:
         """Take pages for a request, or wait for them if it asks for that.
 
         Raises: ValueError for counts that make no sense; DecodeFailed while the worker takes no requests, or
-            when the request is cancelled while it waits.
+        if the request is cancelled while it waits.
         """
         self._check_available()
         if reservation.page_selection:
@@ -185,7 +185,7 @@ class DecodeEngine:
         times.handoff_bytes += moved
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """Receive logits; ignores what `announce` ignores. Raises ArrivalError for unusable logits."""
+        """It ignores what `announce` ignores. Raises ArrivalError for unusable logits."""
         request = self._expecting(message)
         if request is not None:
             vocab = self._model.vocab if request.reservation.session_id is None else 0
@@ -381,8 +381,7 @@ def load_engine(
 ) -> DecodeEngine:
     """Load an engine without starting it. Sets this process's torch threads.
 
-    Raises: ModelError for a model that cannot be loaded; PageSelectionError or ValueError for a configuration
-        that does not fit it.
+    Raises: ModelError; PageSelectionError or ValueError for a configuration that does not fit.
     """
     torch.set_num_threads(config.threads)
     stack = load_model(model, config.device, tell=tell)

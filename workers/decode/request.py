@@ -137,7 +137,6 @@ class DecodeRequest:
         return tokens
 
     def close(self, reason: FinishReason, message: str) -> None:
-        """End the request once; later calls change nothing."""
         if self.ended is not None:
             return
         self.ended = (reason, message)

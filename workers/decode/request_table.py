@@ -105,7 +105,6 @@ class DecodeRequests:
             asyncio.get_running_loop().call_soon(self.queue.serve)
 
     def _expected_wait(self, pages: int, ahead: Sequence[int]) -> float | None:
-        """Seconds until so many pages are free; None until a request has ended here."""
         use = self._reservation_time.mean
         if use is None:
             return None
@@ -126,7 +125,6 @@ class DecodeRequests:
         return sum(request.ended is None for request in self)
 
     def uses(self) -> Iterator[OwnerUse]:
-        """List what each owner holds, through each door and in sessions."""
         requests: Counter[tuple[str, str]] = Counter()
         tokens: Counter[tuple[str, str]] = Counter()
         for request in self:

@@ -1,9 +1,7 @@
-"""A decode worker's tensor work: append prefill, first tokens, batched decode steps, all on one thread.
+"""A decode worker's tensor work, on one thread: append prefill, first tokens, batched decode steps.
 
 A step's inputs lie at fixed addresses and its launches depend on the batch's shape alone. So on a GPU a
-step's forward pass is a CUDA graph, with the sampling launched behind it.
-
-Shape suffixes also: R rows of the batch.
+step's forward pass is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class ReadResult:
 
 
 class LaunchedStep:
-    """Each row's choice on its way to the host. read: pages read and held."""
+    """Each row's choice on its way to the host."""
 
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
         self._read = read

@@ -29,8 +29,6 @@ _FAILED_TURNS = 3
 
 @dataclass(frozen=True)
 class _LaunchedAhead:
-    """A decode step that was launched ahead. held: its requests' pages."""
-
     requests: tuple[DecodeRequest, ...]
     step: LaunchedStep
     pages_in_use: ExitStack
@@ -122,7 +120,7 @@ class DecodeScheduler:
         return firsts
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
-        """The same computation copies a kept session's partly filled page."""
+        """A kept session's partly filled page is copied, too."""
         logits, rows = [request.logits for request in requests], [request.row for request in requests]
         copies = [request.pages.copy_out for request in requests if request.pages.copy_out is not None]
         chosen = await self._computed(
@@ -209,7 +207,7 @@ class DecodeScheduler:
     async def _computed(
         self, kind: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
     ) -> T | None:
-        """Run `work` with the requests' pages held; None if it raised."""
+        """Run `work` while the requests' pages are in use; None if it raised."""
         with _use_pages(requests):
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, work)

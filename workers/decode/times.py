@@ -69,13 +69,8 @@ class RequestTimes:
 
     def report(self) -> DecodeReport:
         """Report disjoint parts, which add up to the time from the job (or the logits) to the first token."""
-        seconds = {part: _length(*moments) for part, moments in self.parts.items()}
         return DecodeReport(
-            handoff_exposed=seconds["handoff_exposed"],
-            decode_wait=seconds["decode_wait"],
-            append_prefill=seconds["append_prefill"],
-            recompute=seconds["recompute"],
-            first_step=seconds["first_step"],
+            **{part: _length(*moments) for part, moments in self.parts.items()},
             handoff_bytes=self.handoff_bytes,
             handoff_seconds=self.handoff_seconds,
             pages_attended=self.pages_attended,

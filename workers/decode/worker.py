@@ -27,13 +27,12 @@ __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
 def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
-    """Describe one replica's placement group: bundles (0: replica, 1: actor) and strategy."""
     return placement_of(config.cpus, config.gpus, 1)
 
 
 @hosts(DecodeWorker)
 class DecodeActor(Leaving):
-    """A `DecodeEngine` in a process of its own. Its calls run side by side, and wait for loading."""
+    """A `DecodeEngine` in a process of its own. Calls wait for loading."""
 
     def __init__(
         self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, spans: SpanSink

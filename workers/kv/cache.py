@@ -63,11 +63,6 @@ class PagedKVCache:
     def pages(self) -> int:
         return self.k_LPSGD.shape[1]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of K and V. On a CPU they become resident as they are written."""
-        return 2 * self.k_LPSGD.numel() * self.k_LPSGD.element_size()
-
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         index = self._index(layer)
         return self.k_LPSGD[index], self.v_LPSGD[index]
@@ -103,19 +98,6 @@ class PagedKVCache:
     ) -> None:
         """Store tokens start .. start+T-1 of one sequence."""
         self._put(layer, self.rows_of(pages, start, k_TGD.shape[0]), k_TGD, v_TGD)
-
-    def write_rows(
-        self,
-        layer: int,
-        page_ids_T: torch.Tensor,
-        slots_T: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGD: torch.Tensor,
-    ) -> None:
-        """Store row t at slot slots_T[t] of page page_ids_T[t]. Rows must not collide; to check that would
-        synchronise."""
-        page_ids_T, slots_T = page_ids_T.to(self.device, torch.int64), slots_T.to(self.device)
-        self._put(layer, page_ids_T * self.page_tokens + slots_T, k_TGD, v_TGD)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the first `tokens` tokens of a sequence into contiguous k_GSD, v_GSD."""

@@ -22,7 +22,7 @@ _AHEAD = 3
 
 class KVSource(Protocol):
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
-        """Yield each piece with its K/V, in order. Raises HandoffError if it does not come."""
+        """Yield each piece with its K/V, in order. Raises HandoffError."""
 
 
 def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRange]:

@@ -59,7 +59,7 @@ def as_tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
     expected = np.dtype(NUMPY_TYPES[dtype])
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != expected:
         received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
-        raise ValueError(f"{received}, expected {expected} {shape}")
+        raise ValueError(f"{received}, not {expected} {shape}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the object store's arrays are read only
         x = torch.from_numpy(array)

@@ -1,7 +1,7 @@
 """GPU memory that other processes of this host can read: CUDA IPC.
 
-A process sees mapped memory as its own device's, whichever GPUs Ray shows it. Copy engines copy between
-GPUs. Mapped memory outlives its owner until it is unmapped.
+A process sees mapped memory as its own device's, whichever GPUs Ray shows it. Mapped memory outlives its
+owner until it is unmapped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 
 class PeerMemory(Protocol):
-    """What transports need of a device and of other processes."""
-
     home: str
     """Names the host, and the processes on it that can reach each other."""
 
@@ -31,10 +29,10 @@ class PeerMemory(Protocol):
         gone."""
 
     def mark(self) -> Any:
-        """Return an event after all that was launched, for `.synchronize()`; None: it is done."""
+        """Return an event after all that was launched; None: it is done."""
 
     def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
-        """Call `tell` once, on this event loop, when a process has ended."""
+        """Call `on_end` once, on this event loop, when a process has ended."""
 
 
 class CudaPeerMemory:
@@ -76,11 +74,10 @@ class CudaPeerMemory:
 
 
 _DEVICE_ARGUMENT = 6
-"""Position of the device's number among `rebuild_cuda_tensor`'s arguments."""
+"""The device's number among `rebuild_cuda_tensor`'s arguments."""
 
 
 def launched(device: torch.device) -> Any:
-    """Return an event after all that was launched on it; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -89,6 +86,6 @@ def launched(device: torch.device) -> Any:
 
 
 def home() -> str:
-    """Name this host and its space of process ids. Two containers of one host have two names."""
+    """Name this host and its space of process ids: two containers of one host have two names."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}, boot {boot}, {os.readlink('/proc/self/ns/pid')}"

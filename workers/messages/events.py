@@ -88,7 +88,6 @@ class Token:
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """An end-of-sequence token."""
     STOP_STRING = "stop_string"
     """One of the request's stop strings; only the door sees text."""
     LENGTH = "length"
@@ -97,7 +96,6 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"
     FAILED = "failed"
     NO_KV = "no_kv"
-    """The prompt's K/V did not arrive."""
     OTHER = "other"
     """A newer server's reason; only clients see it."""
 
@@ -118,7 +116,7 @@ prefixes."""
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """A session that holds a prompt's first `tokens` tokens, in whole pages."""
+    """A session that holds a prompt's first `tokens` tokens."""
 
     session_id: str
     tokens: int

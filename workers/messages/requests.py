@@ -74,7 +74,7 @@ def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
 
 class RefusalReason(StrEnum):
     PAGES = "pages"
-    """The pool has too few free pages now."""
+    """Too few are free now."""
     BUSY = "busy"
     """The queue is full."""
     TOO_LARGE = "too_large"
@@ -177,4 +177,4 @@ class PrefillCancelled(PrefillFailed): ...
 
 
 class DecodeFailed(Exception):
-    """A prompt's K/V could not be received; str() is one plain line."""
+    """str() is one plain line."""

@@ -22,8 +22,7 @@ class RequestFailed(Exception):
     """One request cannot go on at a stage; the stage and its other requests can."""
 
 
-class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed):
-    """A prompt's K/V did not get from a stage to its decode worker."""
+class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed): ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,6 @@ class GroupStats:
 
     @property
     def full(self) -> bool:
-        """Whether its queue was full, as far as is known."""
         return self.max_waiting is not None and self.waiting >= self.max_waiting
 
     @property

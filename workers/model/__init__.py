@@ -1,2 +1,2 @@
-"""A model: `directory` (files to a configuration), `weights` (files to matrices), `decoder` (layers and their
-loop), and its `calibrated` profile. `directory` and `calibrated` are free of torch."""
+"""A model: its `directory`, its `weights`, its `decoder` and its `calibrated` profile. The first and the last
+are free of torch."""

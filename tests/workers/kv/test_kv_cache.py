@@ -82,16 +82,6 @@ def test_pages_are_the_layout_flashinfer_reads() -> None:
     assert torch.equal(cache.v_LPSGD[2, 7, 15], v_TGD[15])
 
 
-def test_rows_of_many_sequences_land_in_their_slots() -> None:
-    cache = make()
-    k_TGD, v_TGD = tokens(3, 3)
-    page_ids, slots = torch.tensor([1, 5, 1], dtype=torch.int32), torch.tensor([0, 7, 15], dtype=torch.int32)
-    cache.write_rows(4, page_ids, slots, k_TGD, v_TGD)
-    for row, (page, slot) in enumerate(zip(page_ids.tolist(), slots.tolist(), strict=True)):
-        assert torch.equal(cache.k_LPSGD[0, page, slot], k_TGD[row])
-        assert torch.equal(cache.v_LPSGD[0, page, slot], v_TGD[row])
-
-
 def test_a_copied_page_is_independent_in_every_layer() -> None:
     cache, table = make(), torch.tensor([2])
     k_TGD, v_TGD = tokens(16, 4)

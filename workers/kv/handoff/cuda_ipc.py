@@ -176,12 +176,10 @@ class CudaIpcReader:
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    """Raises ValueError for a cache on a CPU."""
     exporter = CudaIpcExporter(cache, CudaPeerMemory(cache.device), config.ack_timeout_s)
     outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(exporter, outbox, background=True)
 
 
 def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> CudaIpcReader:
-    """Raises ValueError for a cache on a CPU."""
     return CudaIpcReader(cache, thread, CudaPeerMemory(cache.device))

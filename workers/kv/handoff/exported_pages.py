@@ -1,5 +1,5 @@
 """A stage's exported pages, which a decode worker reads in place. `MessageStream.close` says when they go to
-another request; each transport tells the reader in its own way."""
+another request; each transport tells the reader."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@ from .protocols import Destination, HandoffError, UsePages, check_kv, described
 
 
 class LocalReceiver(Protocol):
-    """A decode worker in this process, as stages see it."""
-
     def announce(self, announcement: KVAnnouncement) -> None: ...
 
     def first_logits(self, message: FirstLogits) -> None: ...

@@ -6,7 +6,7 @@ them without the stage's process.
 Two hosts have two clocks, so a stage exports a word with the pages, the lease, and clears it before the pages
 go to another request. The worker reads the lease after the rows: if it is unchanged, so were they.
 
-NIXL does not stop a transfer. So a worker holds its pages until the transfer is done, or its stage's end has
+NIXL does not stop a transfer, so a worker holds its pages until the transfer is done, or its stage's end has
 broken the connection.
 """
 
@@ -178,7 +178,7 @@ class NixlReader:
                     await self._on_thread(self._disconnect, stage)
 
     def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
-        """Yield (address at the stage, address here, bytes) of all rows."""
+        """Yield (address at the stage, address here, bytes)."""
         cache, theirs, size = self._cache, kv.cache, row_bytes(self._cache)
         runs = list(paired_runs(kv.rows, ours))
         for layer in layers:
@@ -240,11 +240,9 @@ def _register(cache: PagedKVCache, agent: Agent) -> None:
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    """Raises ValueError where NIXL is missing."""
     outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(NixlExporter(cache, new_agent()), outbox, background=cache.device.type == "cuda")
 
 
 def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> NixlReader:
-    """Raises ValueError where NIXL is missing."""
     return NixlReader(cache, thread, new_agent)

@@ -76,8 +76,6 @@ def memory_of(device: torch.device) -> Memory:
 
 
 class RegisteredWords:
-    """Numbers on the host that agents read from each other."""
-
     def __init__(self, agent: Agent, count: int) -> None:
         self._words = np.zeros(count, dtype=np.int64)
         HOST.register(agent, [(self._words.ctypes.data, self._words.nbytes)])

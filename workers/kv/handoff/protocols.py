@@ -63,8 +63,6 @@ class KVStream(Protocol):
 
 
 class KVSender(Protocol):
-    """A stage's end of a transport, made for its paged cache."""
-
     def open(self, destination: Destination) -> KVStream: ...
 
 
@@ -73,8 +71,6 @@ UsePages = Callable[[], AbstractContextManager[Sequence[int] | None]]
 
 
 class KVReader(Protocol):
-    """A decode worker's end of a transport, made for its paged cache."""
-
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         """Write these layers of an announcement into the request's pages. Reads run side by side, and only a
         worker's shutdown cancels one.

@@ -36,7 +36,6 @@ class KVExporter(Protocol):
     message_bytes: int
     """A message is sent once it stands for so much K/V, or its chunk ends."""
     in_place: bool
-    """Whether decode workers read the request's own pages."""
 
     def export(self, pages: Sequence[int]) -> KVExport: ...
 

@@ -1,5 +1,5 @@
-"""The transports by name. Another one is a file with a `KVSender` and a `KVReader` (`protocols`), a line
-here, and its name in `HandoffConfig`."""
+"""The transports by name. Another one is a file with a `KVSender` and a `KVReader`, a line here, and its name
+in `HandoffConfig`."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class PagePool:
         return self.total - self.free
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Take `count` pages with one reference each. Raises OutOfPages, having taken nothing."""
+        """Raises OutOfPages, having taken nothing."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
         if count > len(self._free):

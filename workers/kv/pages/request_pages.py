@@ -142,7 +142,6 @@ class PageManager:
         return self._take(reservation, session, total, behind)
 
     def _before(self, reservation: Reservation, session: KeptSession | None) -> int:
-        """Raises ValueError for more tokens than the session has."""
         if session is None or not reservation.prefix_tokens:
             return 0 if session is None else session.tokens
         if reservation.prefix_tokens > session.tokens or reservation.prefix_tokens % self.pool.page_tokens:

@@ -149,7 +149,6 @@ class ReservationQueue:
         self._fail(list(self._waiters), message)
 
     def expire(self, lease_s: float) -> None:
-        """End waits that are over: by bound, deadline or lease."""
         now, wall = self._clock(), self._wall()
         for waiter in self._waiters:
             waiter.overdue = waiter.overdue + 1 if now - waiter.renewed > lease_s else 0

@@ -1,1 +1,1 @@
-"""A model's profile, which `workers/calibration` makes, and a request's thresholds from it. Free of torch."""
+"""A model's profile, which `workers/calibration` makes. Free of torch."""

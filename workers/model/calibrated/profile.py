@@ -1,8 +1,7 @@
 """A model's profile: a JSON file of what was calibrated for it.
 
 `prefill` has, for a method and the options that shape its scores, thresholds that reach a mean density at a
-length of prompt. `decode` has the Δ-layers and the page budget. `figures` says for people what held-out texts
-reached.
+length of prompt. `decode` has the Δ-layers and the page budget. `figures` is for people.
 """
 
 from __future__ import annotations
@@ -59,12 +58,9 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """A rule's thresholds, [layer][query head], called `amounts` in the file.
-
-    Args:
-        density: A request asks for it: the mean share of causal tiles at the longest prompts.
-        density_at_length: The same at prompts of `tokens`, called `share` in the file.
-    """
+    """A rule's thresholds, [layer][query head], called `amounts` in the file. density: a request asks for it:
+    the mean share of causal tiles at the longest prompts. density_at_length: the same at prompts of `tokens`,
+    called `share` in the file."""
 
     density: Annotated[float, Field(gt=0, le=1)]
     tokens: Count
@@ -130,7 +126,8 @@ class Profile(_Section):
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
-        """Add levels made on `texts`, in place of those of the same method, options, density and length."""
+        """Add levels in place of those of the same method, options, density and length. texts: they were made
+        on."""
         families = {_key(levels): levels for levels in self.prefill}
         key = _key(made)
         old = families[key].levels if key in families else ()
@@ -192,7 +189,7 @@ def load_profile(model: ModelSpec) -> Profile | None:
 
 
 def shaping_options(spec: MethodSpec) -> dict[str, Value]:
-    """Return the options that scores and forced tiles depend on. Thresholds hold for them alone."""
+    """Return the options that scores and forced tiles depend on."""
     return {key: spec.values[key] for key in registered(spec).options if key not in _OF_THE_RULE}
 
 

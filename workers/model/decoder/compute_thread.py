@@ -7,7 +7,7 @@ import threading
 import torch
 
 _YIELD = 5
-"""Steps of niceness: a third of an ordinary thread's processor time."""
+"""Niceness: a third of an ordinary thread's processor time."""
 _LOWEST = 19
 
 

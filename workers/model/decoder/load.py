@@ -14,7 +14,6 @@ from .stack import LayerStack
 
 
 def load_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> LayerStack:
-    """Raises ModelError as `read_stack` does."""
     return LayerStack(spec, read_stack(directory, spec, tell))
 
 

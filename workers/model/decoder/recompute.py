@@ -3,8 +3,7 @@
 Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4) of what a dense reading rectifies
 (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
 
-Shape suffixes: T tokens of the question, H query heads, G key/value heads, D head dimension, S keys, M blocks
-of BLOCK keys, J = H / G, X = J x T, P recomputed rows (B blocks of BLOCK).
+Shape suffixes also: M blocks of BLOCK keys, J = H / G, X = J x T, P rows of B recomputed blocks.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from ....kernels.layers.rope import KVRows
 from .stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
-"""Last rows of a question that select blocks."""
 KEYS_AT_ONCE = 1 << 17
-"""Keys scored at once, to save memory."""
+"""Bounds memory."""
 
 
 class BlockAttention:
@@ -39,11 +37,8 @@ class BlockAttention:
         self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
 
     def most(self, count: int) -> list[int]:
-        """Return at most `count` complete blocks with the most attention, ascending.
-
-        Block 0 is never among them: its rows saw everything. The last block ranks last, because heads that
-        attend nearby give it most.
-        """
+        """Return at most `count` complete blocks with the most attention, ascending. Block 0 is never among
+        them: its rows saw everything. The last block ranks last: heads that attend nearby give it most."""
         complete = self._tokens // BLOCK
         if self._mass_M is None or complete < 2:
             return []
@@ -88,8 +83,7 @@ def recompute(
     Args:
         blocks: Complete blocks, ascending; ids_P: their tokens.
         kv_rows: Where a layer's new K and V go.
-        context: Called next, returns k_GSD and v_GSD of all tokens before the last block, then the blocks'
-            new ones again.
+        context: Called next, returns k_GSD and v_GSD of all tokens before the last block, then of the blocks.
     """
     config, device = stack.config, stack.device
     mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseExecutor()

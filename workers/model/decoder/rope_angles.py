@@ -1,7 +1,5 @@
-"""Rotary position embedding with the scalings of the Llama family.
-
-Shape suffixes: T tokens, D head dimension, F = D / 2 frequencies.
-"""
+"""Rotary position embedding with the scalings of the Llama family. Shape suffixes also: F = D / 2
+frequencies."""
 
 from __future__ import annotations
 

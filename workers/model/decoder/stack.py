@@ -3,8 +3,7 @@
 The caller attends (`LayerAttention`), since it knows where K/V live, so one loop serves prefill, decode and
 calibration. Each step between matrix products is one kernel, and nothing waits for the device.
 
-Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, X = H + 2 G, D head dimension, V
-vocabulary.
+Shape suffixes also: X = H + 2 G.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def norm_of(residual: Residual, weight_C: torch.Tensor, eps: float, taker: Linea
 
 class LayerStack:
     """Some layers of a model, with embedding and head if it has these ends. It may begin with the MLP of the
-    layer before `layers`, and end without its last MLP."""
+    layer before `layers`, and lack its last MLP."""
 
     def __init__(self, spec: StackSpec, weights: StackWeights) -> None:
         layers, mlps = spec.layers, spec.share.mlps
@@ -169,7 +168,7 @@ class LayerStack:
         attend: Attend,
         layers: range | None = None,
     ) -> torch.Tensor:
-        """`run` with K and V of each layer in fresh memory."""
+        """`run`, where nobody keeps K and V."""
         return self.run(hidden_TC, positions_T, _FreshKV(self, len(hidden_TC), attend), layers=layers)
 
     def run(
@@ -185,7 +184,6 @@ class LayerStack:
 
         Args:
             positions_T: Each row's absolute position, in any order.
-            attention: The caller's part of each layer.
             layers: Some of the stack's layers; by default all.
             phase: Times everything here as "projection". `attention` times itself.
 
@@ -215,7 +213,6 @@ class LayerStack:
         return self._rope.angles(positions_T.to(self.device))
 
     def compile_products(self) -> None:
-        """Compile kernels for products of many rows."""
         attention = self._weights.attentions[0]
         products = [attention.qkv, attention.output]
         if self._weights.mlps:

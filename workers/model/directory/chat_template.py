@@ -14,7 +14,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 OURS = ("messages", "add_generation_prompt")
-"""Only a rendering itself sets these variables."""
+"""Callers cannot set these variables."""
 
 _FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 """Templates raise these for messages that their authors did not foresee."""

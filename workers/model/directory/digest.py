@@ -1,7 +1,7 @@
-"""A digest of a model: equal models share it, and whatever changes a model's numbers changes it.
+"""A digest of a model: whatever changes a model's numbers changes it, and nothing else does.
 
 It covers the decoder's shape with overrides, and name, type, shape and first values of each tensor, an
-adapter's too. File layout, positions and the dtype of computation do not count.
+adapter's too.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ _SAID = "\N{ASTERISM}said\N{ASTERISM}"
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the ids of `eos_token` and of the token behind an assistant's message in the chat template; none
-    without tokenizer.json. Raises ModelError."""
+    """Return the ids of `eos_token` and of the token behind an assistant's message in the chat template.
+    Raises ModelError."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         return ()

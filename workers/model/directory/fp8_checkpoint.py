@@ -1,8 +1,8 @@
-"""Checkpoints that hold matrices in 8-bit floats (e4m3) with scales beside them. Without torch.
+"""Checkpoints that hold matrices in 8-bit floats (e4m3). Without torch.
 
-A matrix `X.weight` stands for its numbers times its scale, `X.weight_scale` or `X.weight_scale_inv`. The
-scale is one number, one per output channel, or one per block. Scales of activations and of K/V are not
-needed: activations are quantised as they come, and K/V is kept in 16 bits.
+`X.weight` stands for its numbers times its scale, `X.weight_scale` or `X.weight_scale_inv`: one number, one
+per output channel, or one per block. Scales of activations and K/V are not needed, because activations are
+quantised as they come and K/V has 16 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from .json_files import ModelError, read_json_or_empty
 
 E4M3 = "F8_E4M3"
-"""The dtype's name in safetensors."""
+"""In safetensors."""
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 _OTHER_SCALES = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 _SERVED = "take the model in 16 bits, or in FP8 (compressed-tensors, ModelOpt, or blocks of 128 × 128)"
@@ -31,7 +31,7 @@ class Fp8Checkpoint:
     block: tuple[int, int] | None
 
     def scale_of(self, weight: str, names: Iterable[str]) -> str | None:
-        """Return the name of a matrix's scale, if it has one."""
+        """Return the name of a matrix's scale, if any."""
         stem = weight.removesuffix("weight")
         return next((stem + scale for scale in _WEIGHT_SCALES if stem + scale in names), None)
 

@@ -27,7 +27,6 @@ _SCALES = (
     "_packed",
     ".absmax",
 )
-"""Suffixes of tensors in quantised checkpoints."""
 _DERIVED = ".rotary_emb.inv_freq"
 """Old checkpoints have it; the configuration implies it."""
 _OF_ANOTHER = "take weights and config.json of one model"
@@ -98,7 +97,7 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return shapes by Hugging Face's names. A tied head has none."""
+    """Return shapes by Hugging Face's names, without a tied head."""
     hidden, inner = config.hidden, config.intermediate
     table = {EMBEDDING: (config.vocab, hidden), "model.norm.weight": (hidden,)}
     head = {} if config.tied_embeddings else {HEAD: (config.vocab, hidden)}
@@ -147,7 +146,7 @@ def _stored(directory: Path) -> dict[str, Stored] | None:
 def _problems(
     stored: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
 ) -> Iterator[str]:
-    """The likeliest cause comes first: a quantised model also lacks tensors."""
+    """The likeliest cause comes first."""
     yield from _quantised(stored)
     missing = [name for name in expected if name not in stored]
     if missing and (prefix := _prefix(stored)) is not None:
@@ -201,7 +200,6 @@ def _prefix(stored: Iterable[str]) -> str | None:
 def _left_over(
     stored: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
 ) -> Iterator[str]:
-    """Heads for other uses are not left over."""
     left = [name for name in stored if name.startswith(("model.", "lm_head.")) and name not in expected]
     left = [name for name in left if not name.endswith(_DERIVED)]
     beyond = f"model.layers.{config.layers}."

@@ -1,7 +1,7 @@
 """How a pipeline's stages share a model's layers.
 
-A layer has two halves, attention and MLP. A stage computes halves that follow one another, A0 M0 A1 M1 …; the
-residual stream is as wide between halves as between layers.
+A layer has two halves, attention and MLP. A stage computes halves that follow one another; the residual
+stream is as wide between halves as between layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
 
     Args:
         costs: Attention, MLP, attention, …
-        stages: At most as many as layers.
     """
     before = (0, *accumulate(costs))
     low, high = max(costs), before[-1]

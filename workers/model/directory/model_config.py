@@ -36,10 +36,10 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
 """Keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3 scaling."""
 
 _SPLIT_TOKENS = 512
-"""Tokens per row of the LM head when layers are balanced: prefill needs logits at most once per chunk."""
+"""Tokens per row of the LM head when layers are balanced."""
 _SPLIT_KEYS = 5_700
-"""Keys of each query when layers are balanced: half of 131,072, times 0.087, dpxa's share of dense
-attention's time at density 0.055."""
+"""Keys of each query when layers are balanced: half of 131,072, times 0.087, the share of dense attention's
+time that `dpxa` takes."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class ModelConfig:
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Share the layers among stages so that the slowest is as fast as can be. Cuts may be within layers.
 
-        Costs are multiplications per prefilled token of a long prompt. The last layer needs no output, and
-        the last stage runs the LM head once per 512 tokens. Raises ModelError for more stages than layers.
+        Costs are multiply-adds per token of a long prompt. The last layer needs no output, and the last stage
+        runs the LM head once per 512 tokens. Raises ModelError for more stages than layers.
         """
         if not 1 <= stages <= self.layers:
             raise ModelError(
@@ -239,8 +239,8 @@ def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> N
 
 
 def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Unite `rope_parameters` of transformers 5 with the older `rope_theta` and `rope_scaling`.
-    Contradictions are refused; transformers 5 would forget a theta."""
+    """Unite `rope_parameters` of transformers 5 with the older keys. Contradictions are refused; transformers
+    5 would forget a theta."""
     new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
     top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
     if new and old and _without_theta(new) != _without_theta(old):

@@ -1,7 +1,7 @@
 """Finds a model's directory by the name that a user gives it.
 
-A GGUF file takes each process seconds to read, so it is converted once, into a cache, to a safetensors
-directory. Quantised tensors become bf16, which rounds an order of magnitude finer than 4 to 6 bits.
+A GGUF file takes each process seconds to read, so it is converted once, into a cache. Quantised tensors
+become bf16, which rounds an order of magnitude finer than 4 to 6 bits.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def embedded_gguf() -> Path:
 
 
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
-    """Convert a GGUF file unless the cache has it. Any number of processes may do so at once: an atomic
-    rename publishes a conversion. Raises ModelError."""
+    """Convert a GGUF file unless the cache has it. An atomic rename publishes it, so many processes may do so
+    at once. Raises ModelError."""
     root = Path.home() / ".cache" / "deltafront" / "models" if cache is None else Path(cache)
     target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
     if target.is_dir():
@@ -143,7 +143,7 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
 
 
 def _open_to_readers(work: Path) -> None:
-    """mkdtemp and safetensors make files private. Several users' workers may share a cache."""
+    """mkdtemp and safetensors make files private, but several users may share a cache."""
     work.chmod(0o755)
     for file in work.iterdir():
         file.chmod(0o644)

@@ -69,7 +69,7 @@ class GgufSource:
         return frozenset(self._names)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return Hugging Face's layout, in float32 or the file's own dtype if that is not quantised."""
+        """Return Hugging Face's layout, in float32 or the file's own unquantised dtype."""
         tensor = self._tensors[self._names[name]]
         data = _to_torch(tensor)
         if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -179,8 +179,8 @@ class GgufSource:
         return rope | (self._yarn(factor, attention) if kind == "yarn" else {})
 
     def _yarn(self, factor: float, attention: float) -> dict[str, float]:
-        """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product. llama.cpp
-        ignores yarn_attn_factor, which is that product: both must agree."""
+        """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product,
+        yarn_attn_factor, which llama.cpp ignores: both must agree."""
         temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         stated = self._rope_number("yarn_attn_factor", temperature)
         if not math.isclose(stated, temperature, rel_tol=1e-6):

@@ -1,8 +1,7 @@
 """Makes tokenizer.json and end tokens from a GGUF file's metadata, as llama.cpp reads it.
 
-`gpt2` is byte-level BPE: the file lists merges and names the rule that cuts text into words
-(`tokenizer.ggml.pre`). `llama` is sentencepiece's BPE: the pair that makes the best-scored piece merges
-first.
+`gpt2` is byte-level BPE: the file lists merges and names the rule that cuts text into words. `llama` is
+sentencepiece's BPE: the pair that makes the best-scored piece merges first.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2, "unk
 
 
 def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
-    """Raises ModelError if the vocabulary cannot be rebuilt exactly."""
+    """Raises ModelError if it cannot be rebuilt exactly."""
     kind = _kind(metadata)
     tokens = _tokens(metadata)
     parts = _PARTS[kind](metadata, tokens)

@@ -38,7 +38,7 @@ _CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq")
 
 
 class LoraAdapter:
-    """Raises ModelError for a broken file, and for options and tensors without effect here."""
+    """Raises ModelError for a broken file, and for what has no effect here."""
 
     def __init__(self, directory: str | Path, model_layers: int) -> None:
         self._path = Path(directory) / "adapter_model.safetensors"

@@ -1,7 +1,7 @@
-"""Linear layers: each matrix product with weights in the decoder and the head.
+"""Linear layers: each matrix product with weights in the decoder and the head. Another form of weights
+changes this file and `stack_weights`.
 
-Another form of weights changes this file and `stack_weights`. Shape suffixes: T tokens, I input width, O
-output width.
+Shape suffixes also: I input width, O output width.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A stage's share of the weights, fused into few matrices.
-
-Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimension.
-"""
+"""A stage's share of the weights, fused into few matrices. Shape suffixes also: J = H + G."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ _TOLD_LAYERS = 8
 
 _ATTENTION = ("input_layernorm.", "self_attn.")
 _MLP = ("post_attention_layernorm.", "mlp.")
-"""Prefixes of the tensors of a layer's halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +104,6 @@ class _Reader:
         return target
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
-        """Read tensors below one another."""
         target = self._empty((sum(rows), *columns))
         start = 0
         for name, count in zip(names, rows, strict=True):
@@ -157,10 +152,6 @@ class _Reader:
 def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:
     """Read tensors, merge the adapter in float32, cast, upload and quantise.
 
-    Args:
-        directory: From `store.model_directory`.
-        tell: It hears of progress.
-
     Raises:
         ModelError: Weights are missing, left over, misshapen or quantised, or the adapter does not fit.
     """
@@ -192,7 +183,6 @@ def _read_ends(read: _Reader) -> tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _tables_are_equal(read: _Reader) -> bool:
-    """A stage with one table reads that one anyway."""
     if not (read.spec.embedding and read.spec.head):
         return False
     equal = torch.equal(read.source.read(EMBEDDING), read.source.read(HEAD))

@@ -1,8 +1,6 @@
-"""Copies weights from files to a GPU, several tensors at a time, through pinned memory.
-
-One thread reads mapped memory far slower than storage or bus could. So each thread fills two pinned buffers
-in turn, and a full one goes to the GPU meanwhile.
-"""
+"""Copies weights from files to a GPU through pinned memory. One thread reads mapped memory far slower than
+storage or bus could, so several fill two pinned buffers each in turn, and a full one goes to the GPU
+meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class Uploads:
         self._own = threading.local()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy from the host to a contiguous tensor on the device. The source may go afterwards."""
+        """Copy from the host to a contiguous tensor on the device."""
         if self._device.type != "cuda" or source.dtype != target.dtype:
             target.copy_(source)
             return

@@ -15,15 +15,12 @@ from ...messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
 _LAUNCHED_AHEAD = 0.2
-"""A GPU that finishes a chunk within this share of its time after the last launch has waited for launches.
-The median was 0.04 and 0.06 where hosts were too slow; elsewhere only a prompt's shortest chunk was below it
+"""A GPU that finishes a chunk within this share of its time after the last launch has waited for launches
 (docs/log/2026-11-25.md)."""
 
 
 @dataclass(kw_only=True)
 class Account:
-    """One request's times, from arrival to report."""
-
     stages: int
     method: MethodSpec
     arrived: float

@@ -24,7 +24,7 @@ _HALVINGS = 5
 _GROWTHS = (0.88, 0.93, 0.96, 0.98, 1.02, 1.05)
 """A chunk may take so many times as long as the one before. Besides 1."""
 _MORE = (1.0, 1.25, 1.6)
-"""These are tried with so many times the best number of chunks of equal time."""
+"""Tried with so many times the best number of chunks of equal time."""
 _MANY = 1000
 """With more chunks the last one is too short to matter, and a power of growth may overflow."""
 
@@ -102,7 +102,8 @@ def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
 def _shortest(
     start: int, tokens: int, count: int, largest: int, growth: float, cost: ChunkCost
 ) -> tuple[int, ...]:
-    """At most `count` chunks in the shortest time, each at most `growth` times as long as the one before."""
+    """Cut into at most `count` chunks in the shortest time, each at most `growth` times as long as the one
+    before."""
     first = max(1.0, growth ** (1 - count))  # the one that may take least takes 1
     together = sum(first * growth**n for n in range(count))
     low = (cost.of(start, tokens - start) + (count - 1) * cost.mean.per_chunk) / together  # if cut anywhere

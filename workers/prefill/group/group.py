@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _SWITCH_S = 2e-4
 """The thread that launches may keep the reporting thread waiting for so long."""
 _LEAVE_S = 10.0
-"""A stage has so long to leave a lost group."""
 
 __all__ = ["REPLICA_CPUS", "PrefillGroup", "placement"]
 

@@ -31,7 +31,6 @@ from .controller import PrefillController
 T = TypeVar("T")
 _WORKER = "in-process"
 _NO_DOOR_S = 86_400.0
-"""A lease where no door renews one."""
 
 
 class StageThread:

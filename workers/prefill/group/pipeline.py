@@ -56,8 +56,8 @@ class Pipeline:
         Args:
             opening: sent first, with a request's first chunk.
             allowed: seconds that a stage may take for the chunk, as known now.
-        Returns: the stages' reports, after those of all earlier chunks. RequestFailed concerns the request;
-            any other exception ends the group.
+        Returns: the stages' reports, after those of all earlier chunks. It raises RequestFailed for the
+        request, and any other exception for the group.
         """
         opened: list[asyncio.Task[Any]] = []
         if opening is not None:

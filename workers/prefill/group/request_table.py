@@ -79,7 +79,6 @@ class PrefillRequests:
         return None
 
     def queue_refusal(self, tokens: int) -> Refused | None:
-        """Say why the queue does not take a prompt of so many tokens now; None if it has a place."""
         waiting = sum(not request.opened for request in self._live())
         if waiting < self._config.max_waiting:
             return None
@@ -93,7 +92,6 @@ class PrefillRequests:
         )
 
     def allowed(self, request: Request, command: ChunkCommand) -> float:
-        """Seconds that a stage may take for a chunk before it is asked whether it lives."""
         return self._pace.allowed(request.job.method.name, request.pace, command.tokens)
 
     def chunk_through(

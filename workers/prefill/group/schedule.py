@@ -1,11 +1,10 @@
 """Chooses the request whose chunk enters a prefill group next: shortest remaining first, with ageing. Pure.
 
-A question of 256 tokens overtakes a document of 512K between two chunks. Ageing keeps the document alive:
-while none of it runs it earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk
-costs twice its tokens in credit, so an aged document goes on at about `ageing` tokens a second.
+A question of 256 tokens overtakes a document of 512K between two chunks. While none of the document runs it
+earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk costs twice its tokens in
+credit, so an aged document goes on at about `ageing` tokens a second.
 
-A request takes its pages with its first chunk. A prompt that is too big for the free pages holds back those
-behind it, but not those that have their pages.
+A prompt that is too big for the free pages holds back those behind it, but not those that have their pages.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ class StageWatch:
     Args:
         pulse: asks a stage for a sign of life.
         hangs: called with a stage's number and what is wrong with it.
-        clock: seconds.
         stall_s: the most that a command may take.
     """
 

@@ -1,4 +1,4 @@
-"""What a chunk costs each stage of a group of GPUs, in multiply-adds. Pure, and free of torch."""
+"""The cost of a chunk on each stage of a group of GPUs, in multiply-adds. Pure, and free of torch."""
 
 from __future__ import annotations
 

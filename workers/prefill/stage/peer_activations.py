@@ -104,8 +104,7 @@ class PeerActivations:
         secret: bytes,
         timeout_s: float = 1800.0,
     ) -> None:
-        """like: an empty tensor [0, hidden] of the dtype and device that chunks have. Raises LinkClosed where
-        a neighbour is not found."""
+        """like: an empty tensor [0, hidden] like chunks. Raises LinkClosed where a neighbour is not found."""
         self._peers = peers
         self._before: _RingFromPrevious | None = None
         self._after: _RingToNext | None = None

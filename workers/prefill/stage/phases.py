@@ -90,7 +90,7 @@ class CudaPhases:
     """Device time between events on the current stream. Only `seconds` waits for them.
 
     One event ends a phase and begins the next, because an event costs the host as much as a small launch.
-    Launches between two phases count for the later one. A phase that only the host works in shows how long
+    Launches between two phases count for the later one. A phase in which only the host works shows how long
     the stream was idle.
     """
 

@@ -72,7 +72,7 @@ class PrefillStage:
 
     @property
     def work(self) -> ModelWork | None:
-        """What chunks cost here; None on a CPU."""
+        """The cost of chunks here; None on a CPU."""
         if self.stack.device.type != "cuda":
             return None
         return ModelWork.of(self.stack.config, self._stages, self.stack.quantised)
@@ -81,8 +81,8 @@ class PrefillStage:
         self._activations = activations
 
     def leave(self) -> None:
-        """Leave a lost group: forget its requests and drop the links, but keep the model. Returns when nobody
-        reads any page. Raises the device's error, if that was the cause."""
+        """Leave a lost group, but keep the model. Returns when nobody reads any page. Raises the device's
+        error, if that was the cause."""
         links, self._activations = self._activations, NoActivations()
         links.abort()  # first: what the device computes may wait for them
         if self.stack.device.type == "cuda":

@@ -1,9 +1,8 @@
 """Compiles before a stage takes requests, so that none of them waits for a compiler.
 
-Made-up prompts run the same code as real ones. Kernels do not specialise on lengths, counts and positions, so
-a whole and a ragged chunk meet almost all forms. The rest depends on a prompt's length: widths that are
-powers of two, and the attention kernel's order of work. For those, a tile attends to keys of every class of
-length.
+Kernels do not specialise on lengths, counts and positions, so made-up prompts of a whole and a ragged chunk
+meet almost all forms. The rest depends on a prompt's length: widths that are powers of two, and the attention
+kernel's order of work. For those, a tile attends to keys of every class of length.
 """
 
 from __future__ import annotations

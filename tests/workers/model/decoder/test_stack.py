@@ -146,10 +146,11 @@ class Pages:
     def step(self, positions: list[int]) -> Callable[..., torch.Tensor]:
         rows = zip(self.tables, positions, strict=True)
         page_ids_T = torch.stack([table[position // 16] for table, position in rows])
-        slots_T = torch.tensor(positions) % 16
+        rows_T = page_ids_T * 16 + torch.tensor(positions) % 16
 
         def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-            self.cache.write_rows(layer, page_ids_T, slots_T, k_TGD, v_TGD)
+            for cache_RGD, new_TGD in zip(self.cache.rows(layer), (k_TGD, v_TGD), strict=True):
+                cache_RGD[rows_T] = new_TGD
             out = []
             for row, (table, position) in enumerate(zip(self.tables, positions, strict=True)):
                 k_GSD, v_GSD = self.cache.gather(layer, table, position + 1)
@@ -307,7 +308,7 @@ def test_weights_and_kv_are_counted_as_they_are_loaded(case: Case, stages: int) 
             len(stack.layers), len(stack.mlps), **ends
         )
         cache = PagedKVCache(stack.layers, config.kv_heads, config.head_dim, 3, torch.float16, "cpu")
-        assert cache.bytes == 3 * cache.page_tokens * config.kv_values(len(stack.layers)) * 2
+        assert 2 * cache.k_LPSGD.nbytes == 3 * cache.page_tokens * config.kv_values(len(stack.layers)) * 2
 
 
 def assert_bf16_is_no_worse_than_transformers(logits_TV: torch.Tensor, case: Case) -> None:
