@@ -8,8 +8,8 @@ from typing import Any
 
 
 class Leaving(ABC):
-    """An actor that doors speak to and that may drain. Doors see `draining` and send new prompts to others,
-    but what is under way is served. Doors that know no other worker go on, and say so by renewing."""
+    """An actor that doors speak to and that may drain. Doors see `draining` and send new prompts to others;
+    what is under way is served. Doors that know no other worker go on, and say so by renewing."""
 
     hosted: Any
 
@@ -46,5 +46,5 @@ class Leaving(ABC):
     async def _idle(self) -> bool:
         renewed, self._renewed = self._renewed, False
         state = vars(await self.stats())
-        held = state["pages_free"] < state["pages_total"]  # a prompt that is read may still be handed over
-        return not (renewed or held or any(state.get(name) for name in ("running", "waiting", "sessions")))
+        in_use = state["pages_free"] < state["pages_total"]  # a prompt that is read may still be handed over
+        return not (renewed or in_use or any(state.get(name) for name in ("running", "waiting", "sessions")))

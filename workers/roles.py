@@ -98,7 +98,7 @@ class Group(Leased, Protocol):
 
     async def queue_refusal(self, tokens: int) -> Refused | None:
         """Say why the queue does not take a prompt of so many tokens now; None if it has a place. Raises
-        PrefillFailed once the group is lost."""
+        PrefillFailed."""
 
     async def stats(self) -> GroupStats:
         """Raises PrefillFailed once the group is lost."""

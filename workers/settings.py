@@ -126,7 +126,7 @@ class PrefillConfig:
     @property
     def warmed_up(self) -> list[tuple[str, Mapping[str, float]]]:
         given = ({entry: {}} if isinstance(entry, str) else entry for entry in self.warm_up)
-        return [pair for entry in given for pair in entry.items()]
+        return [item for entry in given for item in entry.items()]
 
     def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
         """Add this service's defaults to a method's options. Raises MethodError naming the field."""

@@ -109,7 +109,7 @@ def ask_recomputed(
     for question, found in zip(questions, looked, strict=True):
         timer = phase_timer(reader.stack.device)
         with timer.phase("looks"):
-            blocks = found.looks.most(count)
+            blocks = found.looks.most_attended(count)
         with reader.recomputed(blocks, timer.phase):
             answers += ask(reader, [question])
         tiles.append(sum(block + 1 for block in blocks))

@@ -119,7 +119,7 @@ def test_each_question_is_asked_over_its_own_blocks(reader: Reader) -> None:
     assert torch.equal(kept(reader), before)
     tiles = []
     for question, one, answer in zip(QUESTIONS, looked, found.answers, strict=True):
-        blocks = one.looks.most(2)
+        blocks = one.looks.most_attended(2)
         tiles.append(sum(block + 1 for block in blocks))
         with torch.inference_mode(), reader.recomputed(blocks):
             assert ask(reader, [question]) == [answer]
@@ -137,9 +137,9 @@ def test_looks_do_not_depend_on_who_else_is_asked(
     monkeypatch.setattr(batched, "ROWS", rows)
     apart = ask_and_look(reader, [*reversed(QUESTIONS)])[1]
     for count in (1, 2, 3):
-        chosen = [one.looks.most(count) for one in together]
-        assert chosen == [one.looks.most(count) for one in reversed(apart)]
-    assert len({tuple(one.looks.most(1)) for one in together}) > 1
+        chosen = [one.looks.most_attended(count) for one in together]
+        assert chosen == [one.looks.most_attended(count) for one in reversed(apart)]
+    assert len({tuple(one.looks.most_attended(1)) for one in together}) > 1
 
 
 def test_only_the_prompt_looks(reader: Reader) -> None:
@@ -156,7 +156,8 @@ def test_only_the_prompt_looks(reader: Reader) -> None:
     ask(reader, [Question("a", prompt, (1, 2, 3))], look=look)
     assert list(seen) == list(reader.stack.layers)
     other = ask_and_look(reader, [Question("a", prompt, tuple(ids(20, 6)))])[1][0]
-    assert [looks.most(n) for n in range(1, 5)] == [other.looks.most(n) for n in range(1, 5)]
+    for count in range(1, 5):
+        assert looks.most_attended(count) == other.looks.most_attended(count)
 
 
 def test_a_row_counts_the_tiles_and_the_time(reader: Reader) -> None:

@@ -1,8 +1,5 @@
-"""Needle-in-a-haystack prompts, in the form that our 128K adapter was trained to answer.
-
-Needles are sentences at seeded places of a text. Questions ask for them by key, as in RULER's NIAH tasks
-(Hsieh et al. 2024).
-"""
+"""Needle-in-a-haystack prompts, in the form that our 128K adapter was trained to answer, after RULER's NIAH
+tasks (Hsieh et al. 2024)."""
 
 from __future__ import annotations
 

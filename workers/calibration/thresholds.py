@@ -61,15 +61,17 @@ def _table(density_HJ: torch.Tensor, loss_HJ: torch.Tensor) -> tuple[torch.Tenso
         adjusted_HM: How often each head is adjusted if the heads up to it are adjusted M times and lose
             least. density_M: The sum over all heads then.
     """
-    heads, most = density_HJ.shape[0], density_HJ.shape[1] - 1
-    loss_M = torch.full((heads * most + 1,), float("inf"), dtype=torch.float64)
+    heads, adjustments = density_HJ.shape[0], density_HJ.shape[1] - 1
+    loss_M = torch.full((heads * adjustments + 1,), float("inf"), dtype=torch.float64)
     loss_M[0] = 0.0
     density_M = torch.zeros_like(loss_M)
     adjusted_HM = torch.empty(heads, len(loss_M), dtype=torch.uint8)
     for head in range(heads):
-        by_J = [_later(loss_M, j, float("inf")) + loss_HJ[head, j] for j in range(most + 1)]
+        by_J = [_later(loss_M, j, float("inf")) + loss_HJ[head, j] for j in range(adjustments + 1)]
         loss_M, adjusted_M = torch.stack(by_J).min(0)
-        dense_JM = torch.stack([_later(density_M, j, 0.0) + density_HJ[head, j] for j in range(most + 1)])
+        dense_JM = torch.stack(
+            [_later(density_M, j, 0.0) + density_HJ[head, j] for j in range(adjustments + 1)]
+        )
         density_M = dense_JM.gather(0, adjusted_M[None])[0]
         adjusted_HM[head] = adjusted_M.to(torch.uint8)
     return adjusted_HM, density_M

@@ -58,7 +58,7 @@ def tiles_read(
 
     Raises:
         ModelError: The model cannot be loaded.
-        ValueError: The prompt is empty, or the model lacks positions for it.
+        ValueError: The prompt is empty or too long for the model.
         MethodError: The method is unknown, or the profile lacks the density.
     """
     stack, tokens = load_model(model, device), len(token_ids)

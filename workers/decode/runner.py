@@ -81,11 +81,11 @@ class LaunchedStep:
 
 
 class StepGraphs:
-    """One graph for each of `batches`, which must be all shapes that occur. forward: returns a batch's
+    """A CUDA graph for each of `batches`, which must be all shapes that occur. forward: returns a batch's
     logits_RV.
 
-    Make it where nothing else uses the GPU from this thread. Each shape is computed once before its
-    capture, so that kernels are loaded. Raises RuntimeError where a capture fails.
+    Make it where nothing else uses the GPU from this thread. Each shape is computed before its capture, so
+    that kernels are loaded. Raises RuntimeError where a capture fails.
     """
 
     def __init__(self, forward: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]) -> None:
@@ -110,11 +110,8 @@ class StepGraphs:
 
 
 class DecodeRunner:
-    """A whole model over `pages` pages of K/V. It waits only for each step's tokens.
-
-    max_batch: most rows of a step. max_pages: most pages of a request. scratch_page: one page more, for
-    what is computed for no request.
-    """
+    """A whole model over `pages` pages of K/V. It waits only for each step's tokens. max_batch: most rows of
+    a step. max_pages: most pages of a request. scratch_page: for what is computed for no request."""
 
     def __init__(
         self, stack: LayerStack, plan: LayerPlan, *, pages: int, max_batch: int, max_pages: int
@@ -143,8 +140,7 @@ class DecodeRunner:
     def first_tokens(
         self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
     ) -> list[SampledToken]:
-        """Sample each row's token from its logits (float32 [V]). The pages of `copies` are copied on
-        return."""
+        """Sample each row's token from its logits (float32 [V]), and copy the pages of `copies`."""
         for source, target in copies:
             self.cache.copy_page(source, target)
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
@@ -180,7 +176,7 @@ class DecodeRunner:
 
         hidden_TC = self.stack.run(self.stack.embed(ids_T), positions_T, AttentionCalls(kv_rows, attend))
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
-        blocks = () if select_blocks is None else select_blocks.most(step.select_blocks)
+        blocks = () if select_blocks is None else select_blocks.most_attended(step.select_blocks)
         self._wait()
         return ReadResult(logits_V, blocks)
 
@@ -262,10 +258,10 @@ class DecodeRunner:
 
 
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
-    """Compile what a GPU compiles at first use, and capture steps. Call it before the first request.
+    """Compile what a GPU compiles at first use, and capture steps, before the first request.
 
-    It appends and decodes at few and at `tokens` tokens, alone and in a batch, greedy and sampled. Every
-    page table names the scratch page only. selects_pages: whether the worker has Δ-layers.
+    It appends and decodes at few and at `tokens` tokens, alone and in a batch, greedy and sampled, on the
+    scratch page. selects_pages: whether the worker has Δ-layers.
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]

@@ -62,8 +62,8 @@ class Batch:
 class StepRows:
     """Rows that are written when requests come or go. Steps move ids and lengths on by themselves.
 
-    A batch has one of a few sizes and widths, so that a CUDA graph of every shape can be kept. Without
-    page selection it has the widest, since only ranking takes time for each column.
+    A batch has one of a few sizes and widths, so that a CUDA graph of every shape can be kept. Without page
+    selection it has the widest, since only ranking takes time for each column.
     """
 
     def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
@@ -80,8 +80,7 @@ class StepRows:
         self._batch: Batch | None = None
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """Return a batch of these rows. Only rows from the first changed one on are written; the steps have
-        moved the others on."""
+        """Return a batch of these rows. Only rows from the first changed one on are written."""
         keys = tuple(row.key for row in rows)
         if self._batch is None or keys != self._keys:
             same = 0

@@ -28,10 +28,12 @@ class KVSource(Protocol):
 def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRange]:
     """Cut every layer's first `tokens` tokens into pieces of at most PIECE_BYTES."""
     token_bytes = 2 * cache.kv_heads * cache.head_dim * cache.dtype.itemsize
-    most = max(1, PIECE_BYTES // token_bytes)
+    piece_tokens = max(1, PIECE_BYTES // token_bytes)
     for layer in cache.layers:
-        for start in range(0, tokens, most):
-            yield KVRange(request_id=request_id, layer=layer, start=start, tokens=min(most, tokens - start))
+        for start in range(0, tokens, piece_tokens):
+            yield KVRange(
+                request_id=request_id, layer=layer, start=start, tokens=min(piece_tokens, tokens - start)
+            )
 
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:

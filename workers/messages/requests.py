@@ -67,9 +67,9 @@ class Reservation:
 def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
     """Count the pages for computing `blocks` blocks of `tokens` tokens again, since others may share the old
     ones. Without appended text the prompt's tail needs pages too."""
-    most = min(blocks, max(0, tokens // BLOCK - 1))
+    blocks = min(blocks, max(0, tokens // BLOCK - 1))
     tail = 0 if appended else TAIL_TOKENS + BLOCK
-    return (most * BLOCK + tail) // PAGE_TOKENS if most else 0
+    return (blocks * BLOCK + tail) // PAGE_TOKENS if blocks else 0
 
 
 class RefusalReason(StrEnum):

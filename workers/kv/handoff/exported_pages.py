@@ -70,8 +70,8 @@ def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) ->
         )
     last = announcement.layer + announcement.layers - 1
     rows = sum(count for _, count in kv.rows)
-    held = announcement.layer in exported.layers and last in exported.layers
-    if not held or rows != announcement.tokens:
+    has_layers = announcement.layer in exported.layers and last in exported.layers
+    if not has_layers or rows != announcement.tokens:
         raise HandoffError(f"{what} is not what the stage holds: {exported.layers}, {rows} rows")
     return kv
 

@@ -76,7 +76,7 @@ class KVReader(Protocol):
         worker's shutdown cancels one.
 
         Returns: bytes written, once all that runs later sees them; 0 if the request was over.
-        Raises: HandoffError for K/V that is lost or not what was announced.
+        Raises: HandoffError for K/V that is lost or another's.
         """
 
 

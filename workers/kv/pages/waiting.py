@@ -18,10 +18,10 @@ PageReturn = tuple[float, int]
 """Seconds until pages are expected back, and how many."""
 
 
-def page_returns(held: Iterable[tuple[float, Iterable[int]]]) -> list[PageReturn]:
+def page_returns(leases: Iterable[tuple[float, Iterable[int]]]) -> list[PageReturn]:
     """Count pages by when they come back. A shared page comes back with its last holder. Pure."""
     ends = dict[int, float]()
-    for end, pages in sorted(held, key=itemgetter(0)):
+    for end, pages in sorted(leases, key=itemgetter(0)):
         ends.update(dict.fromkeys(pages, end))
     return list(Counter(ends.values()).items())
 
@@ -60,10 +60,10 @@ class ReservationTime:
     def mean(self) -> float | None:
         return self._sum / self._weight if self._weight else None
 
-    def left(self, held: float) -> float:
+    def left(self, elapsed: float) -> float:
         """Seconds that a reservation is expected to go on; a quarter of the mean for a late one."""
         mean = self.mean or 0.0
-        return max(mean - held, mean / 4)
+        return max(mean - elapsed, mean / 4)
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ class BlockAttention:
         mass_M = attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens])
         self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
 
-    def most(self, count: int) -> list[int]:
+    def most_attended(self, count: int) -> list[int]:
         """Return at most `count` complete blocks with the most attention, ascending. Block 0 is never among
         them: its rows saw everything. The last block ranks last: heads that attend nearby give it most."""
         complete = self._tokens // BLOCK

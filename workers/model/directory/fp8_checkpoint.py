@@ -51,13 +51,7 @@ def is_scale(name: str) -> bool:
 
 
 def fp8_checkpoint(directory: Path, config: Mapping[str, Any]) -> Fp8Checkpoint | None:
-    """Read how a model's weights are quantised.
-
-    Args:
-        config: The content of config.json.
-
-    Returns:
-        None for weights in 16 bits or more.
+    """Read from config.json's content how weights are quantised; None in 16 bits or more.
 
     Raises:
         ModelError: They are quantised in a way that is not served.
@@ -83,7 +77,7 @@ def fp8_checkpoint(directory: Path, config: Mapping[str, Any]) -> Fp8Checkpoint 
 
 def _block_of_groups(given: Mapping[str, Any]) -> tuple[int, int] | None:
     weights = [group.get("weights") or {} for group in (given.get("config_groups") or {}).values()]
-    forms = {(one.get("type"), one.get("num_bits"), one.get("strategy")) for one in weights}
+    forms = {(group.get("type"), group.get("num_bits"), group.get("strategy")) for group in weights}
     if len(forms) != 1:
         raise ModelError(f"compressed-tensors with {len(forms)} kinds of weights are not served: {_SERVED}")
     ((kind, bits, strategy),) = forms

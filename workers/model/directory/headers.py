@@ -75,9 +75,9 @@ def _tensors(content: Mapping[str, dict[str, list[int]]], start: int) -> Iterato
 
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
-    """Check that each tensor of the decoder is complete, in its shape, in 16 bits or more or in 8 with its
-    scale, and that none is left over. GGUF weights are checked when they are read. Raises ModelError that
-    says what to do."""
+    """Check that each tensor of the decoder is complete, in its shape, in 16 bits or in 8 with its scale, and
+    that none is left over. GGUF weights are checked when they are read. Raises ModelError that says what to
+    do."""
     stored = _stored(directory)
     if stored is None:
         return

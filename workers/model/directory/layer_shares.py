@@ -25,8 +25,8 @@ class LayerShare:
 
 @lru_cache(_REMEMBERED)
 def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
-    """Share out halves so that the dearest share is cheapest, each with an attention. Then cut few layers in
-    two, then evenly.
+    """Share out halves so that the dearest share is cheapest, each with an attention. Among such shares, cut
+    the fewest layers in two, and then share evenly.
 
     Args:
         costs: Attention, MLP, attention, …
@@ -43,32 +43,32 @@ def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
     )
 
 
-def _fit(before: tuple[int, ...], stages: int, most: int) -> bool:
+def _fit(before: tuple[int, ...], stages: int, limit: int) -> bool:
     """before: the costs of all halves before each one."""
     at = 0
     for later in reversed(range(stages)):
-        end = _furthest(before, at, later, most)
+        end = _furthest(before, at, later, limit)
         if end <= at + at % 2:
             return False
         at = end
     return at == len(before) - 1
 
 
-def _furthest(before: tuple[int, ...], at: int, later: int, most: int) -> int:
-    """Return where a share of `most` from `at` ends at the latest, because each later stage needs a layer."""
-    return min(bisect_right(before, before[at] + most) - 1, len(before) - 1 - 2 * later)
+def _furthest(before: tuple[int, ...], at: int, later: int, limit: int) -> int:
+    """Return where a share of `limit` from `at` ends at the latest: each later stage needs a layer."""
+    return min(bisect_right(before, before[at] + limit) - 1, len(before) - 1 - 2 * later)
 
 
-def _cuts(before: tuple[int, ...], stages: int, most: int) -> tuple[int, ...]:
+def _cuts(before: tuple[int, ...], stages: int, limit: int) -> tuple[int, ...]:
     @cache
     def best(at: int, later: int) -> tuple[int, int, tuple[int, ...]] | None:
         """Return the number of cuts within layers, the sum of the shares' squares, and the cuts."""
         left = before[-1] - before[at]
         if later == 0:
-            return (0, left**2, ()) if left <= most else None
+            return (0, left**2, ()) if left <= limit else None
         candidates = []
-        for end in range(_furthest(before, at, later, most), at + at % 2, -1):
-            if before[-1] - before[end] > later * most:
+        for end in range(_furthest(before, at, later, limit), at + at % 2, -1):
+            if before[-1] - before[end] > later * limit:
                 break
             if (rest := best(end, later - 1)) is not None:
                 inside, squares, cuts = rest
@@ -77,5 +77,5 @@ def _cuts(before: tuple[int, ...], stages: int, most: int) -> tuple[int, ...]:
 
     plan = best(0, stages - 1)
     if plan is None:
-        raise AssertionError(f"no {stages} shares of {most}")
+        raise AssertionError(f"no {stages} shares of {limit}")
     return plan[2]

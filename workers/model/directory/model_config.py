@@ -239,8 +239,7 @@ def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> N
 
 
 def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Unite `rope_parameters` of transformers 5 with the older keys. Contradictions are refused; transformers
-    5 would forget a theta."""
+    """Unite `rope_parameters` of transformers 5 with the older keys. Contradictions are refused."""
     new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
     top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
     if new and old and _without_theta(new) != _without_theta(old):
@@ -291,8 +290,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _biases(raw: Mapping[str, Any], architecture: str) -> tuple[bool, bool, bool]:
-    """Whether queries, keys and values, the attention's output, and the MLP have biases. A missing key means
-    what transformers takes it for."""
+    """Whether queries, keys and values, the attention's output, and the MLP have biases, as transformers
+    takes it."""
     seed = architecture == "SeedOssForCausalLM"
     attention, mlp = bool(raw.get("attention_bias", seed)), bool(raw.get("mlp_bias"))
     output = bool(raw.get("attention_out_bias")) if seed else attention

@@ -21,12 +21,8 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """It opens a shard when one of its tensors is read.
-
-    Args:
-        files: the file of each tensor, by its name there.
-        stored_names: the name there of each tensor that can be read.
-    """
+    """It opens a shard when one of its tensors is read. files: by a tensor's name there. stored_names: the
+    name there of each tensor that can be read."""
 
     def __init__(self, files: Mapping[str, Path], stored_names: Mapping[str, str]) -> None:
         self._files = files

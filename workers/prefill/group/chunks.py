@@ -93,8 +93,8 @@ def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
     """Numbers of chunks around the optimum of a prompt that could be cut anywhere. The time is flat there."""
     bare = cost.of(start, tokens - start) - cost.mean.per_chunk
     middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.mean.per_chunk, 1e-9))
-    most = -(-(tokens - start) // BLOCK)
-    low, high = (min(max(fewest, round(middle * factor)), most) for factor in (0.5, 2.0))
+    limit = -(-(tokens - start) // BLOCK)
+    low, high = (min(max(fewest, round(middle * factor)), limit) for factor in (0.5, 2.0))
     tried = {round(low + (high - low) * n / (_TRIES - 1)) for n in range(_TRIES)}
     return sorted(tried)
 
@@ -127,20 +127,20 @@ def _shortest(
 
 
 def _packed(
-    start: int, tokens: int, count: int, largest: int, most: float, *, growth: float, cost: ChunkCost
+    start: int, tokens: int, count: int, largest: int, limit: float, *, growth: float, cost: ChunkCost
 ) -> tuple[int, ...] | None:
-    """Fill chunks up to a cost of `most`, which grows by `growth` from chunk to chunk; None if `count` do not
-    suffice."""
+    """Fill chunks up to a cost of `limit`, which grows by `growth` from chunk to chunk; None if `count` are
+    too few."""
     sizes: list[int] = []
     while start < tokens:
         left = tokens - start
-        size = min(cost.fitting(start, most), largest)
-        if size < left <= largest and cost.of(start, left) <= most:
+        size = min(cost.fitting(start, limit), largest)
+        if size < left <= largest and cost.of(start, left) <= limit:
             size = left  # the last one need not be whole blocks
         size = min(size, left)
         if size == 0 or len(sizes) == count:
             return None
         sizes.append(size)
         start += size
-        most *= growth
+        limit *= growth
     return tuple(sizes)

@@ -58,10 +58,10 @@ class ChunkCost:
         """The same on a mean stage."""
         return self.mean.of(start, tokens)
 
-    def fitting(self, start: int, most: float) -> int:
-        """Count the tokens from `start` on of a chunk of cost `most` on a mean stage; 0 if not one block."""
+    def fitting(self, start: int, limit: float) -> int:
+        """Count the tokens from `start` on of a chunk of cost `limit` on a mean stage; 0 if not one block."""
         mean = self.mean
-        room = most - mean.per_chunk
+        room = limit - mean.per_chunk
         if room <= 0:
             return 0
         slope = mean.per_token + mean.per_pair * (start + 0.5)

@@ -33,7 +33,7 @@ def load_stage(
     Args:
         activations: None in a group of one stage.
         sender: makes the hand-off's end for the stage's cache.
-        source: where a resumed prompt's K/V comes from; None where none is resumed.
+        source: of a resumed prompt's K/V; None where none is resumed.
     """
     for module in config.method_modules:
         load_methods(module)

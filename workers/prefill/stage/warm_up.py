@@ -38,7 +38,7 @@ def warm_up(
 
     Args:
         longest: on a GPU, also meet all classes of length up to it; 0: none.
-    Raises: MethodError for a density that the profile does not have.
+    Raises: MethodError for a density that the profile lacks.
     """
     on_gpu = stack.device.type == "cuda"
     for number, spec in enumerate(methods, start=1):

@@ -52,13 +52,13 @@ def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_
     rows_THD[2, 0, 0] = 900.0
     rows_THD[3, 0, 4] = 900.0  # a block that is not whole
     looks.add(rows_THD, key_GSD)
-    assert looks.most(1) == [3]
+    assert looks.most_attended(1) == [3]
     other_THD = torch.zeros(2, 1, 16)
     other_THD[1, 0, 1] = 200.0
     looks.add(other_THD, key_GSD)
-    assert looks.most(1) == [1]
-    assert looks.most(2) == [1, 3]
-    assert looks.most(9) == [1, 2, 3, 4]
+    assert looks.most_attended(1) == [1]
+    assert looks.most_attended(2) == [1, 3]
+    assert looks.most_attended(9) == [1, 2, 3, 4]
 
 
 def test_the_last_whole_block_comes_after_all_others() -> None:
@@ -71,14 +71,14 @@ def test_the_last_whole_block_comes_after_all_others() -> None:
     rows_THD[0, 0, 3] = 900.0
     rows_THD[1, 0, 2] = 50.0
     looks.add(rows_THD, key_GSD)
-    assert [looks.most(count) for count in range(1, 5)] == [[2], [1, 2], [1, 2, 3], [1, 2, 3]]
+    assert [looks.most_attended(count) for count in range(1, 5)] == [[2], [1, 2], [1, 2, 3], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK, 2 * BLOCK - 1])
 def test_without_a_whole_block_behind_the_first_there_is_nothing_to_choose(tokens: int) -> None:
     looks = BlockAttention(tokens)
     looks.add(torch.randn(3, 2, 16), torch.randn(1, tokens + 3, 16))
-    assert looks.most(4) == []
+    assert looks.most_attended(4) == []
 
 
 class _Store:
