@@ -20,7 +20,7 @@ from .roles import Form, Role, forms, stand_in
 
 COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
 """Concurrency groups of an actor that takes commands: commands' first parts and their ends, one thread each,
-and notices. Every call names its group; one without would block all."""
+and notices. A call without one would block all."""
 _THREADS = {COMMANDS: 1, ENDS: 1, NOTICES: 1}
 _CALLS = 1000
 """Most calls under way on any other actor; every stream is one."""

@@ -82,11 +82,11 @@ class PrefillConfig:
 
     groups: Count = 1
     max_groups: Count | None = None
-    """On a cluster, most groups; the backlog asks for them. None: always `groups`."""
+    """On a cluster, most groups, for which the backlog asks. None: always `groups`."""
     backlog_s: Positive = 30.0
-    """With max_groups: seconds in which the groups should read what waits."""
+    """With max_groups: seconds in which groups should read what waits."""
     drain_s: NonNegative = 0.0
-    """Seconds for a group that is taken away to end what it reads; 0: none."""
+    """Seconds for a group that goes to end what it reads; 0: none."""
     surge: bool = False
     """On a cluster, new groups start before old ones go, one after the other. It needs room for one more
     group."""
@@ -103,14 +103,14 @@ class PrefillConfig:
     node_labels: Labels = field(default_factory=dict)
     """Where stages may run; none: anywhere."""
     max_waiting: Count = 64
-    """Prompts that may wait in a group; more are refused."""
+    """Prompts that may wait in a group."""
     ageing_tokens_per_second: NonNegative = 256.0
     """A waiting request counts as so many tokens shorter for each second."""
     stream_lease_s: Positive = 5.0
     """A request that its door has not renewed for so long is cancelled."""
     chunk_slack_s: Positive = 1.0
-    """A stage whose chunk takes so much longer than twice the request's last one is asked for a sign of life
-    every second. It is replaced if it gives none in 3 s."""
+    """A stage whose chunk takes so much longer than twice the request's last one is asked for a sign of life.
+    It is replaced if it gives none in 3 s."""
     stall_s: Positive = 300.0
     """A stage that lives is replaced once a chunk has taken so long."""
     method_modules: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class PrefillConfig:
     """This service's defaults of methods' options: `{dpxa: {density: 0.08}}`."""
     warm_up: tuple[WarmedUp, ...] = ()
     """Methods that every stage runs before it takes requests, because a GPU compiles at first use. Some
-    options are compiled in: name those that requests will use, such as `{dpxa: {q_anchors: 32}}`."""
+    options are compiled in, such as `{dpxa: {q_anchors: 32}}`."""
     kernel_cache: Directory | None = None
     """Where compiled kernels are kept for the next start. None: where Triton keeps them."""
 
@@ -147,11 +147,11 @@ class DecodeConfig:
 
     workers: Count = 1
     max_workers: Count | None = None
-    """On a cluster, most workers; pages and requests ask for them. None: always `workers`."""
+    """On a cluster, most workers, for which pages and requests ask. None: always `workers`."""
     usage: Fraction = 0.8
     """With max_workers: the largest share of pages that should be in use."""
     drain_s: NonNegative = 0.0
-    """Seconds for a worker that is taken away to end its requests and sessions; 0: none."""
+    """Seconds for a worker that goes to end its requests and sessions; 0: none."""
     surge: bool = False
     """As prefill's."""
     cache_tokens: Room = 65_536
@@ -160,8 +160,8 @@ class DecodeConfig:
     """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""
     append_chunk_tokens: Count = 256
     recompute_blocks: Blocks = 0
-    """Before the first token, so many blocks of 128 tokens of a sparsely read prompt are computed again with
-    dense attention: those that the question attends to most. The default of requests."""
+    """Before the first token, so many blocks of a sparsely read prompt are computed again with dense
+    attention: those that the question attends to most. The default of requests."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8

@@ -94,8 +94,6 @@ NO_SPAN = Span()
 
 
 class Tracer:
-    """provider: makes and sends spans; None: there are none."""
-
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._tracer = None if provider is None else provider.get_tracer("deltafront")
 

@@ -23,7 +23,7 @@ from .sensitivity import LayerCosts, layer_costs
 from .thresholds import adjusted_quotas, least_adjusted
 
 Allocation = Literal["marginal", "threshold"]
-"""By marginal gain (`allocation.py`), or as XAttention does (`thresholds.py`)."""
+"""By marginal gain, or as XAttention does (`thresholds.py`)."""
 
 COSTED_AT = 0.5
 """The quota at which layers' costs are measured: a mean density of about 8% at 128K."""

@@ -20,7 +20,7 @@ EncodeAll = Callable[[Sequence[str]], list[list[int]]]
 """Token ids of each text, without special tokens."""
 Item = TypeVar("Item")
 VALUES = 4
-"""Numbers of a key in `values`, assignments of a chain in `chains`."""
+"""Numbers of a key, and assignments of a chain."""
 ANSWER_WEIGHT = 2.0
 """Default weight of the divergence at answers' tokens, beside the tail's."""
 

@@ -47,7 +47,6 @@ from .scheduler import DecodeScheduler
 from .times import RequestTimes
 
 ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
-"""As `kv_reader` does."""
 
 _TICK_S = 0.1
 _STARTING = "the decode worker is still starting"

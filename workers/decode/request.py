@@ -1,4 +1,4 @@
-"""One request of a decode worker, from its reservation to its end. Nothing here computes or receives."""
+"""One request of a decode worker, from its reservation to its end."""
 
 from __future__ import annotations
 

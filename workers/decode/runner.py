@@ -30,11 +30,11 @@ from .reads import Read
 from .step_rows import Batch, BatchShape, Row, StepRows, sampling_rows
 
 _RAGGED = 77
-"""A warm-up appends so many tokens: no multiple of anything that a kernel may specialise for."""
+"""Appended tokens: no multiple of anything that a kernel may specialise for."""
 _AGAIN = 2
-"""A warm-up computes so many blocks again. More compile nothing else."""
+"""Blocks computed again. More compile nothing else."""
 _ROOM = 64
-"""Least rows of pinned memory: memory of one size is reused, another size is slow."""
+"""Least rows of pinned memory: memory of one size is reused."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
-"""A worker is broken after so many failed computations of one kind in a row."""
+"""So many failures of one kind in a row break a worker."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,8 @@ class _LaunchedAhead:
 
 
 class DecodeScheduler:
-    """Takes ready requests in order, at most `config.max_batch` at once. They read in turn.
-
-    eos_ids: end an answer. before_first: called once a request, just before its first Token. clock:
-    seconds, for reports.
-    """
+    """Takes ready requests in order, at most `config.max_batch` at once. They read in turn. before_first:
+    called once a request, just before its first Token."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Ray's side of a decode worker: its actor, and the Serve deployment that owns it. Importing it loads no
-torch."""
+"""Ray's side of a decode worker: its actor, and the Serve deployment that owns it, without torch."""
 
 from __future__ import annotations
 
@@ -66,10 +65,8 @@ class DecodeActor(Leaving):
 
 class DecodeReplica(Replica):
     """The Serve deployment that owns one decode actor, its `head`. Deploy it with `placement(config)` and
-    `ray_actor_options={"num_cpus": REPLICA_CPUS}`.
-
-    The constructor returns once the model is loaded. It raises what loading raises, inside Ray's error.
-    """
+    `ray_actor_options={"num_cpus": REPLICA_CPUS}`. It is made once the model is loaded, and raises what
+    loading raises, inside Ray's error."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class Token:
 class FinishReason(StrEnum):
     STOP = "stop"
     STOP_STRING = "stop_string"
-    """One of the request's stop strings; only the door sees text."""
+    """One of the request's; only the door sees text."""
     LENGTH = "length"
     """max_tokens, or the model's positions."""
     CANCELLED = "cancelled"

@@ -82,7 +82,7 @@ class RefusalReason(StrEnum):
     NO_SESSION = "no_session"
     """Unknown, expired, or somebody else's."""
     POSITIONS = "positions"
-    """Session and appended tokens exceed the model's positions."""
+    """The model has too few for session and appended tokens."""
     SELECTION = "selection"
     DEADLINE = "deadline"
     DUPLICATE = "duplicate"

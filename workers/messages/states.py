@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .methods import PAGE_TOKENS
 
 RATE_LASTS_S = 60.0
-"""A group's rate stands so long for the next prompt's when nothing is read."""
+"""A group's rate counts for so long when nothing is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class DecodeStats:
 
 
 NAMESPACE = "deltafront"
-"""Ray namespace of the actors below; sessions name their decode worker, so any door can find it."""
+"""Ray's namespace of the actors. Sessions name their decode worker, so any door can find it."""
 
 
 PREFILL_PREFIX = "prefill:"

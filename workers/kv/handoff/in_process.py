@@ -33,8 +33,6 @@ class DeviceKV:
 
 
 class InProcessSender:
-    """Sends on the stage's thread."""
-
     def __init__(self, receiver: LocalReceiver) -> None:
         self._receiver = receiver
 

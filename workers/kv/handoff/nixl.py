@@ -44,7 +44,7 @@ from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 64 << 20
-"""1.3 ms of a 400 Gb/s link. Nothing hides the last message."""
+"""1.3 ms of a 400 Gb/s link."""
 READS_AT_ONCE = 64
 _POLL_S = 0.0005
 

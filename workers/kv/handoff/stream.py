@@ -24,7 +24,7 @@ class KVExport(Protocol):
         at once)."""
 
     def payload(self, layers: Sequence[Any]) -> Any:
-        """Make an announcement's payload from its layers' descriptions, in order."""
+        """Make an announcement's payload from its layers' descriptions."""
 
     def revoke(self) -> None:
         """Let no reader take anything described so far: another request gets the pages."""

@@ -73,8 +73,7 @@ def paired_runs(
 
 
 class PagePool:
-    """Hands out pages, lowest first, so that pages taken together are contiguous where possible. on_free:
-    called when pages have become free."""
+    """Hands out pages, lowest first, so that pages taken together are contiguous where possible."""
 
     page_tokens = PAGE_TOKENS
 

@@ -28,7 +28,7 @@ _SCALES = (
     ".absmax",
 )
 _DERIVED = ".rotary_emb.inv_freq"
-"""Old checkpoints have it; the configuration implies it."""
+"""Old checkpoints have it."""
 _OF_ANOTHER = "take weights and config.json of one model"
 
 Shape = tuple[int, ...]

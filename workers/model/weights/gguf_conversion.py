@@ -1,4 +1,4 @@
-"""Converts a GGUF file to a safetensors directory in Hugging Face layout."""
+"""Converts a GGUF file to a safetensors directory."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     )
     for name in names.split()
 }
-"""`tokenizer.ggml.pre` → how llama.cpp cuts text (its src/llama-vocab.cpp). Regexes are the models' own;
-llama.cpp leaves out `nfc`."""
+"""`tokenizer.ggml.pre` → how llama.cpp cuts text (its src/llama-vocab.cpp), without `nfc`. Regexes are the
+models' own."""
 
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_turn|> <end_of_turn> <|endoftext|> <|end_of_text|> "

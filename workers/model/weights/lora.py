@@ -34,7 +34,7 @@ _REFUSED = (
 )
 
 _CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq")
-"""With these the adapter's start is taken out of the base weights."""
+"""These take the adapter's start out of the base weights."""
 
 
 class LoraAdapter:

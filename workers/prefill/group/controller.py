@@ -1,5 +1,4 @@
-"""The head of a prefill group decides which chunk runs next and how a request ends. It needs neither Ray nor
-torch.
+"""The head of a prefill group decides which chunk runs next and how a request ends.
 
 It decides between two awaits and tells all stages at once (`pipeline`), so stages get the same commands in
 the same order. Cancelling is safe only because of that: tensors travel between stages without headers.

@@ -1,5 +1,4 @@
-"""Ray's side of a prefill group: its actors, and the Serve deployment that owns them. Importing it loads no
-torch.
+"""Ray's side of a prefill group: its actors, and the Serve deployment that owns them, without torch.
 
 A lost group's stages keep their weights and form the next group together: a single new stage would be out of
 step with its peers.
@@ -197,11 +196,8 @@ def _stage_error(number: int, failure: Failure) -> Exception:
 
 class PrefillGroup(Replica):
     """The Serve deployment that owns one group's actors. `head` is the controller. Deploy it with
-    `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`.
-
-    The constructor returns once every stage has loaded the model. It raises what loading raises, inside Ray's
-    error.
-    """
+    `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. It is made once every stage has
+    loaded, and raises what loading raises, inside Ray's error."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from typing import Any
 CHECK_S = 0.25
 """Time between two checks. One counts at most twice that, in case this process was stopped."""
 PULSE_S = 3.0
-"""A stage has so long for a sign of life. Triton holds the interpreter's lock for up to 2.1 s while it
-compiles (docs/log/2026-11-22.md)."""
+"""For a sign of life. Triton holds the interpreter's lock for up to 2.1 s while it compiles
+(docs/log/2026-11-22.md)."""
 ASK_AGAIN_S = 1.0
 
 
@@ -48,7 +48,6 @@ class StageWatch:
     Args:
         pulse: asks a stage for a sign of life.
         hangs: called with a stage's number and what is wrong with it.
-        stall_s: the most that a command may take.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ _CHUNK_S, _LAYER_S = 3e-3, 100e-6
 """A chunk's fixed cost on a stage, and in each layer: launches, ends of kernels, activations. More or fewer
 chunks than these give make no difference (docs/log/2026-11-25.md)."""
 _EVEN = 4 * BLOCK
-"""Longer chunks are multiples of it: 32 heads' blocks then fill 132 multiprocessors. Dense attention of 1,152
-tokens takes as long as that of 1,536."""
+"""Longer chunks are multiples of it: 32 heads' blocks fill 132 multiprocessors, so 1,152 tokens take as long
+as 1,536."""
 _SPARSE = 0.087
 """A sparse method's share of dense attention's time, scoring included (131,072 tokens, density 0.055)."""
 
