@@ -1,7 +1,6 @@
 """One protocol for each role: stage, prefill group, decode worker. Free of torch and Ray.
 
-Plain classes play them; `remote` makes one that is an actor, `local_group` a stage on a thread. A method's
-form tells how it travels:
+Plain classes play them; `remote` makes one that is an actor. A method's form tells how it travels:
 
 - `async def`: a call; calls run side by side.
 - `def … -> AsyncIterator`: a stream; closing it early ends its work.

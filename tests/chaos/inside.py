@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deltafront.benchmarks.in_process import InProcessReader, local_controller
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.metrics import Metrics
 from deltafront.workers.decode.engine import DecodeEngine, load_engine
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.prefill.group.controller import PrefillController
-from deltafront.workers.prefill.group.local_group import local_controller
 
 from ..service.inprocess import HANG_S, Cut, House, Loop, open_house
 from .running import MODEL, Audits, Service, configuration, merge, whole_of, write_model
@@ -74,7 +74,7 @@ class _Audit(logging.Handler):
 
 async def _workers(config: ServiceConfig) -> tuple[list[PrefillController], list[DecodeEngine]]:
     names = [f"decode:d{number}" for number in range(config.decode.workers)]
-    engines = [load_engine(name, config.model, config.decode) for name in names]
+    engines = [load_engine(name, config.model, config.decode, reader=InProcessReader) for name in names]
     for engine in engines:
         await engine.start()
     sink = ToEngines(engines, asyncio.get_running_loop())

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deltafront.benchmarks.in_process import InProcessReader, local_controller
 from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.kv.handoff.in_process import InProcessReader
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import GenerateJob, PrefillFailed, PrefillJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange
 from deltafront.workers.prefill.group.controller import PrefillController
-from deltafront.workers.prefill.group.local_group import local_controller
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from .conftest import LAYERS

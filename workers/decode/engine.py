@@ -16,7 +16,6 @@ import torch
 
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import to_host
-from ..kv.handoff.in_process import InProcessReader
 from ..kv.handoff.inbox import KVInbox
 from ..kv.handoff.protocols import KVReader
 from ..kv.pages.pool import OutOfPages, pages_for
@@ -69,7 +68,7 @@ class DecodeEngine:
         stack: LayerStack,
         config: DecodeConfig,
         *,
-        reader: ReaderMaker = InProcessReader,
+        reader: ReaderMaker,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         tracer: Tracer = NO_TRACER,
@@ -374,7 +373,7 @@ def load_engine(
     model: ModelSpec,
     config: DecodeConfig,
     *,
-    reader: ReaderMaker = InProcessReader,
+    reader: ReaderMaker,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:

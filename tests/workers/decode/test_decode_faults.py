@@ -14,6 +14,7 @@ import pytest
 
 from deltafront.workers.decode.decode_attention import PageSelectionError
 from deltafront.workers.decode.runner import DecodeRunner
+from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishReason, Token
 from deltafront.workers.messages.requests import GenerateJob, RefusalReason, Refused, Reservation, Sampling
 from deltafront.workers.messages.stages import FirstLogits
@@ -150,7 +151,7 @@ def test_a_configuration_that_does_not_fit_fails_at_start(tiny_stack: Any) -> No
     from deltafront.workers.settings import DecodeConfig
 
     with pytest.raises(PageSelectionError, match="delta_layers names layer 6"):
-        DecodeEngine("decode:x", tiny_stack, DecodeConfig(delta_layers=(6,)))
+        DecodeEngine("decode:x", tiny_stack, DecodeConfig(delta_layers=(6,)), reader=ObjectStoreReader)
 
 
 # --- endings --------------------------------------------------------------------------------------------

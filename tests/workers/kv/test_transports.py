@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.handoff.in_process import (
+from deltafront.benchmarks.in_process import (
     DeviceKV,
     InProcessReader,
     InProcessSender,
     InProcessStream,
 )
+from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.handoff.outbox import Delivery
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, UsePages
 from deltafront.workers.kv.handoff.stream import MessageSender

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deltafront.benchmarks.in_process import QueueActivations
 from deltafront.workers.prefill.stage.activations import (
     LinkClosed,
     NoActivations,
-    QueueActivations,
     host_store,
 )
 from deltafront.workers.prefill.stage.peer_activations import SLOTS, PeerActivations

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from deltafront.benchmarks.in_process import DeviceKV, InProcessSender, local_controller, run_in_process
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.testing import assert_rows_close, row_errors
-from deltafront.workers.kv.handoff.in_process import DeviceKV, InProcessSender
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
@@ -32,7 +32,6 @@ from deltafront.workers.messages.stages import (
 )
 from deltafront.workers.model.decoder.load import torch_dtype
 from deltafront.workers.prefill.group.controller import PrefillController
-from deltafront.workers.prefill.group.local_group import local_controller, run_in_process
 from deltafront.workers.prefill.stage import chunk_attention
 from deltafront.workers.prefill.stage import stage as prefill_stage
 from deltafront.workers.prefill.stage.chunk import ChunkWork

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deltafront.benchmarks.in_process import run_in_process
 from deltafront.kernels.methods import MethodError, MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import ProfileError
-from deltafront.workers.prefill.group.local_group import run_in_process
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..profiles import make_profile, write_profile

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from deltafront.benchmarks.in_process import run_in_process
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
-from deltafront.workers.prefill.group.local_group import run_in_process
 from deltafront.workers.prefill.stage import warm_up
 from deltafront.workers.prefill.stage.warm_up import length_classes, prompt_lengths
 from deltafront.workers.settings import PrefillConfig

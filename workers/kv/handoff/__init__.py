@@ -2,5 +2,4 @@
 
 Walk it in this order: `protocols` (what both sides promise), `stream` (the stage's side), `outbox`
 (messages), `inbox` (the decode worker's side), then one transport: `cuda_ipc`, `nixl` or `object_store`.
-`in_process` is for tests and benchmarks.
 """

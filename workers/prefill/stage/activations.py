@@ -3,7 +3,6 @@ order from the commands."""
 
 from __future__ import annotations
 
-import queue
 import secrets
 import socket
 from collections import deque
@@ -49,40 +48,6 @@ class NoActivations:
     def close(self) -> None: ...
 
     def abort(self) -> None: ...
-
-
-class QueueActivations:
-    """Links stages on threads of one process."""
-
-    def __init__(self, before: queue.SimpleQueue[Any] | None, after: queue.SimpleQueue[Any] | None) -> None:
-        self._before = before
-        self._after = after
-
-    @classmethod
-    def chain(cls, stages: int) -> list[QueueActivations]:
-        links: list[queue.SimpleQueue[Any] | None] = [queue.SimpleQueue() for _ in range(stages - 1)]
-        return [cls(a, b) for a, b in zip([None, *links], [*links, None], strict=True)]
-
-    def receive(self, tokens: int) -> torch.Tensor:
-        hidden_TC = None if self._before is None else self._before.get()
-        if hidden_TC is None:
-            raise LinkClosed("the pipeline was closed")
-        if hidden_TC.shape[0] != tokens:
-            raise LinkClosed(f"stages out of step: {hidden_TC.shape[0]} rows came, {tokens} were expected")
-        return hidden_TC  # type: ignore[no-any-return]
-
-    def send(self, hidden_TC: torch.Tensor) -> None:
-        if self._after is None:
-            raise LinkClosed("the last stage has nobody to send to")
-        self._after.put(hidden_TC)
-
-    def close(self) -> None:
-        for link in (self._before, self._after):
-            if link is not None:
-                link.put(None)
-
-    def abort(self) -> None:
-        self.close()
 
 
 class GroupActivations:

@@ -1,0 +1,283 @@
+"""A whole prefill group and its hand-off in one process, without Ray, for tests and benchmarks: the service's
+own controller and stages, each stage on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from ..workers.kv.cache import PagedKVCache
+from ..workers.kv.fetch import KVSource
+from ..workers.kv.handoff.protocols import Destination, HandoffError, UsePages, check_kv, described
+from ..workers.messages.events import PrefillDone, PrefillReport
+from ..workers.messages.methods import MethodSpec
+from ..workers.messages.requests import PrefillFailed, PrefillJob
+from ..workers.messages.stages import FirstLogits, KVAnnouncement
+from ..workers.prefill.group.controller import PrefillController
+from ..workers.prefill.stage.activations import Activations, LinkClosed, NoActivations
+from ..workers.prefill.stage.chunk_cost import ModelWork
+from ..workers.prefill.stage.loading import load_stage
+from ..workers.prefill.stage.stage import PrefillStage
+from ..workers.roles import Form, Stage, stand_in
+from ..workers.settings import ModelSpec, PrefillConfig
+
+T = TypeVar("T")
+_WORKER = "in-process"
+_NO_DOOR_S = 86_400.0
+
+
+# --- the hand-off ---
+
+
+class LocalReceiver(Protocol):
+    def announce(self, announcement: KVAnnouncement) -> None: ...
+
+    def first_logits(self, message: FirstLogits) -> None: ...
+
+
+@dataclass(frozen=True)
+class DeviceKV:
+    """The payload: one layer's chunk. ready: the CUDA event after which it may be read; None on a CPU."""
+
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+    ready: Any = None
+
+
+class InProcessSender:
+    def __init__(self, receiver: LocalReceiver) -> None:
+        self._receiver = receiver
+
+    def open(self, destination: Destination) -> InProcessStream:
+        return InProcessStream(destination, self._receiver)
+
+
+class InProcessStream:
+    def __init__(self, destination: Destination, receiver: LocalReceiver) -> None:
+        self._to, self._receiver = destination, receiver
+        self._failure = ""
+
+    def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
+        check_kv(k_TGD, v_TGD)
+        payload = DeviceKV(k_TGD.clone(), v_TGD.clone(), _now(k_TGD.device))
+        announcement = KVAnnouncement(
+            request_id=self._to.request_id,
+            layer=layer,
+            start=start,
+            tokens=k_TGD.shape[0],
+            payload=payload,
+            attempt=self._to.attempt,
+        )
+        with self._noting("K/V"):
+            self._receiver.announce(announcement)
+        return k_TGD.nbytes + v_TGD.nbytes
+
+    def put_logits(self, logits_V: torch.Tensor) -> None:
+        with self._noting("logits"):
+            message = FirstLogits(
+                request_id=self._to.request_id, logits=logits_V.numpy(), attempt=self._to.attempt
+            )
+            self._receiver.first_logits(message)
+
+    def end_chunk(self) -> Callable[[], None]:
+        return self._check
+
+    def close(self) -> bool:
+        """The payloads are copies, so nobody reads the pages."""
+        self._failure = ""
+        return True
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or f"{self._to.decode_worker} did not take {what}: {error}"
+
+    def _check(self) -> None:
+        if self._failure:
+            raise HandoffError(self._failure)
+
+
+class InProcessReader:
+    def __init__(self, cache: PagedKVCache, thread: Executor) -> None:
+        self._cache = cache
+        self._thread = thread
+
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+        kv = announcement.payload
+        expected = (announcement.tokens, self._cache.kv_heads, self._cache.head_dim)
+        if not isinstance(kv, DeviceKV) or kv.k_TGD.shape != expected or kv.v_TGD.shape != expected:
+            raise HandoffError(f"{described(announcement)} is not two tensors as expected, {expected}")
+        parts = dict.fromkeys(layers, (kv.k_TGD, kv.v_TGD))
+        with use_pages() as pages:
+            if pages is None:
+                return 0
+            await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._cache.write_layers, pages, announcement.start, parts, kv.ready
+            )
+        return kv.k_TGD.nbytes + kv.v_TGD.nbytes
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+# --- the group ---
+
+
+class QueueActivations:
+    """Links stages on threads of one process."""
+
+    def __init__(self, before: queue.SimpleQueue[Any] | None, after: queue.SimpleQueue[Any] | None) -> None:
+        self._before = before
+        self._after = after
+
+    @classmethod
+    def chain(cls, stages: int) -> list[QueueActivations]:
+        links: list[queue.SimpleQueue[Any] | None] = [queue.SimpleQueue() for _ in range(stages - 1)]
+        return [cls(a, b) for a, b in zip([None, *links], [*links, None], strict=True)]
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        hidden_TC = None if self._before is None else self._before.get()
+        if hidden_TC is None:
+            raise LinkClosed("the pipeline was closed")
+        if hidden_TC.shape[0] != tokens:
+            raise LinkClosed(f"stages out of step: {hidden_TC.shape[0]} rows came, {tokens} were expected")
+        return hidden_TC  # type: ignore[no-any-return]
+
+    def send(self, hidden_TC: torch.Tensor) -> None:
+        if self._after is None:
+            raise LinkClosed("the last stage has nobody to send to")
+        self._after.put(hidden_TC)
+
+    def close(self) -> None:
+        for link in (self._before, self._after):
+            if link is not None:
+                link.put(None)
+
+    def abort(self) -> None:
+        self.close()
+
+
+class StageThread:
+    """Runs a stage's commands on a thread; a controller calls `stage`. interrupt: wakes a stage that waits
+    for a neighbour."""
+
+    def __init__(self, stage: PrefillStage, threads: int, interrupt: Callable[[], None]) -> None:
+        self._plain: Stage = stage
+        self._interrupt = interrupt
+        self._stopped = False
+        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
+        self._ends = ThreadPoolExecutor(1)
+        self.stage = stand_in(Stage, "a stage of this process", self._method)
+
+    def stop(self) -> None:
+        """Let commands that are still to be done raise LinkClosed."""
+        self._stopped = True
+        self._interrupt()
+        self._thread.shutdown(wait=False)
+        self._ends.shutdown(wait=False)
+
+    def _method(self, name: str, form: Form) -> Callable[..., Any]:
+        method = getattr(self._plain, name)
+        made: dict[Form, Callable[..., Any]] = {
+            Form.NOTICE: method,
+            Form.DEFERRED: partial(self._begin, method),
+        }
+        return made.get(form, partial(self._send, method))
+
+    def _begin(self, method: Callable[..., Callable[[], T]], *arguments: Any) -> Awaitable[T]:
+        begun = self._thread.submit(self._run, method, *arguments)
+
+        def end() -> T:
+            return begun.result()()
+
+        return asyncio.wrap_future(self._ends.submit(end))
+
+    def _send(self, method: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+        return asyncio.wrap_future(self._thread.submit(self._run, method, *arguments))
+
+    def _run(self, method: Callable[..., T], *arguments: Any) -> T:
+        if self._stopped:
+            raise LinkClosed("the stage was stopped")
+        return method(*arguments)
+
+
+class LogitsReceiver:
+    """It drops K/V and keeps each request's first logits (float32 [V])."""
+
+    def __init__(self) -> None:
+        self.logits: dict[str, np.ndarray[Any, Any]] = {}
+
+    def announce(self, announcement: KVAnnouncement) -> None: ...
+
+    def first_logits(self, message: FirstLogits) -> None:
+        self.logits[message.request_id] = message.logits
+
+
+def local_controller(
+    model: ModelSpec, config: PrefillConfig, receiver: LocalReceiver, source: KVSource | None = None
+) -> PrefillController:
+    """Load a group into this process. Use it from one event loop, and `stop()` it. source: None where no
+    prompt is resumed."""
+    ends: Sequence[Activations] = [NoActivations()]
+    if config.stages > 1:
+        ends = QueueActivations.chain(config.stages)
+    threads: list[StageThread] = []
+    work: ModelWork | None = None
+    sender = InProcessSender(receiver)
+    for number, activations in enumerate(ends):
+        stage = load_stage(model, config, number, activations, lambda _cache: sender, source=source)
+        threads.append(StageThread(stage, config.threads, activations.close))
+        work = stage.work
+
+    def end_stages(_hanging: int | None) -> None:
+        for thread in threads:
+            thread.stop()
+
+    async def pulse(_stage: int) -> None: ...
+
+    stages = [thread.stage for thread in threads]
+    return PrefillController("local", stages, config, end_stages, pulse, work=work)
+
+
+def run_in_process(
+    model: ModelSpec | str | Path, config: PrefillConfig, token_ids: bytes, method: MethodSpec
+) -> tuple[PrefillReport, np.ndarray[Any, Any]]:
+    """Prefill one prompt of little-endian uint32 ids.
+
+    Returns: its report, without the loading of the model, and its last logits [V].
+    Raises: PrefillFailed.
+    """
+    spec = model if isinstance(model, ModelSpec) else ModelSpec(path=str(model))
+    config, receiver = replace(config, stream_lease_s=_NO_DOOR_S), LogitsReceiver()
+
+    async def run() -> PrefillReport:
+        controller = local_controller(spec, config, receiver)
+        try:
+            async for event in controller.prefill(
+                PrefillJob(request_id="prompt", token_ids=token_ids, method=method, decode_worker=_WORKER)
+            ):
+                if isinstance(event, PrefillDone):
+                    return event.report
+            raise PrefillFailed(f"the prompt was refused: {event}")
+        finally:
+            await controller.stop()
+
+    report = asyncio.run(run())
+    return report, receiver.logits["prompt"]
