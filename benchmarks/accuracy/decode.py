@@ -86,7 +86,7 @@ class AnswerDecoder:
         whole, rest = divmod(reader.length, PAGE_TOKENS)
         # Rows step together, so one goes on until the longest answer of all is done.
         longest = max(len(q.prompt) for q in questions) + max(len(q.gold) for q in questions)
-        own = pages_for(rest + longest, PAGE_TOKENS)
+        own = pages_for(rest + longest)
         pages = whole + 1 + own * len(questions)
         self._cache = PagedKVCache(
             range(config.layers), config.kv_heads, config.head_dim, pages, stack.dtype, stack.device

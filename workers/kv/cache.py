@@ -23,8 +23,6 @@ class KVCacheError(ValueError):
 class PagedKVCache:
     """K/V of layers `layers` (the model's numbers). Fresh memory is zero, so unwritten slots are finite."""
 
-    page_tokens = PAGE_TOKENS
-
     def __init__(
         self,
         layers: range,
@@ -36,7 +34,7 @@ class PagedKVCache:
     ) -> None:
         if layers.step != 1 or not layers:
             raise KVCacheError(f"layers must be a non-empty contiguous range, got {layers}")
-        shape = (len(layers), pages, self.page_tokens, kv_heads, head_dim)
+        shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
         self.layers = layers
         self.device = torch.device(device)
         self.k_LPSGD = _zeros(shape, dtype, self.device)
@@ -80,13 +78,13 @@ class PagedKVCache:
                 it.
         Raises: KVCacheError if the table is too short.
         """
-        if start < 0 or start + tokens > pages.numel() * self.page_tokens:
+        if start < 0 or start + tokens > pages.numel() * PAGE_TOKENS:
             raise KVCacheError(
                 f"tokens {start} .. {start + tokens - 1} do not fit the {pages.numel()} pages of the sequence"
             )
         positions_T = torch.arange(start, start + tokens, device=self.device)
-        page_ids_T = pages.to(self.device, torch.int64)[positions_T // self.page_tokens]
-        return page_ids_T * self.page_tokens + positions_T % self.page_tokens
+        page_ids_T = pages.to(self.device, torch.int64)[positions_T // PAGE_TOKENS]
+        return page_ids_T * PAGE_TOKENS + positions_T % PAGE_TOKENS
 
     def rows_of_run(self, first_page: int, start: int, tokens: int) -> torch.Tensor:
         """Like `rows_of`, for contiguous pages."""
@@ -101,8 +99,8 @@ class PagedKVCache:
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the first `tokens` tokens of a sequence into contiguous k_GSD, v_GSD."""
-        needed = -(-tokens // self.page_tokens)
-        if not 0 < tokens <= pages.numel() * self.page_tokens:
+        needed = -(-tokens // PAGE_TOKENS)
+        if not 0 < tokens <= pages.numel() * PAGE_TOKENS:
             raise KVCacheError(f"{tokens} tokens asked of a sequence of {pages.numel()} pages")
         table_N = pages[:needed].to(self.device, torch.int64)
         k_PSGD, v_PSGD = self.layer(layer)
@@ -131,8 +129,8 @@ class PagedKVCache:
         other process. after: a CUDA event to wait for first. Raises KVCacheError, having written nothing.
         """
         tokens = next(iter(layers.values()))[0].shape[0]
-        first, inside = divmod(start, self.page_tokens)
-        count = pages_for(inside + tokens, self.page_tokens)
+        first, inside = divmod(start, PAGE_TOKENS)
+        count = pages_for(inside + tokens)
         touched = pages[first : first + count] if start >= 0 else ()
         run = first_of_run(touched) if len(touched) == count else None
         with self._arriving(after):
@@ -150,9 +148,9 @@ class PagedKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy tokens start .. start+tokens-1 of a sequence to the host: k_TGD, v_TGD. Raises
         KVCacheError."""
-        first, inside = divmod(start, self.page_tokens)
-        table = pages[first : first + pages_for(inside + tokens, self.page_tokens)]
-        if start < 0 or tokens < 1 or inside + tokens > len(table) * self.page_tokens:
+        first, inside = divmod(start, PAGE_TOKENS)
+        table = pages[first : first + pages_for(inside + tokens)]
+        if start < 0 or tokens < 1 or inside + tokens > len(table) * PAGE_TOKENS:
             raise KVCacheError(
                 f"tokens {start} .. {start + tokens - 1} are not in the {len(pages)} pages of the sequence"
             )
@@ -196,7 +194,7 @@ class PagedKVCache:
         return k_RGD[rows], v_RGD[rows]
 
     def _span(self, first_page: int, start: int, tokens: int) -> slice:
-        first, room = first_page * self.page_tokens, self.pages * self.page_tokens
+        first, room = first_page * PAGE_TOKENS, self.pages * PAGE_TOKENS
         if first < 0 or start < 0 or tokens < 1 or first + start + tokens > room:
             raise KVCacheError(
                 f"tokens {start} .. {start + tokens - 1} from page {first_page} on do not fit the cache's"

@@ -11,7 +11,7 @@ import torch
 
 from ...messages.stages import KVAnnouncement
 from ..cache import PagedKVCache
-from ..pages.pool import row_runs
+from ..pages.pool import PAGE_TOKENS, row_runs
 from .protocols import HandoffError, described
 
 Runs = tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ class PageExport:
     def layer(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[Runs, Any]:
         chunk = start, k_TGD.shape[0]
         if chunk != self._chunk:
-            self._chunk, self._runs = chunk, row_runs(self._pages, *chunk, self._cache.page_tokens)
+            self._chunk, self._runs = chunk, row_runs(self._pages, *chunk)
         return self._runs, self._mark()
 
 
@@ -62,7 +62,7 @@ def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) ->
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")
     exported = kv.cache
-    wanted = (cache.page_tokens, cache.kv_heads, cache.head_dim), str(cache.dtype)
+    wanted = (PAGE_TOKENS, cache.kv_heads, cache.head_dim), str(cache.dtype)
     if (exported.shape[2:], exported.dtype) != wanted:
         raise HandoffError(
             f"{what} is in pages of {exported.shape[2:]} {exported.dtype}, expected {wanted[0]} {wanted[1]}; "

@@ -26,7 +26,7 @@ import torch
 from ...messages.stages import KVAnnouncement
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from ..pages.pool import paired_runs, row_runs
+from ..pages.pool import PAGE_TOKENS, paired_runs, row_runs
 from ..peer_memory import launched
 from .exported_pages import (
     ExportedCache,
@@ -147,7 +147,7 @@ class NixlReader:
             with use_pages() as pages:
                 if pages is None:
                     return 0
-                ours = row_runs(pages, announcement.start, announcement.tokens, self._cache.page_tokens)
+                ours = row_runs(pages, announcement.start, announcement.tokens)
                 await self._read(announcement, kv, list(self._reads(kv, layers, ours)), slot)
             if self._leases_read[slot] != kv.serial:
                 raise too_late(announcement)
@@ -182,8 +182,8 @@ class NixlReader:
         cache, theirs, size = self._cache, kv.cache, row_bytes(self._cache)
         runs = list(paired_runs(kv.rows, ours))
         for layer in layers:
-            their_start = (layer - theirs.layers.start) * theirs.shape[1] * cache.page_tokens
-            our_start = (layer - cache.layers.start) * cache.pages * cache.page_tokens
+            their_start = (layer - theirs.layers.start) * theirs.shape[1] * PAGE_TOKENS
+            our_start = (layer - cache.layers.start) * cache.pages * PAGE_TOKENS
             for source, target in ((theirs.k, cache.k_LPSGD), (theirs.v, cache.v_LPSGD)):
                 for their_row, our_row, count in runs:
                     yield (

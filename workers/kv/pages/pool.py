@@ -24,10 +24,10 @@ class OutOfPages(Exception):
         return type(self), (self.needed, self.free)
 
 
-def pages_for(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
+def pages_for(tokens: int) -> int:
     if tokens < 0:
         raise ValueError(f"a number of tokens cannot be negative: {tokens}")
-    return -(-tokens // page_tokens)
+    return -(-tokens // PAGE_TOKENS)
 
 
 def first_of_run(pages: Sequence[int]) -> int | None:
@@ -37,22 +37,20 @@ def first_of_run(pages: Sequence[int]) -> int | None:
     return pages[0]
 
 
-def row_runs(
-    pages: Sequence[int], start: int, tokens: int, page_tokens: int = PAGE_TOKENS
-) -> tuple[tuple[int, int], ...]:
+def row_runs(pages: Sequence[int], start: int, tokens: int) -> tuple[tuple[int, int], ...]:
     """Return (first row, count) of each run of rows that holds tokens start .. start+tokens-1. Raises
     ValueError if the pages do not hold them."""
-    if start < 0 or tokens < 1 or start + tokens > len(pages) * page_tokens:
+    if start < 0 or tokens < 1 or start + tokens > len(pages) * PAGE_TOKENS:
         raise ValueError(f"tokens {start} .. {start + tokens - 1} are not in {len(pages)} pages")
     runs: list[tuple[int, int]] = []
     end = start + tokens
     while start < end:
-        page, slot = divmod(start, page_tokens)
-        row, count = pages[page] * page_tokens + slot, min(page_tokens - slot, end - start)
+        page, slot = divmod(start, PAGE_TOKENS)
+        row, count = pages[page] * PAGE_TOKENS + slot, min(PAGE_TOKENS - slot, end - start)
         if runs and sum(runs[-1]) == row:
             row, count = runs[-1][0], runs.pop()[1] + count
         runs.append((row, count))
-        start += min(page_tokens - slot, end - start)
+        start += min(PAGE_TOKENS - slot, end - start)
     return tuple(runs)
 
 
@@ -74,8 +72,6 @@ def paired_runs(
 
 class PagePool:
     """Hands out pages, lowest first, so that pages taken together are contiguous where possible."""
-
-    page_tokens = PAGE_TOKENS
 
     def __init__(self, pages: int, on_free: Callable[[], None] = lambda: None) -> None:
         if pages < 1:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...messages.requests import ID_BYTES, RefusalReason, Refused, Reservation, recompute_pages
-from .pool import OutOfPages, PagePool, pages_for
+from .pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
 from .session_table import KeptSession, SessionTable
 
 PageCopy = tuple[int, int]
@@ -144,7 +144,7 @@ class PageManager:
     def _before(self, reservation: Reservation, session: KeptSession | None) -> int:
         if session is None or not reservation.prefix_tokens:
             return 0 if session is None else session.tokens
-        if reservation.prefix_tokens > session.tokens or reservation.prefix_tokens % self.pool.page_tokens:
+        if reservation.prefix_tokens > session.tokens or reservation.prefix_tokens % PAGE_TOKENS:
             raise ValueError(
                 f"a session of {session.tokens} tokens has no prefix of {reservation.prefix_tokens}"
             )
@@ -153,17 +153,16 @@ class PageManager:
     def _take(
         self, reservation: Reservation, session: KeptSession | None, total: int, behind: int
     ) -> RequestPages | Refused:
-        size = self.pool.page_tokens
         before = self._before(reservation, session)
-        shared = () if session is None else session.pages[: before // size]
-        spare = 1 if reservation.keep_tokens % size else 0
-        fresh = pages_for(total, size) - len(shared)
+        shared = () if session is None else session.pages[: before // PAGE_TOKENS]
+        spare = 1 if reservation.keep_tokens % PAGE_TOKENS else 0
+        fresh = pages_for(total) - len(shared)
         own = 0
         if session is None or session.ids:
             known_tokens, appended = before or reservation.prompt_tokens, session is not None
             own = recompute_pages(reservation.recompute_blocks, known_tokens, appended=appended)
         # A session's partly filled page stays occupied beside its copy.
-        least = pages_for(total, size) + spare + own + (1 if before % size else 0)
+        least = pages_for(total) + spare + own + (1 if before % PAGE_TOKENS else 0)
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
             return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=least, free=self.pool.free)
@@ -185,7 +184,7 @@ class PageManager:
         )
         if session is not None:
             pages.session_ids = session.ids[: before * ID_BYTES]
-        if session is not None and before % size:
+        if session is not None and before % PAGE_TOKENS:
             pages.copy_in = (session.pages[-1], taken[0])
             self.pool.retain(session.pages[-1:])
         return pages
@@ -193,7 +192,7 @@ class PageManager:
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
         """Make sure that `keep_session` cannot fail for a request that goes on, and name the page to copy
         first. Raises OutOfPages where none was reserved."""
-        full, rest = divmod(tokens, self.pool.page_tokens)
+        full, rest = divmod(tokens, PAGE_TOKENS)
         if rest:
             pages.spare = pages.spare or self.pool.allocate(1)
             pages.copy_out = (pages.original_table[full], pages.spare[0])
@@ -214,9 +213,8 @@ class PageManager:
         Full pages are shared. If the request goes on, `prepare_session` comes first, and the copy of the
         partly filled page changes hands. If it ends here, that page itself is shared.
         """
-        size = self.pool.page_tokens
         copied = () if pages.copy_out is None else pages.copy_out[1:]
-        shared = pages.original_table[: tokens // size if copied else pages_for(tokens, size)]
+        shared = pages.original_table[: tokens // PAGE_TOKENS if copied else pages_for(tokens)]
         session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain=chain, ids=ids)
         self.pool.retain(shared)
         if copied:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ...messages.events import LINK_BYTES, Prefix, Session
 from ...messages.requests import ID_BYTES
-from .pool import PagePool, pages_for
+from .pool import PAGE_TOKENS, PagePool, pages_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,10 @@ class SessionTable:
             chain: links of its full pages; empty where no prompt may find it.
             ids: of these tokens, and any behind them.
         """
-        if tokens < 1 or len(pages) != pages_for(tokens, self._pool.page_tokens):
+        if tokens < 1 or len(pages) != pages_for(tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
         lease = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
-        links = tokens // self._pool.page_tokens * LINK_BYTES
+        links = tokens // PAGE_TOKENS * LINK_BYTES
         session = KeptSession(
             session_id=f"{self._worker}.{secrets.token_urlsafe(16)}",
             owner=owner,
@@ -95,7 +95,7 @@ class SessionTable:
         best = None
         for session in self._sessions.values():
             if session.owner == owner and session.expires > now:
-                tokens = self._pool.page_tokens * shared_links(session.chain, chain)
+                tokens = PAGE_TOKENS * shared_links(session.chain, chain)
                 if tokens > (best.tokens if best else 0):
                     best = Prefix(session_id=session.session_id, tokens=tokens)
         return best

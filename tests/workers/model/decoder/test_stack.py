@@ -19,7 +19,7 @@ import transformers
 
 from deltafront.kernels.testing import row_errors
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.pages.pool import pages_for
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.json_files import ModelError
@@ -308,7 +308,7 @@ def test_weights_and_kv_are_counted_as_they_are_loaded(case: Case, stages: int) 
             len(stack.layers), len(stack.mlps), **ends
         )
         cache = PagedKVCache(stack.layers, config.kv_heads, config.head_dim, 3, torch.float16, "cpu")
-        assert 2 * cache.k_LPSGD.nbytes == 3 * cache.page_tokens * config.kv_values(len(stack.layers)) * 2
+        assert 2 * cache.k_LPSGD.nbytes == 3 * PAGE_TOKENS * config.kv_values(len(stack.layers)) * 2
 
 
 def assert_bf16_is_no_worse_than_transformers(logits_TV: torch.Tensor, case: Case) -> None:
