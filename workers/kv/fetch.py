@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import ray
 import torch
 
 from ..messages.stages import HostKV, KVRange
@@ -56,8 +57,6 @@ class RayKVSource:
     """Asks decode actors by name. timeout_s: for one piece."""
 
     def __init__(self, timeout_s: float) -> None:
-        import ray
-
         self._ray = ray
         self._timeout_s = timeout_s
 

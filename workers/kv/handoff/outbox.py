@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
+import ray
+
 from ...messages.stages import FirstLogits, KVAnnouncement
 from ...messages.states import NAMESPACE
 from ...roles import KVReceiver, sent
@@ -60,8 +62,6 @@ class ActorOutbox:
     def __init__(
         self, max_bytes: int, ack_timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        import ray
-
         self._ray = ray
         self._max_bytes = max_bytes
         self._ack_timeout_s = ack_timeout_s

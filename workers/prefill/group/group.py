@@ -28,11 +28,11 @@ from ...replica import Replica
 from ...roles import Group, Stage
 from ...settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
 from ...tracing import SpanSink, Tracer, provider
+from .controller import PrefillController
 
 if TYPE_CHECKING:
     from ..stage.chunk_cost import ModelWork
     from ..stage.stage import PrefillStage
-    from .controller import PrefillController
 
 _SWITCH_S = 2e-4
 """The thread that launches may keep the reporting thread waiting for so long."""
@@ -134,8 +134,6 @@ class ControllerActor(Leaving):
         pairing: str,
         spans: SpanSink,
     ) -> None:
-        from .controller import PrefillController
-
         self._nodes, self._pairing = nodes, pairing
         self._stages = stages
         self._compilations: Phases = ()
