@@ -3,7 +3,7 @@
     python -m deltafront.benchmarks.service_overhead [--config deploy/config/demo.yaml] [--repeats 3]
 
 The prompt, chunks, method and number of threads are the same. "One process" is
-`local_group` twice: as one stage that uses all the threads (no pipeline at all), and with the
+`in_process` twice: as one stage that uses all the threads (no pipeline at all), and with the
 service's own stages (as threads of one process, activations by queue). Neither has Ray, gRPC or a hand-off.
 The ratio of medians says what the service costs; resident memory of all its processes is read while it
 serves. Prints a table and writes benchmarks/results/service_overhead.json.
