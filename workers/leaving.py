@@ -14,7 +14,7 @@ class Leaving(ABC):
     hosted: Any
 
     settled_s = 2.5
-    """Nothing must have been here for so long: doors check once a second, so a request may still come."""
+    """An actor must have been idle for so long: doors check once a second, so a request may still come."""
     draining = False
     _renewed = False
 

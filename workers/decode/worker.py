@@ -65,8 +65,8 @@ class DecodeActor(Leaving):
 
 class DecodeReplica(Replica):
     """The Serve deployment that owns one decode actor, its `head`. Deploy it with `placement(config)` and
-    `ray_actor_options={"num_cpus": REPLICA_CPUS}`. It is made once the model is loaded, and raises what
-    loading raises, inside Ray's error."""
+    `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The constructor returns once the model is loaded. It
+    raises what loading raises, inside Ray's error."""
 
     def __init__(
         self,

@@ -29,8 +29,8 @@ def page_returns(leases: Iterable[tuple[float, Iterable[int]]]) -> list[PageRetu
 def seconds_until_room(
     pages: int, free: int, returns: Iterable[PageReturn], ahead: Sequence[int], reservation_s: float
 ) -> float | None:
-    """Seconds until `pages` pages are free behind reservations of `ahead` pages each, which then hold them
-    for reservation_s; None if never. Pure."""
+    """Return the seconds until `pages` pages are free behind reservations of `ahead` pages each, which then
+    hold them for reservation_s; None if never. Pure."""
     ends, now = list(returns), 0.0
     heapq.heapify(ends)
     for wanted in (*ahead, pages):

@@ -58,9 +58,12 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """A rule's thresholds, [layer][query head], called `amounts` in the file. density: a request asks for it:
-    the mean share of causal tiles at the longest prompts. density_at_length: the same at prompts of `tokens`,
-    called `share` in the file."""
+    """A rule's thresholds, [layer][query head], called `amounts` in the file.
+
+    Args:
+        density: A request asks for it: the mean share of causal tiles at the longest prompts.
+        density_at_length: The same at prompts of `tokens`, called `share` in the file.
+    """
 
     density: Annotated[float, Field(gt=0, le=1)]
     tokens: Count
@@ -126,8 +129,8 @@ class Profile(_Section):
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
-        """Add levels in place of those of the same method, options, density and length. texts: they were made
-        on."""
+        """Add levels in place of those of the same method, options, density and length. texts: the texts that
+        the levels were made on."""
         families = {_key(levels): levels for levels in self.prefill}
         key = _key(made)
         old = families[key].levels if key in families else ()

@@ -21,7 +21,7 @@ from .stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
 KEYS_AT_ONCE = 1 << 17
-"""Bounds memory."""
+"""Keys that are scored at once, so that memory is bounded."""
 
 
 class BlockAttention:
@@ -81,7 +81,8 @@ def recompute(
     """Compute the blocks' K and V in all layers, with dense attention over everything before.
 
     Args:
-        blocks: Complete blocks, ascending; ids_P: their tokens.
+        ids_P: The blocks' tokens.
+        blocks: Complete blocks, ascending.
         kv_rows: Where a layer's new K and V go.
         context: Called next, returns k_GSD and v_GSD of all tokens before the last block, then of the blocks.
     """

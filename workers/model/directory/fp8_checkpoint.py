@@ -16,7 +16,7 @@ from typing import Any
 from .json_files import ModelError, read_json_or_empty
 
 E4M3 = "F8_E4M3"
-"""In safetensors."""
+"""The dtype's name in safetensors."""
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 _OTHER_SCALES = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 _SERVED = "take the model in 16 bits, or in FP8 (compressed-tensors, ModelOpt, or blocks of 128 × 128)"

@@ -290,8 +290,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _biases(raw: Mapping[str, Any], architecture: str) -> tuple[bool, bool, bool]:
-    """Whether queries, keys and values, the attention's output, and the MLP have biases, as transformers
-    takes it."""
+    """Say whether queries, keys and values, the attention's output, and the MLP have biases. A missing key
+    means what transformers takes it for."""
     seed = architecture == "SeedOssForCausalLM"
     attention, mlp = bool(raw.get("attention_bias", seed)), bool(raw.get("mlp_bias"))
     output = bool(raw.get("attention_out_bias")) if seed else attention

@@ -194,8 +194,8 @@ def _stage_error(number: int, failure: Failure) -> Exception:
 
 class PrefillGroup(Replica):
     """The Serve deployment that owns one group's actors. `head` is the controller. Deploy it with
-    `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. It is made once every stage has
-    loaded, and raises what loading raises, inside Ray's error."""
+    `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The constructor returns once every
+    stage has loaded. It raises what loading raises, inside Ray's error."""
 
     def __init__(
         self,
