@@ -25,7 +25,7 @@ AWAY_S = 20.0
 ALONE = {
     "prefill": {"groups": 1, "stages": 1, "node_labels": {LABEL: "all"}},
     "decode": {"workers": 1, "node_labels": {LABEL: "all"}},
-    "door": {"replicas": 1, "node_labels": {LABEL: "all"}},
+    "door": {"replicas": 1, "node_labels": {LABEL: "all"}, "host": "0.0.0.0"},  # a node has its own address
 }
 
 
