@@ -67,6 +67,12 @@ class DeadlineExceeded(DeltafrontError):
     code = Code.DEADLINE_EXCEEDED
 
 
+class TooSlow(DeltafrontError):
+    """The request itself did not arrive in time."""
+
+    code = Code.DEADLINE_EXCEEDED
+
+
 class Unauthenticated(DeltafrontError):
     """No token, or one that the server does not know."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -41,7 +42,7 @@ def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
 def text_of(data: bytes, number: int) -> str:
     """Find a text among a message's first fields; empty if there is none."""
     text, at = b"", 0
-    try:
+    with contextlib.suppress(ValueError):  # what was found before it stands
         for _ in range(_SEARCHED_FIELDS):
             if at >= len(data):
                 break
@@ -54,6 +55,7 @@ def text_of(data: bytes, number: int) -> str:
             elif wire == _VARINT:
                 _, at = _varint(data, at)
             at += size + {_FIXED32: 4, _FIXED64: 8}.get(wire, 0)
+    try:
         return text.decode()
     except ValueError:
         return ""

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...workers.messages.events import Progress, Token, Usage
-from ..errors import DeltafrontError, Unavailable
+from ..errors import Cancelled, DeltafrontError, Overloaded, TooSlow, Unavailable
 from ..request.accepted import Accepted
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
 from ..request.handler import Headers, RequestHandler
@@ -78,7 +78,6 @@ class HttpDoor:
             exception_handlers={
                 DeltafrontError: _models_error,
                 HTTPException: _not_served,
-                ClientDisconnect: _client_left,
             },
         )
 
@@ -117,10 +116,12 @@ class HttpDoor:
             body = await self._body(request)
         except DeltafrontError as error:
             body = error
+        except ClientDisconnect:
+            body = Cancelled("the client left while it sent the request")
         return _Completion(self._requests, reply, request.headers.items(), body, self._keep_alive_s)
 
     async def _body(self, request: Request) -> bytes:
-        """Raises Unauthenticated or Overloaded before it reads, and HTTPException."""
+        """Raises Unauthenticated or Overloaded before it reads, TooSlow, and ClientDisconnect."""
         length, body = request.headers.get("content-length", ""), list[bytes]()
         expected, size = int(length) if length.isdecimal() else 0, 0
         self._check_length(expected)
@@ -134,13 +135,13 @@ class HttpDoor:
                         held.grow(size)
                         body.append(part)
             except TimeoutError:
-                raise HTTPException(408, f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
+                raise TooSlow(f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
         return b"".join(body)
 
     def _check_length(self, size: int) -> None:
         limit = min(self._max_body_bytes, _JSON_BYTES * self._requests.max_request_bytes)
         if size > limit:
-            raise HTTPException(413, f"the request is longer than {limit} bytes")
+            raise Overloaded(f"the request is longer than {limit} bytes")
 
 
 class _Completion:
@@ -278,7 +279,3 @@ class _StripTrailingSlash:
         if len(path) > 1 and path.endswith("/"):
             scope = {**scope, "path": path.rstrip("/") or "/"}
         await self._app(scope, receive, send)
-
-
-async def _client_left(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)

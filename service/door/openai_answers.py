@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...workers.messages.events import FinishReason, Usage
-from ..errors import Code, DeadlineExceeded, DeltafrontError, InvalidArgument, Overloaded, TooLong
+from ..errors import Code, DeadlineExceeded, DeltafrontError, InvalidArgument, Overloaded, TooLong, TooSlow
 from ..request.answers import GenerateFinished, ServerInfo
 from ..request.calls import GenerateRequest
 from .openai_requests import StreamOptions, UnknownModel, read_chat, read_text
@@ -160,6 +160,8 @@ def _classify(error: DeltafrontError) -> tuple[int, str, str | None]:
     """An error that no waiting helps against is not OpenAI's rate limit."""
     if isinstance(error, Overloaded) and error.retry_after_s is None:
         return 413, _CLIENT_ERROR, "request_too_large"
+    if isinstance(error, TooSlow):
+        return 408, _CLIENT_ERROR, None
     return _STATUSES[error.code]
 
 

@@ -8,6 +8,8 @@ gRPC reads a request into memory before it calls a method, and keeps it until th
 that takes a stream of requests asks for each instead. So every method is registered as one, and takes the
 first. No more are read at once than have room, and a client has bounded time to send.
 
+A request that ends before a door has it leaves its line in the audit log here.
+
 They also answer in Ray's words where a door cannot be called: it died, or is being stopped. Serve puts its
 own functions into a handler with the handler's `_replace`, so that is where these are wrapped: a status that
 the door did not give becomes UNAVAILABLE with a plain sentence.
@@ -20,6 +22,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -29,7 +32,8 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ..errors import DeadlineExceeded, DeltafrontError, InvalidArgument, Overloaded
+from ..errors import Code, DeltafrontError, InvalidArgument, Overloaded, TooSlow
+from ..request.audit import Audit
 from ..request.callers import RETRY_S
 from .fields import has_more_fields, text_of
 from .status import details, is_ours, not_ours, status, trailers
@@ -48,6 +52,8 @@ _WAIT_S = 10.0
 """How long a call waits until others have been received."""
 _RECEIVE_S = 60.0
 """How long a client may take to send a message."""
+_ENDED_S = 0.1
+"""In which gRPC cancels a call that it has ended: requests seem to be over first."""
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
 _M = TypeVar("_M", bound=Message)
@@ -61,6 +67,7 @@ class Sent(Generic[_M]):
 
     kind: type[_M]
     data: bytes = dataclasses.field(repr=False)
+    was_read: bool = False
 
     @property
     def size(self) -> int:
@@ -74,7 +81,7 @@ class Sent(Generic[_M]):
 
     def read(self) -> _M:
         """Raises InvalidArgument for what is not valid protobuf, or holds text that is not UTF-8."""
-        data, self.data = self.data, b""
+        data, self.data, self.was_read = self.data, b"", True
         name = self.kind.DESCRIPTOR.name
         try:
             if has_more_fields(data, self.kind.DESCRIPTOR, _MAX_FIELDS):
@@ -104,10 +111,36 @@ class Receiving:
                 async for request in requests:
                     return request
         except TimeoutError:
-            raise DeadlineExceeded(f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
+            raise TooSlow(f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
         finally:
             self._places.release()
+        await asyncio.sleep(_ENDED_S)
         raise InvalidArgument("request", "is missing")
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Takes a method's requests, and notes those that no door gets. rpc: empty for health checks, which have
+    no lines."""
+
+    rpc: str
+    receiving: Receiving
+
+    async def request(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        """A call's request, or None if it was refused."""
+        began = time.monotonic()
+        try:
+            return await self.receiving.first(requests)
+        except DeltafrontError as error:
+            _refuse(context, error)
+            self.note(error.code, began)
+        except asyncio.CancelledError:  # it left, or its message is longer than gRPC takes
+            self.note(Code.CANCELLED, began)
+            raise
+
+    def note(self, code: Code, began: float) -> None:
+        if self.rpc:
+            Audit(self.rpc).write(code.value, time.monotonic() - began)
 
 
 @dataclass(frozen=True)
@@ -117,7 +150,7 @@ class _Handler:
     request_deserializer: Callable[[bytes], Any]
     response_serializer: Callable[[Any], bytes] | None
     response_streaming: bool
-    receiving: Receiving
+    arrival: _Arrival
     stream_unary: _Unary | None = None
     stream_stream: _Stream | None = None
     unary_unary: Any = None
@@ -127,8 +160,10 @@ class _Handler:
     def _replace(self, **changes: Any) -> _Handler:
         """Call with the first request of a stream what Serve would call with one request."""
         unary, stream = changes.pop("unary_unary", None), changes.pop("unary_stream", None)
-        changes["stream_unary"] = unary and _received_unary(_plain_unary(unary), self.receiving)
-        changes["stream_stream"] = stream and _received_stream(_plain_stream(stream), self.receiving)
+        changes["stream_unary"] = unary and _received_unary(_plain_unary(unary, self.arrival), self.arrival)
+        changes["stream_stream"] = stream and _received_stream(
+            _plain_stream(stream, self.arrival), self.arrival
+        )
         return dataclasses.replace(self, **changes)
 
 
@@ -147,24 +182,24 @@ def add_health_to_server(servicer: Any, server: Any, receiving: Receiving | None
 
 def _add(service: Any, messages: Any, servicer: Any, server: Any, receiving: Receiving | None) -> None:
     receiving = receiving or Receiving(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
-    handlers: dict[str, Any] = {
-        method.name: _Handler(
+    handlers: dict[str, Any] = {}
+    for method in service.methods:
+        arrival = _Arrival(method.name if service is SERVICE else "", receiving)
+        handlers[method.name] = _Handler(
             _unread(getattr(messages, method.input_type.name)),
             getattr(messages, method.output_type.name).SerializeToString,
             method.server_streaming,
-            receiving,
-            **_behaviour(method.server_streaming, getattr(servicer, method.name), receiving),
+            arrival,
+            **_behaviour(method.server_streaming, getattr(servicer, method.name), arrival),
         )
-        for method in service.methods
-    }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-def _behaviour(streaming: bool, behaviour: Any, receiving: Receiving) -> dict[str, Any]:
+def _behaviour(streaming: bool, behaviour: Any, arrival: _Arrival) -> dict[str, Any]:
     if streaming:
-        return {"stream_stream": _received_stream(_filled(behaviour), receiving)}
-    return {"stream_unary": _received_unary(behaviour, receiving)}
+        return {"stream_stream": _received_stream(_filled(behaviour), arrival)}
+    return {"stream_unary": _received_unary(behaviour, arrival)}
 
 
 def _unread(kind: type[_M]) -> Callable[[bytes], Sent[_M]]:
@@ -174,24 +209,18 @@ def _unread(kind: type[_M]) -> Callable[[bytes], Sent[_M]]:
     return sent
 
 
-def _received_unary(behaviour: _Unary, receiving: Receiving) -> _Unary:
+def _received_unary(behaviour: _Unary, arrival: _Arrival) -> _Unary:
     async def unary(requests: AsyncIterator[Any], context: Any) -> Any:
-        try:
-            request = await receiving.first(requests)
-        except DeltafrontError as error:
-            _refuse(context, error)
-            return b""
-        return await behaviour(request, context)
+        request = await arrival.request(requests, context)
+        return b"" if request is None else await behaviour(request, context)
 
     return unary
 
 
-def _received_stream(behaviour: _Stream, receiving: Receiving) -> _Stream:
+def _received_stream(behaviour: _Stream, arrival: _Arrival) -> _Stream:
     async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        try:
-            request = await receiving.first(requests)
-        except DeltafrontError as error:
-            _refuse(context, error)
+        request = await arrival.request(requests, context)
+        if request is None:
             return
         async with contextlib.aclosing(behaviour(request, context)) as messages:  # type: ignore[type-var]
             del request
@@ -208,21 +237,21 @@ def _refuse(context: Any, error: DeltafrontError) -> None:
     context.set_trailing_metadata(trailers(error))
 
 
-def _plain_unary(behaviour: _Unary) -> _Unary:
+def _plain_unary(behaviour: _Unary, arrival: _Arrival) -> _Unary:
     async def unary(request: Any, context: Any) -> Any:
         answer: Any = b""
-        with _plain_words(context):
+        with _plain_words(request, context, arrival):
             answer = await behaviour(request, context)
         return answer
 
     return unary
 
 
-def _plain_stream(behaviour: _Stream) -> _Stream:
+def _plain_stream(behaviour: _Stream, arrival: _Arrival) -> _Stream:
     filled = _filled(behaviour)
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        with _plain_words(context):
+        with _plain_words(request, context, arrival):
             async for message in filled(request, context):
                 yield message
 
@@ -242,8 +271,9 @@ def _filled(behaviour: _Stream) -> _Stream:
 
 
 @contextlib.contextmanager
-def _plain_words(context: Any) -> Iterator[None]:
+def _plain_words(request: Any, context: Any, arrival: _Arrival) -> Iterator[None]:
     """Replace a status of Serve's. Nothing is raised: gRPC would show the exception's text."""
+    began = time.monotonic()
     try:
         yield
     except Exception:
@@ -255,3 +285,5 @@ def _plain_words(context: Any) -> Iterator[None]:
             code, details = not_ours(context.code())
             context.set_code(code)
             context.set_details(details)
+            if not request.was_read:
+                arrival.note(Code[code.name], began)
