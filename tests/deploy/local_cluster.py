@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -132,8 +133,15 @@ class LocalCluster:
         return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def remove(self, number: int) -> None:
-        """As a machine goes: all its processes at once."""
-        self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
+        """As a machine goes: all its processes at once. Agents would notice half a minute later, and have
+        their ports until then."""
+        node = self._nodes.pop(number)
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        children = raylet.children(recursive=True)
+        self._cluster.remove_node(node, allow_graceful=False)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
     @property
     def dashboard(self) -> str:
