@@ -156,7 +156,9 @@ def test_rows_replace_and_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         results.write(Row("soak", 1, 0), add=False, path=path)
     content = json.loads(path.read_text())
     assert content["commit"] == "ghi"
-    assert [one["note"] for one in content["rows"]] == ["n; commit abc", "commits x, y", ""], "of which commit each is"
+    assert [one["note"] for one in content["rows"]] == ["n; commit abc", "commits x, y", ""], (
+        "of which commit each is"
+    )
 
 
 def test_every_field_of_every_request_is_fuzzed() -> None:
