@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import re
@@ -19,7 +20,9 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from ray._private import services
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
+from ray.scripts import scripts
 
 from deltafront.service import app
 from deltafront.service.client import cli
@@ -185,6 +188,24 @@ def test_what_is_written_lies_on_a_volume_that_can_be_written(overlay: str) -> N
         assert Path(path).is_relative_to("/var/cache/deltafront")
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_a_pod_of_rays_writes_is_its_users_alone(overlay: str, tmp_path: Path) -> None:
+    """An emptyDir itself has mode 0777: each is mounted by a folder in it, which is made first."""
+    for name, template in templates(overlay).items():
+        spec, folder = template["spec"], tmp_path / name
+        first = spec["initContainers"][0]
+        at = {mount["name"]: folder / mount["mountPath"].strip("/") for mount in first["volumeMounts"]}
+        assert set(at) == {volume["name"] for volume in spec["volumes"] if "emptyDir" in volume}
+        for volume in at.values():
+            volume.mkdir(parents=True)
+            volume.chmod(0o777)
+        program, *words = first["command"]
+        subprocess.run([program, *(f"{folder}{one}" if one[0] == "/" else one for one in words)], check=True)
+        for mount in container(template)["volumeMounts"]:
+            if mount["name"] in at:
+                assert (at[mount["name"]] / mount["subPath"]).stat().st_mode & 0o777 == 0o700
+
+
 def written_volumes(template: Object) -> set[str]:
     mounts = container(template)["volumeMounts"]
     return {mount["mountPath"] for mount in mounts if not mount.get("readOnly")}
@@ -195,6 +216,15 @@ def test_secrets_are_files_that_only_the_pods_group_reads(overlay: str) -> None:
     for template in pod_templates(overlay).values():
         for volume in template["spec"].get("volumes", []):
             assert "secret" not in volume or volume["secret"]["defaultMode"] == 0o440
+
+
+def test_ray_has_no_way_for_redis_password_but_arguments() -> None:
+    """docs/deploy.md says so. When this fails, there may be one."""
+    assert "--redis_password={redis_password}" in inspect.getsource(services.start_gcs_server)
+    assert "--redis-password={redis_password}" in inspect.getsource(services.start_raylet)
+    assert "envvar" not in inspect.getsource(scripts)
+    with pytest.raises(TypeError):
+        services.get_address("redis://:secret@redis:6379")
 
 
 def test_redis_gets_its_password_and_nobody_sees_it_in_the_arguments(tmp_path: Path) -> None:
