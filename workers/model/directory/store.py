@@ -6,12 +6,14 @@ become bf16, which rounds an order of magnitude finer than 4 to 6 bits.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from .json_files import ModelError, read_json
@@ -26,6 +28,9 @@ INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _FORMAT = 2
 """Raise it when a conversion's result changes."""
+_CONVERTED, _UNFINISHED = re.compile(r"[0-9a-f]{16}-v(\d+)"), ".preparing-"
+_UNREAD_S = 7 * 24 * 3600.0
+"""An older version may still serve what it has converted. So long after it was last read, nobody does."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -38,7 +43,7 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
 
     Args:
         model: A local directory or .gguf file, DEFAULT_MODEL, or a hub id.
-        cache: For converted GGUF files; by default ~/.cache/deltafront/models.
+        cache: For converted GGUF files; by default deltafront/models in XDG_CACHE_HOME, or in ~/.cache.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -119,9 +124,10 @@ def embedded_gguf() -> Path:
 
 
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
-    """Convert a GGUF file unless the cache has it. An atomic rename publishes it, so many processes may do so
-    at once. Raises ModelError."""
-    root = Path.home() / ".cache" / "deltafront" / "models" if cache is None else Path(cache)
+    """Convert a GGUF file unless the cache has it, and remove what nobody reads any more. An atomic rename
+    publishes a conversion, so many processes may do so at once. Raises ModelError."""
+    root = _models_cache() if cache is None else Path(cache)
+    _sweep(root)
     target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
@@ -129,7 +135,7 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
 
     try:
         root.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=root))
+        work = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
         try:
             convert_gguf(path, work)
             _open_to_readers(work)
@@ -138,8 +144,34 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
             shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         if not target.is_dir():
-            raise ModelError(f"{path} cannot be converted into {root}: {error.strerror or error}") from error
+            reason = f"{path} cannot be converted into {root}: {error.strerror or error}"
+            raise ModelError(f"{reason} (XDG_CACHE_HOME names another folder than ~/.cache)") from error
     return target
+
+
+def _models_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltafront" / "models"
+
+
+def _sweep(root: Path) -> None:
+    """Remove conversions of older formats, and those that a killed process left unfinished."""
+    with contextlib.suppress(OSError):  # there is no cache, this process may not, or another one does it
+        for path in root.iterdir():
+            if _is_old(path.name) and time.time() - _last_read(path) > _UNREAD_S:
+                gone = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
+                path.rename(gone)  # at once: nobody finds half of it
+                shutil.rmtree(gone)
+
+
+def _is_old(name: str) -> bool:
+    converted = _CONVERTED.fullmatch(name)
+    return int(converted[1]) < _FORMAT if converted else name.startswith(_UNFINISHED)
+
+
+def _last_read(directory: Path) -> float:
+    """When a file of it was last read or written, in seconds since the epoch."""
+    files = [path.stat() for path in directory.iterdir()]
+    return max(directory.stat().st_mtime, *(max(file.st_atime, file.st_mtime) for file in files), 0.0)
 
 
 def _open_to_readers(work: Path) -> None:

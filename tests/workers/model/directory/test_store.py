@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -152,8 +154,40 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(model_file: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match=r"cannot be converted into .*file/cache: Not a directory$"):
+    with pytest.raises(ModelError, match=r"cannot be converted into .*file/cache: Not a directory \("):
         model_store.model_directory(str(model_file), tmp_path / "file" / "cache")
+
+
+def test_a_home_that_cannot_be_written_is_one_line_that_says_what_to_set(
+    model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ModelError, match="XDG_CACHE_HOME names another folder") as caught:
+        model_store.model_directory(str(model_file))
+    assert "\n" not in str(caught.value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = model_store.model_directory(str(model_file))
+    assert found.parent == tmp_path / "cache" / "deltafront" / "models"
+
+
+def test_conversions_that_nobody_reads_any_more_are_removed(model_file: Path, tmp_path: Path) -> None:
+    """Of older formats, and of killed processes; not newer ones, or what is no conversion."""
+    now = model_store._FORMAT
+    gone = {f"{'0a' * 8}-v{now - 1}", ".preparing-x"}
+    kept = {f"{'0b' * 8}-v{now}", f"{'0c' * 8}-v{now + 1}", "mine-v1"}
+    read = {f"{'0d' * 8}-v{now - 1}", ".preparing-y"}
+    long_ago = time.time() - model_store._UNREAD_S - 9
+    for name in gone | kept | read:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        for path in (tmp_path / name / "config.json", tmp_path / name):
+            os.utime(path, (long_ago, long_ago))
+    for name in read:
+        os.utime(tmp_path / name / "config.json", (time.time(), long_ago))
+    found = model_store.model_directory(str(model_file), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {found.name} | kept | read
 
 
 def test_concurrent_conversions_end_in_one_directory(
