@@ -15,6 +15,9 @@ from pathlib import Path
 LONGEST_HEADERS = 16_384
 """Bytes; longer ones get 431. A head of more than _BUFFER gets 400, and no words of ours."""
 _BUFFER = 65_536
+RECEIVE_S = 60
+"""How long a client may take to send the head of a request: as long as for its body, which the door waits
+for. HAProxy would wait as long as bytes come, and it holds 4,096 clients. Its 408 has no words of ours."""
 _HTTP = "frontend http_frontend"
 _UNAVAILABLE = "no door can answer: it died, or is starting; try again"
 _BAD = (
@@ -36,7 +39,8 @@ def changed(config: str, folder: Path) -> str:
 
 
 def _goes(line: str) -> bool:
-    return line.endswith(_MARK) or line.lstrip().startswith(("errorfile ", "tune.bufsize "))
+    ours = ("errorfile ", "tune.bufsize ", "timeout http-request ")
+    return line.endswith(_MARK) or line.lstrip().startswith(ours)
 
 
 def _after(line: str, folder: Path) -> list[str]:
@@ -45,7 +49,8 @@ def _after(line: str, folder: Path) -> list[str]:
         return [f"tune.bufsize {_BUFFER}"]
     if line == "defaults":
         bad, gone = folder / "400.http", folder / "503.http"
-        return [f"errorfile 400 {bad}", *(f"errorfile {status} {gone}" for status in (502, 503, 504))]
+        answers = [f"errorfile 400 {bad}", *(f"errorfile {status} {gone}" for status in (502, 503, 504))]
+        return [f"timeout http-request {RECEIVE_S}s", *answers]
     if line == _HTTP:
         words = f"the headers are longer than {LONGEST_HEADERS} bytes"
         other = "!{ res.hdr(content-type) -m beg application/json }"

@@ -163,6 +163,7 @@ class _Completion:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, size = self._reply, len(self._body) if isinstance(self._body, bytes) else 0
+        unread = isinstance(self._body, DeltafrontError)  # the body may still be coming; nobody waits for it
         try:
             async with self._requests.accept(
                 "Generate", self._headers, request_id=reply.request_id, size=size
@@ -173,6 +174,8 @@ class _Completion:
         except DeltafrontError as error:
             response = _error_response(error, reply.endpoint.source)
             response.headers["x-request-id"] = reply.request_id  # the audit log has it too
+            if unread:
+                response.headers["connection"] = "close"
             await response(scope, receive, send)
 
     def _begin(self, accepted: Accepted) -> tuple[StreamOptions | None, AsyncGenerator[RequestEvent, None]]:

