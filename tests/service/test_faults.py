@@ -288,11 +288,11 @@ def test_a_queue_that_looks_full_is_asked_before_pages_are_taken(
     """A refusal is then one question; a group that has a place meanwhile, or another one, is taken."""
     first, second = house.group, house.add_group("prefill:g1")
     for full in (first, second):
-        full.full_with, full.waiting_tokens = busy(7.0 if full is first else 3.0), 100
+        full.full_with, full.waiting_tokens = busy(6.0 if full is first else 3.0), 100
     house.loop.run(house.fleet.refresh())
     with pytest.raises(Overloaded, match="64 prompts wait already") as caught:
         list(client.generate(PROMPT))
-    assert caught.value.retry_after_s == 3.0
+    assert caught.value.retry_after_s == 2.0, "one of both has a place by then"
     assert not house.decode.reservations and not first.jobs and not second.jobs
     second.full_with = None  # and the door does not know yet
     text, *_ = collect(client.generate(PROMPT, max_tokens=4))

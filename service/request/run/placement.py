@@ -85,7 +85,14 @@ async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: P
         if refusal is None:
             return tuple(groups[number:])
         refused.append(refusal)
-    raise refusal_error(soonest(refused))
+    raise refusal_error(_of_all_queues(refused))
+
+
+def _of_all_queues(refused: Sequence[Refused]) -> Refused:
+    """Their answers as one: whoever comes back finds a place in any of them."""
+    first = soonest(refused)
+    places_per_second = sum(1 / one.retry_after_s for one in refused if one.retry_after_s)
+    return replace(first, retry_after_s=1 / places_per_second) if places_per_second else first
 
 
 async def _reserve_on_any(

@@ -10,6 +10,7 @@ import pytest
 
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.requests import PrefillCancelled, RefusalReason, Refused
+from deltafront.workers.prefill.group import request_table
 from deltafront.workers.settings import PrefillConfig
 
 from ..timeless import timeless
@@ -97,7 +98,11 @@ async def test_a_full_queue_refuses_with_the_mean_time_until_its_next_place() ->
     assert 2560 / 256 / 3 / 2 <= refused.retry_after_s <= 2 * 2560 / 256 / 3, (
         "a chunk of 128 tokens takes 0.5 s"
     )
-    assert await controller.queue_refusal(1024) == refused, "asking and coming get the same answer"
+    for turn in range(2, 200):
+        next_one = await controller.queue_refusal(1024)
+        assert isinstance(next_one, Refused) and next_one.retry_after_s is not None
+        turns = pytest.approx(min(turn * refused.retry_after_s, request_table._LONGEST_TURN_S), rel=0.1)
+        assert next_one.retry_after_s == turns, "one after the other"
     await first
     assert await controller.queue_refusal(1024) is None
     await asyncio.gather(*others)

@@ -94,7 +94,7 @@ class PrefillController:
     async def queue_refusal(self, tokens: int) -> Refused | None:
         if self.failure:
             raise PrefillFailed(self.failure)
-        return self._requests.queue_refusal(tokens)
+        return self._requests.queue_refusal(tokens, self._clock())
 
     async def cancel(self, request_id: str) -> None:
         request = self._requests.find(request_id)

@@ -17,6 +17,9 @@ from . import schedule
 from .account import Pace, Throughput
 from .request import Request
 
+_LONGEST_TURN_S = 60.0
+"""Nobody is told to stay away for longer, however many are told: some never come back."""
+
 
 class PrefillRequests:
     """The requests by id, until their pages are free. Times are seconds of the controller's clock."""
@@ -31,6 +34,8 @@ class PrefillRequests:
         self._requests: dict[str, Request] = {}
         self._throughput = Throughput()
         self._pace = Pace(config.chunk_slack_s)
+        self._last_turn = 0.0
+        """When the last of those that were refused is to come back."""
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -42,7 +47,7 @@ class PrefillRequests:
         return self._requests.get(request_id)
 
     def admit(self, job: PrefillJob, now: float) -> Request | Refused:
-        refused = self._refusal(job) or self.queue_refusal(job.tokens)
+        refused = self._refusal(job) or self.queue_refusal(job.tokens, now)
         if refused is not None:
             return refused
         request = Request(job, self._stages, now, next(self._serials))
@@ -78,17 +83,18 @@ class PrefillRequests:
             return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=needed, free=pool.free)
         return None
 
-    def queue_refusal(self, tokens: int) -> Refused | None:
+    def queue_refusal(self, tokens: int, now: float) -> Refused | None:
+        """None if there is a place. Those that are refused are told to come back one after the other, as
+        places become free."""
         waiting = sum(not request.opened for request in self._live())
         if waiting < self._config.max_waiting:
             return None
-        message = f"{waiting} prompts wait already"
         return Refused(
             reason=RefusalReason.BUSY,
-            message=message,
+            message=f"{waiting} prompts wait already",
             needed=pages_for(tokens),
             free=self._pool.free,
-            retry_after_s=self._seconds_to_next_place(),
+            retry_after_s=self._next_turn(now),
         )
 
     def allowed(self, request: Request, command: ChunkCommand) -> float:
@@ -129,10 +135,15 @@ class PrefillRequests:
     def _unread(self) -> int:
         return sum(request.job.tokens - request.done for request in self._live())
 
-    def _seconds_to_next_place(self) -> float | None:
-        """The mean time between two prompts that are read; None while the rate is unknown."""
+    def _next_turn(self, now: float) -> float | None:
+        """Seconds until the next who is refused comes back: the mean time between two prompts that are read
+        after the one before. None while the rate is unknown."""
         rate = self._throughput.tokens_per_second
-        return self._unread / rate / len(self._live()) if rate > 0 else None
+        if rate <= 0:
+            return None
+        between = self._unread / rate / len(self._live())
+        self._last_turn = min(max(self._last_turn, now) + between, now + _LONGEST_TURN_S)
+        return self._last_turn - now
 
     def _live(self) -> list[Request]:
         return [request for request in self if not request.ended]
