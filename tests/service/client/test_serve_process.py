@@ -23,7 +23,7 @@ from deltafront.service.client import DeltafrontClient
 from deltafront.service.client.local_ray import check_ports
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ConfigError, load
-from deltafront.service.errors import InvalidArgument
+from deltafront.service.errors import DeltafrontError, InvalidArgument
 
 from ..inprocess import HANG_S, wait_until
 
@@ -113,7 +113,13 @@ def test_a_person_sees_where_it_is_and_its_log_has_every_request_until_rays_cont
             list(client.generate("x" * 20, max_tokens=1, request_id=name))
             with pytest.raises(InvalidArgument):
                 list(client.generate("x" * 20, temperature=-1, request_id=f"{name}-refused"))
-    every = dict.fromkeys(asked, "length") | {f"{name}-refused": "invalid_argument" for name in asked}
+        with pytest.raises(DeltafrontError):  # gRPC does not receive it, and no door reads its id
+            list(client.generate("x" * (17 << 20)))
+    every = (
+        {"": "cancelled"}
+        | dict.fromkeys(asked, "length")
+        | {f"{name}-refused": "invalid_argument" for name in asked}
+    )
     wait_until(lambda: len(audits(service)) >= len(every), "lines are missing")
     assert {one["request_id"]: one["finish"] for one in audits(service)} == every
     assert "ServeController" in log(service)
