@@ -67,10 +67,8 @@ class DeadlineExceeded(DeltafrontError):
     code = Code.DEADLINE_EXCEEDED
 
 
-class TooSlow(DeltafrontError):
-    """The request itself did not arrive in time."""
-
-    code = Code.DEADLINE_EXCEEDED
+class TooSlow(DeadlineExceeded):
+    """The request itself did not arrive in time, whatever its deadline."""
 
 
 class Unauthenticated(DeltafrontError):

@@ -179,7 +179,7 @@ def error_body(error: DeltafrontError, source: str) -> Json:
     """`source` replaces the contract's `prompt` and `append` in the message."""
     _status, kind, code = _classify(error)
     message, param = error.message.replace("the deadline", "timeout_s"), None
-    if isinstance(error, DeadlineExceeded):
+    if _is_late(error):
         param, message = "timeout_s", message.partition(";")[0]  # without words on clocks
     if isinstance(error, UnknownModel):
         param, code = "model", "model_not_found"
@@ -191,11 +191,16 @@ def error_body(error: DeltafrontError, source: str) -> Json:
     return error_object(message, kind, param, code)
 
 
+def _is_late(error: DeltafrontError) -> bool:
+    """Whether the client's own deadline ended the request."""
+    return isinstance(error, DeadlineExceeded) and not isinstance(error, TooSlow)
+
+
 def headers_of(error: DeltafrontError) -> dict[str, str]:
     """OpenAI's client tries again by itself unless it is told not to."""
     if error.retry_after_s is not None:
         return {"retry-after": str(math.ceil(max(error.retry_after_s, 0.0)))}
-    if isinstance(error, DeadlineExceeded):
+    if _is_late(error):
         return {"x-should-retry": "false"}
     return {"www-authenticate": "Bearer"} if error.code is Code.UNAUTHENTICATED else {}
 
