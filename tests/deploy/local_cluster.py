@@ -135,9 +135,10 @@ class LocalCluster:
     def remove(self, number: int) -> None:
         """As a machine goes: all its processes at once. Agents would notice half a minute later, and have
         their ports until then."""
-        node = self._nodes.pop(number)
-        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-        children = raylet.children(recursive=True)
+        node, children = self._nodes.pop(number), list[psutil.Process]()
+        with contextlib.suppress(psutil.NoSuchProcess):  # a drained node has ended
+            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+            children = raylet.children(recursive=True)
         self._cluster.remove_node(node, allow_graceful=False)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
