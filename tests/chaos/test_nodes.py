@@ -25,8 +25,8 @@ NODES = ("door", "prefill", "prefill", "decode", "decode")
 REMOVABLE = ((1, 2), (3, 4))
 """In turn, one of each. A client speaks to one door's node; a load balancer, not Deltafront, would choose
 another."""
-ALONE = {"prefill": {"cpus_per_stage": 0.6}, "decode": {"cpus": 1.2}}
-"""A node has two CPUs, so that each has one group or one worker."""
+ALONE = {"prefill": {"cpus_per_stage": 0.6}, "decode": {"cpus": 1.2}, "door": {"host": "0.0.0.0"}}
+"""A node has two CPUs, so that each has one group or one worker, and an address of its own."""
 
 
 class OnNodes(Service):
