@@ -18,7 +18,7 @@ from .account import Pace, Throughput
 from .request import Request
 
 _LONGEST_TURN_S = 60.0
-"""Nobody is told to stay away for longer, however many are told: some never come back."""
+"""Nobody is told to stay away for longer than that and than the next place takes: some never come back."""
 
 
 class PrefillRequests:
@@ -142,7 +142,7 @@ class PrefillRequests:
         if rate <= 0:
             return None
         between = self._unread / rate / len(self._live())
-        self._last_turn = min(max(self._last_turn, now) + between, now + _LONGEST_TURN_S)
+        self._last_turn = min(max(self._last_turn, now) + between, now + max(between, _LONGEST_TURN_S))
         return self._last_turn - now
 
     def _live(self) -> list[Request]:
