@@ -26,7 +26,7 @@ from .door.http_door import HttpDoor
 from .door.registration import MESSAGE_SIZE_VARIABLE
 from .door.tls import Gate, TlsPort
 from .exporter import Exporter
-from .fleet.dispatch import RayDirectory
+from .fleet.ray_directory import RayDirectory
 from .fleet.scaling import GroupsByBacklog, WorkersByLoad
 from .fleet.view import Fleet
 from .listening import joined

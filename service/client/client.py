@@ -35,8 +35,8 @@ from ..request.calls import (
     pack_ids,
 )
 from .address import check_address, mistaken
+from .credentials import Tls
 from .losses import Losses
-from .tls import Tls
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages ({"role": …, "content": …})."""

@@ -1,6 +1,6 @@
 """The workers as the door knows them: who is alive, how full they are, and what we keep alive there.
 
-Free of Ray; `workers/roles.py` says what workers can be asked, `links.py` how they are found.
+Free of Ray; `workers/roles.py` says what workers can be asked, `directory.py` how they are found.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from ...workers.messages.states import DecodeStats, GroupStats
 from ...workers.roles import DecodeWorker, Group, Leased
 from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
-from .crowd import Crowd
+from .directory import Directory, Found
 from .known import Charge, View, newest, without
-from .links import Directory, Found
 from .sessions import NO_SESSION
+from .single_flight import Crowd
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
 _T = TypeVar("_T")

@@ -24,8 +24,8 @@ import pytest
 import yaml
 
 from deltafront.service import listening
-from deltafront.service.client.local_ray import agent_ports, environment, inner_ports, slow_start
 from deltafront.service.config import ServiceConfig
+from deltafront.service.local.local_ray import agent_ports, environment, inner_ports, slow_start
 
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
@@ -126,7 +126,7 @@ class LocalCluster:
 
     def drain(self, number: int, deadline_s: int = 600) -> subprocess.Popen[str]:
         """What the node's pod runs before it ends; it goes on until nothing is left there."""
-        command = [sys.executable, "-m", "deltafront.service.client.cli", "drain"]
+        command = [sys.executable, "-m", "deltafront.service.cli.main", "drain"]
         command += ["--deadline-s", str(deadline_s), "--node-id", self._nodes[number].node_id]
         environment = os.environ | {"RAY_ADDRESS": self._cluster.address}
         return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

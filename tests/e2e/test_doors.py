@@ -25,8 +25,8 @@ from deltafront.service.client import (
     Progress,
     Token,
 )
-from deltafront.service.client.local_ray import inner_ports
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.local_ray import inner_ports
+from deltafront.service.local.server_process import LocalService
 
 from .conftest import Haystack, Sizes, Table
 from .wire import PATIENCE_S, Wire, text

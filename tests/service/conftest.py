@@ -112,7 +112,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Started once for its module: other modules start a Ray of their own."""
-    from deltafront.service.client.local_ray import running
+    from deltafront.service.local.local_ray import running
 
     folder = tmp_path_factory.mktemp("served")
     tokens = folder / "tokens"

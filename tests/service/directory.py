@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deltafront.service.fleet.links import Found
+from deltafront.service.fleet.directory import Found
 from deltafront.workers.roles import DecodeWorker, Group
 
 

@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from deltafront.service.cli.main import _settings, app
 from deltafront.service.client import DeltafrontClient, PrefillFinished
-from deltafront.service.client.cli import _settings, app
 from deltafront.service.config import ConfigError, ServiceConfig, load, parse
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.wiring import check_start

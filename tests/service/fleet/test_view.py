@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import pytest
 
 from deltafront.service.errors import NotFound, WorkerLost
+from deltafront.service.fleet.directory import Found
 from deltafront.service.fleet.known import Charge, View
-from deltafront.service.fleet.links import Found
 from deltafront.service.fleet.view import Fleet
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 

@@ -53,7 +53,7 @@ class LocalService:
         self._command = [
             sys.executable,
             "-m",
-            "deltafront.service.client.cli",
+            "deltafront.service.cli.main",
             "serve",
             "--config",
             str(config),

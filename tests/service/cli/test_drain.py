@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from deltafront.service.client import drain
-from deltafront.service.client.cli import app
-from deltafront.service.client.drain import DrainError, drained
+from deltafront.service.cli import drain
+from deltafront.service.cli.drain import DrainError, drained
+from deltafront.service.cli.main import app
 
 GROUP, STAGE, WORKER = "ServeReplica:deltafront:PrefillGroup", "StageActor", "DecodeActor"
 

@@ -17,9 +17,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deltafront import __version__
-from deltafront.service.client import DeltafrontClient, terminal
-from deltafront.service.client.cli import _settings, _with_ports, app
-from deltafront.service.client.size import SHAPES
+from deltafront.service.cli import terminal
+from deltafront.service.cli.main import _settings, _with_ports, app
+from deltafront.service.cli.size import SHAPES
+from deltafront.service.client import DeltafrontClient
 from deltafront.service.request.answers import ProfileInfo, Timings
 from deltafront.workers.settings import ModelSpec
 
@@ -182,7 +183,7 @@ def test_a_number_that_cannot_be_sent_is_one_line(
 
 def test_standard_input_that_is_no_text_is_named() -> None:
     """In a process of its own: in the locale of containers, Python's own reader would let it pass."""
-    command = [sys.executable, "-m", "deltafront.service.client.cli", "prefill", "-"]
+    command = [sys.executable, "-m", "deltafront.service.cli.main", "prefill", "-"]
     how = {"env": {**os.environ, "LC_ALL": "C.UTF-8"}, "timeout": HANG_S}
     done = subprocess.run(command, input=b"\xff", capture_output=True, check=False, **how)
     assert done.returncode == 1

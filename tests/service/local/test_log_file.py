@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from deltafront.service.client.log_file import default_log, output_to
 from deltafront.service.config import ConfigError
+from deltafront.service.local.log_file import default_log, output_to
 
 SERVE = """
 import os, subprocess, sys
 from pathlib import Path
-from deltafront.service.client.log_file import output_to
+from deltafront.service.local.log_file import output_to
 with output_to(Path(sys.argv[1])) as console:
     os.write(2, b"a fatal line of C++\\n")
     print("a line of Ray's")

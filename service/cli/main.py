@@ -18,15 +18,15 @@ from rich.console import Console
 from ... import __version__
 from ...workers.model.directory.json_files import ModelError
 from ...workers.settings import ModelSpec
+from ..client import DeltafrontClient, PrefillFinished, Progress
 from ..config import ConfigError, ServiceConfig, load, parse
+from ..local.log_file import default_log, output_to
+from ..local.start_errors import NotStarted
 from ..wiring import local_model
-from . import DeltafrontClient, PrefillFinished, Progress
 from .calibrate import calibrate_command
 from .chat import chat_command
 from .drain import drain_command
-from .log_file import default_log, output_to
 from .picture import picture_command
-from .reasons import NotStarted
 from .size import size_command
 from .terminal import (
     ADDRESS,
@@ -282,8 +282,8 @@ def _serve(settings: ServiceConfig, log: Path) -> None:
     """Until somebody stops it, which raises KeyboardInterrupt. Ends the command if the service ends by
     itself."""
     from ..listening import joined, reachable
-    from .exposure import exposed
-    from .local_ray import check_start, running
+    from ..local.exposure import exposed
+    from ..local.local_ray import check_start, running
 
     check_start(settings)  # before the log of a service that runs is replaced
     door = settings.door

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from deltafront.service.client import leftovers
+from deltafront.service.local import cleanup
 
 from ..inprocess import wait_until
 
 OWNER = """
 import os, subprocess, sys, tempfile, time
-from deltafront.service.client.leftovers import own_folder
+from deltafront.service.local.cleanup import own_folder
 tempfile.tempdir = sys.argv[1]
 with own_folder() as folder:
     child = [sys.executable, "-c", "import os, time; os.setsid(); time.sleep(1000)"]
@@ -40,7 +40,7 @@ class Owner:
 
     def heirs(self) -> list[int]:
         """Those that wait for its death."""
-        asked = f"{leftovers.__file__}\0{self.folder}\0".encode()
+        asked = f"{cleanup.__file__}\0{self.folder}\0".encode()
         return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if asked in read(p)]
 
     def kill(self) -> None:
@@ -88,12 +88,12 @@ def test_the_next_start_sweeps_what_is_left_where_the_heir_was_killed_too(
     owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert leftovers.sweep() == [], "its owner lives"
+    assert cleanup.sweep() == [], "its owner lives"
     for pid in owner.heirs():
         os.kill(pid, signal.SIGKILL)
     owner.kill()
     assert runs(owner.child) and owner.folder.exists()
-    assert leftovers.sweep() == [owner.folder]
+    assert cleanup.sweep() == [owner.folder]
     assert not runs(owner.child) and not owner.folder.exists()
 
 
@@ -101,14 +101,14 @@ def test_what_has_no_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
     """It may be being made, or is no service's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "deltafront-made").mkdir()
-    assert leftovers.sweep() == [] and (tmp_path / "deltafront-made").exists()
+    assert cleanup.sweep() == [] and (tmp_path / "deltafront-made").exists()
 
 
 def test_who_only_reads_there_is_not_ended(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("line\n")
     reader = subprocess.Popen(["tail", "-f", tmp_path / "log"], stdout=subprocess.DEVNULL)
     try:
-        assert reader.pid not in list(leftovers.processes(tmp_path))
+        assert reader.pid not in list(cleanup.processes(tmp_path))
     finally:
         reader.kill()
         reader.wait()

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..client import DeltafrontClient
 from ..errors import DeltafrontError, NotFound
 from ..request.answers import PrefillFinished
 from . import terminal
-from .client import DeltafrontClient
 from .terminal import ADDRESS, Address, Bearer, Method, Options, Recompute, Tls, err
 
 _Message = dict[str, str]

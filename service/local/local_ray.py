@@ -20,12 +20,12 @@ from ...workers.messages.states import NAMESPACE
 from .. import haproxy, listening
 from ..config import ConfigError, DoorConfig, ServiceConfig
 from ..listening import LOOPBACK
-from . import leftovers
+from . import cleanup
 from .exposure import listens
 from .machine import check_machine
-from .reasons import NotStarted, reason_of
-from .starting import until_answering, until_running
-from .watching import NEEDED, Watch
+from .ray_processes import NEEDED, Watch
+from .readiness import until_answering, until_running
+from .start_errors import NotStarted, reason_of
 
 _KEYS = {"gRPC": "grpc_port", "OpenAI": "http_port", "gRPC with TLS": "tls_port", "metrics": "metrics_port"}
 """By what `exposure.listens` calls it."""
@@ -91,7 +91,7 @@ def running(
     """
     check_start(settings)
     with (
-        leftovers.own_folder() as folder,
+        cleanup.own_folder() as folder,
         _variables(environment(settings, folder, haproxy_hosts(settings.door)) | listening.loopback()),
         listening.at_loopback(),
     ):
@@ -110,7 +110,7 @@ def running(
                 with contextlib.suppress(Exception):  # Serve may be gone; stopping goes on
                     serve.shutdown()
             else:
-                leftovers.end_processes(folder)
+                cleanup.end_processes(folder)
                 _last_words(folder / "ray")
             ray.shutdown()
 
@@ -128,9 +128,9 @@ def check_start(settings: ServiceConfig) -> None:
     ConfigError for libraries and GPUs that are not there, and for a port that is taken and does not become
     free as it does when a killed service dies."""
     check_sockets(tempfile.gettempdir())
-    leftovers.sweep()
+    cleanup.sweep()
     check_machine(settings)
-    until = time.monotonic() + leftovers.DYING_S
+    until = time.monotonic() + cleanup.DYING_S
     while True:
         try:
             return check_ports(settings)

@@ -11,7 +11,7 @@ from deltafront.service.client import DeltafrontClient
 
 from ..inprocess import House
 from ..test_requests import expected, ids, nothing_left
-from .test_cli import run
+from .test_main import run
 
 DOCUMENT = "a document " * 30
 READ = f"[s:be nice][u:{DOCUMENT}]"

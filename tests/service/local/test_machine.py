@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from deltafront.service.client import machine
-from deltafront.service.client.machine import check_machine
 from deltafront.service.config import ConfigError, ServiceConfig, parse
+from deltafront.service.local import machine
+from deltafront.service.local.machine import check_machine
 
 from ..test_config import content
 

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ..config import DoorConfig
 from ..listening import joined, reachable
 from .exposure import listens
-from .reasons import NotStarted, final, reason_of
+from .start_errors import NotStarted, final, reason_of
 
 _LOOK_S = 0.1
 _ANSWER_S = 5.0

@@ -19,6 +19,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ...workers.messages.events import Progress, Token, Usage
+from ..client import DeltafrontClient
 from ..errors import (
     DeadlineExceeded,
     DeltafrontError,
@@ -29,7 +30,6 @@ from ..errors import (
     Unavailable,
 )
 from ..request.answers import GenerateFinished, ProfileInfo, ServerInfo, Timings
-from .client import DeltafrontClient
 
 _WORTH_SHOWING_S = 0.0005
 _STAGES_A_TABLE = 5

@@ -20,10 +20,10 @@ import torch
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.setup import Setup
 from deltafront.service.client import DeltafrontClient
-from deltafront.service.client.local_ray import check_ports
-from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ConfigError, load
 from deltafront.service.errors import InvalidArgument
+from deltafront.service.local.local_ray import check_ports
+from deltafront.service.local.server_process import LocalService
 
 from ..inprocess import HANG_S, wait_until
 

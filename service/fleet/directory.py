@@ -1,4 +1,4 @@
-"""How the door finds workers: their roles are `workers/roles.py`'s, the Ray form is in `dispatch.py`.
+"""How the door finds workers: their roles are `workers/roles.py`'s, the Ray form is in `ray_directory.py`.
 
 Any object that plays a role is a worker, in this process too. Every call raises WorkerLost when the worker is
 gone, and WorkerFailed when it says that the request failed.

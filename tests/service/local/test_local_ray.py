@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from deltafront.service.client import leftovers
-from deltafront.service.client.local_ray import (
+from deltafront.service.config import ConfigError, parse
+from deltafront.service.local import cleanup
+from deltafront.service.local.local_ray import (
     _START_S,
     PROXY_PERIOD_S,
     _begin_serve,
@@ -32,8 +33,7 @@ from deltafront.service.client.local_ray import (
     inner_ports,
     slow_start,
 )
-from deltafront.service.client.reasons import NotStarted
-from deltafront.service.config import ConfigError, parse
+from deltafront.service.local.start_errors import NotStarted
 
 from ..test_config import content
 
@@ -251,10 +251,10 @@ def test_a_port_of_what_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
         taken.listen()
         port = taken.getsockname()[1]
         settings = parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026))
-        monkeypatch.setattr(leftovers, "DYING_S", 0.01)
+        monkeypatch.setattr(cleanup, "DYING_S", 0.01)
         with pytest.raises(ConfigError, match=r"^door.http_port"):
             check_start(settings)
-        monkeypatch.setattr(leftovers, "DYING_S", 60.0)
+        monkeypatch.setattr(cleanup, "DYING_S", 60.0)
         closing = threading.Timer(0.1, taken.close)
         closing.start()
         check_start(settings)

@@ -14,7 +14,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
-from deltafront.service.client.calibrate import calibrate_command
+from deltafront.service.cli.calibrate import calibrate_command
 from deltafront.workers.calibration.delta_layers import calibrate
 from deltafront.workers.calibration.probes import Document
 from deltafront.workers.calibration.thresholds import ADJUSTMENTS, FACTOR, START

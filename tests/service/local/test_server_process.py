@@ -13,8 +13,8 @@ import torch
 
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.setup import Setup
-from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ConfigError
+from deltafront.service.local.server_process import LocalService
 
 from ..inprocess import wait_until
 

@@ -14,7 +14,7 @@ from ...workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
 from ...workers.remote import Failure, remote
 from ...workers.roles import DecodeWorker, Group, Role
 from ..errors import WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
-from .links import Found
+from .directory import Found
 
 
 class RayDirectory:

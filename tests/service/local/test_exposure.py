@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deltafront.service.client.exposure import exposed
-from deltafront.service.client.local_ray import haproxy_hosts, inner_ports
 from deltafront.service.config import ConfigError, parse
+from deltafront.service.local.exposure import exposed
+from deltafront.service.local.local_ray import haproxy_hosts, inner_ports
 
 from ..test_config import content
 

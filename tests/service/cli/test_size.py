@@ -11,15 +11,15 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from deltafront.service.client import size
-from deltafront.service.client.size import GIB, SHAPES, sizing
+from deltafront.service.cli import size
+from deltafront.service.cli.size import GIB, SHAPES, sizing
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 from deltafront.workers.settings import Dtype, Quantisation
 
 from ...workers.tiny_model import HIDDEN, make_tiny_model
-from .test_cli import run
+from .test_main import run
 
 
 def test_llama_is_as_large_as_its_model_cards_say() -> None:

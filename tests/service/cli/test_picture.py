@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from deltafront.service.client import Timings, drawing
+from deltafront.service.cli import drawing
+from deltafront.service.client import Timings
 from deltafront.workers.calibration.tiles import TilesRead, tiles_read
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.settings import ModelSpec
@@ -19,7 +20,7 @@ from deltafront.workers.settings import ModelSpec
 from ...workers.tiny_model import HEADS, LAYERS
 from ..inprocess import House
 from .test_calibrate import PROSE, model  # noqa: F401  a fixture
-from .test_cli import run
+from .test_main import run
 
 TOKENS = 640
 IDS = [ord(letter) - 97 if letter != " " else 26 for letter in PROSE[:TOKENS]]

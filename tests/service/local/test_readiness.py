@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from deltafront.service.client import starting
-from deltafront.service.client.reasons import NotStarted, final, reason_of
-from deltafront.service.client.starting import until_answering, until_running
 from deltafront.service.config import parse
+from deltafront.service.local import readiness
+from deltafront.service.local.readiness import until_answering, until_running
+from deltafront.service.local.start_errors import NotStarted, final, reason_of
 
 from ..inprocess import House
 from ..test_config import content
@@ -102,7 +102,7 @@ def application(status: str, message: str = "", of_part: str = "", part: str = "
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "_LOOK_S", 0.001)
+    monkeypatch.setattr(readiness, "_LOOK_S", 0.001)
 
 
 def test_an_application_is_waited_for() -> None:
@@ -166,7 +166,7 @@ def test_a_port_that_nobody_listens_at_is_named(house: House, listening: Any, po
 def test_a_port_that_takes_connections_without_a_door_is_not_enough(
     house: House, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(readiness, "_ANSWER_S", 0.1)
     door = replace(ports(house, **listening), grpc_port=listening["http_port"])
     lost: Callable[[], str] = iter(["", "Ray's node ended"]).__next__
     with pytest.raises(NotStarted, match=r"^Ray's node ended$"):

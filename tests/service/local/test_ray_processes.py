@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltafront.service.client.watching import Watch
+from deltafront.service.local.ray_processes import Watch
 
 
 @pytest.fixture
