@@ -21,7 +21,7 @@ from ...workers.settings import ModelSpec
 from ..client import DeltafrontClient, PrefillFinished, Progress
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..local.log_file import default_log, output_to
-from ..local.start_errors import NotStarted
+from ..local.start_errors import StartError
 from ..wiring import local_model
 from .calibrate import calibrate_command
 from .chat import chat_command
@@ -282,26 +282,26 @@ def _serve(settings: ServiceConfig, log: Path) -> None:
     """Until somebody stops it, which raises KeyboardInterrupt. Ends the command if the service ends by
     itself."""
     from ..listening import joined, reachable
-    from ..local.exposure import exposed
-    from ..local.local_ray import check_start, running
+    from ..local.local_ray import prepare, running
+    from ..local.ports import describe_exposure
 
-    check_start(settings)  # before the log of a service that runs is replaced
+    prepare(settings)  # before the log of a service that runs is replaced
     door = settings.door
     host, scraped = reachable(door.host), reachable(door.metrics_at)
     err.print(f"Starting Ray and Deltafront; their log is {log}", soft_wrap=True, highlight=False)
     try:
-        with output_to(log) as console, running(settings) as watch:
+        with output_to(log) as console, running(settings) as processes:
             say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
             say(f"model     {door.model_name}")
             say(f"gRPC      {joined(host, door.grpc_port)}")
             say(f"OpenAI    http://{joined(host, door.http_port)}/v1")
             say(f"metrics   http://{joined(scraped, door.metrics_port)}/metrics")
-            say(f"open      {exposed(door)}")
+            say(f"open      {describe_exposure(door)}")
             say("Ready. Ctrl-C stops.")
-            lost = watch.wait()
-    except NotStarted as error:
+            failure = processes.wait_for_failure()
+    except StartError as error:
         fail(f"the service did not start: {error}; {log} says more")
-    fail(f"{lost}, so the service has stopped: start it again; {log} says more")
+    fail(f"{failure}, so the service has stopped: start it again; {log} says more")
 
 
 def _said(text: str, chat: bool) -> Any:

@@ -1,11 +1,11 @@
 """Processes and a folder that a killed service leaves behind.
 
-A service locks a file in its folder. The kernel lets the lock go when the service is dead, however it died.
-Every process of Ray's and HAProxy's has a file in that folder open to write its log. So whoever gets the lock
-may end them all and remove the folder. The heir does that as soon as the service is dead: a process of
-its own, which runs this file without the package. The next start does it where the heir was killed, too.
+A service locks a file in its folder, and the kernel releases the lock however the service dies. Every process
+of Ray and HAProxy keeps a log file in that folder open. So whoever gets the lock may kill them all and remove
+the folder. A reaper does so as soon as the service is dead. It is a process that runs this file without the
+package. If the reaper was killed too, the next start does it.
 
-(Their environment would tell as well, but Ray's processes write their titles over it.)
+Environment variables could identify the processes too, but Ray's processes write their titles over them.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX, _LOCK, _UNLOCKED = "deltafront-", "owner.lock", "owner.new"
-DYING_S = 5.0
-"""How long processes may take to be gone after SIGKILL, and their ports after them."""
+EXIT_S = 5.0
+"""How long processes may take to exit after SIGKILL, and then to free their ports."""
 
 
 @contextlib.contextmanager
-def own_folder() -> Iterator[Path]:
-    """A folder that goes when the block ends, with every process that writes there; also when this process
-    is killed meanwhile."""
+def service_folder() -> Iterator[Path]:
+    """Make a folder. It and every process that writes there go when the block ends or this process is
+    killed."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     with (folder / _UNLOCKED).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / _UNLOCKED).rename(folder / _LOCK)  # nobody sees it without its lock
-        heir = _heir(folder)
+        (folder / _UNLOCKED).rename(folder / _LOCK)  # it is never seen without its lock
+        reaper = _start_reaper(folder)
         try:
             yield folder
         finally:
-            heir.kill()
-            heir.wait()
-            clear(folder)
+            reaper.kill()
+            reaper.wait()
+            _clear(folder)
 
 
-def _heir(folder: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own: what ends the service's process group does not end it."""
+def _start_reaper(folder: Path) -> subprocess.Popen[bytes]:
+    """Start it in a session of its own, so that killing the service's process group spares it."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(folder)],
         stdin=subprocess.DEVNULL,
@@ -56,45 +56,45 @@ def _heir(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def sweep() -> list[Path]:
-    """Clear what dead services of this user left; their folders."""
-    return [path.parent for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}") if _swept(path)]
+def clean_up_killed_services() -> list[Path]:
+    """Remove the folders and processes of this user's killed services, and return the folders."""
+    locks = Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}")
+    return [lock.parent for lock in locks if _clear_if_dead(lock)]
 
 
-def _swept(lock: Path) -> bool:
+def _clear_if_dead(lock: Path) -> bool:
     try:
         with lock.open() as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
                 return False
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            clear(lock.parent)
-    except OSError:  # its owner lives, or another sweeps it
+            _clear(lock.parent)
+    except OSError:  # its service lives, or another process clears it
         return False
     return True
 
 
-def clear(folder: Path) -> None:
-    """End the processes of a service, and remove its folder."""
-    end_processes(folder)
+def _clear(folder: Path) -> None:
+    kill_processes(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_processes(folder: Path) -> None:
-    """SIGKILL to every process that writes to the folder, until none is left."""
-    until = time.monotonic() + DYING_S
-    while (alive := list(processes(folder))) and time.monotonic() < until:
+def kill_processes(folder: Path) -> None:
+    """Send SIGKILL to every process that writes to the folder, until none is left."""
+    deadline = time.monotonic() + EXIT_S
+    while (alive := list(writers(folder))) and time.monotonic() < deadline:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def processes(folder: Path) -> Iterator[int]:
-    """Those of this user that write to a file in the folder; not this one."""
+def writers(folder: Path) -> Iterator[int]:
+    """Ids of this user's processes that have a file in the folder open for writing, except this process."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if int(path.name) != os.getpid() and any(
-                _writes_to(folder, one) for one in os.scandir(path / "fd")
+                _writes_to(folder, fd) for fd in os.scandir(path / "fd")
             ):
                 yield int(path.name)
 
@@ -103,16 +103,16 @@ def _writes_to(folder: Path, descriptor: os.DirEntry[str]) -> bool:
     try:
         mode = descriptor.stat(follow_symlinks=False).st_mode
         return bool(mode & stat.S_IWUSR) and os.readlink(descriptor.path).startswith(f"{folder}/")
-    except FileNotFoundError:  # closed meanwhile
+    except FileNotFoundError:  # it was closed meanwhile
         return False
 
 
-def _inherit(folder: Path) -> None:
-    """Wait until the folder's service is dead, then clear what it left. If it ended well, nothing is left."""
+def _reap(folder: Path) -> None:
+    """Wait until the folder's service is dead, then clear what it left."""
     with contextlib.suppress(FileNotFoundError), (folder / _LOCK).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        clear(folder)
+        _clear(folder)
 
 
 if __name__ == "__main__":
-    _inherit(Path(sys.argv[1]))
+    _reap(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Libraries and CUDA that a configuration needs on this machine, looked for before Ray starts."""
+"""Checks before Ray starts that this machine has the libraries and GPUs that a configuration needs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from pathlib import Path
 from ..config import ConfigError, ServiceConfig
 
 _LIBRARIES = ("torch", "safetensors", "tokenizers", "transformers")
-"""Libraries that every service loads."""
-_DRIVER, _CUDA_PART = "libcuda.so.1", "libtorch_cuda.so"
+_DRIVER, _TORCH_CUDA = "libcuda.so.1", "libtorch_cuda.so"
 _NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE."""
 
 
 def check_machine(settings: ServiceConfig) -> None:
-    """Raises ConfigError that names the library, or the key."""
+    """Raise ConfigError that names the missing library, or the key that needs a GPU."""
     for library in _LIBRARIES:
         if importlib.util.find_spec(library) is None:
             raise ConfigError(f"the library {library!r} is not installed: pip install {library}")
-    for part in ("prefill", "decode"):
-        if getattr(settings, part).device == "cuda" and (trouble := _without_cuda()):
-            raise ConfigError(f"{part}.device: cuda cannot be used: {trouble}; cpu can")
+    for section in ("prefill", "decode"):
+        if getattr(settings, section).device == "cuda" and (reason := _why_no_cuda()):
+            raise ConfigError(f"{section}.device: cuda cannot be used: {reason}; cpu can")
 
 
-def _without_cuda() -> str:
-    """Why nothing can run on a GPU here; empty if it can. Without torch, which takes seconds to load."""
+def _why_no_cuda() -> str | None:
+    """Why nothing can run on a GPU here. It asks the driver, because torch takes seconds to load."""
     torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / _CUDA_PART).exists():
+    if (
+        torch is None
+        or torch.origin is None
+        or not (Path(torch.origin).parent / "lib" / _TORCH_CUDA).exists()
+    ):
         return "torch is a build without CUDA"
     try:
         driver = ctypes.CDLL(_DRIVER)
@@ -38,4 +41,4 @@ def _without_cuda() -> str:
     code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if code not in (0, _NO_DEVICE):
         return f"NVIDIA's driver does not work (CUDA error {code})"
-    return "" if count.value else "CUDA finds no GPU (CUDA_VISIBLE_DEVICES may hide it)"
+    return None if count.value else "CUDA finds no GPU (CUDA_VISIBLE_DEVICES may hide it)"

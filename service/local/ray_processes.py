@@ -1,7 +1,6 @@
-"""Whether Ray's own processes live, without which a service on one machine cannot go on.
+"""Ray's own processes, without which a service on one machine cannot go on.
 
-Ray itself waits a minute for its control store, then ends the process with a line of its own, and leaves
-HAProxy on the ports.
+Ray waits a minute for its control store, then ends the process and leaves HAProxy on the ports.
 """
 
 from __future__ import annotations
@@ -12,32 +11,29 @@ import time
 from collections.abc import Mapping
 
 PERIOD_S = 0.5
-"""How often it is asked whether they live."""
-NEEDED = {"gcs_server": "Ray's control store", "raylet": "Ray's node"}
-"""By Ray's name for each."""
+"""How often the processes are checked."""
+REQUIRED = {"gcs_server": "Ray's control store", "raylet": "Ray's node"}
+"""Ray's name of each process, and ours."""
 
 
-class Watch:
-    """processes: Ray's, by its names."""
-
+class RayProcesses:
     def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
         self._processes = dict(processes)
 
-    def lost(self) -> str:
-        """Which of them has ended, and how; empty while all live."""
+    def failure(self) -> str | None:
+        """Which process has ended, and how."""
         for name, process in self._processes.items():
             if (code := process.poll()) is not None:
-                return f"{NEEDED[name]} ({name}) {_ended(code)}"
-        return ""
+                return f"{REQUIRED[name]} ({name}) {_describe_exit(code)}"
+        return None
 
-    def wait(self) -> str:
-        """Until one is lost; which."""
-        while not (lost := self.lost()):
+    def wait_for_failure(self) -> str:
+        while (failure := self.failure()) is None:
             time.sleep(PERIOD_S)
-        return lost
+        return failure
 
 
-def _ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
     try:

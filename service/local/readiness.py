@@ -1,7 +1,6 @@
-"""Waiting until a service that was started answers at its ports, or cannot.
+"""Waiting until a service answers at its ports, or is known not to start.
 
-Ports are what clients use. Serve replaces a proxy that starts too slowly by another, so a particular proxy is
-not waited for.
+Clients use ports, so ports are what is waited for. Serve may replace a proxy that starts too slowly.
 """
 
 from __future__ import annotations
@@ -17,68 +16,81 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..config import DoorConfig
 from ..listening import joined, reachable
-from .exposure import listens
-from .start_errors import NotStarted, final, reason_of
+from .ports import public_ports
+from .start_errors import StartError, failure_reason, is_permanent
 
-_LOOK_S = 0.1
-_ANSWER_S = 5.0
-"""How long one question may take."""
+_PERIOD_S = 0.1
+_TIMEOUT_S = 5.0
+"""Of one probe."""
+
+Failure = Callable[[], str | None]
+"""Says which of Ray's processes has ended."""
 
 
-def until_running(status: Callable[[], Any], name: str, lost: Callable[[], str]) -> None:
-    """Wait until Serve says that the application `name` runs, however long its model takes to load. status:
-    `serve.status`. lost: which process of Ray's has ended. Raises NotStarted as soon as it cannot run."""
+def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
+    """Wait until Serve's application `name` runs, however long its model takes to load.
+
+    Args:
+        status: `serve.status`.
+
+    Raises:
+        StartError: It cannot run any more.
+    """
     while (application := status().applications.get(name)) is None or application.status != "RUNNING":
-        if failed := _failed(application):
-            raise NotStarted(failed)
-        _go_on(lost, math.inf, "")
+        if reason := _deployment_failure(application):
+            raise StartError(reason)
+        _pause(failure, math.inf, "")
 
 
-def until_answering(door: DoorConfig, lost: Callable[[], str], start_s: float) -> None:
-    """Wait until a door answers over gRPC, and every other port takes connections. Raises NotStarted."""
-    until = time.monotonic() + start_s
+def wait_until_answering(door: DoorConfig, failure: Failure, start_s: float) -> None:
+    """Wait until a door answers over gRPC and every other port accepts connections. Raises StartError."""
+    deadline = time.monotonic() + start_s
     address = joined(reachable(door.host), door.grpc_port)
     with grpc.insecure_channel(address) as channel:
         while not _answers(channel):
-            _go_on(lost, until, f"nothing answered at {address} for {start_s:g} s")
-    for what, host, port in listens(door):
-        while not _takes_connections(reachable(host), port):
-            _go_on(lost, until, f"{what}: nothing listened at {joined(host, port)} for {start_s:g} s")
+            _pause(failure, deadline, f"nothing answered at {address} for {start_s:g} s")
+    for purpose, _key, host, port in public_ports(door):
+        while not _accepts_connections(reachable(host), port):
+            _pause(
+                failure, deadline, f"{purpose}: nothing listened at {joined(host, port)} for {start_s:g} s"
+            )
 
 
-def _go_on(lost: Callable[[], str], until: float, otherwise: str) -> None:
-    if trouble := lost():
-        raise NotStarted(trouble)
-    if time.monotonic() > until:
-        raise NotStarted(otherwise)
-    time.sleep(_LOOK_S)
+def _pause(failure: Failure, deadline: float, timed_out: str) -> None:
+    if reason := failure():
+        raise StartError(reason)
+    if time.monotonic() > deadline:
+        raise StartError(timed_out)
+    time.sleep(_PERIOD_S)
 
 
-def _failed(application: Any) -> str:
-    """Why an application cannot run, with the name of the part; empty while it still may."""
+def _deployment_failure(application: Any) -> str | None:
+    """Why an application cannot run, with the deployment's name. None while it still may."""
     if application is None:
-        return ""
-    parts: Mapping[str, Any] = application.deployments
-    for name, part in parts.items():
-        given_up = application.status == "DEPLOY_FAILED" or part.status == "DEPLOY_FAILED"
-        if part.message and (final(part.message) or (given_up and "rror" in part.message)):
-            return f"{name}: {reason_of(part.message)}"
-    return reason_of(application.message) if application.status == "DEPLOY_FAILED" else ""
+        return None
+    failed = application.status == "DEPLOY_FAILED"
+    deployments: Mapping[str, Any] = application.deployments
+    for name, deployment in deployments.items():
+        message = deployment.message
+        given_up = failed or deployment.status == "DEPLOY_FAILED"
+        if message and (is_permanent(message) or (given_up and "rror" in message)):
+            return f"{name}: {failure_reason(message)}"
+    return failure_reason(application.message) if failed else None
 
 
 def _answers(channel: grpc.Channel) -> bool:
-    """Whether a door does, whatever it says of its health."""
+    """Whether a door answers, healthy or not."""
     health = health_pb2_grpc.HealthStub(channel)
     try:
-        health.Check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_S)
+        health.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
     except grpc.RpcError:
         return False
     return True
 
 
-def _takes_connections(host: str, port: int) -> bool:
+def _accepts_connections(host: str, port: int) -> bool:
     try:
-        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+        socket.create_connection((host, port), timeout=_TIMEOUT_S).close()
     except OSError:
         return False
     return True

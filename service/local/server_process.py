@@ -1,8 +1,4 @@
-"""Run `deltafront serve` as a child process and wait until it is healthy.
-
-For whoever needs a whole service for a while: the demo, the end-to-end tests, the benchmarks. The child's
-output goes to a log file, whose end is shown when it does not come up.
-"""
+"""Run `deltafront serve` as a child process: for the demo, the end-to-end tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ from ..listening import joined, reachable
 
 _STOP_S = 60.0
 _LOG_LINES = 30
-"""Of the log's end, shown when it does not come up."""
 
 
 class NotServing(RuntimeError):
@@ -36,9 +31,11 @@ class NotServing(RuntimeError):
 class LocalService:
     """`with LocalService("deploy/config/demo.yaml") as service:` serves on `service.address`.
 
-    Leaving the block stops it: SIGTERM, then, after _STOP_S seconds, SIGKILL to the process group that this
-    object started. Temporary files of the service are in a folder of this object's, which goes where it has
-    ended well, and else stays for its log. Raises ConfigError for a configuration that cannot be used.
+    Leaving the block sends SIGTERM, and SIGKILL after _STOP_S seconds. The service's folder is removed if it
+    ended without an error, and otherwise kept for its log.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
     """
 
     def __init__(
@@ -50,19 +47,12 @@ class LocalService:
     ) -> None:
         door = load(Path(config)).door
         self.address = joined(reachable(door.host), door.grpc_port)
-        self._command = [
-            sys.executable,
-            "-m",
-            "deltafront.service.cli.main",
-            "serve",
-            "--config",
-            str(config),
-        ]
         self._start_s = start_s
         self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
-        self._command += ["--log", str(self._folder / "ray.log")]
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder)}  # torch makes it wherever that is
-        self._environment = {**os.environ, **own, **(environment or {})}
+        command = [sys.executable, "-m", "deltafront.service.cli.main", "serve"]
+        self._command = [*command, "--config", str(config), "--log", str(self._folder / "ray.log")]
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder)}  # torch makes this folder wherever it is
+        self._environment = {**os.environ, **cache, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.log = self._folder / "serve.log"
 
@@ -96,24 +86,20 @@ class LocalService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.stop() == 0 and kind is None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # what was killed may still be closing files
+            shutil.rmtree(self._folder, ignore_errors=True)  # a killed process may still close files
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None
-        until = time.monotonic() + self._start_s
+        deadline = time.monotonic() + self._start_s
         with grpc.insecure_channel(self.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            while time.monotonic() < until:
-                code = self._process.poll()
-                if code is not None:
+            while time.monotonic() < deadline:
+                if (code := self._process.poll()) is not None:
                     raise NotServing(f"the service ended with code {code}:\n{self.log_tail()}")
-                try:
+                with contextlib.suppress(grpc.RpcError):
                     reply = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
-                except grpc.RpcError:
-                    time.sleep(0.5)
-                    continue
-                if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
+                    if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
                 time.sleep(0.5)
         raise NotServing(f"the service was not healthy within {self._start_s:.0f} s:\n{self.log_tail()}")
 
@@ -121,7 +107,7 @@ class LocalService:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def stop(self) -> int | None:
-        """Stop it and wait until it is gone; its exit status. None where it does not run (any more)."""
+        """Stop the service, wait for it, and return its exit status: None if it does not run."""
         process, self._process = self._process, None
         if process is None:
             return None

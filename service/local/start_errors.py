@@ -1,7 +1,7 @@
-"""Why a service did not start, in one line, from the errors of Ray, Serve and the processes that they run.
+"""Why a service did not start, in one line.
 
-Serve gives a failed replica's error as text: the traceback of an actor inside the traceback of a replica.
-The reason is its last error.
+Serve reports a failed replica's error as text: the traceback of an actor inside the traceback of a replica.
+The last error in it is the reason.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_ERROR = re.compile(r"^(?P<kind>(?:\w+\.)*_*[A-Z]\w*(?:Error|Exception)): *(?!Traceback )(?P<says>\S.*)$")
+_ERROR = re.compile(r"^(?P<kind>(?:\w+\.)*_*[A-Z]\w*(?:Error|Exception)): *(?!Traceback )(?P<message>\S.*)$")
 """The last line of a traceback."""
 _OURS = "deltafront."
-_FINAL = {
+_PERMANENT = {
     "AssertionError",
     "AttributeError",
     "FileNotFoundError",
@@ -27,48 +27,44 @@ _FINAL = {
     "ValueError",
 }
 _DIED = {"ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError", "OwnerDiedError"}
-_SAY = 400
-"""Longest reason, in characters."""
+_LONGEST_REASON = 400
+"""Characters."""
 
 
-class NotStarted(RuntimeError):
+class StartError(RuntimeError):
     """A service did not start; the message is one line."""
 
 
-def reason_of(error: BaseException | str) -> str:
-    """The reason in an error, or in the text of one."""
+def failure_reason(error: BaseException | str) -> str:
+    """The reason that an error gives, or the text of one."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    kind, says = _last(text)
+    kind, message = _last_error(text)
     if kind in _DIED:
         return f"a process ended while the service started ({kind}); is there enough memory?"
     if kind in ("GetTimeoutError", "RpcError"):
-        return f"Ray did not answer in time ({says})"
-    return says[:_SAY]
+        return f"Ray did not answer in time ({message})"
+    return message[:_LONGEST_REASON]
 
 
-def final(text: str) -> bool:
-    """Whether it would fail in the same way when it is tried again: errors of ours, and mistakes."""
-    found = _errors(text)
-    return bool(found) and (found[-1][0].startswith(_OURS) or found[-1][0].split(".")[-1] in _FINAL)
+def is_permanent(text: str) -> bool:
+    """Whether another try would fail in the same way, as it does after our own errors and programming
+    mistakes."""
+    errors = _errors(text)
+    return bool(errors) and (errors[-1][0].startswith(_OURS) or errors[-1][0].split(".")[-1] in _PERMANENT)
 
 
-def _last(text: str) -> tuple[str, str]:
-    """Kind and words of the last error. The words of ours and of plain RuntimeErrors say it all; of others
-    the kind says something."""
-    found = _errors(text)
-    if not found:
-        lines = [line.strip() for line in _plain(text).splitlines() if line.strip()]
+def _last_error(text: str) -> tuple[str, str]:
+    """Kind and message of the last error. The message of a third party's error begins with its kind."""
+    errors = _errors(text)
+    if not errors:
+        lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
         return "", lines[-1] if lines else "no reason was given"
-    name, says = found[-1]
+    name, message = errors[-1]
     kind = name.split(".")[-1].lstrip("_")
-    plain = name.startswith(_OURS) or kind in ("RuntimeError", "AssertionError")
-    return kind, says if plain else f"{kind}: {says}"
+    clear = name.startswith(_OURS) or kind in ("RuntimeError", "AssertionError")
+    return kind, message if clear else f"{kind}: {message}"
 
 
 def _errors(text: str) -> list[tuple[str, str]]:
-    lines = (line.strip() for line in _plain(text).splitlines())
-    return [(match["kind"], match["says"]) for match in map(_ERROR.match, lines) if match]
-
-
-def _plain(text: str) -> str:
-    return _COLOUR.sub("", text)
+    lines = (line.strip() for line in _COLOUR.sub("", text).splitlines())
+    return [(match["kind"], match["message"]) for match in map(_ERROR.match, lines) if match]

@@ -18,9 +18,9 @@ from ..inprocess import wait_until
 
 OWNER = """
 import os, subprocess, sys, tempfile, time
-from deltafront.service.local.cleanup import own_folder
+from deltafront.service.local.cleanup import service_folder
 tempfile.tempdir = sys.argv[1]
-with own_folder() as folder:
+with service_folder() as folder:
     child = [sys.executable, "-c", "import os, time; os.setsid(); time.sleep(1000)"]
     started = subprocess.Popen(child, stdout=open(folder / "log", "w"))
     print(folder, started.pid, flush=True)
@@ -38,7 +38,7 @@ class Owner:
         folder, child = self.process.stdout.readline().split()
         self.folder, self.child = Path(folder), int(child)
 
-    def heirs(self) -> list[int]:
+    def reapers(self) -> list[int]:
         """Those that wait for its death."""
         asked = f"{cleanup.__file__}\0{self.folder}\0".encode()
         return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if asked in read(p)]
@@ -65,7 +65,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     made = Owner(tmp_path)
     yield made
     made.kill()
-    for pid in [made.child, *made.heirs()]:
+    for pid in [made.child, *made.reapers()]:
         if runs(pid):
             os.kill(pid, signal.SIGKILL)
 
@@ -75,25 +75,25 @@ def test_a_killed_owners_processes_and_files_go_at_once(owner: Owner) -> None:
     owner.kill()
     wait_until(lambda: not runs(owner.child), "its process is left")
     wait_until(lambda: not owner.folder.exists(), "its folder is left")
-    wait_until(lambda: not owner.heirs(), "the heir is left")
+    wait_until(lambda: not owner.reapers(), "the reaper is left")
 
 
 def test_an_owner_that_ends_well_leaves_nothing(owner: Owner) -> None:
-    assert owner.heirs()
+    assert owner.reapers()
     owner.process.communicate("end\n")
-    assert not runs(owner.child) and not owner.folder.exists() and not owner.heirs()
+    assert not runs(owner.child) and not owner.folder.exists() and not owner.reapers()
 
 
-def test_the_next_start_sweeps_what_is_left_where_the_heir_was_killed_too(
+def test_the_next_start_cleans_up_where_the_reaper_was_killed_too(
     owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert cleanup.sweep() == [], "its owner lives"
-    for pid in owner.heirs():
+    assert cleanup.clean_up_killed_services() == [], "its owner lives"
+    for pid in owner.reapers():
         os.kill(pid, signal.SIGKILL)
     owner.kill()
     assert runs(owner.child) and owner.folder.exists()
-    assert cleanup.sweep() == [owner.folder]
+    assert cleanup.clean_up_killed_services() == [owner.folder]
     assert not runs(owner.child) and not owner.folder.exists()
 
 
@@ -101,14 +101,14 @@ def test_what_has_no_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
     """It may be being made, or is no service's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "deltafront-made").mkdir()
-    assert cleanup.sweep() == [] and (tmp_path / "deltafront-made").exists()
+    assert cleanup.clean_up_killed_services() == [] and (tmp_path / "deltafront-made").exists()
 
 
 def test_who_only_reads_there_is_not_ended(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("line\n")
     reader = subprocess.Popen(["tail", "-f", tmp_path / "log"], stdout=subprocess.DEVNULL)
     try:
-        assert reader.pid not in list(cleanup.processes(tmp_path))
+        assert reader.pid not in list(cleanup.writers(tmp_path))
     finally:
         reader.kill()
         reader.wait()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltafront.service.local.ray_processes import Watch
+from deltafront.service.local.ray_processes import RayProcesses
 
 
 @pytest.fixture
@@ -19,16 +19,16 @@ def node() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_nothing_is_lost_while_all_live(node: subprocess.Popen[bytes]) -> None:
-    assert Watch({"gcs_server": node, "raylet": node}).lost() == ""
+def test_nothing_has_failed_while_all_live(node: subprocess.Popen[bytes]) -> None:
+    assert RayProcesses({"gcs_server": node, "raylet": node}).failure() is None
 
 
 def test_a_killed_control_store_is_named(node: subprocess.Popen[bytes]) -> None:
-    watch = Watch({"gcs_server": node})
+    processes = RayProcesses({"gcs_server": node})
     node.kill()
-    assert watch.wait() == "Ray's control store (gcs_server) was ended by SIGKILL"
+    assert processes.wait_for_failure() == "Ray's control store (gcs_server) was ended by SIGKILL"
 
 
 def test_a_node_that_ended_is_named_with_its_code(node: subprocess.Popen[bytes]) -> None:
     node.communicate(b"3\n")
-    assert Watch({"raylet": node}).wait() == "Ray's node (raylet) ended with code 3"
+    assert RayProcesses({"raylet": node}).wait_for_failure() == "Ray's node (raylet) ended with code 3"

@@ -12,8 +12,8 @@ import pytest
 
 from deltafront.service.config import parse
 from deltafront.service.local import readiness
-from deltafront.service.local.readiness import until_answering, until_running
-from deltafront.service.local.start_errors import NotStarted, final, reason_of
+from deltafront.service.local.readiness import wait_until_answering, wait_until_running
+from deltafront.service.local.start_errors import StartError, failure_reason, is_permanent
 
 from ..inprocess import House
 from ..test_config import content
@@ -68,7 +68,7 @@ def failing(error: str) -> str:
     ],
 )
 def test_the_reason_is_the_last_error_in_one_line(error: str, says: str, final_: bool) -> None:
-    assert (reason_of(error), final(error)) == (says, final_)
+    assert (failure_reason(error), is_permanent(error)) == (says, final_)
 
 
 def test_every_error_is_one_line() -> None:
@@ -81,7 +81,7 @@ def test_every_error_is_one_line() -> None:
         ConnectionError("lines\nand lines"),
         KeyError("head"),
     ]
-    assert all(reason_of(error) and "\n" not in reason_of(error) for error in errors)
+    assert all(failure_reason(error) and "\n" not in failure_reason(error) for error in errors)
 
 
 class Serve:
@@ -102,11 +102,13 @@ def application(status: str, message: str = "", of_part: str = "", part: str = "
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_LOOK_S", 0.001)
+    monkeypatch.setattr(readiness, "_PERIOD_S", 0.001)
 
 
 def test_an_application_is_waited_for() -> None:
-    until_running(Serve(None, application("DEPLOYING"), application("RUNNING")).status, "deltafront", str)
+    wait_until_running(
+        Serve(None, application("DEPLOYING"), application("RUNNING")).status, "deltafront", nothing_failed
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,18 +124,22 @@ def test_an_application_is_waited_for() -> None:
 )
 def test_an_application_that_cannot_run_says_why(failed: Any, says: str) -> None:
     """Errors of ours at once: Serve would try again, in vain."""
-    with pytest.raises(NotStarted, match=says):
-        until_running(Serve(application("DEPLOYING"), failed).status, "deltafront", str)
+    with pytest.raises(StartError, match=says):
+        wait_until_running(Serve(application("DEPLOYING"), failed).status, "deltafront", nothing_failed)
 
 
 def test_what_may_still_go_well_is_waited_for() -> None:
     trying = application("DEPLOYING", of_part=failing("RuntimeError: connection closed by peer"))
-    until_running(Serve(trying, application("RUNNING")).status, "deltafront", str)
+    wait_until_running(Serve(trying, application("RUNNING")).status, "deltafront", nothing_failed)
 
 
 def test_a_lost_process_of_rays_ends_the_wait() -> None:
-    with pytest.raises(NotStarted, match=r"^Ray's node ended$"):
-        until_running(Serve(application("DEPLOYING")).status, "deltafront", lambda: "Ray's node ended")
+    with pytest.raises(StartError, match=r"^Ray's node ended$"):
+        wait_until_running(Serve(application("DEPLOYING")).status, "deltafront", lambda: "Ray's node ended")
+
+
+def nothing_failed() -> None:
+    return None
 
 
 def ports(house: House, **others: int) -> Any:
@@ -150,7 +156,7 @@ def listening() -> Any:
 def test_a_service_answers_where_a_door_does_and_every_port_takes_connections(
     house: House, listening: Any
 ) -> None:
-    until_answering(ports(house, **listening), str, 60)
+    wait_until_answering(ports(house, **listening), nothing_failed, 60)
 
 
 @pytest.mark.parametrize(("port", "what"), [("http_port", "OpenAI"), ("metrics_port", "metrics")])
@@ -158,16 +164,16 @@ def test_a_port_that_nobody_listens_at_is_named(house: House, listening: Any, po
     with socket.create_server(("127.0.0.1", 0)) as free:
         listening[port] = free.getsockname()[1]
     with pytest.raises(
-        NotStarted, match=f"^{what}: nothing listened at 127.0.0.1:{listening[port]} for 0.1 s$"
+        StartError, match=f"^{what}: nothing listened at 127.0.0.1:{listening[port]} for 0.1 s$"
     ):
-        until_answering(ports(house, **listening), str, 0.1)
+        wait_until_answering(ports(house, **listening), nothing_failed, 0.1)
 
 
 def test_a_port_that_takes_connections_without_a_door_is_not_enough(
     house: House, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readiness, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(readiness, "_TIMEOUT_S", 0.1)
     door = replace(ports(house, **listening), grpc_port=listening["http_port"])
-    lost: Callable[[], str] = iter(["", "Ray's node ended"]).__next__
-    with pytest.raises(NotStarted, match=r"^Ray's node ended$"):
-        until_answering(door, lost, 60)
+    failure: Callable[[], str | None] = iter([None, "Ray's node ended"]).__next__
+    with pytest.raises(StartError, match=r"^Ray's node ended$"):
+        wait_until_answering(door, failure, 60)

@@ -22,7 +22,7 @@ from deltafront.benchmarks.engine.setup import Setup
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.config import ConfigError, load
 from deltafront.service.errors import InvalidArgument
-from deltafront.service.local.local_ray import check_ports
+from deltafront.service.local.ports import check_ports
 from deltafront.service.local.server_process import LocalService
 
 from ..inprocess import HANG_S, wait_until
@@ -88,7 +88,7 @@ def nothing_is_left(config: Path, of: list[psutil.Process], folder: Path) -> Non
 
 def ports_are_free(config: Path) -> bool:
     try:
-        check_ports(load(config))
+        check_ports(load(config).door)
     except ConfigError:
         return False
     return True
