@@ -1,4 +1,4 @@
-"""The Python client and the command line. Importing this loads neither torch nor Ray."""
+"""The Python client. Importing it loads neither torch nor Ray."""
 
 from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from ..errors import (

@@ -1,4 +1,4 @@
-"""What a client needs to speak TLS: whom it believes, and who it is."""
+"""A client's TLS files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files. ca: who signed the server's certificate; None: one that the system trusts. certificate, key:
-    the client's own, for a server that asks for them."""
+    """PEM files.
+
+    Attributes:
+        ca: Signed the server's certificate; by default the system's.
+        certificate, key: The client's own, if the server asks.
+    """
 
     ca: Path | None = None
     certificate: Path | None = None
@@ -28,12 +32,11 @@ class Tls:
 
     @classmethod
     def from_environment(cls) -> Tls:
-        """DELTAFRONT_TLS_CA, DELTAFRONT_TLS_CERTIFICATE and DELTAFRONT_TLS_KEY name the files."""
-        given = {field: os.environ.get(variable) for field, variable in _VARIABLES.items()}
-        return cls(**{field: Path(value) for field, value in given.items() if value})
+        files = {field: os.environ.get(variable) for field, variable in _VARIABLES.items()}
+        return cls(**{field: Path(file) for field, file in files.items() if file})
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises InvalidArgument for a file that cannot be read, or one of two."""
+        """Raises InvalidArgument for an unreadable or missing file."""
         if (self.certificate is None) != (self.key is None):
             raise InvalidArgument("tls", "a client's certificate and its key are needed together")
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))

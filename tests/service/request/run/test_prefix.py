@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, losses
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, retries
 from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run import attempt
@@ -223,7 +223,7 @@ def test_an_answer_goes_on_where_a_session_holds_its_whole_prompt(
 ) -> None:
     """704 tokens are whole pages: of them the last is read again, before what was answered."""
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(losses, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.01)
     prompt = "p" * (tokens - 1)
     *_, made = client.prefill(prompt)
     assert isinstance(made, PrefillFinished)

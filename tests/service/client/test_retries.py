@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltafront.service.client.losses import Losses
+from deltafront.service.client.retries import Retries
 from deltafront.service.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -26,26 +26,26 @@ class Clock:
         self.slept.append(seconds)
         self.now += seconds
 
-    def losses(self, patience_s: float = 10.0, deadline: float | None = None) -> Losses:
-        return Losses(patience_s, deadline, clock=lambda: self.now, wall=lambda: self.now, sleep=self.sleep)
+    def retries(self, retry_s: float = 10.0, deadline: float | None = None) -> Retries:
+        return Retries(retry_s, deadline, clock=lambda: self.now, wall=lambda: self.now, sleep=self.sleep)
 
 
 def test_pauses_grow_and_patience_ends() -> None:
     clock = Clock()
-    losses = clock.losses()
+    retries = clock.retries()
     with pytest.raises(ConnectionLost):
         while True:
-            losses.pause(LOST)
+            retries.wait(LOST)
     assert clock.slept == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
     assert sum(clock.slept) <= 10
 
 
-def test_whatever_is_heard_starts_the_patience_anew() -> None:
+def test_an_answer_starts_the_retries_over() -> None:
     clock = Clock()
-    losses = clock.losses(patience_s=1.0)
+    retries = clock.retries(retry_s=1.0)
     for _ in range(20):
-        losses.pause(LOST)
-        losses.heard()
+        retries.wait(LOST)
+        retries.reset()
     assert clock.slept == [0.1] * 20
 
 
@@ -53,29 +53,29 @@ def test_whatever_is_heard_starts_the_patience_anew() -> None:
 def test_what_the_service_says_itself_is_no_loss(error: DeltafrontError) -> None:
     clock = Clock()
     with pytest.raises(type(error)):
-        clock.losses().pause(error)
+        clock.retries().wait(error)
     assert not clock.slept
 
 
 def test_after_a_loss_the_dead_doors_room_is_waited_for() -> None:
     clock = Clock()
-    losses = clock.losses()
-    losses.pause(LOST)
-    losses.pause(Overloaded("full", retry_after_s=3.0))
+    retries = clock.retries()
+    retries.wait(LOST)
+    retries.wait(Overloaded("full", retry_after_s=3.0))
     assert clock.slept == [0.1, 3.0]
     with pytest.raises(Overloaded):
-        losses.pause(Overloaded("too large for ever"))
+        retries.wait(Overloaded("too large for ever"))
 
 
 def test_the_callers_deadline_comes_first() -> None:
     clock = Clock()
-    losses = clock.losses(deadline=clock.now + 0.5)
+    retries = clock.retries(deadline=clock.now + 0.5)
     with pytest.raises(DeadlineExceeded, match="gone"):
         while True:
-            losses.pause(LOST)
+            retries.wait(LOST)
     assert sum(clock.slept) < 0.5
 
 
 def test_no_patience_is_no_second_try() -> None:
     with pytest.raises(ConnectionLost):
-        Clock().losses(patience_s=0).pause(LOST)
+        Clock().retries(retry_s=0).wait(LOST)
