@@ -1,7 +1,6 @@
-"""`deltafront calibrate`: which layers of a model should be Δ-layers, and how much each head should read, as
-a line for the configuration file or as a profile.
+"""`deltafront calibrate`: choose a model's Δ-layers and each head's thresholds.
 
-Runs here, without a server; torch is imported when the command runs.
+torch is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -9,25 +8,20 @@ from __future__ import annotations
 import json as json_format
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ...kernels.methods import MethodError, MethodSpec, method_spec
-from ...workers.calibration.probes import (
-    ANSWER_WEIGHT,
-    VALUES,
-    Document,
-    Text,
-    chains,
-    haystack,
-    needles,
-    values,
-)
+from ...workers.calibration import probes
+from ...workers.calibration.probes import ANSWER_WEIGHT, Document, Text
+from ...workers.messages.methods import PAGE_TOKENS
 from ...workers.model.calibrated.profile import (
     DecodePages,
+    MethodLevels,
     Profile,
     ProfiledModel,
     ProfiledText,
@@ -35,7 +29,6 @@ from ...workers.model.calibrated.profile import (
 )
 from ...workers.model.directory.digest import model_digest
 from ...workers.model.directory.json_files import ModelError
-from ...workers.model.directory.model_config import ModelConfig
 from ...workers.model.directory.store import model_directory
 from ...workers.settings import DecodeConfig, Dtype, ModelSpec
 from ..wiring import shown_name
@@ -48,47 +41,50 @@ if TYPE_CHECKING:
     from ...workers.calibration.method_levels import Allocation
     from ...workers.model.decoder.stack import LayerStack
 
-ANSWER_ROOM = 128
-"""Tokens kept free for each question with its answer, so that the whole has the length asked for."""
-OF_PAGES = "layers", "dense_layers", "budget", "serving_budget", "recency", "full_layer", "tokens", "json"
-"""Options of Δ-layers, which --add does not choose."""
+ANSWER_TOKENS = 128
+"""Room for each question with its answer."""
+PAGE_OPTIONS = (
+    "layers", "dense_layers", "budget", "serving_budget", "recency", "full_layer", "tokens", "json",
+)  # fmt: skip
+
+DenseLayers = Annotated[
+    int | None, typer.Option(help="Search with --questions: layers that read all pages, instead of --layers.")
+]
+ServingBudget = Annotated[int | None, typer.Option(help="page_budget in the profile (the budget).")]
+Tokens = Annotated[int | None, typer.Option(help="Of each text, for Δ-layers (four times the budget).")]
+Questions = Annotated[int, typer.Option(help="Facts hidden in each text and asked for; 0: prose alone.")]
+AllocationName = Annotated[
+    str, typer.Option(help="Of levels' tiles to heads: marginal, or threshold as in XAttention's paper.")
+]
+AnswerWeight = Annotated[
+    float, typer.Option(min=0, help="What answers count beside the text's tail, for levels.")
+]
+Add = Annotated[
+    bool, typer.Option("--add", help="Keep what --profile has; only make these levels, no Δ-layers.")
+]
 
 
 def calibrate_command(
     context: typer.Context,
+    *,
     model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id or embedded name.")],
     text: Annotated[list[str], typer.Option(help="A text of real prose; give it once for each.")],
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
     layers: Annotated[int, typer.Option(help="How many Δ-layers.")] = 5,
-    dense_layers: Annotated[
-        int | None,
-        typer.Option(help="Search with --questions: layers that read all pages, instead of --layers."),
-    ] = None,
+    dense_layers: DenseLayers = None,
     budget: Annotated[int, typer.Option(help="K: pages that a sparse layer attends to.")] = 64,
-    serving_budget: Annotated[
-        int | None, typer.Option(help="page_budget in the profile (the budget).")
-    ] = None,
+    serving_budget: ServingBudget = None,
     recency: Annotated[int, typer.Option(help="L: last pages that are always among them.")] = 8,
     full_layer: Annotated[list[int], typer.Option(help="Dense, unscored layers.")] = [0, 1],  # noqa: B006
-    tokens: Annotated[
-        int | None, typer.Option(help="Of each text, for Δ-layers (four times the budget).")
-    ] = None,
-    questions: Annotated[
-        int, typer.Option(help="Facts hidden in each text and asked for; 0: prose alone.")
-    ] = 0,
+    tokens: Tokens = None,
+    questions: Questions = 0,
     density: Annotated[list[float], typer.Option(help="A level for prefill; give it once for each.")] = [],  # noqa: B006
     length: Annotated[list[int], typer.Option(help="Tokens of prompts that levels are for.")] = [],  # noqa: B006
     method: Annotated[str, typer.Option(help="Whose levels: a method that ranks tiles by a score.")] = "dpxa",
     option: Annotated[list[str], typer.Option(help="NAME=NUMBER of the method.")] = [],  # noqa: B006
-    allocation: Annotated[
-        str, typer.Option(help="Of levels' tiles to heads: marginal, or threshold as in XAttention's paper.")
-    ] = "marginal",
-    answers: Annotated[
-        float, typer.Option(min=0, help="What answers count beside the text's tail, for levels.")
-    ] = ANSWER_WEIGHT,
-    add: Annotated[
-        bool, typer.Option("--add", help="Keep what --profile has; only make these levels, no Δ-layers.")
-    ] = False,
+    allocation: AllocationName = "marginal",
+    answers: AnswerWeight = ANSWER_WEIGHT,
+    add: Add = False,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -97,72 +93,97 @@ def calibrate_command(
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
-    from ...workers.calibration.delta_layers import shortest_text
-    from ...workers.calibration.method_levels import method_levels, require_thresholds
-    from ...workers.messages.methods import PAGE_TOKENS
-    from ...workers.model.decoder.load import load_model
-
-    _refuse(context, profile, allocation)
+    _check_options(context, profile)
+    pages: dict[str, Any] = {"budget": budget, "recency": recency, "full_layers": full_layer}
     try:
-        directory = model_directory(model)
-        kind = cast(Dtype, dtype)  # checked when it loads
-        spec = ModelSpec(
-            path=str(directory),
-            adapter=adapter,
-            dtype=kind,
-            rope_theta=rope_theta,
-            max_position_embeddings=positions,
-            profile=str(profile) if add else None,
-        )
-        whole = load_profile(spec)
-        asked = _method(method, option)
-        made = _Documents(_tokenizer(directory), {file: read_text(file) for file in text}, questions)
-        most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
-        read = [] if add else made.for_pages(most, least)
-        probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
-        if density:
-            require_thresholds(asked)
-        stack = load_model(spec, device)
-        for problem in _misfits(stack.config, length, [] if add else full_layer):
-            raise ValueError(problem)
-        pages: dict[str, Any] = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
-        found = None if add else _delta_layers(stack, read, pages, layers, dense_layers)
-        texts = made.profiled(max([*length, 0 if found is None else found.tokens[0]]))
-        if whole is None and found is not None:
-            decode = pages | {"delta_layers": found.delta_layers, "page_budget": serving_budget or budget}
-            whole = Profile(
+        path, old = str(model_directory(model)), str(profile) if add else None
+        rope: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
+        spec = ModelSpec(path=path, adapter=adapter, dtype=cast(Dtype, dtype), profile=old, **rope)
+        new = load_profile(spec)
+        attention = _method(method, option)
+        documents = _Documents(_tokenizer(Path(path)), {file: read_text(file) for file in text}, questions)
+        texts = [] if add else documents.for_pages(budget, tokens)
+        by_length = {tokens: documents.of_length(tokens) for tokens in sorted(set(length))}
+        levels = _Levels(attention, density, by_length, cast("Allocation", allocation), answers)
+        levels.check()
+        stack = _load(spec, device, length, [] if add else full_layer)
+        found = None if add else _choose_delta_layers(stack, texts, pages, layers, dense_layers)
+        profiled = documents.profiled(max([*length, 0 if found is None else found.tokens[0]]))
+        if found is not None:
+            name = shown_name(ModelSpec(path=model, adapter=adapter))
+            profiled_model = ProfiledModel(name=name, digest=model_digest(spec))
+            decode = _decode_pages(found, pages, serving_budget)
+            new = Profile(
                 format=1,
-                model=ProfiledModel(
-                    name=shown_name(ModelSpec(path=model, adapter=adapter)), digest=model_digest(spec)
-                ),
-                texts=texts,
+                model=profiled_model,
+                texts=profiled,
                 prefill=(),
-                decode=DecodePages.model_validate(decode),
-                figures={"allocation": allocation} if density else {},
+                decode=decode,
+                figures=levels.figures,
             )
-        if density and whole is not None:
-            how = cast("Allocation", allocation)  # checked above
-            levels = method_levels(
-                stack,
-                probes,
-                asked,
-                density,
-                tell=_tell,
-                allocation=how,
-                answer_weight=answers,
-                profile=whole,
-            )
-            whole = whole.plus(levels, texts)
-        if profile is not None and whole is not None:
-            whole.write(profile)
+        if density and new is not None:
+            new = new.plus(levels.make(stack, new), profiled)
+        if profile is not None and new is not None:
+            new.write(profile)
     except (ModelError, MethodError, ValueError) as error:
         fail(str(error))
     if found is not None:
         _show(found, pages, json)
 
 
-def _refuse(context: typer.Context, profile: Path | None, allocation: str) -> None:
-    """Options out of bounds or that contradict each other, before the work and not after."""
+@dataclass(frozen=True)
+class _Levels:
+    """Without densities there are none."""
+
+    method: MethodSpec
+    densities: list[float]
+    documents: Mapping[int, Sequence[Document]]
+    allocation: Allocation
+    answer_weight: float
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"allocation": self.allocation} if self.densities else {}
+
+    def check(self) -> None:
+        from ...workers.calibration.method_levels import require_thresholds
+
+        if self.densities:
+            require_thresholds(self.method)
+
+    def make(self, stack: LayerStack, profile: Profile) -> MethodLevels:
+        from ...workers.calibration.method_levels import method_levels
+
+        return method_levels(
+            stack,
+            self.documents,
+            self.method,
+            self.densities,
+            tell=_tell,
+            allocation=self.allocation,
+            answer_weight=self.answer_weight,
+            profile=profile,
+        )
+
+
+def _load(spec: ModelSpec, device: str, lengths: list[int], full_layers: list[int]) -> LayerStack:
+    from ...workers.model.decoder.load import load_model
+
+    stack = load_model(spec, device)
+    if lengths and max(lengths) > stack.config.positions:
+        raise ValueError(f"--length {max(lengths)}: the model has {stack.config.positions} positions")
+    for problem in DecodeConfig(full_layers=tuple(full_layers)).layer_problems(stack.config.layers):
+        raise ValueError(problem)
+    return stack
+
+
+def _decode_pages(found: Calibration, pages: dict[str, Any], serving_budget: int | None) -> DecodePages:
+    budget, recency = serving_budget or pages["budget"], pages["recency"]
+    values = {"page_budget": budget, "recency": recency, "full_layers": pages["full_layers"]}
+    return DecodePages.model_validate({"delta_layers": found.delta_layers, **values})
+
+
+def _check_options(context: typer.Context, profile: Path | None) -> None:
     given = context.params
     density, length = given["density"], given["length"]
     if profile is not None and not profile.parent.is_dir():
@@ -175,103 +196,111 @@ def _refuse(context: typer.Context, profile: Path | None, allocation: str) -> No
         fail("--length needs --density: it is of the prompts that levels are for")
     for problem in _out_of_bounds(density, length, given["serving_budget"], given["recency"]):
         fail(problem)
-    if allocation not in ("marginal", "threshold"):
+    if (allocation := given["allocation"]) not in ("marginal", "threshold"):
         fail(f"--allocation {allocation}: must be marginal or threshold")
     if not given["add"]:
         return
     if not density:
         fail("--add needs --density: it adds levels to what --profile has")
-    for name in (*OF_PAGES, "allocation"):  # which the profile's figures name
+    for name in (*PAGE_OPTIONS, "allocation"):  # the old profile's figures name its allocation
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             fail(f"--add makes levels and nothing else: leave out --{name.replace('_', '-')}")
 
 
 def _out_of_bounds(
-    density: list[float], length: list[int], serving_budget: int | None, recency: int
+    densities: list[float], lengths: list[int], serving_budget: int | None, recency: int
 ) -> Iterator[str]:
-    """What a profile could not hold."""
-    yield from (f"--density {one:g}: must be above 0 and at most 1" for one in density if not 0 < one <= 1)
-    yield from (f"--length {one}: must be at least 1" for one in length if one < 1)
+    for density in densities:
+        if not 0 < density <= 1:
+            yield f"--density {density:g}: must be above 0 and at most 1"
+    if lengths and min(lengths) < 1:
+        yield f"--length {min(lengths)}: must be at least 1"
     if serving_budget is not None and serving_budget < recency:
         yield f"--serving-budget {serving_budget}: must be at least --recency, {recency}"
 
 
-def _misfits(config: ModelConfig, length: list[int], full_layer: list[int]) -> Iterator[str]:
-    """What the model does not have, before anything is read."""
-    if length and max(length) > config.positions:
-        yield f"--length {max(length)}: the model has {config.positions} positions"
-    yield from DecodeConfig(full_layers=tuple(full_layer)).layer_problems(config.layers)
-
-
 def _show(found: Calibration, pages: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        chosen = {"delta_layers": found.delta_layers, **pages}
-        losses = {"tokens": found.tokens, "losses": found.losses, "divergence": found.divergence}
-        print(json_format.dumps({**chosen, **losses}))
-    else:
+    if not as_json:
         print(f"delta_layers: {list(found.delta_layers)}")
+        return
+    values = {
+        "page_budget": pages["budget"],
+        "recency": pages["recency"],
+        "full_layers": pages["full_layers"],
+    }
+    figures = {"tokens": found.tokens, "losses": found.losses, "divergence": found.divergence}
+    print(json_format.dumps({"delta_layers": found.delta_layers, **values, **figures}))
 
 
-def _delta_layers(
-    stack: LayerStack, read: list[Document], pages: dict[str, Any], layers: int, dense_layers: int | None
+def _choose_delta_layers(
+    stack: LayerStack,
+    texts: list[Document],
+    pages: dict[str, Any],
+    layers: int,
+    dense_layers: int | None,
 ) -> Calibration:
-    """As the command's options say; pages: budget, recency and full layers, as a profile names them."""
     from ...workers.calibration.delta_layer_search import refine
     from ...workers.calibration.delta_layers import calibrate
 
-    _tell(f"Reading {len(read)} texts of up to {max(len(one.ids) for one in read)} tokens")
-    budget, recency, full_layers = pages["page_budget"], pages["recency"], pages["full_layers"]
-    sizes = {"budget": budget, "recency": recency, "full_layers": full_layers}
+    _tell(f"Reading {len(texts)} texts of up to {max(len(text.ids) for text in texts)} tokens")
     if dense_layers is None:
-        return calibrate(stack, read, layers, **sizes)
-    first = calibrate(stack, read, 1, **sizes)  # the search finds out how many
-    return refine(stack, read, first, dense_layers, **sizes, tell=err.print)
+        return calibrate(stack, texts, layers, **pages)
+    first = calibrate(stack, texts, 1, **pages)  # the search finds out how many
+    return refine(stack, texts, first, dense_layers, **pages, tell=err.print)
 
 
-def _tell(what: str) -> None:
-    err.print(f"{what} …")
+def _tell(progress: str) -> None:
+    err.print(f"{progress} …")
 
 
 class _Documents:
-    """What is read: pieces of the texts, with facts hidden in them if questions are asked."""
+    """Pieces of the texts, with hidden facts if questions are asked."""
 
     def __init__(self, tokenizer: Tokenizer, contents: dict[str, str], questions: int) -> None:
         def encode_all(texts: Sequence[str]) -> list[list[int]]:
-            return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+            return [done.ids for done in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
         self._tokenizer = tokenizer
         self._contents = contents
         self._texts = {file: Text(content, encode_all) for file, content in contents.items()}
         self._questions = questions
 
-    def for_pages(self, most: int, least: int) -> list[Document]:
-        """Of each text, and with questions three more: of facts alone, where every page looks like every
-        other; of several values for one key; and of chains of variables.
+    def for_pages(self, budget: int, tokens: int | None) -> list[Document]:
+        """Make documents of the texts, to choose Δ-layers by. Raises ValueError if one is too short.
 
-        Raises ValueError for texts of fewer than `least` tokens.
+        With questions there are three more: facts alone, where all pages look alike; several values for one
+        key; and chains of variables.
+
+        Args:
+            budget: In pages.
+            tokens: A document's; by default four times the budget.
         """
-        if not self._questions:
-            return [Document(self._ids(file, most, least), []) for file in self._contents]
-        first = next(iter(self._texts.values()))
-        room = most - self._questions * ANSWER_ROOM
-        few = -(-self._questions // VALUES)
-        more = [(haystack, self._questions), (values, few), (chains, few)]
-        return [*self.of(most), *(kind(random.Random(0), room, count, first) for kind, count in more)]
+        from ...workers.calibration.delta_layers import shortest_text
 
-    def of(self, tokens: int) -> list[Document]:
-        """Of each text, so that the document with its questions has about so many tokens."""
-        room = tokens - self._questions * ANSWER_ROOM
+        most = tokens or 4 * budget * PAGE_TOKENS
+        if not self._questions:
+            least = shortest_text(budget)
+            return [Document(self._encode(file, most, least), []) for file in self._contents]
+        first = next(iter(self._texts.values()))
+        room = most - self._questions * ANSWER_TOKENS
+        few = -(-self._questions // probes.VALUES)
+        more = [(probes.haystack, self._questions), (probes.values, few), (probes.chains, few)]
+        return [*self.of_length(most), *(kind(random.Random(0), room, count, first) for kind, count in more)]
+
+    def of_length(self, tokens: int) -> list[Document]:
+        """With its questions a document has about this many tokens."""
+        room = tokens - self._questions * ANSWER_TOKENS
         return [
-            needles(random.Random(number), room, self._questions, text)
+            probes.needles(random.Random(number), room, self._questions, text)
             for number, text in enumerate(self._texts.values())
         ]
 
     def profiled(self, tokens: int) -> tuple[ProfiledText, ...]:
-        """As a profile names them. tokens: read of each, at most."""
+        """tokens: the most that was read of each text."""
         return tuple(ProfiledText.of(content, tokens) for content in self._contents.values())
 
-    def _ids(self, file: str, most: int, least: int) -> list[int]:
+    def _encode(self, file: str, most: int, least: int) -> list[int]:
         ids: list[int] = self._tokenizer.encode(self._contents[file]).ids[:most]
         if len(ids) < least:
             raise ValueError(f"{file}: {len(ids)} tokens are too few for this budget, which takes {least}")
@@ -279,8 +308,7 @@ class _Documents:
 
 
 def _method(name: str, given: Sequence[str]) -> MethodSpec:
-    """Raises MethodError, or ValueError for an option that is no NAME=NUMBER."""
-    pairs = [one.partition("=") for one in given]
+    pairs = [pair.partition("=") for pair in given]
     try:
         return method_spec(name, {key: float(value) for key, _, value in pairs})
     except ValueError as error:

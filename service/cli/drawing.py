@@ -1,4 +1,4 @@
-"""Tiles and timings as a picture: in the terminal, and as an image.
+"""Draws tiles and timings in the terminal or as an image.
 
 Shape suffixes: L layers, H heads, N query blocks, M key blocks, C colours.
 """
@@ -13,27 +13,25 @@ from rich.console import Console
 from rich.table import Table
 
 from ..request.answers import Timings
-from .terminal import worth_showing
+from .terminal import significant_parts
 
 if TYPE_CHECKING:
     from ...workers.calibration.tiles import TilesRead
 
 _SHADES = "·░▒▓█"
-"""From nothing read to everything."""
-_LARGEST = 32
-"""Rows of the map in the terminal."""
+_MAP_ROWS = 32
 
 _MAP, _GAP, _MARGIN, _LINE, _LABEL = 96, 6, 16, 18, 72
-"""Pixels: the longest side of a map, between maps, around all, a line of text, the layers' names."""
+"""Pixels: a map's longest side, the gap between maps, the margin, a line of text, layers' names."""
 _PAPER, _CAUSAL, _READ, _INK = (255, 255, 255), (222, 228, 236), (24, 71, 133), (40, 40, 40)
 _PARTS = ((24, 71, 133), (217, 119, 6), (22, 128, 89), (190, 50, 50), (112, 72, 160), (90, 140, 190),
           (140, 140, 40), (200, 100, 150), (110, 110, 110), (60, 170, 170))  # fmt: skip
 
 
 def to_terminal(console: Console, found: TilesRead, title: str) -> None:
-    """A map of all heads together, then a shade for each head of each layer."""
+    """The mean map of all heads, then a shade for each head."""
     console.print(title, highlight=False)
-    for row in _together(found):
+    for row in _mean_map(found):
         console.print("".join(_shade(share) * 2 for share in row), highlight=False)
     table = Table("layer", "tiles read", "heads")
     for layer, density_H in enumerate(found.density_LH.tolist()):
@@ -42,17 +40,16 @@ def to_terminal(console: Console, found: TilesRead, title: str) -> None:
     console.print(table)
 
 
-def _together(found: TilesRead) -> list[list[float | None]]:
-    """Shares of causal tiles read, mean of all layers and heads, in at most _LARGEST rows; None above the
-    diagonal."""
+def _mean_map(found: TilesRead) -> list[list[float | None]]:
+    """Mean share of causal tiles that is read. None above the diagonal."""
     mean_NM = found.read_LHNM.mean((0, 1), dtype=np.float32)
-    read_NM, causal_NM = _smaller(mean_NM), _smaller(np.tri(len(mean_NM), dtype=np.float32))
+    read_NM, causal_NM = _shrink(mean_NM), _shrink(np.tri(len(mean_NM), dtype=np.float32))
     rows = zip(read_NM.tolist(), causal_NM.tolist(), strict=True)
     return [[read / causal if causal else None for read, causal in zip(*row, strict=True)] for row in rows]
 
 
-def _smaller(x_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    side = min(len(x_NM), _LARGEST)
+def _shrink(x_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    side = min(len(x_NM), _MAP_ROWS)
     return np.asarray(Image.fromarray(x_NM).resize((side, side), Image.Resampling.BOX))
 
 
@@ -63,10 +60,10 @@ def _shade(share: float | None) -> str:
 
 
 def to_image(found: TilesRead, title: str, timings: Timings | None) -> Image.Image:
-    """A map for each head (across) of each layer (down); below them the parts of TTFT, if they are known."""
+    """A map for each head (column) and layer (row), and below them the parts of TTFT."""
     layers, heads, blocks, _ = found.read_LHNM.shape
     side = _MAP if blocks > _MAP else blocks * (_MAP // blocks)
-    parts = [] if timings is None else worth_showing(timings)
+    parts = [] if timings is None else significant_parts(timings)
     top = _MARGIN + 2 * _LINE
     below = top + layers * (side + _GAP) + _GAP
     width = max(2 * _MARGIN + _LABEL + heads * (side + _GAP), 640)
@@ -90,8 +87,8 @@ def _map(found: TilesRead, layer: int, head: int, side: int) -> Image.Image:
     map_NMC = np.full((blocks, blocks, 3), _PAPER, dtype=np.uint8)
     map_NMC[np.tri(blocks, dtype=bool)] = _CAUSAL
     map_NMC[read_NM] = _READ
-    way = Image.Resampling.BOX if side < blocks else Image.Resampling.NEAREST
-    return Image.fromarray(map_NMC).resize((side, side), way)
+    method = Image.Resampling.BOX if side < blocks else Image.Resampling.NEAREST
+    return Image.fromarray(map_NMC).resize((side, side), method)
 
 
 def _draw_timings(
@@ -99,10 +96,10 @@ def _draw_timings(
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
     timings: Timings,
     parts: list[tuple[str, float]],
-    place: tuple[int, int, int],
+    box: tuple[int, int, int],
 ) -> None:
-    """place: left, top, right. One bar, and a line for each part."""
-    left, top, right = place
+    """A bar, and a line for each part. box: left, top, right."""
+    left, top, right = box
     draw.text((left, top), f"time to first token: {timings.ttft_seconds:.3f} s", _INK, font)
     x, y = float(left), top + 3 * _LINE
     for number, (name, seconds) in enumerate(parts):

@@ -1,8 +1,7 @@
-"""`deltafront picture`: which tiles a prompt reads, layer by layer and head by head, and where TTFT went.
+"""`deltafront picture`: which tiles a prompt reads, and where its time to first token went.
 
-The tiles come from reading the prompt here, with the model and the chunks of a configuration file: in every
-layer, though a server leaves the last one out but for a prompt's last block. The time to first token comes
-from asking a server the same prompt. torch is imported when the command runs.
+The prompt is read here, with the configuration's model and chunks. Unlike a server it reads the last layer
+whole. torch is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def picture_command(
+    *,
     file: Annotated[str, typer.Argument(help="Text file, or - for standard input.")],
     config: Annotated[Path, typer.Option("--config", "-c", help="YAML; its model and chunks are used.")],
     png: Annotated[Path | None, typer.Option(help="Write a PNG instead of drawing here.")] = None,
@@ -49,16 +49,15 @@ def picture_command(
         timings = None
         if ask:
             request = {"prompt": ids, "method": spec.name, "options": options, "max_tokens": 1}
-            with terminal.calling(address, token, tls) as client:
+            with terminal.connect(address, token, tls) as client:
                 timings = terminal.stream_answer(client, request, quiet=True)[1].timings
-        found = _read(settings, ids, spec)
+        tiles = _read(settings, ids, spec)
     except (ConfigError, ModelError, MethodError, ValueError) as error:
         terminal.fail(str(error))
-    _show(found, spec.name, timings, png)
+    _show(tiles, spec.name, timings, png)
 
 
 def _ids(settings: ServiceConfig, text: str) -> list[int]:
-    """As the door tokenises it."""
     packed = TextTokenizer.load(Path(settings.model.path)).encode(text, add_bos=True)
     return [int.from_bytes(packed[place : place + 4], "little") for place in range(0, len(packed), 4)]
 
@@ -66,28 +65,28 @@ def _ids(settings: ServiceConfig, text: str) -> list[int]:
 def _read(settings: ServiceConfig, ids: list[int], spec: MethodSpec) -> TilesRead:
     from ...workers.calibration.tiles import tiles_read
 
-    with terminal.reading_bar(err) as bar:
+    with terminal.progress_bar(err) as bar:
         return tiles_read(
             settings.model,
             ids,
             spec,
             settings.prefill.chunk_tokens,
             device=settings.prefill.device,
-            progress=lambda done: bar.show(Progress(tokens_done=done, tokens_total=len(ids))),
+            progress=lambda done: bar.show(Progress(done, len(ids))),
         )
 
 
-def _show(found: TilesRead, method: str, timings: Timings | None, png: Path | None) -> None:
+def _show(tiles: TilesRead, method: str, timings: Timings | None, png: Path | None) -> None:
     from . import drawing
 
-    title = f"{method}: {float(found.density_LH.mean()):.1%} of the tiles of {found.tokens} tokens"
+    title = f"{method}: {float(tiles.density_LH.mean()):.1%} of the tiles of {tiles.tokens} tokens"
     if png is None:
-        drawing.to_terminal(Console(), found, title)
+        drawing.to_terminal(Console(), tiles, title)
         if timings is not None:
             terminal.show_timings(Console(), timings)
         return
     try:
-        drawing.to_image(found, title, timings).save(png, "PNG")
+        drawing.to_image(tiles, title, timings).save(png, "PNG")
     except OSError as error:
         terminal.fail(f"{png} cannot be written: {error.strerror}")
     print(png)

@@ -1,9 +1,6 @@
-"""`deltafront size`: GPUs and memory for a model at given context lengths, before anything is started.
+"""`deltafront size`: GPUs and memory that a model takes at given context lengths.
 
-Counted as the workers allocate: weights, in 8 bits where `model.quantisation` has them so, K/V in pages of
-PAGE_TOKENS tokens, a group of prefill stages that hold their layers' share of both, decode workers that hold
-the whole model each. What is not counted one by one (CUDA itself, a chunk's activations, selection state) is
-a flat reserve per process.
+Weights and K/V are counted as workers allocate them. All else is a flat reserve per process.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ from .terminal import fail
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-FACTOR_BYTES = 4
-"""Of the factor that each output channel of an 8-bit matrix has."""
+SCALE_BYTES = 4
 RESERVE_GIB = 8.0
-"""Per process on a GPU: the CUDA context and NCCL (about 1 GiB), a chunk of 16,384 tokens in the MLP
-(3 GiB for 70B), what tile selection keeps (2.9 GiB at 524,288 tokens: docs/figures.md), CUDA graphs."""
+"""Per process on a GPU: the CUDA context and NCCL (1 GiB), an MLP's activations of 16,384 tokens (3 GiB for
+70B), tile selection (2.9 GiB at 524,288 tokens: docs/figures.md), CUDA graphs.
+"""
 
 
 def _llama(layers: int, hidden: int, intermediate: int, q_heads: int) -> ModelConfig:
@@ -51,16 +48,18 @@ def _llama(layers: int, hidden: int, intermediate: int, q_heads: int) -> ModelCo
 
 
 SHAPES: Mapping[str, ModelConfig] = {"8b": _llama(32, 4096, 14_336, 32), "70b": _llama(80, 8192, 28_672, 64)}
-"""Llama 3.1's, by the name that stands for a model directory."""
+"""Llama 3.1. A name may stand for a model directory."""
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """What contexts of `tokens` tokens (prompt and answer) take, `concurrency` of them at once on the decode
-    workers and one at a time in the prefill group.
+    """Contexts are prefilled one at a time, and decoded `concurrency` at once.
 
-    Bytes, of one GPU where `_bytes` follows a role. stages: the fewest that fit, or those asked for; None if
-    no split fits. contexts_per_worker: 0 if a decode worker's GPU cannot hold the weights and one context.
+    Attributes:
+        tokens: Prompt and answer.
+        stages: None if no number fits.
+        stage_bytes, decode_bytes: Per GPU.
+        contexts_per_worker: 0 if a GPU cannot hold the weights and one context.
     """
 
     model: str
@@ -79,12 +78,11 @@ class Sizing:
 
     @property
     def decode_workers(self) -> int | None:
-        """None: they do not fit."""
         return -(-self.concurrency // self.contexts_per_worker) if self.contexts_per_worker else None
 
     @property
     def gpus(self) -> int | None:
-        """Of one prefill group and all decode workers; None if something does not fit."""
+        """None if something does not fit."""
         if self.stages is None or self.decode_workers is None:
             return None
         return self.stages + self.decode_workers
@@ -100,9 +98,7 @@ def weight_bytes(
     embedding: bool = True,
     head: bool = True,
 ) -> int:
-    """Weights of the attention of so many layers, of `mlps` MLPs (as many, unless told
-    otherwise) and of the ends asked for. In 8 bits are the layers' matrices alone, with a factor for each
-    output channel."""
+    """Only the layers' matrices are quantised. layers: of attention. mlps: by default as many."""
     mlps = layers if mlps is None else mlps
     size = DTYPE_BYTES[dtype]
     plain = model.weights(layers, mlps, embedding=embedding, head=head) * size
@@ -111,28 +107,26 @@ def weight_bytes(
     matrices = layers * model.attention_matrices + mlps * model.mlp_matrices
     channels = layers * ((model.q_heads + 2 * model.kv_heads) * model.head_dim + model.hidden)
     channels += mlps * (2 * model.intermediate + model.hidden)
-    return plain - matrices * (size - 1) + channels * FACTOR_BYTES
+    return plain - matrices * (size - 1) + channels * SCALE_BYTES
 
 
 def stage_bytes(
-    model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, kind: Quantisation | None = None
+    model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
 ) -> int:
-    """Weights and K/V of the fullest of `stages` prefill stages, each with room for cache_tokens tokens.
-    kind: of quantisation. Raises ModelError for more stages than layers."""
+    """The fullest prefill stage. Raises ModelError for more stages than layers."""
     room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
-    needs = []
+    sizes = []
     for stage, share in enumerate(model.split(stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
         layers, mlps = len(share.layers), len(share.mlps)
-        weights = weight_bytes(model, layers, dtype, kind, mlps=mlps, **ends)
-        needs.append(weights + room * model.kv_values(layers))
-    return max(needs)
+        weights = weight_bytes(model, layers, dtype, quantisation, mlps=mlps, **ends)
+        sizes.append(weights + room * model.kv_values(layers))
+    return max(sizes)
 
 
 def decode_bytes(
     model: ModelConfig, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
 ) -> int:
-    """Weights and K/V of a decode worker."""
     return stage_bytes(model, 1, cache_tokens, dtype, quantisation)
 
 
@@ -148,8 +142,12 @@ def sizing(
     stages: int | None = None,
     reserve_gib: float = RESERVE_GIB,
 ) -> Sizing:
-    """Raises ModelError for more stages than layers, ValueError naming what is not positive or not finite, or
-    a quantisation that does not go with the dtype."""
+    """tokens: of a context.
+
+    Raises:
+        ModelError: There are more stages than layers.
+        ValueError: A number is not positive or finite, or the quantisation does not go with the dtype.
+    """
     for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
         if value <= 0:
             raise ValueError(f"{key} = {value}: must be above 0")
@@ -159,9 +157,9 @@ def sizing(
     if not math.isfinite(bytes_left):
         raise ValueError(f"gpu_gib = {gpu_gib} and reserve_gib = {reserve_gib}: must be finite")
     room = int(bytes_left)
-    size = DTYPE_BYTES[dtype]
+    kv_token_bytes = model.kv_values(model.layers) * DTYPE_BYTES[dtype]
     weights = weight_bytes(model, model.layers, dtype, quantisation)
-    kv = pages_for(tokens) * PAGE_TOKENS * model.kv_values(model.layers) * size
+    kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
     contexts = min(max(room - weights, 0) // kv, concurrency)
     tried = range(1, model.layers + 1) if stages is None else (stages,)
     needs = {count: stage_bytes(model, count, tokens, dtype, quantisation) for count in tried}
@@ -173,7 +171,7 @@ def sizing(
         concurrency=concurrency,
         gpu_gib=gpu_gib,
         weight_bytes=weights,
-        kv_token_bytes=model.kv_values(model.layers) * size,
+        kv_token_bytes=kv_token_bytes,
         pages=pages_for(tokens),
         kv_bytes=kv,
         stages=found,
@@ -190,7 +188,7 @@ HEADER = (
 
 
 def row(found: Sizing) -> list[str]:
-    """A line under HEADER: K/V and pages of one context, prefill as stages × GiB, decode as workers × GiB."""
+    """Prefill is stages × GiB, decode is workers × GiB."""
     workers, stage, decode = found.decode_workers, found.stage_bytes / GIB, found.decode_bytes / GIB
     return [
         found.model if found.quantisation is None else f"{found.model}, {found.quantisation}",
@@ -208,6 +206,7 @@ def row(found: Sizing) -> list[str]:
 
 
 def size_command(
+    *,
     models: Annotated[list[str] | None, typer.Argument(help="8b, 70b or model directories.")] = None,
     tokens: Annotated[list[int], typer.Option(help="Prompt and answer of a context.")] = [131_072, 524_288],  # noqa: B006
     concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
@@ -227,24 +226,24 @@ def size_command(
         fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
     try:
         found = [
-            sizing(name, _shape(name), one, concurrency, gpu_gib, dtype=cast(Dtype, dtype),
+            sizing(name, _shape(name), length, concurrency, gpu_gib, dtype=cast(Dtype, dtype),
                    quantisation=cast(Quantisation | None, quantisation), stages=stages,
                    reserve_gib=reserve_gib)
             for name in models or SHAPES
-            for one in tokens
+            for length in tokens
         ]  # fmt: skip
     except (ModelError, ValueError) as error:
         fail(str(error))
     if json:
-        for one in found:
-            derived = {"decode_workers": one.decode_workers, "gpus": one.gpus}
-            print(json_format.dumps(asdict(one) | derived))
+        for sized in found:
+            derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
+            print(json_format.dumps(asdict(sized) | derived))
     else:
         show(found)
 
 
 def show(found: Sequence[Sizing]) -> None:
-    """A column for each, since a terminal is not wide enough for lines."""
+    """Columns, since rows would be too wide for a terminal."""
     table = Table(show_header=False)
     for name, *values in zip(HEADER, *map(row, found), strict=True):
         table.add_row(name, *values)
@@ -252,7 +251,6 @@ def show(found: Sequence[Sizing]) -> None:
 
 
 def _shape(name: str) -> ModelConfig:
-    """Raises ModelError for what is neither a known name nor a model directory."""
     if name in SHAPES:
         return SHAPES[name]
     if not Path(name).is_dir():

@@ -1,4 +1,4 @@
-"""The terminal's side of the command line: what it reads, what it shows, and how it fails, in one line."""
+"""The commands' input and output."""
 
 from __future__ import annotations
 
@@ -19,21 +19,14 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ...workers.messages.events import Progress, Token, Usage
+from .. import errors
 from ..client import DeltafrontClient
-from ..errors import (
-    DeadlineExceeded,
-    DeltafrontError,
-    InvalidArgument,
-    NotFound,
-    Overloaded,
-    Unauthenticated,
-    Unavailable,
-)
+from ..errors import DeltafrontError
 from ..request.answers import GenerateFinished, ProfileInfo, ServerInfo, Timings
 
-_WORTH_SHOWING_S = 0.0005
-_STAGES_A_TABLE = 5
-"""As many as stand beside the phases' names on 80 columns."""
+_SIGNIFICANT_S = 0.0005
+_STAGES_PER_TABLE = 5
+"""More do not fit into 80 columns."""
 
 # Options that several commands take.
 Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
@@ -52,6 +45,7 @@ Chat = Annotated[
         show_default=False,
     ),
 ]
+Keep = Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")]
 Recompute = Annotated[
     int | None,
     typer.Option(help="Blocks of 128 tokens that are read again with dense attention, for the question."),
@@ -59,12 +53,11 @@ Recompute = Annotated[
 ADDRESS = "127.0.0.1:9000"
 
 err = Console(stderr=True)
-"""Everything but answers goes to standard error."""
 
 
 @contextlib.contextmanager
-def calling(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
-    """A client whose errors end the command."""
+def connect(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
+    """The client's errors end the command."""
     try:
         with DeltafrontClient(address, token or None, tls=tls) as client:
             yield client
@@ -75,21 +68,20 @@ def calling(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
 
 
 def read_text(file: str) -> str:
-    """A file's text, or standard input for `-`. Both are UTF-8, whatever the locale."""
+    """Read a file, or standard input for `-`, as UTF-8 in any locale."""
     try:
         if file != "-":
             return Path(file).read_text(encoding="utf-8")
-        given = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
+        stdin = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
         try:
-            return given.read()
+            return stdin.read()
         finally:
-            given.detach()  # it would close standard input with itself
+            stdin.detach()  # otherwise it closes standard input too
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
 
 
 def read_options(pairs: list[str]) -> dict[str, float]:
-    """NAME=NUMBER pairs."""
     options = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
@@ -101,17 +93,16 @@ def read_options(pairs: list[str]) -> dict[str, float]:
 
 
 def fail(message: str) -> NoReturn:
-    """End the command with one line."""
-    complain(message)
+    show_error(message)
     raise typer.Exit(1)
 
 
-def complain(message: str) -> None:
+def show_error(message: str) -> None:
     err.print(f"deltafront: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
-class ReadingBar:
-    """A progress bar that appears with the first progress event and goes when told to."""
+class ProgressBar:
+    """It appears with the first event."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
@@ -135,8 +126,8 @@ class ReadingBar:
 
 
 @contextlib.contextmanager
-def reading_bar(console: Console) -> Iterator[ReadingBar]:
-    bar = ReadingBar(console)
+def progress_bar(console: Console) -> Iterator[ProgressBar]:
+    bar = ProgressBar(console)
     try:
         yield bar
     finally:
@@ -146,9 +137,9 @@ def reading_bar(console: Console) -> Iterator[ReadingBar]:
 def stream_answer(
     client: DeltafrontClient, request: dict[str, Any], quiet: bool
 ) -> tuple[str, GenerateFinished]:
-    """Stream an answer to standard output unless quiet; the whole text and the finish event."""
+    """Print an answer unless quiet. Returns the text and the last event."""
     text = ""
-    with reading_bar(err) as bar:
+    with progress_bar(err) as bar:
         for event in client.generate(**request):
             if isinstance(event, Progress):
                 bar.show(event)
@@ -166,23 +157,21 @@ def stream_answer(
     fail("the stream ended without a finish event")
 
 
-def worth_showing(timings: Timings) -> list[tuple[str, float]]:
-    """The parts of the time to first token that are not next to nothing, with their seconds."""
-    return [(name, seconds) for name, seconds in timings.parts.items() if seconds >= _WORTH_SHOWING_S]
+def significant_parts(timings: Timings) -> list[tuple[str, float]]:
+    return [(name, seconds) for name, seconds in timings.parts.items() if seconds >= _SIGNIFICANT_S]
 
 
 def show_timings(console: Console, timings: Timings) -> None:
     table = Table("part", "seconds", "share", title="Time to first token")
-    for name, seconds in worth_showing(timings):
+    for name, seconds in significant_parts(timings):
         table.add_row(name, f"{seconds:.3f}", f"{seconds / timings.ttft_seconds:.1%}")
     table.add_row("[bold]sum", f"[bold]{timings.ttft_seconds:.3f}", "100%")
     console.print(table)
-    for begin in range(0, len(timings.stages), _STAGES_A_TABLE):
-        _show_stages(console, timings.stages[begin : begin + _STAGES_A_TABLE], begin)
+    for begin in range(0, len(timings.stages), _STAGES_PER_TABLE):
+        _show_stages(console, timings.stages[begin : begin + _STAGES_PER_TABLE], begin)
 
 
 def _show_stages(console: Console, stages: Sequence[Mapping[str, float]], begin: int) -> None:
-    """A row for each phase, so that its name has room. begin: the number of the first of the stages."""
     table = Table(title="Seconds by stage (stages overlap)")
     table.add_column("phase", no_wrap=True)
     for number in range(begin, begin + len(stages)):
@@ -192,13 +181,13 @@ def _show_stages(console: Console, stages: Sequence[Mapping[str, float]], begin:
     console.print(table)
 
 
-def told_usage(usage: Usage, asked_session: bool) -> str:
-    """How much of a prompt was read before, and, where nobody asked for that, whose it is."""
-    said = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session"
+def describe_usage(usage: Usage, asked_session: bool) -> str:
+    """If no session was asked for, say whose cached tokens may be."""
+    counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session"
     if asked_session or not usage.cached_tokens:
-        return said
+        return counts
     return (
-        f"{said} that was found by itself: of yours, or, where the server has no tokens, of anybody "
+        f"{counts} that was found by itself: of yours, or, where the server has no tokens, of anybody "
         "(--cache-salt shares only with the same salt)"
     )
 
@@ -255,43 +244,40 @@ def _show_figures(console: Console, figures: Mapping[str, Any]) -> None:
 
 
 def _figures(figures: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values. A group's stand under the group's name."""
+    """Nested names begin with their group's."""
     for name, value in figures.items():
         if not isinstance(value, Mapping):
-            yield f"{group}{name}", _listed(value)
-        elif any(isinstance(one, Mapping) for one in value.values()):
+            yield f"{group}{name}", _format(value)
+        elif any(isinstance(item, Mapping) for item in value.values()):
             yield from _figures(value, f"{group}{name}: ")
         else:
-            yield f"{group}{name}", ", ".join(f"{key} {_listed(one)}" for key, one in value.items())
+            yield f"{group}{name}", ", ".join(f"{key} {_format(item)}" for key, item in value.items())
 
 
-def _listed(value: Any) -> str:
+def _format(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def as_json(result: Any) -> str:
-    """One line for scripts."""
     return json.dumps(asdict(result), ensure_ascii=False)
 
 
 def with_advice(error: DeltafrontError, address: str) -> str:
-    """An error as a line, with what to do about it."""
-    hint = _advice(error, address)
-    return f"{error.message or error.code}" + (f" ({hint})" if hint else "")
+    advice = _advice(error, address)
+    return f"{error.message or error.code}" + (f" ({advice})" if advice else "")
 
 
 def _advice(error: DeltafrontError, address: str) -> str:
-    """What to do about an error, or nothing."""
-    if isinstance(error, InvalidArgument) and error.field in ("address", "tls"):
+    if isinstance(error, errors.InvalidArgument) and error.field in ("address", "tls"):
         return ""
-    if isinstance(error, InvalidArgument) and error.field.endswith(".messages"):
+    if isinstance(error, errors.InvalidArgument) and error.field.endswith(".messages"):
         return "`deltafront generate --raw` sends text without the model's chat template"
-    if isinstance(error, Overloaded):
+    if isinstance(error, errors.Overloaded):
         return "" if error.retry_after_s is None else f"try again in {error.retry_after_s:.0f} s"
     return {
-        Unavailable: f"is a server running at {address}? `deltafront serve` starts one",
-        Unauthenticated: "give --token or set DELTAFRONT_TOKEN",
-        NotFound: "`deltafront prefill FILE` makes a new session",
-        DeadlineExceeded: "allow more time with --timeout",
-        InvalidArgument: "`deltafront info` shows what the server takes",
+        errors.Unavailable: f"is a server running at {address}? `deltafront serve` starts one",
+        errors.Unauthenticated: "give --token or set DELTAFRONT_TOKEN",
+        errors.NotFound: "`deltafront prefill FILE` makes a new session",
+        errors.DeadlineExceeded: "allow more time with --timeout",
+        errors.InvalidArgument: "`deltafront info` shows what the server takes",
     }.get(type(error), "")

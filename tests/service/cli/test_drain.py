@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deltafront.service.cli import drain
-from deltafront.service.cli.drain import DrainError, drained
+from deltafront.service.cli.drain import DrainError, drain_node
 from deltafront.service.cli.main import app
 
 GROUP, STAGE, WORKER = "ServeReplica:deltafront:PrefillGroup", "StageActor", "DecodeActor"
@@ -38,7 +38,7 @@ class FakeHead:
 def run(head: FakeHead, *here: str) -> tuple[list[str], list[str]]:
     """What was left, and what was said."""
     said: list[str] = []
-    left = drained(head, set(here), 60, said.append, lambda: head.now, head.sleep)
+    left = drain_node(head, set(here), 60, said.append, lambda: head.now, head.sleep)
     return list(left), said
 
 
@@ -106,7 +106,7 @@ def test_the_command_tells_by_its_status(
         return left
 
     monkeypatch.setattr(drain, "RayHead", FakeHead)
-    monkeypatch.setattr(drain, "drained", waited)
+    monkeypatch.setattr(drain, "drain_node", waited)
     status, output = command("--deadline-s", "60", "--node-id", "a")
     assert (status, says in output) == (code, True), output
 

@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 from deltafront import __version__
 from deltafront.service.cli import terminal
-from deltafront.service.cli.main import _settings, _with_ports, app
+from deltafront.service.cli.main import app
+from deltafront.service.cli.serve import read_settings, with_ports
 from deltafront.service.cli.size import SHAPES
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.request.answers import ProfileInfo, Timings
@@ -202,8 +203,8 @@ def test_the_version_is_told() -> None:
 
 
 def test_ports_on_the_command_line_come_before_the_files() -> None:
-    settings = _settings(DEMO, None, None)
-    moved = _with_ports(settings, {"http_port": 8080, "grpc_port": 9090, "metrics_port": None})
+    settings = read_settings(DEMO, None, None)
+    moved = with_ports(settings, {"http_port": 8080, "grpc_port": 9090, "metrics_port": None})
     assert (moved.door.http_port, moved.door.grpc_port, moved.door.metrics_port) == (8080, 9090, 9464)
     same = moved.model_dump()
     same["door"] |= {"http_port": 8000, "grpc_port": 9000}
@@ -251,16 +252,16 @@ def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
 
 def test_another_model_leaves_the_files_model_behind() -> None:
     demo = Path(__file__).parents[3] / "deploy" / "config" / "demo.yaml"
-    settings = _settings(demo, "owner/name", None)
+    settings = read_settings(demo, "owner/name", None)
     assert settings.model == ModelSpec(path="owner/name", dtype=settings.model.dtype)
     assert (settings.decode.page_selection, settings.decode.delta_layers) == ("full", ())
     assert settings.door.model_name == ""
-    assert _settings(demo, None, None).model.adapter is not None
+    assert read_settings(demo, None, None).model.adapter is not None
 
 
 def test_another_model_starts_without_the_files_profile() -> None:
     """What is warmed up of it names levels of density, which the other model may not have."""
-    settings = _settings(Path(__file__).parents[3] / "deploy" / "config" / "gpu.yaml", "owner/name", None)
+    settings = read_settings(Path(__file__).parents[3] / "deploy" / "config" / "gpu.yaml", "owner/name", None)
     settings.check_against(SHAPES["8b"], None)
     assert settings.prefill.warm_up == ("dense", "dpxa")
 
@@ -269,7 +270,7 @@ def test_another_model_keeps_the_files_quantisation(tmp_path: Path) -> None:
     file = tmp_path / "fp8.yaml"
     gpus = "prefill: {device: cuda}\ndecode: {device: cuda, page_selection: full}\n"
     file.write_text("model: {path: x, dtype: bfloat16, quantisation: fp8}\n" + gpus)
-    assert _settings(file, "owner/name", None).model.quantisation == "fp8"
+    assert read_settings(file, "owner/name", None).model.quantisation == "fp8"
 
 
 def test_serve_refuses_a_directory_without_weights(model: Path) -> None:
