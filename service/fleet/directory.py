@@ -1,7 +1,6 @@
-"""How the door finds workers: their roles are `workers/roles.py`'s, the Ray form is in `ray_directory.py`.
+"""How a door finds workers.
 
-Any object that plays a role is a worker, in this process too. Every call raises WorkerLost when the worker is
-gone, and WorkerFailed when it says that the request failed.
+Any object with a role of `workers/roles.py` is one. Its calls raise WorkerLost or WorkerFailed.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from ...workers.roles import DecodeWorker, Group
 
 @dataclass(frozen=True)
 class Found:
+    """Workers by actor name."""
+
     groups: Mapping[str, Group]
     workers: Mapping[str, DecodeWorker]
 
 
 class Directory(Protocol):
-    """Finds workers, by actor name."""
-
     async def find(self) -> Found: ...

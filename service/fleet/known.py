@@ -1,4 +1,4 @@
-"""The workers as last seen, and what was sent to them since. Pure."""
+"""Workers' last known states, and what was sent to them since. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeVar
 from ...workers.messages.states import DecodeStats, GroupStats
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
-_L = TypeVar("_L")
+_H = TypeVar("_H")
 
 
 @dataclass(frozen=True)
 class Charge:
-    """What an admitted request takes: tokens to read for a group, pages of a decode worker."""
+    """An admitted request takes these tokens of a group's queue and pages of a decode worker."""
 
     group: str
     tokens: int
@@ -24,22 +24,21 @@ class Charge:
 
 @dataclass(frozen=True)
 class View:
-    """Last known state of every live worker, by name."""
+    """The last states of live workers, by name."""
 
     groups: Mapping[str, GroupStats] = field(default_factory=dict)
     workers: Mapping[str, DecodeStats] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
-        """Whether every configured role has a started member: a prefill group, and a decode worker. One that
-        is still starting fails when it is asked for its state, so it is not here."""
+        """Whether both roles have a worker that has started."""
         return bool(self.groups and self.workers)
 
     @property
     def last_resort(self) -> set[str]:
-        """Who is asked although it drains, because all of its role do."""
+        """Draining workers that must go on, since all of their role drain."""
         roles: list[Mapping[str, GroupStats | DecodeStats]] = [self.groups, self.workers]
-        return {name for role in roles if all(one.draining for one in role.values()) for name in role}
+        return {name for role in roles if all(state.draining for state in role.values()) for name in role}
 
     def charged(self, charge: Charge) -> View:
         groups, workers = dict(self.groups), dict(self.workers)
@@ -51,19 +50,18 @@ class View:
         return View(groups, workers)
 
 
-def staying(ones: Sequence[_S]) -> Sequence[_S]:
-    """Those of a role that new prompts go to: who drains gets none, unless all do."""
-    return [one for one in ones if not one.draining] or ones
+def staying(states: Sequence[_S]) -> Sequence[_S]:
+    """Those that do not drain, or all if all drain."""
+    return [state for state in states if not state.draining] or states
 
 
 def newest(
-    asked: Mapping[str, _L], answers: Mapping[str, _S], now: Mapping[str, _L], last: Mapping[str, _S]
+    polled: Mapping[str, _H], answers: Mapping[str, _S], now: Mapping[str, _H], last: Mapping[str, _S]
 ) -> dict[str, _S]:
-    """Of the workers that are known `now`: the answer of who was asked, the last state of who was found
-    since."""
-    of = {name: answers if asked.get(name) is link else last for name, link in now.items()}
-    return {name: states[name] for name, states in of.items() if name in states}
+    """The answers of the workers that are known `now`, or the last states of those found since."""
+    sources = {name: answers if polled.get(name) is handle else last for name, handle in now.items()}
+    return {name: states[name] for name, states in sources.items() if name in states}
 
 
-def without(links: Mapping[str, _L], name: str) -> dict[str, _L]:
-    return {key: value for key, value in links.items() if key != name}
+def without(workers: Mapping[str, _H], name: str) -> dict[str, _H]:
+    return {key: value for key, value in workers.items() if key != name}

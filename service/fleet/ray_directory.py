@@ -1,4 +1,4 @@
-"""Workers as Ray actors: found by name in Deltafront's namespace, called without Serve in between."""
+"""Finds workers as Ray actors, by name. Calls do not pass through Serve."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from .directory import Found
 
 
 class RayDirectory:
-    """Finds worker actors by their names' prefixes. What is found is kept until its actor's name is gone."""
-
     def __init__(self) -> None:
         self._groups = _Actors(Group, PREFILL_PREFIX)
         self._workers = _Actors(DecodeWorker, DECODE_PREFIX)
 
     async def find(self) -> Found:
-        actors = await asyncio.to_thread(_look)
-        return Found(self._groups.among(actors), self._workers.among(actors))
+        actors = await asyncio.to_thread(_list_actors)
+        return Found(self._groups.select(actors), self._workers.select(actors))
 
 
 class _Actors(Generic[Role]):
-    """The actors of one role."""
-
     def __init__(self, role: Callable[..., Role], prefix: str) -> None:
         self._role = role
         self._prefix = prefix
         self._known: dict[str, tuple[Any, Role]] = {}
 
-    def among(self, actors: Mapping[str, Any]) -> dict[str, Role]:
-        mine = {name: actor for name, actor in actors.items() if name.startswith(self._prefix)}
-        self._known = {name: self._known_or_new(name, actor) for name, actor in mine.items()}
+    def select(self, actors: Mapping[str, Any]) -> dict[str, Role]:
+        self._known = {
+            name: self._known_or_new(name, actor)
+            for name, actor in actors.items()
+            if name.startswith(self._prefix)
+        }
         return {name: worker for name, (_, worker) in self._known.items()}
 
     def _known_or_new(self, name: str, actor: Any) -> tuple[Any, Role]:
@@ -50,21 +49,20 @@ class _Actors(Generic[Role]):
         return actor._actor_id, remote(self._role, name, actor, partial(worker_error, name))
 
 
-def _look() -> dict[str, Any]:
-    """Every worker actor's handle, by name."""
+def _list_actors() -> dict[str, Any]:
     listed = ray.util.list_named_actors(all_namespaces=True)
     found: dict[str, Any] = {}
-    for name in [one["name"] for one in listed if one["namespace"] == NAMESPACE]:
+    for name in [actor["name"] for actor in listed if actor["namespace"] == NAMESPACE]:
         if name.startswith((PREFILL_PREFIX, DECODE_PREFIX)):
             try:
                 found[name] = ray.get_actor(name, namespace=NAMESPACE)
-            except ValueError:  # died since it was listed
+            except ValueError:  # it died since it was listed
                 continue
     return found
 
 
 def worker_error(worker: str, failure: Failure) -> WorkerError:
-    """What is shown to a client names no host, path or line of code."""
+    """Clients may see the message, so it names no host, path or line of code."""
     if failure.cause is None:
         return WorkerLost(worker, f"{worker} {failure.message}")
     lines = str(failure.cause).strip().splitlines()

@@ -1,4 +1,4 @@
-"""Session ids: `<worker>.<random>`, so that any replica of the door finds a session without a table."""
+"""Session ids, `<worker>.<random>`, by which every door finds the worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ID = re.compile(r"((?:decode:)?[A-Za-z0-9_-]{1,64})\.[A-Za-z0-9_-]{1,128}")
 
 
 def worker_of(session_id: str) -> str:
-    """The decode actor that holds a session. Raises NotFound: a malformed id is just an unknown one."""
+    """The worker's actor name. Raises NotFound for a malformed id."""
     match = _ID.fullmatch(session_id)
     if match is None:
         raise NotFound(NO_SESSION)

@@ -1,4 +1,4 @@
-"""One question for all who ask at once."""
+"""One run of some work for all who wait for it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-class Crowd:
-    """Shares runs of `work` among its callers. start: runs something as a task that somebody keeps."""
+class SingleFlight:
+    """start: starts a task and keeps a reference to it."""
 
     def __init__(
         self,
@@ -20,14 +20,13 @@ class Crowd:
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
 
-    async def ask(self) -> None:
-        """Returns after a run that began after this call. Whoever calls during a run waits for the one that
-        follows it, which is the same for all of them."""
+    async def run(self) -> None:
+        """Wait for a run that began after this call, which concurrent callers share."""
         if self._next is None:
-            self._next = self._start(self._after(self._running))
+            self._next = self._start(self._run_after(self._running))
         await asyncio.shield(self._next)
 
-    async def _after(self, before: asyncio.Task[None] | None) -> None:
+    async def _run_after(self, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
         self._running, self._next = self._next, None

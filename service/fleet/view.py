@@ -1,7 +1,4 @@
-"""The workers as the door knows them: who is alive, how full they are, and what we keep alive there.
-
-Free of Ray; `workers/roles.py` says what workers can be asked, `directory.py` how they are found.
-"""
+"""A door's view of the workers, and its requests on them. Free of Ray."""
 
 from __future__ import annotations
 
@@ -19,30 +16,30 @@ from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
 from .directory import Directory, Found
 from .known import Charge, View, newest, without
 from .sessions import NO_SESSION
-from .single_flight import Crowd
+from .single_flight import SingleFlight
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
 _T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
-_STATS_PATIENCE_S = 5.0
-"""A worker that answers later keeps its last known state; only a dead one is dropped."""
-_NEW_PATIENCE_S = 2.0
-"""One without such a state may be loading, and must not keep a look at the others waiting for longer."""
-_ASK_PATIENCE_S = 0.5
-"""The same while a client waits to hear whether it is refused."""
-_LAST_WORDS_S = 1.0
-"""For workers to hear what a door that stops has cancelled."""
-_HURRY = 4
-"""So many times as often the door looks for workers while some role has none."""
+_STATS_TIMEOUT_S = 5.0
+"""A slower worker keeps its last known state."""
+_NEW_TIMEOUT_S = 2.0
+"""A new worker may be loading, and must not delay the poll for longer."""
+_ASK_TIMEOUT_S = 0.5
+"""While a client waits to hear whether it is refused."""
+_STOP_TIMEOUT_S = 1.0
+"""To tell workers what a stopping door has cancelled."""
+_DISCOVERY_FACTOR = 4
+"""While a role has no worker, the door looks for one this many times as often."""
 
 
 class Fleet:
-    """Polls workers, renews what is in progress, and cancels what is not any more.
+    """Polls workers, and renews and cancels requests on them.
 
-    pairing: of the door's configuration (`workers.settings.pairing`). Workers of another, which it replaces
-    or is replaced by, are left to their own doors.
+    Args:
+        pairing: `workers.settings.pairing`. Workers of other configurations are left alone.
     """
 
     def __init__(
@@ -58,8 +55,8 @@ class Fleet:
         self._refresh_s = refresh_s
         self._renew_s = renew_s
         self._pairing = pairing
-        self._strangers: bool | None = None
-        """Whether workers of another configuration are there; None before the first look."""
+        self._others: bool | None = None
+        """Whether other configurations have workers. None before the first poll."""
         self._found = Found({}, {})
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -67,12 +64,12 @@ class Fleet:
         self._changed = asyncio.Event()
         self._polls = 0
         self._charges: list[Charge] = []
-        """Those made while a poll was asking: its answers may be older."""
+        """During a poll, whose answers may be older."""
         self._forgotten: list[str] = []
-        """Workers that showed themselves gone or failing while a poll was asking."""
+        """During a poll."""
         self.view = View()
-        self._crowd = Crowd(lambda: self.poll(_ASK_PATIENCE_S), self.spawn)
-        self._search = Crowd(self.refresh, self.spawn)
+        self._shared_poll = SingleFlight(lambda: self.poll(_ASK_TIMEOUT_S), self.spawn)
+        self._shared_refresh = SingleFlight(self.refresh, self.spawn)
 
     def start(self) -> None:
         self._repeating = (
@@ -81,18 +78,18 @@ class Fleet:
         )
 
     async def stop(self) -> None:
-        """Look at workers no more. They still hear what has ended, if they hear it in a moment."""
+        """Stop polling. Cancelled requests are still told to workers."""
         for task in self._repeating:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+            await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Run in the background; kept, so that it is not collected."""
+        """Keep a reference, so that the task is not collected."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -100,32 +97,29 @@ class Fleet:
 
     @property
     def refresh_pause(self) -> float:
-        """Seconds from one look at all workers to the next."""
-        return self._refresh_s if self.view.ready else self._refresh_s / _HURRY
+        return self._refresh_s if self.view.ready else self._refresh_s / _DISCOVERY_FACTOR
 
     async def refresh(self) -> None:
-        """Look for workers and ask how they are."""
+        """Find workers and poll them."""
         await self._poll(await self._directory.find())
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def poll(self, patience_s: float = _STATS_PATIENCE_S) -> None:
-        """Ask the known workers how they are; dead ones are dropped. Those that `refresh` finds meanwhile
-        stay as it found them."""
-        await self._poll(self._found, patience_s, known=True)
+    async def poll(self, timeout_s: float = _STATS_TIMEOUT_S) -> None:
+        """Ask the known workers for their states, and drop dead ones."""
+        await self._poll(self._found, timeout_s, known=True)
 
     async def ask(self) -> None:
-        """Know how the workers are now: no answer is older than this call, and a crowd of callers shares one
-        question. Who does not answer in time keeps its last known state."""
-        await self._crowd.ask()
+        """Poll after this call. Concurrent callers share the poll."""
+        await self._shared_poll.run()
 
-    async def _poll(self, found: Found, patience_s: float = _STATS_PATIENCE_S, known: bool = False) -> None:
-        seen, forgotten = len(self._charges), len(self._forgotten)
+    async def _poll(self, found: Found, timeout_s: float = _STATS_TIMEOUT_S, known: bool = False) -> None:
+        charges, forgotten = len(self._charges), len(self._forgotten)
         self._polls += 1
         try:
             groups, workers = await asyncio.gather(
-                self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups, patience_s),
-                self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers, patience_s),
+                self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups, timeout_s),
+                self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers, timeout_s),
             )
             for name in self._forgotten[forgotten:]:
                 groups.pop(name, None)
@@ -137,33 +131,34 @@ class Fleet:
             others = len(groups) + len(workers)
             groups, workers = self._own(groups), self._own(workers)
             others -= len(groups) + len(workers)
-            view = functools.reduce(View.charged, self._charges[seen:], View(groups, workers))
+            view = functools.reduce(View.charged, self._charges[charges:], View(groups, workers))
         finally:
             self._polls -= 1
             if not self._polls:
                 self._charges.clear()
                 self._forgotten.clear()
         self._found = Found(
-            {name: link for name, link in found.groups.items() if name in groups},
-            {name: link for name, link in found.workers.items() if name in workers},
+            {name: group for name, group in found.groups.items() if name in groups},
+            {name: worker for name, worker in found.workers.items() if name in workers},
         )
-        self.view, self._strangers = view, others > 0
+        self.view, self._others = view, others > 0
         self._observe(view)
 
     def _own(self, states: Mapping[str, _S]) -> dict[str, _S]:
-        """Those that this door may send prompts to."""
-        return {name: one for name, one in states.items() if one.pairing in ("", self._pairing)}
+        return {name: state for name, state in states.items() if state.pairing in ("", self._pairing)}
 
-    async def relieved(self) -> None:
-        """Returns when this door can serve, or nobody of another configuration is left to do it meanwhile: a
-        door that takes the place of one of theirs too early would keep its clients waiting."""
-        while self._strangers is None or (self._strangers and not self.view.ready):
+    async def wait_to_take_over(self) -> None:
+        """Wait until this door can serve, or other configurations' workers are gone.
+
+        Until then Serve keeps the doors that this one replaces.
+        """
+        while self._others is None or (self._others and not self.view.ready):
             await self._changed.wait()
 
-    async def ready(self, patience_s: float) -> View:
-        """The current state, as soon as there is a worker of each kind. Raises Unavailable."""
+    async def ready(self, timeout_s: float) -> View:
+        """Wait until there is a worker of each role. Raises Unavailable."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 while not self.view.ready:
                     await self._changed.wait()
         if not self.view.ready:
@@ -172,114 +167,114 @@ class Fleet:
         return self.view
 
     def group(self, name: str) -> Group:
-        link = self._found.groups.get(name)
-        if link is None:
-            raise WorkerLost(name, f"{name} is gone")
-        return link
+        return _get(self._found.groups, name)
 
     def worker(self, name: str) -> DecodeWorker:
-        link = self._found.workers.get(name)
-        if link is None:
-            raise WorkerLost(name, f"{name} is gone")
-        return link
+        return _get(self._found.workers, name)
 
     async def session_worker(self, name: str) -> DecodeWorker:
-        """The worker of a session; a crowd that asks for one that is not known shares one look. Raises
-        NotFound: sessions die with their worker."""
+        """The worker that holds a session. Raises NotFound: sessions die with their worker."""
         if name not in self._found.workers:
-            await self._search.ask()
-        link = self._found.workers.get(name)
-        if link is None:
+            await self._shared_refresh.run()
+        worker = self._found.workers.get(name)
+        if worker is None:
             raise NotFound(f"{NO_SESSION} (or its decode worker was restarted): send the prompt again")
-        return link
+        return worker
 
     def forget(self, name: str) -> None:
-        """A call showed that this worker is gone or failing; do not choose it until it is found again."""
+        """Avoid a worker that failed, until it is found again."""
         self._found = Found(without(self._found.groups, name), without(self._found.workers, name))
         self.view = View(without(self.view.groups, name), without(self.view.workers, name))
         if self._polls:
             self._forgotten.append(name)
 
     def charge(self, charge: Charge) -> None:
-        """Count an admitted request at once: the next poll is up to a second away."""
+        """Count an admitted request before the next poll."""
         self.view = self.view.charged(charge)
         if self._polls:
             self._charges.append(charge)
 
-    def hold(self, link: Leased, request_id: str) -> None:
-        """Renew this request there until `drop`."""
-        self._held.setdefault(link.name, set()).add(request_id)
+    def hold(self, worker: Leased, request_id: str) -> None:
+        """Renew the lease until `drop`."""
+        self._held.setdefault(worker.name, set()).add(request_id)
 
-    def drop(self, link: Leased, request_id: str) -> None:
-        held = self._held.get(link.name, set())
+    def drop(self, worker: Leased, request_id: str) -> None:
+        held = self._held.get(worker.name, set())
         held.discard(request_id)
         if not held:
-            self._held.pop(link.name, None)
+            self._held.pop(worker.name, None)
 
-    def cancel(self, link: Leased, request_id: str) -> None:
-        """Stop renewing and cancel, without making anybody wait for it."""
-        self.drop(link, request_id)
-        self.spawn(self._quietly(link.cancel(request_id), f"cancel {request_id} on {link.name}"))
+    def cancel(self, worker: Leased, request_id: str) -> None:
+        """Also stops renewing. Does not wait."""
+        self.drop(worker, request_id)
+        self._notify(worker.cancel(request_id), f"cancel {request_id} on {worker.name}")
 
-    def confirm(self, link: Leased, request_id: str) -> None:
-        """The door has heard how the request ended, so that a session kept on the way may stay."""
-        self.spawn(self._quietly(link.renew((request_id,)), f"confirm {request_id} on {link.name}"))
+    def confirm(self, worker: Leased, request_id: str) -> None:
+        """Let the worker keep the session, since the door knows how the request ended."""
+        self._notify(worker.renew((request_id,)), f"confirm {request_id} on {worker.name}")
 
-    def release(self, link: DecodeWorker, session_id: str, owner: str) -> None:
-        """Drop a session that nobody was told of."""
-        self.spawn(
-            self._quietly(link.release_session(session_id, owner), f"release a session on {link.name}")
-        )
+    def release(self, worker: DecodeWorker, session_id: str, owner: str) -> None:
+        """Drop a session that no client knows of."""
+        self._notify(worker.release_session(session_id, owner), f"release a session on {worker.name}")
+
+    def _notify(self, call: Awaitable[Any], description: str) -> None:
+        self.spawn(_log_errors(call, description))
 
     async def _renew(self) -> None:
-        """Also where nothing is held, if nobody else is there: one that drains is not to go yet."""
-        links: dict[str, Leased] = {**self._found.groups, **self._found.workers}
+        """Draining workers of last resort are renewed without requests too, so that they stay."""
+        workers: dict[str, Leased] = {**self._found.groups, **self._found.workers}
         calls = [
-            self._quietly(
-                self._in_time(links[name].renew(tuple(self._held.get(name, ())))), f"renew on {name}"
+            _log_errors(
+                self._with_timeout(workers[name].renew(tuple(self._held.get(name, ())))), f"renew on {name}"
             )
             for name in self._held.keys() | self.view.last_resort
-            if name in links
+            if name in workers
         ]
         await asyncio.gather(*calls)
 
-    async def _in_time(self, renewal: Awaitable[None]) -> None:
-        """One worker that hangs must not keep the others' leases from being renewed."""
+    async def _with_timeout(self, renewal: Awaitable[None]) -> None:
+        """A hanging worker must not delay the others' renewals."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._renew_s):
                 await renewal
 
     async def _states(
-        self, asks: Mapping[str, Callable[[], Awaitable[_S]]], last: Mapping[str, _S], patience_s: float
+        self, stats: Mapping[str, Callable[[], Awaitable[_S]]], last: Mapping[str, _S], timeout_s: float
     ) -> dict[str, _S]:
-        """Every live worker's state under its actor name; a slow one keeps its last."""
         answers = await asyncio.gather(
-            *(_answer(ask, last.get(name), patience_s) for name, ask in asks.items())
+            *(_state(ask, last.get(name), timeout_s) for name, ask in stats.items())
         )
-        both = zip(asks, answers, strict=True)
-        return {name: replace(state, name=name) for name, state in both if state is not None}
-
-    async def _quietly(self, call: Awaitable[Any], what: str) -> None:
-        try:
-            await call
-        except WorkerError as error:
-            log.info("%s: %s", what, error.message)
+        named = zip(stats, answers, strict=True)
+        return {name: replace(state, name=name) for name, state in named if state is not None}
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], pause_s: Callable[[], float]) -> None:
         while True:
             try:
                 await work()
             except Exception:
-                log.exception("looking after the workers failed; trying again")
+                log.exception("polling the workers failed; trying again")
             await asyncio.sleep(pause_s())
 
 
-async def _answer(ask: Callable[[], Awaitable[_S]], last: _S | None, patience_s: float) -> _S | None:
+async def _state(ask: Callable[[], Awaitable[_S]], last: _S | None, timeout_s: float) -> _S | None:
+    """The last state if the worker is slow, None if it is dead."""
     try:
-        async with asyncio.timeout(min(_NEW_PATIENCE_S, patience_s) if last is None else patience_s):
-            state = await ask()
+        async with asyncio.timeout(min(_NEW_TIMEOUT_S, timeout_s) if last is None else timeout_s):
+            return await ask()
     except WorkerError:
         return None
     except TimeoutError:
         return last
-    return state
+
+
+def _get(workers: Mapping[str, _T], name: str) -> _T:
+    if name not in workers:
+        raise WorkerLost(name, f"{name} is gone")
+    return workers[name]
+
+
+async def _log_errors(call: Awaitable[Any], description: str) -> None:
+    try:
+        await call
+    except WorkerError as error:
+        log.info("%s: %s", description, error.message)

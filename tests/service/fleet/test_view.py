@@ -49,7 +49,7 @@ async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatc
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
     assert set(fleet.view.workers) == {"decode:d0"}
-    monkeypatch.setattr("deltafront.service.fleet.view._STATS_PATIENCE_S", 0.05)
+    monkeypatch.setattr("deltafront.service.fleet.view._STATS_TIMEOUT_S", 0.05)
 
     async def stuck() -> None:
         await asyncio.Event().wait()
@@ -221,7 +221,7 @@ async def test_a_door_takes_over_only_when_its_own_workers_are_there() -> None:
     old = changed(FakeDecode("decode:old"), pairing="old")
     directory = LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [old])
     fleet = Fleet(directory, lambda _view: None, pairing="new")
-    taking_over = asyncio.create_task(fleet.relieved())
+    taking_over = asyncio.create_task(fleet.wait_to_take_over())
     await fleet.refresh()
     await asyncio.sleep(0)
     assert not taking_over.done()
@@ -233,7 +233,7 @@ async def test_a_door_takes_over_only_when_its_own_workers_are_there() -> None:
 async def test_a_door_that_replaces_nobody_waits_for_no_worker() -> None:
     fleet = Fleet(LocalDirectory([], []), lambda _view: None, pairing="new")
     await fleet.refresh()
-    await asyncio.wait_for(fleet.relieved(), 60)
+    await asyncio.wait_for(fleet.wait_to_take_over(), 60)
     assert not fleet.view.ready, "it waited for a worker"
 
 
@@ -274,8 +274,8 @@ async def test_one_that_loads_keeps_no_look_waiting_for_long(monkeypatch: pytest
         return await stats()
 
     loading.stats = late  # type: ignore[method-assign]
-    monkeypatch.setattr("deltafront.service.fleet.view._NEW_PATIENCE_S", 0.01)
-    monkeypatch.setattr("deltafront.service.fleet.view._STATS_PATIENCE_S", 3600.0)
+    monkeypatch.setattr("deltafront.service.fleet.view._NEW_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deltafront.service.fleet.view._STATS_TIMEOUT_S", 3600.0)
     fleet = Fleet(LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [loading]), lambda _view: None)
     await fleet.refresh()
     assert set(fleet.view.groups) == {"prefill:g0"} and not fleet.view.workers
