@@ -1,1 +1,1 @@
-"""A service on this machine: Ray, Serve and Deltafront, started, watched and cleaned up after."""
+"""Ray, Serve and Deltafront on this machine."""

@@ -1,11 +1,9 @@
-"""Processes and a folder that a killed service leaves behind.
+"""Ends the processes and removes the folder of a killed service.
 
-A service locks a file in its folder, and the kernel releases the lock however the service dies. Every process
-of Ray and HAProxy keeps a log file in that folder open. So whoever gets the lock may kill them all and remove
-the folder. A reaper does so as soon as the service is dead. It is a process that runs this file without the
-package. If the reaper was killed too, the next start does it.
-
-Environment variables could identify the processes too, but Ray's processes write their titles over them.
+A service locks a file in its folder, and the kernel releases the lock when it dies. All processes of Ray and
+HAProxy keep a log open there. So whoever gets the lock may kill them and remove the folder. A reaper process,
+which runs this file without the package, does so at once, or else the next start. (Environment variables do
+not identify the processes, since Ray's write their titles over them.)
 """
 
 from __future__ import annotations
@@ -25,13 +23,12 @@ from pathlib import Path
 
 _PREFIX, _LOCK, _UNLOCKED = "deltafront-", "owner.lock", "owner.new"
 EXIT_S = 5.0
-"""How long processes may take to exit after SIGKILL, and then to free their ports."""
+"""How long processes may take to exit after SIGKILL and free their ports."""
 
 
 @contextlib.contextmanager
 def service_folder() -> Iterator[Path]:
-    """Make a folder. It and every process that writes there go when the block ends or this process is
-    killed."""
+    """Make a folder that is cleared when the block ends, or this process is killed."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     with (folder / _UNLOCKED).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -46,7 +43,7 @@ def service_folder() -> Iterator[Path]:
 
 
 def _start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """Start it in a session of its own, so that killing the service's process group spares it."""
+    """Its own session lets it survive the end of the service's process group."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(folder)],
         stdin=subprocess.DEVNULL,
@@ -57,7 +54,7 @@ def _start_reaper(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def clean_up_killed_services() -> list[Path]:
-    """Remove the folders and processes of this user's killed services, and return the folders."""
+    """Clear the folders of this user's killed services. Returns them."""
     locks = Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}")
     return [lock.parent for lock in locks if _clear_if_dead(lock)]
 
@@ -80,7 +77,6 @@ def _clear(folder: Path) -> None:
 
 
 def kill_processes(folder: Path) -> None:
-    """Send SIGKILL to every process that writes to the folder, until none is left."""
     deadline = time.monotonic() + EXIT_S
     while (alive := list(writers(folder))) and time.monotonic() < deadline:
         for pid in alive:
@@ -90,7 +86,7 @@ def kill_processes(folder: Path) -> None:
 
 
 def writers(folder: Path) -> Iterator[int]:
-    """Ids of this user's processes that have a file in the folder open for writing, except this process."""
+    """Ids of this user's other processes that write to files in the folder."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if int(path.name) != os.getpid() and any(
@@ -108,7 +104,6 @@ def _writes_to(folder: Path, descriptor: os.DirEntry[str]) -> bool:
 
 
 def _reap(folder: Path) -> None:
-    """Wait until the folder's service is dead, then clear what it left."""
     with contextlib.suppress(FileNotFoundError), (folder / _LOCK).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         _clear(folder)

@@ -32,30 +32,25 @@ _OWNER_CPUS = 0.1
 _LOG_LINES = 20
 _RETRY_S = 0.2
 _LONGEST_SOCKET_PATH = 97
-"""HAProxy's limit."""
 _SOCKET_PATH = f"/deltafront-{8 * 'x'}/{56 * 'x'}/metrics.sock"
-"""Under the temporary directory: the service's folder, the node id that Serve adds, HAProxy's longer
-socket."""
+"""Below TMPDIR: our folder, Serve's node id, HAProxy's longest name."""
 PROXY_PERIOD_S = 2.0
-"""Serve checks each HAProxy this often (Ray's default: 10 s), and replaces it after three failures in a
-row."""
+"""How often Serve checks each HAProxy (Ray: 10 s), which it replaces after three failures."""
 _DEFAULTS = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": f"{PROXY_PERIOD_S}",
-    # A small machine pays for these, and nobody reads what they bring. The loop runs five times a second
-    # instead of ten. Fewer would delay the start, which takes several rounds.
+    # Less idle work: five control loops a second instead of ten. Fewer would delay the start.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.2",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
-    # A node tries again after this time to reach its own object store. Ray: ten times 1000 ms, as long in
-    # all.
+    # A node retries its own object store after 50 ms, not 1000, but as long in all.
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
     "RAY_raylet_client_num_connect_attempts": "200",
-    # Ray gives up on a proxy after 5 s, HAProxy and the control store after 30, a worker after 60.
+    # Ray's own are 5 s (proxy), 30 s (HAProxy, control store), 60 s (worker).
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{START_S:g}",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": f"{START_S:g}",
     "RAY_worker_register_timeout_seconds": f"{START_S:g}",
     "RAY_gcs_server_port_wait_time_s": f"{START_S:g}",
-    # Otherwise Ray drops lines that look alike, such as those of the audit log.
+    # Keep all lines of the audit log, which look alike.
     "RAY_DEDUP_LOGS": "0",
 }
 """The caller's environment takes precedence over these."""
@@ -67,15 +62,14 @@ def running(
 ) -> Iterator[RayProcesses]:
     """Start everything, wait until it answers, and stop it when the block ends.
 
-    Once one of Ray's processes has ended, nothing answers any more, and leaving the block kills the others.
+    When one of Ray's processes has ended, leaving the block kills the others.
 
     Args:
         settings: From `wiring.local_model`.
         make: Makes the Serve application; by default `app.application`.
 
     Raises:
-        ConfigError: `prepare` found a problem.
-        StartError: The service did not start.
+        ConfigError, StartError
     """
     prepare(settings)
     with (
@@ -95,7 +89,7 @@ def running(
             yield processes
         finally:
             if processes is not None and processes.failure() is None:
-                with contextlib.suppress(Exception):  # Serve may be gone; stopping goes on
+                with contextlib.suppress(Exception):  # Serve may be gone
                     serve.shutdown()
             else:
                 cleanup.kill_processes(folder)
@@ -104,7 +98,7 @@ def running(
 
 
 def _print_log_ends(sessions: Path) -> None:
-    """Print the last lines of Ray's logs, since the folder is about to be removed."""
+    """The folder with the logs is about to be removed."""
     for name in REQUIRED:
         for path in sorted(sessions.glob(f"session_*/logs/{name}.*")):
             lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
@@ -112,12 +106,9 @@ def _print_log_ends(sessions: Path) -> None:
 
 
 def prepare(settings: ServiceConfig) -> None:
-    """Clean up after killed services, then check libraries, GPUs and ports before anything starts.
+    """Clean up after killed services, and check libraries, GPUs and ports. Raises ConfigError.
 
-    A killed service may keep its ports for a moment, so a port that is taken is checked again for a while.
-
-    Raises:
-        ConfigError: Something is missing or taken.
+    A taken port is checked for some time, since a killed service may still free it.
     """
     check_socket_paths(tempfile.gettempdir())
     cleanup.clean_up_killed_services()
@@ -133,7 +124,7 @@ def prepare(settings: ServiceConfig) -> None:
 
 
 def check_socket_paths(temporary: str) -> None:
-    """Raise ConfigError if HAProxy would refuse its sockets' paths, and so be restarted for ever."""
+    """Raise ConfigError if HAProxy would refuse its sockets' paths, and be restarted for ever."""
     longest = _LONGEST_SOCKET_PATH - len(_SOCKET_PATH)
     if len(temporary) > longest:
         raise ConfigError(
@@ -183,7 +174,7 @@ def _start_application(settings: ServiceConfig, application: Any, processes: Ray
 
 @contextlib.contextmanager
 def _start_errors() -> Iterator[None]:
-    """Turn any error of Ray or Serve into a StartError of one line, and print all of it to stderr."""
+    """Raise errors of Ray and Serve as StartError, and print their tracebacks."""
     try:
         yield
     except (ConfigError, StartError):
@@ -195,7 +186,7 @@ def _start_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the caller's handler: Ray's ends the process at once, and nobody would stop Ray."""
+    """Ray's handler ends the process at once, so restore the caller's."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -219,7 +210,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_gpus(settings: ServiceConfig, found: float) -> None:
-    """Raise ConfigError if Ray has too few GPUs: Serve would wait for more without end."""
+    """Raise ConfigError if Ray has too few GPUs, for which Serve would wait for ever."""
     prefill, decode = settings.prefill, settings.decode
     needed = prefill.groups * prefill.stages * prefill.gpus_per_stage + decode.workers * decode.gpus
     if needed > found + 1e-6:  # a sum of shares
@@ -231,11 +222,8 @@ def check_gpus(settings: ServiceConfig, found: float) -> None:
 def ray_environment(
     settings: ServiceConfig, folder: Path, hosts: Mapping[int, str] = haproxy.AS_SERVE_SAYS
 ) -> dict[str, str]:
-    """Environment variables that must be set before Ray starts. Writes the HAProxy program to `folder`.
-
-    Args:
-        hosts: The addresses that HAProxy listens at, for `haproxy.write`.
-    """
+    """Variables to set before Ray starts. Writes HAProxy's program to `folder`. hosts: for
+    `haproxy.write`."""
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
         "SOCKET_PATH": "admin.sock",
@@ -258,8 +246,7 @@ def ray_environment(
 
 
 def cpus(settings: ServiceConfig) -> int:
-    """The number of CPUs that Ray is told: at least as many as the configuration asks for. It limits
-    nothing."""
+    """The number that Ray is told, at least what the configuration needs. It limits nothing."""
     prefill, decode, door = settings.prefill, settings.decode, settings.door
     needed = (
         door.replicas * door.cpus

@@ -16,8 +16,7 @@ from ..config import ConfigError
 
 
 def default_log(grpc_port: int) -> Path:
-    """A file for this port, in a folder of this user's. Raises ConfigError if the folder is another
-    user's."""
+    """The port's file in this user's folder. Raises ConfigError if the folder is another user's."""
     folder = Path(tempfile.gettempdir()) / f"deltafront-logs-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -28,9 +27,10 @@ def default_log(grpc_port: int) -> Path:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[Console]:
-    """Redirect the output of this process and its children to a new file while the block runs.
+    """Redirect the output of this process and its children to a new file. Yields a console on standard error.
 
-    Yields a console that still writes to standard error. Raises ConfigError if the file cannot be made.
+    Raises:
+        ConfigError: The file cannot be made.
     """
     try:
         path.unlink(missing_ok=True)  # somebody may still read the last start's log
@@ -44,7 +44,7 @@ def output_to(path: Path) -> Iterator[Console]:
 
 @contextlib.contextmanager
 def _redirected(descriptor: int, log: int) -> Iterator[int]:
-    """Point a file descriptor at the log, and yield a duplicate of the original."""
+    """Yield a duplicate of the original descriptor."""
     _flush()
     original = os.dup(descriptor)
     os.dup2(log, descriptor)

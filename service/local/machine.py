@@ -1,4 +1,4 @@
-"""Checks before Ray starts that this machine has the libraries and GPUs that a configuration needs."""
+"""Checks that this machine has the libraries and GPUs of a configuration."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from ..config import ConfigError, ServiceConfig
 
 _LIBRARIES = ("torch", "safetensors", "tokenizers", "transformers")
 _DRIVER, _TORCH_CUDA = "libcuda.so.1", "libtorch_cuda.so"
-_NO_DEVICE = 100
-"""CUDA_ERROR_NO_DEVICE."""
+_CUDA_ERROR_NO_DEVICE = 100
 
 
 def check_machine(settings: ServiceConfig) -> None:
@@ -25,7 +24,7 @@ def check_machine(settings: ServiceConfig) -> None:
 
 
 def _why_no_cuda() -> str | None:
-    """Why nothing can run on a GPU here. It asks the driver, because torch takes seconds to load."""
+    """Ask the driver why no GPU can be used. torch would take seconds to load."""
     torch = importlib.util.find_spec("torch")
     if (
         torch is None
@@ -39,6 +38,6 @@ def _why_no_cuda() -> str | None:
         return "there is no NVIDIA driver"
     count = ctypes.c_int(0)
     code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if code not in (0, _NO_DEVICE):
+    if code not in (0, _CUDA_ERROR_NO_DEVICE):
         return f"NVIDIA's driver does not work (CUDA error {code})"
     return None if count.value else "CUDA finds no GPU (CUDA_VISIBLE_DEVICES may hide it)"

@@ -1,8 +1,6 @@
-"""The ports of a service on one machine: those that the configuration names, and those that Ray and Serve
-need.
+"""The ports of a service on one machine.
 
-Ports without a key form a block that follows from the gRPC port, so that services with different gRPC ports
-run side by side.
+Those without a key in the configuration form a block that follows from the gRPC port.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from ..config import ConfigError, DoorConfig
 from ..listening import LOOPBACK, is_local, joined
 
 _FIRST_BLOCK, _BLOCKS, _BLOCK_PORTS = 20_000, 120, 100
-"""The blocks end below the ports that the kernel gives to clients. Ray's workers have the ports below
-20,000."""
+"""The blocks lie between the ports of Ray's workers and those that the kernel gives to clients."""
 _SERVE_PORTS = (
     "RAY_SERVE_HAPROXY_STATS_PORT",
     "RAY_SERVE_HAPROXY_METRICS_PORT",
@@ -39,7 +36,7 @@ class PublicPort(NamedTuple):
 
 
 def public_ports(door: DoorConfig) -> Iterator[PublicPort]:
-    """Every port that the configuration names. All others are at loopback."""
+    """The configured ports. All others are at loopback."""
     yield PublicPort("gRPC", "grpc_port", door.host, door.grpc_port)
     yield PublicPort("OpenAI", "http_port", door.host, door.http_port)
     if door.tls_certificate is not None:
@@ -48,7 +45,7 @@ def public_ports(door: DoorConfig) -> Iterator[PublicPort]:
 
 
 def describe_exposure(door: DoorConfig) -> str:
-    """One line: which addresses other machines can reach, and whether requests need a token."""
+    """Say which addresses other machines can reach, and whether requests need a token."""
     exposed = [
         f"{one.purpose} {joined(one.host, one.port)}" for one in public_ports(door) if not is_local(one.host)
     ]
@@ -59,10 +56,9 @@ def describe_exposure(door: DoorConfig) -> str:
 
 
 def serve_ports(grpc_port: int) -> dict[str, str]:
-    """Ray Serve's internal ports, by the environment variable that sets them.
+    """Ray Serve's internal ports, by environment variable.
 
-    Replicas' gRPC servers always bind with SO_REUSEPORT. Two services with the same range would get each
-    other's requests.
+    Services must not share them: replicas bind with SO_REUSEPORT, and would get each other's requests.
     """
     first, singles = _block_start(grpc_port), len(_SERVE_PORTS) + len(_AGENT_PORTS)
     replicas, half = first + singles, (_BLOCK_PORTS - singles) // 2
@@ -74,7 +70,7 @@ def serve_ports(grpc_port: int) -> dict[str, str]:
 
 
 def agent_ports(grpc_port: int) -> dict[str, int]:
-    """Ports of a Ray node's agents, by the name of Ray's parameter."""
+    """Ports of a Ray node's agents, by Ray's parameter."""
     first = _block_start(grpc_port) + len(_SERVE_PORTS)
     return {name: first + number for number, name in enumerate(_AGENT_PORTS)}
 
@@ -84,20 +80,16 @@ def _block_start(grpc_port: int) -> int:
 
 
 def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
-    """The address at which HAProxy listens, by port. Without this Serve's fallback proxy would be public
-    too."""
+    """HAProxy's address for each port. Serve's fallback proxy must not be public."""
     internal = serve_ports(door.grpc_port)
     hosts = {int(internal[name]): LOOPBACK for name in _SERVE_PORTS}
     return hosts | dict.fromkeys((door.grpc_port, door.http_port), door.host)
 
 
 def check_ports(door: DoorConfig) -> None:
-    """Check that every port is free.
+    """Raise ConfigError, with the key, if a port is taken.
 
-    HAProxy listens with SO_REUSEPORT. A second service on the same port would silently get half the requests.
-
-    Raises:
-        ConfigError: A port is taken; the message names its key.
+    HAProxy listens with SO_REUSEPORT, so a second service would silently get half the requests.
     """
     for _, key, host, port in public_ports(door):
         _check_port(f"{key}: port {port}", host, port)

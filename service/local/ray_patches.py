@@ -1,4 +1,4 @@
-"""Private functions of Ray 2.60 that are replaced while a service starts (docs/decisions/0002)."""
+"""Replaces private functions of Ray 2.60 while a service starts (docs/decisions/0002)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 from .ports import agent_ports
 
 START_S = 300.0
-"""The longest start. Whatever starts slowly has as long."""
+"""The longest start of the service, and of each of its processes."""
 _RETRY_S = 0.2
 
 
 @contextmanager
 def slow_start(grpc_port: int) -> Iterator[None]:
-    """Let a Ray node that starts in this block take START_S seconds.
+    """Let a Ray node that starts in this block take START_S seconds, for which Ray has no setting.
 
-    On a busy machine Ray gives up too early, and has no setting for it. A node ends itself if its agents have
-    not written their ports to files within 15 s, and is given up if it has not registered after 30. So agents
-    get fixed ports, their files are written for them, and registration is retried.
+    Ray gives up if agents have not written their ports to files within 15 s, or a node has not registered
+    after 30. So agents get fixed ports, their files are written here, and registration is retried.
     """
     from ray._private import node, parameter, services
     from ray._raylet import persist_port  # type: ignore[attr-defined]
@@ -67,11 +66,7 @@ def _check_raylet(node: Any) -> None:
 
 @contextmanager
 def minimal_node() -> Iterator[None]:
-    """Start Ray nodes in this block without an API server and an autoscaler.
-
-    `ray.init` waits for the API server, which without a dashboard only reports usage. The autoscaler has no
-    nodes to add on one machine.
-    """
+    """Start Ray nodes without an API server, for which `ray.init` would wait, and without an autoscaler."""
     from ray._private import node, parameter
 
     init = parameter.RayParams.__init__
@@ -98,9 +93,9 @@ def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 
 def start_serve(http: Mapping[str, Any], grpc: Any) -> None:
-    """Start Serve without waiting for its proxies, now or when an application is run.
+    """Start Serve without waiting for proxies, now or when an application is run.
 
-    `serve.start` waits for the proxies that exist at that moment, and fails if Serve replaces one of them.
+    `serve.start` fails if Serve replaces one of the proxies that it waits for.
     """
     from ray.serve._private import api, client
     from ray.serve.config import ControllerOptions

@@ -1,6 +1,6 @@
-"""Ray's own processes, without which a service on one machine cannot go on.
+"""Watches Ray's own processes.
 
-Ray waits a minute for its control store, then ends the process and leaves HAProxy on the ports.
+Ray itself notices a lost control store after a minute, and leaves HAProxy on the ports.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import time
 from collections.abc import Mapping
 
 PERIOD_S = 0.5
-"""How often the processes are checked."""
 REQUIRED = {"gcs_server": "Ray's control store", "raylet": "Ray's node"}
-"""Ray's name of each process, and ours."""
+"""Ray's name → ours."""
 
 
 class RayProcesses:

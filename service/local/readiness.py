@@ -1,7 +1,4 @@
-"""Waiting until a service answers at its ports, or is known not to start.
-
-Clients use ports, so ports are what is waited for. Serve may replace a proxy that starts too slowly.
-"""
+"""Waits until a service answers at its ports, or fails to start."""
 
 from __future__ import annotations
 
@@ -20,18 +17,14 @@ from .ports import public_ports
 from .start_errors import StartError, failure_reason, is_permanent
 
 _PERIOD_S = 0.1
-_TIMEOUT_S = 5.0
-"""Of one probe."""
+_PROBE_TIMEOUT_S = 5.0
 
 Failure = Callable[[], str | None]
 """Says which of Ray's processes has ended."""
 
 
 def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
-    """Wait until Serve's application `name` runs, however long its model takes to load.
-
-    Args:
-        status: `serve.status`.
+    """Wait until Serve's application runs, however long its model loads. status: `serve.status`.
 
     Raises:
         StartError: It cannot run any more.
@@ -43,7 +36,7 @@ def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -
 
 
 def wait_until_answering(door: DoorConfig, failure: Failure, start_s: float) -> None:
-    """Wait until a door answers over gRPC and every other port accepts connections. Raises StartError."""
+    """Wait until a door answers over gRPC and all ports accept connections. Raises StartError."""
     deadline = time.monotonic() + start_s
     address = joined(reachable(door.host), door.grpc_port)
     with grpc.insecure_channel(address) as channel:
@@ -65,7 +58,7 @@ def _pause(failure: Failure, deadline: float, timed_out: str) -> None:
 
 
 def _deployment_failure(application: Any) -> str | None:
-    """Why an application cannot run, with the deployment's name. None while it still may."""
+    """Why an application cannot run. None while it still may."""
     if application is None:
         return None
     failed = application.status == "DEPLOY_FAILED"
@@ -82,7 +75,7 @@ def _answers(channel: grpc.Channel) -> bool:
     """Whether a door answers, healthy or not."""
     health = health_pb2_grpc.HealthStub(channel)
     try:
-        health.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+        health.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
     except grpc.RpcError:
         return False
     return True
@@ -90,7 +83,7 @@ def _answers(channel: grpc.Channel) -> bool:
 
 def _accepts_connections(host: str, port: int) -> bool:
     try:
-        socket.create_connection((host, port), timeout=_TIMEOUT_S).close()
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Run `deltafront serve` as a child process: for the demo, the end-to-end tests and the benchmarks."""
+"""Runs `deltafront serve` as a child process, for the demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,13 @@ _LOG_LINES = 30
 
 
 class NotServing(RuntimeError):
-    """The service did not become healthy; the message ends with the last lines of its log."""
+    """The message ends with the log's last lines."""
 
 
 class LocalService:
     """`with LocalService("deploy/config/demo.yaml") as service:` serves on `service.address`.
 
-    Leaving the block sends SIGTERM, and SIGKILL after _STOP_S seconds. The service's folder is removed if it
-    ended without an error, and otherwise kept for its log.
-
-    Raises:
-        ConfigError: The configuration cannot be used.
+    The service's folder is removed unless it ended with an error. Raises ConfigError.
     """
 
     def __init__(
@@ -107,7 +103,7 @@ class LocalService:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def stop(self) -> int | None:
-        """Stop the service, wait for it, and return its exit status: None if it does not run."""
+        """Wait for the end, and return the exit status. None if it does not run."""
         process, self._process = self._process, None
         if process is None:
             return None

@@ -1,7 +1,6 @@
-"""Why a service did not start, in one line.
+"""Finds the reason of a failed start.
 
-Serve reports a failed replica's error as text: the traceback of an actor inside the traceback of a replica.
-The last error in it is the reason.
+Serve reports a replica's error as nested tracebacks in a text. The last error in it is the reason.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ _PERMANENT = {
 }
 _DIED = {"ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError", "OwnerDiedError"}
 _LONGEST_REASON = 400
-"""Characters."""
 
 
 class StartError(RuntimeError):
-    """A service did not start; the message is one line."""
+    """The message is one line."""
 
 
 def failure_reason(error: BaseException | str) -> str:
-    """The reason that an error gives, or the text of one."""
+    """The reason in one line."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     kind, message = _last_error(text)
     if kind in _DIED:
@@ -47,14 +45,13 @@ def failure_reason(error: BaseException | str) -> str:
 
 
 def is_permanent(text: str) -> bool:
-    """Whether another try would fail in the same way, as it does after our own errors and programming
-    mistakes."""
+    """Whether a retry would fail too: after our own errors and programming mistakes."""
     errors = _errors(text)
     return bool(errors) and (errors[-1][0].startswith(_OURS) or errors[-1][0].split(".")[-1] in _PERMANENT)
 
 
 def _last_error(text: str) -> tuple[str, str]:
-    """Kind and message of the last error. The message of a third party's error begins with its kind."""
+    """Kind and message. A third party's message begins with its kind."""
     errors = _errors(text)
     if not errors:
         lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]

@@ -172,7 +172,7 @@ def test_a_port_that_nobody_listens_at_is_named(house: House, listening: Any, po
 def test_a_port_that_takes_connections_without_a_door_is_not_enough(
     house: House, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readiness, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(readiness, "_PROBE_TIMEOUT_S", 0.1)
     door = replace(ports(house, **listening), grpc_port=listening["http_port"])
     failure: Callable[[], str | None] = iter([None, "Ray's node ended"]).__next__
     with pytest.raises(StartError, match=r"^Ray's node ended$"):
