@@ -1,16 +1,11 @@
-"""How the services are registered with a gRPC server: what Serve would do wrong at either end of a call.
+"""Registers the services with a gRPC server, around three faults of Serve's.
 
-Serve's gRPC servers decode requests before any of our code runs, and answer INTERNAL to what they cannot
-decode. So the service and grpc.health.v1 are registered with a decoder that hands on what was `Sent`. The
-door decodes it once it knows the caller and has room for it, and answers INVALID_ARGUMENT if it cannot.
-
-gRPC reads a request into memory before it calls a method, and keeps it until the call has ended. A method
-that takes a stream of requests asks for each instead. So every method is registered as one, and takes the
-first. No more are read at once than have room, and a client has bounded time to send.
-
-They also answer in Ray's words where a door cannot be called: it died, or is being stopped. Serve puts its
-own functions into a handler with the handler's `_replace`, so that is where these are wrapped: a status that
-the door did not give becomes UNAVAILABLE with a plain sentence.
+- Serve decodes requests before our code runs, and answers INTERNAL to invalid ones. So messages arrive
+  undecoded, as `Sent`, and the door decodes them once it knows the caller and has room.
+- gRPC reads a unary request into memory before it calls a method. So every method takes a stream, and its
+  first message when there is room.
+- Where a door cannot be called, Serve answers in Ray's words. Serve's functions are wrapped in the handler's
+  `_replace`: a status that the door did not set becomes UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -36,18 +32,15 @@ from .status import details, is_ours, not_ours, status, trailers
 
 log = logging.getLogger(__name__)
 
-_FINE = (None, grpc.StatusCode.OK, grpc.StatusCode.OK.value[0])
-"""gRPC keeps a code as it was given, as a member or as its number."""
+_NO_ERROR = (None, grpc.StatusCode.OK, grpc.StatusCode.OK.value[0])
+"""A status code as gRPC keeps it, a member or its number."""
 SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
-"""How long a message may be, to Serve's servers."""
 _RECEIVING_BYTES = 256 << 20
-"""Bytes of all messages that are being received, if each were as long as it may be."""
+"""All messages that are received at once, at their longest."""
 _WAIT_S = 10.0
-"""How long a call waits until others have been received."""
 _RECEIVE_S = 60.0
-"""How long a client may take to send a message."""
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
 _M = TypeVar("_M", bound=Message)
@@ -57,7 +50,7 @@ _Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 @dataclass
 class Sent(Generic[_M]):
-    """A message as it came. It can be read once, and then takes no memory here."""
+    """It can be read once, which frees the bytes."""
 
     kind: type[_M]
     data: bytes = dataclasses.field(repr=False)
@@ -68,12 +61,11 @@ class Sent(Generic[_M]):
 
     @property
     def request_id(self) -> str:
-        """Before it is read; empty where the message has none."""
         field = self.kind.DESCRIPTOR.fields_by_name.get("request_id")
         return "" if field is None else text_of(self.data, field.number)
 
     def read(self) -> _M:
-        """Raises InvalidArgument for what is not valid protobuf, or holds text that is not UTF-8."""
+        """Raises InvalidArgument for invalid protobuf or text."""
         data, self.data = self.data, b""
         name = self.kind.DESCRIPTOR.name
         try:
@@ -86,16 +78,13 @@ class Sent(Generic[_M]):
 
 
 class Receiving:
-    """max_message_bytes: of each that is received."""
-
     def __init__(self, max_message_bytes: int) -> None:
-        self._places = asyncio.Semaphore(max(_RECEIVING_BYTES // max_message_bytes, 4))
+        self._slots = asyncio.Semaphore(max(_RECEIVING_BYTES // max_message_bytes, 4))
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
-        """A call's request. Raises DeltafrontError."""
         try:
             async with asyncio.timeout(_WAIT_S):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             message = "this server receives as many requests as it can hold: try again"
             raise Overloaded(message, retry_after_s=RETRY_S) from None
@@ -106,13 +95,13 @@ class Receiving:
         except TimeoutError:
             raise DeadlineExceeded(f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
         finally:
-            self._places.release()
+            self._slots.release()
         raise InvalidArgument("request", "is missing")
 
 
 @dataclass(frozen=True)
 class _Handler:
-    """A method as gRPC reads it (its `RpcMethodHandler`), whose functions Serve may replace by its own."""
+    """gRPC's `RpcMethodHandler`."""
 
     request_deserializer: Callable[[bytes], Any]
     response_serializer: Callable[[Any], bytes] | None
@@ -125,7 +114,7 @@ class _Handler:
     request_streaming: bool = True
 
     def _replace(self, **changes: Any) -> _Handler:
-        """Call with the first request of a stream what Serve would call with one request."""
+        """Serve's functions get the first message of a stream as their request."""
         unary, stream = changes.pop("unary_unary", None), changes.pop("unary_stream", None)
         changes["stream_unary"] = unary and _received_unary(_plain_unary(unary), self.receiving)
         changes["stream_stream"] = stream and _received_stream(_plain_stream(stream), self.receiving)
@@ -133,15 +122,11 @@ class _Handler:
 
 
 def add_deltafront_to_server(servicer: Any, server: Any, receiving: Receiving | None = None) -> None:
-    """The generated `add_DeltafrontServiceServicer_to_server`, for methods that decode by themselves.
-
-    Named in Serve's `grpc_servicer_functions`, as is the next one. receiving: None for a server of Serve's.
-    """
+    """In place of the generated `add_DeltafrontServiceServicer_to_server`. Serve calls it by name."""
     _add(SERVICE, pb, servicer, server, receiving)
 
 
 def add_health_to_server(servicer: Any, server: Any, receiving: Receiving | None = None) -> None:
-    """The same for grpc.health.v1."""
     _add(HEALTH, health_pb2, servicer, server, receiving)
 
 
@@ -149,7 +134,7 @@ def _add(service: Any, messages: Any, servicer: Any, server: Any, receiving: Rec
     receiving = receiving or Receiving(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
     handlers: dict[str, Any] = {
         method.name: _Handler(
-            _unread(getattr(messages, method.input_type.name)),
+            partial(Sent, getattr(messages, method.input_type.name)),
             getattr(messages, method.output_type.name).SerializeToString,
             method.server_streaming,
             receiving,
@@ -165,13 +150,6 @@ def _behaviour(streaming: bool, behaviour: Any, receiving: Receiving) -> dict[st
     if streaming:
         return {"stream_stream": _received_stream(_filled(behaviour), receiving)}
     return {"stream_unary": _received_unary(behaviour, receiving)}
-
-
-def _unread(kind: type[_M]) -> Callable[[bytes], Sent[_M]]:
-    def sent(data: bytes) -> Sent[_M]:
-        return Sent(kind, data)
-
-    return sent
 
 
 def _received_unary(behaviour: _Unary, receiving: Receiving) -> _Unary:
@@ -211,7 +189,7 @@ def _refuse(context: Any, error: DeltafrontError) -> None:
 def _plain_unary(behaviour: _Unary) -> _Unary:
     async def unary(request: Any, context: Any) -> Any:
         answer: Any = b""
-        with _plain_words(context):
+        with _plain_status(context):
             answer = await behaviour(request, context)
         return answer
 
@@ -222,7 +200,7 @@ def _plain_stream(behaviour: _Stream) -> _Stream:
     filled = _filled(behaviour)
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        with _plain_words(context):
+        with _plain_status(context):
             async for message in filled(request, context):
                 yield message
 
@@ -230,8 +208,7 @@ def _plain_stream(behaviour: _Stream) -> _Stream:
 
 
 def _filled(behaviour: _Stream) -> _Stream:
-    """Without empty messages, which take a status along inside Serve. A message: bytes already, if Serve
-    calls the door."""
+    """Drop empty messages, with which Serve passes a status. Serve's messages are bytes."""
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         async for message in behaviour(request, context):
@@ -242,16 +219,16 @@ def _filled(behaviour: _Stream) -> _Stream:
 
 
 @contextlib.contextmanager
-def _plain_words(context: Any) -> Iterator[None]:
-    """Replace a status of Serve's. Nothing is raised: gRPC would show the exception's text."""
+def _plain_status(context: Any) -> Iterator[None]:
+    """Raise nothing, since gRPC would show the exception's text."""
     try:
         yield
     except Exception:
         log.warning("Serve could not call the door", exc_info=True)
-        if context.code() in _FINE:
+        if context.code() in _NO_ERROR:
             context.set_code(grpc.StatusCode.UNKNOWN)
     finally:
-        if context.code() not in _FINE and not is_ours(context.trailing_metadata() or ()):
+        if context.code() not in _NO_ERROR and not is_ours(context.trailing_metadata() or ()):
             code, details = not_ours(context.code())
             context.set_code(code)
             context.set_details(details)
