@@ -39,11 +39,11 @@ SERVICERS = (
 )
 
 _HEALTH_PERIOD_S = 1.0
-"""How often Serve checks a replica, and that its actors (docs/recovery.md)."""
+"""How often Serve checks a replica. A worker's replica then checks its actors (docs/recovery.md)."""
 _OWNER_TIMEOUT_S = 12.0
-"""A worker's replica waits for its actors. It is replaced after three slower answers."""
+"""A worker's replica answers once its actors have. Serve replaces it after three slower answers."""
 _DOOR_TIMEOUT_S = 5.0
-"""For a door."""
+"""The same for a door, which has no actors."""
 
 _CONSTRUCTOR_TRIES = 3
 _LOG_FORMAT = "%(asctime)s %(levelname)s:%(name)s:%(message)s"
@@ -51,7 +51,7 @@ _CANCEL_TIMEOUT_S = 5.0
 _SHUTDOWN_S = 20.0
 """Serve kills a replica after this time and the time to drain."""
 _DOOR_SHUTDOWN_S = 5.0
-"""For a door."""
+"""The same for a door, which has no actors."""
 _OTHER_CALLS = 1000
 """Health checks, cancels and refusals at once. Beyond that calls wait: Serve refuses nobody who comes through
 HAProxy.
@@ -115,7 +115,7 @@ class DoorReplica(FrontDoor):
         return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests + _OTHER_CALLS)
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
-        """Called at all doors, of which `door` asks."""
+        """Serve calls all doors. `door` is the one that asks."""
         return 0 if door == self._id else self._requests.cancel_here(owner, request_id)
 
     async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:

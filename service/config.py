@@ -64,7 +64,7 @@ class DoorConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     replicas: Count = 2
-    """When one of two doors dies, its clients only wait a moment."""
+    """With two doors, clients notice only a pause when one dies."""
     per_node: Count | None = None
     node_labels: Labels = dataclasses.field(default_factory=dict)
     drain_s: NonNegative = 0.0
@@ -77,7 +77,7 @@ class DoorConfig:
     Other ports of `deltafront serve` are at loopback.
     """
     max_requests: Count = 256
-    """Prompts and answers at once at one door. More get RESOURCE_EXHAUSTED."""
+    """Prompts and answers that one door works on at once. More get RESOURCE_EXHAUSTED."""
     grpc_port: Port = 9000
     http_port: Port = 8000
     metrics_port: Port = 9464
@@ -96,9 +96,9 @@ class DoorConfig:
     tokens_file: Path | None = None
     """Bearer tokens (`service/door/auth.py`). Without it anybody may call and use any session."""
     token_requests: Count | None = None
-    """Prompts and answers at once of one bearer token, unless its line says otherwise."""
+    """Prompts and answers that one bearer token may have at once, unless its line says otherwise."""
     token_tokens: Count | None = None
-    """Tokens of K/V, sessions included, of one bearer token, unless its line says otherwise."""
+    """Tokens of K/V, sessions included, that one bearer token may hold, unless its line says otherwise."""
     tls_certificate: Path | None = None
     """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
     tls_key: Path | None = None
@@ -169,7 +169,7 @@ class ServiceConfig(BaseModel):
 
     @property
     def _named_methods(self) -> Iterator[tuple[str, str, Mapping[str, float]]]:
-        """Keys, the methods that they name, and options beside the defaults; each method once."""
+        """Each method once: the key that names it, its name, and options beside the defaults."""
         for name in (named := self.prefill.method_options):
             yield f"prefill.method_options.{name}", name, {}
         if self.door.default_method not in named:
@@ -309,7 +309,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(path: Path) -> ServiceConfig:
-    """Read a YAML file, relative to which paths are. Raises ConfigError."""
+    """Read a YAML file. Paths in it are relative to its folder. Raises ConfigError."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

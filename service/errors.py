@@ -58,7 +58,7 @@ class Overloaded(DeltafrontError):
 
 
 class DeadlineExceeded(DeltafrontError):
-    """It passed, or even an idle service would miss it."""
+    """The deadline passed, or even an idle service would miss it."""
 
     code = Code.DEADLINE_EXCEEDED
 

@@ -24,7 +24,7 @@ _MARK = " # deltafront"
 
 
 def rewrite(config: str, folder: Path) -> str:
-    """Idempotent. folder: where HAProxy finds the bodies of refusals."""
+    """Change Serve's configuration. Idempotent. folder: where HAProxy finds the bodies of refusals."""
     lines = []
     for line in config.splitlines():
         if not _is_dropped(line):

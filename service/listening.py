@@ -41,7 +41,7 @@ def is_local(host: str) -> bool:
 
 
 def token() -> dict[str, str]:
-    """Variables with a token for Ray, the environment's or a new one. It is in no file."""
+    """Variables that make Ray ask for a token, the environment's or a new one. It is in no file."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
@@ -49,7 +49,7 @@ def token() -> dict[str, str]:
 
 
 def loopback() -> dict[str, str]:
-    """Variables that keep Ray on one machine, and what workers start, at loopback."""
+    """Variables that make Ray on one machine, and what its workers start, bind loopback."""
     device = _loopback_device()
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -67,7 +67,7 @@ def _loopback_device() -> str:
 
 @contextlib.contextmanager
 def at_loopback() -> Iterator[None]:
-    """For a Ray that may have been imported before the variables were set."""
+    """Apply the variables to this process's Ray, which may have been imported before they were set."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER

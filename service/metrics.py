@@ -37,8 +37,9 @@ _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K")
 
 
 class Metrics:
-    """One instance a process. Doors of a node share the directory. model_name: a label of all series, unless
-    empty."""
+    """A process has one instance. The doors of a node share the directory. model_name: a label of all series,
+    unless empty.
+    """
 
     def __init__(self, directory: Path, model_name: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -173,7 +174,7 @@ class Metrics:
         self._again.inc(tokens)
 
     def first_token(self, parts: Sequence[tuple[str, float]], read_tokens: int) -> None:
-        """read_tokens: without cached ones."""
+        """parts: add up to the time to first token. read_tokens: without cached ones."""
         prompt = next((name for bound, name in _LENGTHS if read_tokens <= bound), "more")
         self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
         for part, seconds in parts:
@@ -218,7 +219,7 @@ class Metrics:
         self._handoff_seconds.observe(report.handoff_seconds)
 
     def decoded(self, reports: Sequence[DecodeReport]) -> None:
-        """reports: of all attempts."""
+        """reports: of all attempts at an answer."""
         for report in reports:
             self._attended.inc(report.pages_attended)
             self._held.inc(report.pages_held)
@@ -239,7 +240,7 @@ def density(layers: tuple[LayerDensity, ...]) -> float:
 
 
 def scoring_overhead(report: PrefillReport) -> float:
-    """Time of anchors, scores and selection over time of attention."""
+    """The time of anchors, scores and selection over the time of attention."""
     attention = sum(stage.get("attention", 0.0) for stage in report.stages)
     scoring = sum(stage.get(name, 0.0) for stage in report.stages for name in _SCORING)
     return scoring / attention if attention > 0 else 0.0

@@ -74,7 +74,11 @@ def request_handler(
     gate: Gate | None = None,
     traced: Tracing | None = None,
 ) -> RequestHandler:
-    """door_id: tells this door from others. Raises ModelError, FileNotFoundError or ConfigError."""
+    """Make what an edge hands requests to. door_id: tells this door from others.
+
+    Raises:
+        ModelError, FileNotFoundError, ConfigError
+    """
     directory, door = Path(settings.model.path), settings.door
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = TextTokenizer.load(directory)

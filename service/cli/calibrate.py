@@ -111,15 +111,10 @@ def calibrate_command(
         profiled = documents.profiled(max([*length, 0 if found is None else found.tokens[0]]))
         if found is not None:
             name = shown_name(ModelSpec(path=model, adapter=adapter))
-            profiled_model = ProfiledModel(name=name, digest=model_digest(spec))
+            described = ProfiledModel(name=name, digest=model_digest(spec))
             decode = _decode_pages(found, pages, serving_budget)
             new = Profile(
-                format=1,
-                model=profiled_model,
-                texts=profiled,
-                prefill=(),
-                decode=decode,
-                figures=levels.figures,
+                format=1, model=described, texts=profiled, prefill=(), decode=decode, figures=levels.figures
             )
         if density and new is not None:
             new = new.plus(levels.make(stack, new), profiled)
@@ -133,7 +128,7 @@ def calibrate_command(
 
 @dataclass(frozen=True)
 class _Levels:
-    """Without densities there are none."""
+    """The levels to make. Without densities there are none."""
 
     method: MethodSpec
     densities: list[float]
@@ -289,7 +284,7 @@ class _Documents:
         return [*self.of_length(most), *(kind(random.Random(0), room, count, first) for kind, count in more)]
 
     def of_length(self, tokens: int) -> list[Document]:
-        """With its questions a document has about this many tokens."""
+        """Make a document of each text. With its questions it has about this many tokens."""
         room = tokens - self._questions * ANSWER_TOKENS
         return [
             probes.needles(random.Random(number), room, self._questions, text)
@@ -297,7 +292,7 @@ class _Documents:
         ]
 
     def profiled(self, tokens: int) -> tuple[ProfiledText, ...]:
-        """tokens: the most that was read of each text."""
+        """Describe the texts for a profile. tokens: the most that was read of each."""
         return tuple(ProfiledText.of(content, tokens) for content in self._contents.values())
 
     def _encode(self, file: str, most: int, least: int) -> list[int]:

@@ -85,7 +85,7 @@ class Conversation:
                     bar.show(event)
 
     def ask(self, question: str) -> None:
-        """If the session is gone, the document is read again."""
+        """Print the answer. If the session is gone, read the document again first."""
         turns = [*self._turns, _message("user", question)]
         try:
             text = self._answer(turns)
@@ -115,7 +115,7 @@ class Conversation:
 
 
 def _question() -> str | None:
-    """None at the end of the input."""
+    """The next line that is not empty. None at the end of the input."""
     question = ""
     while not question:
         err.print("> ", end="")

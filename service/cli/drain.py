@@ -18,7 +18,7 @@ from .terminal import err, fail
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 30.0
-"""A slower head is gone with its cluster."""
+"""A head that takes longer is gone, as when the whole cluster ends."""
 
 
 class DrainError(Exception):

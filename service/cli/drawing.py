@@ -29,7 +29,7 @@ _PARTS = ((24, 71, 133), (217, 119, 6), (22, 128, 89), (190, 50, 50), (112, 72, 
 
 
 def to_terminal(console: Console, found: TilesRead, title: str) -> None:
-    """The mean map of all heads, then a shade for each head."""
+    """Print the mean map of all heads, then a shade for each head."""
     console.print(title, highlight=False)
     for row in _mean_map(found):
         console.print("".join(_shade(share) * 2 for share in row), highlight=False)
@@ -60,7 +60,7 @@ def _shade(share: float | None) -> str:
 
 
 def to_image(found: TilesRead, title: str, timings: Timings | None) -> Image.Image:
-    """A map for each head (column) and layer (row), and below them the parts of TTFT."""
+    """Draw a map for each head (column) and layer (row), and below them the parts of TTFT."""
     layers, heads, blocks, _ = found.read_LHNM.shape
     side = _MAP if blocks > _MAP else blocks * (_MAP // blocks)
     parts = [] if timings is None else significant_parts(timings)
@@ -98,7 +98,7 @@ def _draw_timings(
     parts: list[tuple[str, float]],
     box: tuple[int, int, int],
 ) -> None:
-    """A bar, and a line for each part. box: left, top, right."""
+    """Draw a bar, and a line for each part. box: left, top, right."""
     left, top, right = box
     draw.text((left, top), f"time to first token: {timings.ttft_seconds:.3f} s", _INK, font)
     x, y = float(left), top + 3 * _LINE

@@ -1,4 +1,4 @@
-"""`deltafront`: its commands.
+"""`deltafront` and its commands.
 
 Only answers go to standard output. An error is one line that says what to do.
 """

@@ -69,7 +69,7 @@ def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) 
 
 
 def with_ports(settings: ServiceConfig, ports: Mapping[str, int | None]) -> ServiceConfig:
-    """ports: by the door's key."""
+    """Replace ports by the door's keys. None keeps a port."""
     given = {key: port for key, port in ports.items() if port is not None}
     if not given:
         return settings
@@ -78,7 +78,7 @@ def with_ports(settings: ServiceConfig, ports: Mapping[str, int | None]) -> Serv
 
 
 def _serve(settings: ServiceConfig, log: Path) -> None:
-    """Ends by KeyboardInterrupt, or fails."""
+    """Serve until KeyboardInterrupt. Fails if the service ends by itself."""
     from ..listening import joined, reachable
     from ..local.local_ray import prepare, running
     from ..local.ports import describe_exposure

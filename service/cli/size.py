@@ -53,7 +53,7 @@ SHAPES: Mapping[str, ModelConfig] = {"8b": _llama(32, 4096, 14_336, 32), "70b": 
 
 @dataclass(frozen=True)
 class Sizing:
-    """Contexts are prefilled one at a time, and decoded `concurrency` at once.
+    """The GPUs for contexts that are prefilled one at a time, and decoded `concurrency` at once.
 
     Attributes:
         tokens: Prompt and answer.
@@ -98,7 +98,10 @@ def weight_bytes(
     embedding: bool = True,
     head: bool = True,
 ) -> int:
-    """Only the layers' matrices are quantised. layers: of attention. mlps: by default as many."""
+    """Count the weights of some layers' attention and of `mlps` MLPs, by default as many.
+
+    Only the layers' matrices are quantised.
+    """
     mlps = layers if mlps is None else mlps
     size = DTYPE_BYTES[dtype]
     plain = model.weights(layers, mlps, embedding=embedding, head=head) * size
@@ -113,7 +116,7 @@ def weight_bytes(
 def stage_bytes(
     model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
 ) -> int:
-    """The fullest prefill stage. Raises ModelError for more stages than layers."""
+    """Weights and K/V of the fullest prefill stage. Raises ModelError for more stages than layers."""
     room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
     sizes = []
     for stage, share in enumerate(model.split(stages)):
@@ -142,7 +145,7 @@ def sizing(
     stages: int | None = None,
     reserve_gib: float = RESERVE_GIB,
 ) -> Sizing:
-    """tokens: of a context.
+    """Find the prefill stages and decode workers for contexts of `tokens` tokens.
 
     Raises:
         ModelError: There are more stages than layers.
@@ -188,7 +191,7 @@ HEADER = (
 
 
 def row(found: Sizing) -> list[str]:
-    """Prefill is stages × GiB, decode is workers × GiB."""
+    """The values under HEADER. Prefill is stages × GiB, decode is workers × GiB."""
     workers, stage, decode = found.decode_workers, found.stage_bytes / GIB, found.decode_bytes / GIB
     return [
         found.model if found.quantisation is None else f"{found.model}, {found.quantisation}",
@@ -243,7 +246,7 @@ def size_command(
 
 
 def show(found: Sequence[Sizing]) -> None:
-    """Columns, since rows would be too wide for a terminal."""
+    """Print columns, since rows would be too wide for a terminal."""
     table = Table(show_header=False)
     for name, *values in zip(HEADER, *map(row, found), strict=True):
         table.add_row(name, *values)

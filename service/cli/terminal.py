@@ -57,7 +57,7 @@ err = Console(stderr=True)
 
 @contextlib.contextmanager
 def connect(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
-    """The client's errors end the command."""
+    """Yield a client. Its errors end the command."""
     try:
         with DeltafrontClient(address, token or None, tls=tls) as client:
             yield client
@@ -102,7 +102,7 @@ def show_error(message: str) -> None:
 
 
 class ProgressBar:
-    """It appears with the first event."""
+    """A bar that appears with the first event."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
@@ -182,7 +182,7 @@ def _show_stages(console: Console, stages: Sequence[Mapping[str, float]], begin:
 
 
 def describe_usage(usage: Usage, asked_session: bool) -> str:
-    """If no session was asked for, say whose cached tokens may be."""
+    """Say how many tokens were cached and, if no session was asked for, whose they may be."""
     counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session"
     if asked_session or not usage.cached_tokens:
         return counts
@@ -244,7 +244,7 @@ def _show_figures(console: Console, figures: Mapping[str, Any]) -> None:
 
 
 def _figures(figures: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
-    """Nested names begin with their group's."""
+    """Flatten groups. A name begins with its group's."""
     for name, value in figures.items():
         if not isinstance(value, Mapping):
             yield f"{group}{name}", _format(value)

@@ -60,7 +60,7 @@ class _Reloading:
         self._stamps = files.stamps()
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        """None if unchanged, or while key and certificate do not match."""
+        """Returns None if the files are unchanged, or while key and certificate do not match."""
         try:
             stamps = self._files.stamps()
             if stamps == self._stamps:

@@ -64,9 +64,9 @@ class Fleet:
         self._changed = asyncio.Event()
         self._polls = 0
         self._charges: list[Charge] = []
-        """During a poll, whose answers may be older."""
+        """Made during a poll, whose answers may be older."""
         self._forgotten: list[str] = []
-        """During a poll."""
+        """Forgotten during a poll."""
         self.view = View()
         self._shared_poll = SingleFlight(lambda: self.poll(_ASK_TIMEOUT_S), self.spawn)
         self._shared_refresh = SingleFlight(self.refresh, self.spawn)
@@ -89,7 +89,7 @@ class Fleet:
             await asyncio.wait(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Keep a reference, so that the task is not collected."""
+        """Run in the background. The kept reference prevents the task's collection."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -110,7 +110,7 @@ class Fleet:
         await self._poll(self._found, timeout_s, known=True)
 
     async def ask(self) -> None:
-        """Poll after this call. Concurrent callers share the poll."""
+        """Get states that are not older than this call. Concurrent callers share a poll."""
         await self._shared_poll.run()
 
     async def _poll(self, found: Found, timeout_s: float = _STATS_TIMEOUT_S, known: bool = False) -> None:
@@ -189,7 +189,7 @@ class Fleet:
             self._forgotten.append(name)
 
     def charge(self, charge: Charge) -> None:
-        """Count an admitted request before the next poll."""
+        """Count an admitted request at once, since the next poll is up to a second away."""
         self.view = self.view.charged(charge)
         if self._polls:
             self._charges.append(charge)
@@ -205,7 +205,7 @@ class Fleet:
             self._held.pop(worker.name, None)
 
     def cancel(self, worker: Leased, request_id: str) -> None:
-        """Also stops renewing. Does not wait."""
+        """Cancel in the background, and stop renewing."""
         self.drop(worker, request_id)
         self._notify(worker.cancel(request_id), f"cancel {request_id} on {worker.name}")
 
@@ -221,7 +221,8 @@ class Fleet:
         self.spawn(_log_errors(call, description))
 
     async def _renew(self) -> None:
-        """Draining workers of last resort are renewed without requests too, so that they stay."""
+        """Renew held requests. A draining worker of last resort is renewed even without any, so that it
+        stays."""
         workers: dict[str, Leased] = {**self._found.groups, **self._found.workers}
         calls = [
             _log_errors(
@@ -257,7 +258,7 @@ class Fleet:
 
 
 async def _state(ask: Callable[[], Awaitable[_S]], last: _S | None, timeout_s: float) -> _S | None:
-    """The last state if the worker is slow, None if it is dead."""
+    """Ask for a state. A slow worker keeps its last one, a dead one has none."""
     try:
         async with asyncio.timeout(min(_NEW_TIMEOUT_S, timeout_s) if last is None else timeout_s):
             return await ask()

@@ -2,8 +2,9 @@
 
 A service locks a file in its folder, and the kernel releases the lock when it dies. All processes of Ray and
 HAProxy keep a log open there. So whoever gets the lock may kill them and remove the folder. A reaper process,
-which runs this file without the package, does so at once, or else the next start. (Environment variables do
-not identify the processes, since Ray's write their titles over them.)
+which runs this file without the package, does so at once. If it was killed too, the next start does.
+
+Environment variables do not identify the processes, since Ray's write their titles over them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def service_folder() -> Iterator[Path]:
 
 
 def _start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """Its own session lets it survive the end of the service's process group."""
+    """Start it in its own session, so that it outlives the service's process group."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(folder)],
         stdin=subprocess.DEVNULL,

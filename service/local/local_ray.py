@@ -98,7 +98,7 @@ def running(
 
 
 def _print_log_ends(sessions: Path) -> None:
-    """The folder with the logs is about to be removed."""
+    """Print the end of Ray's logs before their folder is removed."""
     for name in REQUIRED:
         for path in sorted(sessions.glob(f"session_*/logs/{name}.*")):
             lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
@@ -186,7 +186,7 @@ def _start_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Ray's handler ends the process at once, so restore the caller's."""
+    """Restore the caller's handler. Ray's would end the process at once."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -246,7 +246,7 @@ def ray_environment(
 
 
 def cpus(settings: ServiceConfig) -> int:
-    """The number that Ray is told, at least what the configuration needs. It limits nothing."""
+    """The number of CPUs for `ray.init`, at least what the configuration needs. It limits nothing."""
     prefill, decode, door = settings.prefill, settings.decode, settings.door
     needed = (
         door.replicas * door.cpus

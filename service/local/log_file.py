@@ -44,7 +44,7 @@ def output_to(path: Path) -> Iterator[Console]:
 
 @contextlib.contextmanager
 def _redirected(descriptor: int, log: int) -> Iterator[int]:
-    """Yield a duplicate of the original descriptor."""
+    """Point a descriptor at the log. Yields a duplicate of the original."""
     _flush()
     original = os.dup(descriptor)
     os.dup2(log, descriptor)

@@ -24,7 +24,7 @@ def check_machine(settings: ServiceConfig) -> None:
 
 
 def _why_no_cuda() -> str | None:
-    """Ask the driver why no GPU can be used. torch would take seconds to load."""
+    """Why no GPU can be used. It asks the driver, since torch takes seconds to load."""
     torch = importlib.util.find_spec("torch")
     if (
         torch is None

@@ -80,7 +80,7 @@ def _block_start(grpc_port: int) -> int:
 
 
 def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
-    """HAProxy's address for each port. Serve's fallback proxy must not be public."""
+    """The address of each of HAProxy's ports. Without it Serve's fallback proxy would be public."""
     internal = serve_ports(door.grpc_port)
     hosts = {int(internal[name]): LOOPBACK for name in _SERVE_PORTS}
     return hosts | dict.fromkeys((door.grpc_port, door.http_port), door.host)
