@@ -72,7 +72,7 @@ def _read(settings: ServiceConfig, ids: list[int], spec: MethodSpec) -> TilesRea
             spec,
             settings.prefill.chunk_tokens,
             device=settings.prefill.device,
-            progress=lambda done: bar.show(Progress(done, len(ids))),
+            progress=lambda done: bar.show(Progress(tokens_done=done, tokens_total=len(ids))),
         )
 
 
