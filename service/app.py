@@ -25,12 +25,12 @@ from .door.http_door import HttpDoor
 from .door.registration import MESSAGE_SIZE_VARIABLE
 from .door.tls import Gate, TlsPort
 from .exporter import Exporter
+from .fleet.fleet import Fleet
 from .fleet.ray_directory import RayDirectory
 from .fleet.scaling import GroupsByBacklog, WorkersByLoad
-from .fleet.view import Fleet
 from .listening import joined
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import local_model, observer, request_handler, span_sink, tls_files, traced
+from .wiring import local_model, make_tracing, observer, request_handler, span_sink, tls_files
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -83,7 +83,7 @@ class DoorReplica(FrontDoor):
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = joined(shown, settings.door.metrics_port)
         gate = Gate(settings.door.tls_port) if settings.door.tls_certificate else None
-        self._tracing = traced(settings.door, self._id)
+        self._tracing = make_tracing(settings.door, self._id)
         super().__init__(
             request_handler(
                 settings,
@@ -93,7 +93,7 @@ class DoorReplica(FrontDoor):
                 door_id=self._id,
                 cancel_at_other_doors=self._cancel_at_other_doors,
                 gate=gate,
-                traced=self._tracing,
+                tracing=self._tracing,
             )
         )
         self._fleet = fleet

@@ -320,8 +320,8 @@ def load(path: Path) -> ServiceConfig:
         raise ConfigError(f"{path}: must hold keys {', '.join(_keys(()))}")
     config = parse(content, str(path), path.parent.resolve())
     files = {key: getattr(config.door, key) for key in _DOOR_FILES}
-    found = {key: path.parent.resolve() / file for key, file in files.items() if file is not None}
-    return config.model_copy(update={"door": dataclasses.replace(config.door, **found)})
+    absolute = {key: path.parent.resolve() / file for key, file in files.items() if file is not None}
+    return config.model_copy(update={"door": dataclasses.replace(config.door, **absolute)})
 
 
 def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:

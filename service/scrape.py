@@ -30,9 +30,9 @@ class NodeCollector(Collector):
 
 
 def registry(directory: Path, model_name: str) -> CollectorRegistry:
-    found = CollectorRegistry()
-    found.register(NodeCollector(directory, model_name))
-    return found
+    collectors = CollectorRegistry()
+    collectors.register(NodeCollector(directory, model_name))
+    return collectors
 
 
 def expose(directory: Path, model_name: str) -> bytes:
@@ -42,8 +42,8 @@ def expose(directory: Path, model_name: str) -> bytes:
 def _dead(directory: Path) -> set[int]:
     """Dead processes with gauges in the directory."""
     pids = {
-        int(found[1])
+        int(match[1])
         for file in directory.glob("gauge_live*.db")
-        if (found := re.search(r"_(\d+)\.db", file.name))
+        if (match := re.search(r"_(\d+)\.db", file.name))
     }
     return {pid for pid in pids if not Path(f"/proc/{pid}").exists()}

@@ -21,8 +21,8 @@ from ..workers.tracing import SpanSink, provider
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
 from .door.tls import Gate, TlsFiles
-from .fleet.known import View
-from .fleet.view import Fleet
+from .fleet.fleet import Fleet
+from .fleet.fleet_view import FleetView
 from .gauges import state_of
 from .metrics import Metrics
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
@@ -44,10 +44,10 @@ def local_model(settings: ServiceConfig) -> ServiceConfig:
     """
     spec = settings.model
     adapter = None if spec.adapter is None else str(adapter_directory(spec.adapter))
-    found = settings.with_model(path=str(model_directory(spec.path)), adapter=adapter)
-    found = found.model_copy(update={"door": _named(settings.door, shown_name(spec))})
-    check_start(found)
-    return found
+    local = settings.with_model(path=str(model_directory(spec.path)), adapter=adapter)
+    local = local.model_copy(update={"door": _named(settings.door, shown_name(spec))})
+    check_start(local)
+    return local
 
 
 def _named(door: DoorConfig, name: str) -> DoorConfig:
@@ -72,7 +72,7 @@ def request_handler(
     door_id: str = "",
     cancel_at_other_doors: CancelAtOtherDoors = no_other_doors,
     gate: Gate | None = None,
-    traced: Tracing | None = None,
+    tracing: Tracing | None = None,
 ) -> RequestHandler:
     """Make what an edge hands requests to. door_id: tells this door from others.
 
@@ -85,7 +85,7 @@ def request_handler(
     callers = Callers(
         door_id,
         lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
-        fleet.ask,
+        fleet.poll_shared,
         door.max_requests,
     )
     resources = Resources(
@@ -99,7 +99,7 @@ def request_handler(
         vocabulary=model.vocab,
         positions=model.positions,
         eos_ids=model.eos_ids,
-        tracing=traced or Tracing(),
+        tracing=tracing or Tracing(),
     )
     limits = _limits(settings, model, profile, tokenizer.longest_token)
     about = _server_info(settings, model, profile, tokenizer.has_template, metrics_address)
@@ -205,7 +205,7 @@ def span_sink(door: DoorConfig) -> SpanSink:
     return SpanSink(door.tracing, door.model_name)
 
 
-def traced(door: DoorConfig, door_id: str) -> Tracing:
+def make_tracing(door: DoorConfig, door_id: str) -> Tracing:
     """Raises ConfigError if OpenTelemetry is not installed."""
     try:
         return Tracing(provider(span_sink(door), f"door:{door_id}"))
@@ -217,7 +217,7 @@ def check_start(settings: ServiceConfig) -> None:
     """Check what would otherwise fail in every replica. Raises ConfigError or ModelError."""
     authenticator(settings.door)
     tls_files(settings.door)
-    traced(settings.door, "").stop()
+    make_tracing(settings.door, "").stop()
     directory = Path(settings.model.path)
     model = read_config(directory, settings.model.overrides)
     settings.check_against(model, load_profile(settings.model))
@@ -231,10 +231,10 @@ def check_start(settings: ServiceConfig) -> None:
         )
 
 
-def observer(metrics: Metrics) -> Callable[[View], None]:
+def observer(metrics: Metrics) -> Callable[[FleetView], None]:
     """Makes a door's parts from the configuration, without Ray."""
 
-    def observe(view: View) -> None:
+    def observe(view: FleetView) -> None:
         every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
         metrics.workers.update({stats.name: state_of(stats) for stats in every})
         for stats in every:

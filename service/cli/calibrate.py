@@ -107,12 +107,12 @@ def calibrate_command(
         levels = _Levels(attention, density, by_length, cast("Allocation", allocation), answers)
         levels.check()
         stack = _load(spec, device, length, [] if add else full_layer)
-        found = None if add else _choose_delta_layers(stack, texts, pages, layers, dense_layers)
-        profiled = documents.profiled(max([*length, 0 if found is None else found.tokens[0]]))
-        if found is not None:
+        calibration = None if add else _choose_delta_layers(stack, texts, pages, layers, dense_layers)
+        profiled = documents.profiled(max([*length, 0 if calibration is None else calibration.tokens[0]]))
+        if calibration is not None:
             name = shown_name(ModelSpec(path=model, adapter=adapter))
             described = ProfiledModel(name=name, digest=model_digest(spec))
-            decode = _decode_pages(found, pages, serving_budget)
+            decode = _decode_pages(calibration, pages, serving_budget)
             new = Profile(
                 format=1, model=described, texts=profiled, prefill=(), decode=decode, figures=levels.figures
             )
@@ -122,8 +122,8 @@ def calibrate_command(
             new.write(profile)
     except (ModelError, MethodError, ValueError) as error:
         fail(str(error))
-    if found is not None:
-        _show(found, pages, json)
+    if calibration is not None:
+        _show(calibration, pages, json)
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ def _load(spec: ModelSpec, device: str, lengths: list[int], full_layers: list[in
     return stack
 
 
-def _decode_pages(found: Calibration, pages: dict[str, Any], serving_budget: int | None) -> DecodePages:
+def _decode_pages(calibration: Calibration, pages: dict[str, Any], serving_budget: int | None) -> DecodePages:
     budget, recency = serving_budget or pages["budget"], pages["recency"]
     values = {"page_budget": budget, "recency": recency, "full_layers": pages["full_layers"]}
-    return DecodePages.model_validate({"delta_layers": found.delta_layers, **values})
+    return DecodePages.model_validate({"delta_layers": calibration.delta_layers, **values})
 
 
 def _check_options(context: typer.Context, profile: Path | None) -> None:
@@ -215,17 +215,21 @@ def _out_of_bounds(
         yield f"--serving-budget {serving_budget}: must be at least --recency, {recency}"
 
 
-def _show(found: Calibration, pages: dict[str, Any], as_json: bool) -> None:
+def _show(calibration: Calibration, pages: dict[str, Any], as_json: bool) -> None:
     if not as_json:
-        print(f"delta_layers: {list(found.delta_layers)}")
+        print(f"delta_layers: {list(calibration.delta_layers)}")
         return
     values = {
         "page_budget": pages["budget"],
         "recency": pages["recency"],
         "full_layers": pages["full_layers"],
     }
-    figures = {"tokens": found.tokens, "losses": found.losses, "divergence": found.divergence}
-    print(json_format.dumps({"delta_layers": found.delta_layers, **values, **figures}))
+    figures = {
+        "tokens": calibration.tokens,
+        "losses": calibration.losses,
+        "divergence": calibration.divergence,
+    }
+    print(json_format.dumps({"delta_layers": calibration.delta_layers, **values, **figures}))
 
 
 def _choose_delta_layers(

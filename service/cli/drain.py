@@ -71,14 +71,14 @@ def drain_node(
 
 def _find_node(head: RayHead, local: set[str]) -> str:
     is_head = head.nodes()
-    found = sorted(local & is_head.keys())
-    if not found:
+    known = sorted(local & is_head.keys())
+    if not known:
         raise DrainError(f"none of Ray's nodes is here: {', '.join(sorted(local)) or 'no raylet runs'}")
-    if len(found) > 1:
-        raise DrainError(f"several of Ray's nodes are here, name one with --node-id: {', '.join(found)}")
-    if is_head[found[0]]:
+    if len(known) > 1:
+        raise DrainError(f"several of Ray's nodes are here, name one with --node-id: {', '.join(known)}")
+    if is_head[known[0]]:
         raise DrainError("this is the node of Ray's head, which nothing can take the place of")
-    return found[0]
+    return known[0]
 
 
 def _count_by_class(actors: Sequence[str]) -> str:
@@ -118,8 +118,8 @@ class RayHead:
         from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
         with _drain_errors(self._address):
-            found = self._client.get_all_node_info(timeout=_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
-        return {node.node_id.hex(): node.is_head_node for node in found.values()}
+            nodes = self._client.get_all_node_info(timeout=_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
+        return {node.node_id.hex(): node.is_head_node for node in nodes.values()}
 
     def drain(self, node: str, deadline_s: float) -> str | None:
         """Returns a reason if Ray refuses."""
@@ -139,8 +139,8 @@ class RayHead:
             return await self._client.async_get_all_actor_info(actor_state_name="ALIVE", timeout=_TIMEOUT_S)
 
         with _drain_errors(self._address):
-            found = asyncio.run(living())
-        return [actor.class_name for actor in found.values() if actor.address.node_id.hex() == node]
+            actors = asyncio.run(living())
+        return [actor.class_name for actor in actors.values() if actor.address.node_id.hex() == node]
 
 
 @contextmanager

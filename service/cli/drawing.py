@@ -28,21 +28,21 @@ _PARTS = ((24, 71, 133), (217, 119, 6), (22, 128, 89), (190, 50, 50), (112, 72, 
           (140, 140, 40), (200, 100, 150), (110, 110, 110), (60, 170, 170))  # fmt: skip
 
 
-def to_terminal(console: Console, found: TilesRead, title: str) -> None:
+def to_terminal(console: Console, tiles: TilesRead, title: str) -> None:
     """Print the mean map of all heads, then a shade for each head."""
     console.print(title, highlight=False)
-    for row in _mean_map(found):
+    for row in _mean_map(tiles):
         console.print("".join(_shade(share) * 2 for share in row), highlight=False)
     table = Table("layer", "tiles read", "heads")
-    for layer, density_H in enumerate(found.density_LH.tolist()):
+    for layer, density_H in enumerate(tiles.density_LH.tolist()):
         mean = sum(density_H) / len(density_H)
         table.add_row(str(layer), f"{mean:.1%}", "".join(_shade(share) * 2 for share in density_H))
     console.print(table)
 
 
-def _mean_map(found: TilesRead) -> list[list[float | None]]:
+def _mean_map(tiles: TilesRead) -> list[list[float | None]]:
     """Mean share of causal tiles that is read. None above the diagonal."""
-    mean_NM = found.read_LHNM.mean((0, 1), dtype=np.float32)
+    mean_NM = tiles.read_LHNM.mean((0, 1), dtype=np.float32)
     read_NM, causal_NM = _shrink(mean_NM), _shrink(np.tri(len(mean_NM), dtype=np.float32))
     rows = zip(read_NM.tolist(), causal_NM.tolist(), strict=True)
     return [[read / causal if causal else None for read, causal in zip(*row, strict=True)] for row in rows]
@@ -59,9 +59,9 @@ def _shade(share: float | None) -> str:
     return _SHADES[0] if share <= 0 else _SHADES[min(1 + int(share * (len(_SHADES) - 1)), len(_SHADES) - 1)]
 
 
-def to_image(found: TilesRead, title: str, timings: Timings | None) -> Image.Image:
+def to_image(tiles: TilesRead, title: str, timings: Timings | None) -> Image.Image:
     """Draw a map for each head (column) and layer (row), and below them the parts of TTFT."""
-    layers, heads, blocks, _ = found.read_LHNM.shape
+    layers, heads, blocks, _ = tiles.read_LHNM.shape
     side = _MAP if blocks > _MAP else blocks * (_MAP // blocks)
     parts = [] if timings is None else significant_parts(timings)
     top = _MARGIN + 2 * _LINE
@@ -70,19 +70,19 @@ def to_image(found: TilesRead, title: str, timings: Timings | None) -> Image.Ima
     image = Image.new("RGB", (width, below + (len(parts) + 4) * _LINE * bool(parts) + _MARGIN), _PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
     draw.text((_MARGIN, _MARGIN), title + "; a row a layer, a column a head", _INK, font)
-    for layer, density_H in enumerate(found.density_LH.tolist()):
+    for layer, density_H in enumerate(tiles.density_LH.tolist()):
         y = top + layer * (side + _GAP)
         draw.text((_MARGIN, y), f"layer {layer}", _INK, font)
         draw.text((_MARGIN, y + _LINE), f"{sum(density_H) / heads:.1%}", _INK, font)
         for head in range(heads):
-            image.paste(_map(found, layer, head, side), (_MARGIN + _LABEL + head * (side + _GAP), y))
+            image.paste(_map(tiles, layer, head, side), (_MARGIN + _LABEL + head * (side + _GAP), y))
     if timings is not None:
         _draw_timings(draw, font, timings, parts, (_MARGIN, below, width - _MARGIN))
     return image
 
 
-def _map(found: TilesRead, layer: int, head: int, side: int) -> Image.Image:
-    read_NM = found.read_LHNM[layer, head]
+def _map(tiles: TilesRead, layer: int, head: int, side: int) -> Image.Image:
+    read_NM = tiles.read_LHNM[layer, head]
     blocks = len(read_NM)
     map_NMC = np.full((blocks, blocks, 3), _PAPER, dtype=np.uint8)
     map_NMC[np.tri(blocks, dtype=bool)] = _CAUSAL

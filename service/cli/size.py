@@ -166,7 +166,7 @@ def sizing(
     contexts = min(max(room - weights, 0) // kv, concurrency)
     tried = range(1, model.layers + 1) if stages is None else (stages,)
     needs = {count: stage_bytes(model, count, tokens, dtype, quantisation) for count in tried}
-    found = next((count for count, need in needs.items() if need <= room), None)
+    fewest = next((count for count, need in needs.items() if need <= room), None)
     return Sizing(
         model=name,
         quantisation=quantisation,
@@ -177,8 +177,8 @@ def sizing(
         kv_token_bytes=kv_token_bytes,
         pages=pages_for(tokens),
         kv_bytes=kv,
-        stages=found,
-        stage_bytes=needs[found] if found else min(needs.values()),
+        stages=fewest,
+        stage_bytes=needs[fewest] if fewest else min(needs.values()),
         contexts_per_worker=contexts,
         decode_bytes=weights + max(contexts, 1) * kv,
     )
@@ -190,21 +190,21 @@ HEADER = (
 )  # fmt: skip
 
 
-def row(found: Sizing) -> list[str]:
+def row(sized: Sizing) -> list[str]:
     """The values under HEADER. Prefill is stages × GiB, decode is workers × GiB."""
-    workers, stage, decode = found.decode_workers, found.stage_bytes / GIB, found.decode_bytes / GIB
+    workers, stage, decode = sized.decode_workers, sized.stage_bytes / GIB, sized.decode_bytes / GIB
     return [
-        found.model if found.quantisation is None else f"{found.model}, {found.quantisation}",
-        f"{found.tokens:,}",
-        str(found.concurrency),
-        f"{found.gpu_gib:g}",
-        f"{found.weight_bytes / GIB:.1f}",
-        f"{found.kv_token_bytes / 1024:g}",
-        f"{found.pages:,}",
-        f"{found.kv_bytes / GIB:.1f}",
-        f"{found.stages} × {stage:.1f}" if found.stages else f"does not fit: {stage:.1f}",
+        sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
+        f"{sized.tokens:,}",
+        str(sized.concurrency),
+        f"{sized.gpu_gib:g}",
+        f"{sized.weight_bytes / GIB:.1f}",
+        f"{sized.kv_token_bytes / 1024:g}",
+        f"{sized.pages:,}",
+        f"{sized.kv_bytes / GIB:.1f}",
+        f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
         f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
-        "–" if found.gpus is None else str(found.gpus),
+        "–" if sized.gpus is None else str(sized.gpus),
     ]
 
 
@@ -228,7 +228,7 @@ def size_command(
     if quantisation is not None and quantisation not in get_args(Quantisation):
         fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
     try:
-        found = [
+        sizings = [
             sizing(name, _shape(name), length, concurrency, gpu_gib, dtype=cast(Dtype, dtype),
                    quantisation=cast(Quantisation | None, quantisation), stages=stages,
                    reserve_gib=reserve_gib)
@@ -238,17 +238,17 @@ def size_command(
     except (ModelError, ValueError) as error:
         fail(str(error))
     if json:
-        for sized in found:
+        for sized in sizings:
             derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
             print(json_format.dumps(asdict(sized) | derived))
     else:
-        show(found)
+        show(sizings)
 
 
-def show(found: Sequence[Sizing]) -> None:
+def show(sizings: Sequence[Sizing]) -> None:
     """Print columns, since rows would be too wide for a terminal."""
     table = Table(show_header=False)
-    for name, *values in zip(HEADER, *map(row, found), strict=True):
+    for name, *values in zip(HEADER, *map(row, sizings), strict=True):
         table.add_row(name, *values)
     Console().print(table)
 

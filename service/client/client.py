@@ -269,15 +269,15 @@ class DeltafrontClient:
         if self._closed:
             return Cancelled("the client was closed")
         metadata = error.trailing_metadata() or ()
-        found = from_status(error.code(), details, metadata)
+        translated = from_status(error.code(), details, metadata)
         if not self._answered and not is_ours(metadata) and (wrong := wrong_endpoint(self._address, details)):
             return wrong
-        if not isinstance(found, ConnectionLost):
+        if not isinstance(translated, ConnectionLost):
             self._answered = True
         elif not self._answered and any(words in details.lower() for words in _UNREACHABLE):
             hint = " (does it speak TLS?)" if "socket closed" in details.lower() else ""
             return Unavailable(f"{self._address} cannot be reached{hint}: {details}")
-        return found
+        return translated
 
 
 def _prompt(

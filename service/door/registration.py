@@ -1,7 +1,7 @@
 """Registers the services with a gRPC server, around three faults of Serve's.
 
 - Serve decodes requests before our code runs, and answers INTERNAL to invalid ones. So messages arrive
-  undecoded, as `Sent`, and the door decodes them once it knows the caller and has room.
+  undecoded, as `UndecodedMessage`, and the door decodes them once it knows the caller and has room.
 - gRPC reads a unary request into memory before it calls a method. So every method takes a stream, and its
   first message when there is room.
 - Where a door cannot be called, Serve answers in Ray's words. Serve's functions are wrapped in the handler's
@@ -49,7 +49,7 @@ _Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 
 @dataclass
-class Sent(Generic[_M]):
+class UndecodedMessage(Generic[_M]):
     """It can be read once, which frees the bytes."""
 
     kind: type[_M]
@@ -77,7 +77,7 @@ class Sent(Generic[_M]):
             raise InvalidArgument("request", reason) from None
 
 
-class Receiving:
+class ReceiveLimit:
     def __init__(self, max_message_bytes: int) -> None:
         self._slots = asyncio.Semaphore(max(_RECEIVING_BYTES // max_message_bytes, 4))
 
@@ -106,7 +106,7 @@ class _Handler:
     request_deserializer: Callable[[bytes], Any]
     response_serializer: Callable[[Any], bytes] | None
     response_streaming: bool
-    receiving: Receiving
+    receiving: ReceiveLimit
     stream_unary: _Unary | None = None
     stream_stream: _Stream | None = None
     unary_unary: Any = None
@@ -121,20 +121,20 @@ class _Handler:
         return dataclasses.replace(self, **changes)
 
 
-def add_deltafront_to_server(servicer: Any, server: Any, receiving: Receiving | None = None) -> None:
+def add_deltafront_to_server(servicer: Any, server: Any, receiving: ReceiveLimit | None = None) -> None:
     """In place of the generated `add_DeltafrontServiceServicer_to_server`. Serve calls it by name."""
     _add(SERVICE, pb, servicer, server, receiving)
 
 
-def add_health_to_server(servicer: Any, server: Any, receiving: Receiving | None = None) -> None:
+def add_health_to_server(servicer: Any, server: Any, receiving: ReceiveLimit | None = None) -> None:
     _add(HEALTH, health_pb2, servicer, server, receiving)
 
 
-def _add(service: Any, messages: Any, servicer: Any, server: Any, receiving: Receiving | None) -> None:
-    receiving = receiving or Receiving(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
+def _add(service: Any, messages: Any, servicer: Any, server: Any, receiving: ReceiveLimit | None) -> None:
+    receiving = receiving or ReceiveLimit(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
     handlers: dict[str, Any] = {
         method.name: _Handler(
-            partial(Sent, getattr(messages, method.input_type.name)),
+            partial(UndecodedMessage, getattr(messages, method.input_type.name)),
             getattr(messages, method.output_type.name).SerializeToString,
             method.server_streaming,
             receiving,
@@ -146,13 +146,13 @@ def _add(service: Any, messages: Any, servicer: Any, server: Any, receiving: Rec
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-def _behaviour(streaming: bool, behaviour: Any, receiving: Receiving) -> dict[str, Any]:
+def _behaviour(streaming: bool, behaviour: Any, receiving: ReceiveLimit) -> dict[str, Any]:
     if streaming:
         return {"stream_stream": _received_stream(_filled(behaviour), receiving)}
     return {"stream_unary": _received_unary(behaviour, receiving)}
 
 
-def _received_unary(behaviour: _Unary, receiving: Receiving) -> _Unary:
+def _received_unary(behaviour: _Unary, receiving: ReceiveLimit) -> _Unary:
     async def unary(requests: AsyncIterator[Any], context: Any) -> Any:
         try:
             request = await receiving.first(requests)
@@ -164,7 +164,7 @@ def _received_unary(behaviour: _Unary, receiving: Receiving) -> _Unary:
     return unary
 
 
-def _received_stream(behaviour: _Stream, receiving: Receiving) -> _Stream:
+def _received_stream(behaviour: _Stream, receiving: ReceiveLimit) -> _Stream:
     async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         try:
             request = await receiving.first(requests)

@@ -17,9 +17,11 @@ import grpc
 
 from ..errors import Unauthenticated
 from ..request.handler import Headers
-from .registration import HEALTH, SERVICE, Receiving, add_deltafront_to_server, add_health_to_server
+from .registration import HEALTH, SERVICE, ReceiveLimit, add_deltafront_to_server, add_health_to_server
 
-_STREAMS = {method.name for one in (SERVICE, HEALTH) for method in one.methods if method.server_streaming}
+_STREAMS = {
+    method.name for service in (SERVICE, HEALTH) for method in service.methods if method.server_streaming
+}
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +68,13 @@ class _Reloading:
             if stamps == self._stamps:
                 return None
             self._files.check()
-            found = self._files.read()
+            configuration = self._files.read()
         except (OSError, ValueError) as error:
             log.warning("new certificates cannot be used yet: %s", error)
             return None
         self._stamps = stamps
         log.info("the certificates were read again")
-        return found
+        return configuration
 
 
 class Gate:
@@ -110,7 +112,7 @@ class TlsPort:
             options=[("grpc.max_receive_message_length", max_message_bytes)],
         )
         servicer = _Servicer(door, gate)
-        receiving = Receiving(max_message_bytes)
+        receiving = ReceiveLimit(max_message_bytes)
         add_deltafront_to_server(servicer, self._server, receiving)
         add_health_to_server(servicer, self._server, receiving)
         reloading: Any = _Reloading(files)  # gRPC's types leave out None, for no change

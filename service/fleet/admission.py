@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ...workers.messages.states import DecodeStats, GroupStats
-from .known import staying
+from .fleet_view import not_draining
 
 _SHORTEST_RETRY_S = 1.0
 _SAME_NODE = 0.25
@@ -63,9 +63,9 @@ Decision = Admitted | Rejected
 
 def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats]) -> Decision:
     """groups, workers: not empty."""
-    fitting = [w for w in staying(workers) if need.pages(w.page_tokens) <= w.pages_total]
+    fitting = [w for w in not_draining(workers) if need.pages(w.page_tokens) <= w.pages_total]
     page_tokens = workers[0].page_tokens  # groups have the same
-    able = [g for g in staying(groups) if need.read_tokens <= g.pages_total * page_tokens]
+    able = [g for g in not_draining(groups) if need.read_tokens <= g.pages_total * page_tokens]
     if not fitting or not able:
         again = f", with {need.recompute_tokens} computed again," if need.recompute_tokens else ""
         return Rejected(

@@ -13,7 +13,7 @@ from ...workers.roles import DecodeWorker, Group
 
 
 @dataclass(frozen=True)
-class Found:
+class WorkerHandles:
     """Workers by actor name."""
 
     groups: Mapping[str, Group]
@@ -21,4 +21,4 @@ class Found:
 
 
 class Directory(Protocol):
-    async def find(self) -> Found: ...
+    async def find(self) -> WorkerHandles: ...

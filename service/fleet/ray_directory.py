@@ -14,7 +14,7 @@ from ...workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
 from ...workers.remote import Failure, remote
 from ...workers.roles import DecodeWorker, Group, Role
 from ..errors import WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
-from .directory import Found
+from .directory import WorkerHandles
 
 
 class RayDirectory:
@@ -22,9 +22,9 @@ class RayDirectory:
         self._groups = _Actors(Group, PREFILL_PREFIX)
         self._workers = _Actors(DecodeWorker, DECODE_PREFIX)
 
-    async def find(self) -> Found:
+    async def find(self) -> WorkerHandles:
         actors = await asyncio.to_thread(_list_actors)
-        return Found(self._groups.select(actors), self._workers.select(actors))
+        return WorkerHandles(self._groups.select(actors), self._workers.select(actors))
 
 
 class _Actors(Generic[Role]):
@@ -51,14 +51,14 @@ class _Actors(Generic[Role]):
 
 def _list_actors() -> dict[str, Any]:
     listed = ray.util.list_named_actors(all_namespaces=True)
-    found: dict[str, Any] = {}
+    actors: dict[str, Any] = {}
     for name in [actor["name"] for actor in listed if actor["namespace"] == NAMESPACE]:
         if name.startswith((PREFILL_PREFIX, DECODE_PREFIX)):
             try:
-                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+                actors[name] = ray.get_actor(name, namespace=NAMESPACE)
             except ValueError:  # it died since it was listed
                 continue
-    return found
+    return actors
 
 
 def worker_error(worker: str, failure: Failure) -> WorkerError:

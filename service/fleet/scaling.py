@@ -77,10 +77,10 @@ class WorkersByLoad:
 
 def _by_replica(context: Any, *names: str) -> list[dict[str, float]]:
     """The metrics of each replica that has recorded all of them."""
-    found = [context.aggregated_metrics.get(name, {}) for name in names]
-    replicas = [replica for replica in found[0] if all(replica in values for values in found)]
+    metrics = [context.aggregated_metrics.get(name, {}) for name in names]
+    replicas = [replica for replica in metrics[0] if all(replica in values for values in metrics)]
     return [
-        {name: values[replica] for name, values in zip(names, found, strict=True)} for replica in replicas
+        {name: values[replica] for name, values in zip(names, metrics, strict=True)} for replica in replicas
     ]
 
 

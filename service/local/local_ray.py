@@ -209,13 +209,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
 
 
-def check_gpus(settings: ServiceConfig, found: float) -> None:
+def check_gpus(settings: ServiceConfig, present: float) -> None:
     """Raise ConfigError if Ray has too few GPUs, for which Serve would wait for ever."""
     prefill, decode = settings.prefill, settings.decode
     needed = prefill.groups * prefill.stages * prefill.gpus_per_stage + decode.workers * decode.gpus
-    if needed > found + 1e-6:  # a sum of shares
+    if needed > present + 1e-6:  # a sum of shares
         raise ConfigError(
-            f"prefill.gpus_per_stage and decode.gpus: {needed:g} GPUs in all, but Ray finds {found:g} here"
+            f"prefill.gpus_per_stage and decode.gpus: {needed:g} GPUs in all, but Ray finds {present:g} here"
         )
 
 

@@ -47,7 +47,9 @@ def public_ports(door: DoorConfig) -> Iterator[PublicPort]:
 def describe_exposure(door: DoorConfig) -> str:
     """Say which addresses other machines can reach, and whether requests need a token."""
     exposed = [
-        f"{one.purpose} {joined(one.host, one.port)}" for one in public_ports(door) if not is_local(one.host)
+        f"{purpose} {joined(host, port)}"
+        for purpose, _, host, port in public_ports(door)
+        if not is_local(host)
     ]
     if not exposed:
         return "to this machine alone"

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import replace
 
 from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound, WorkerLost
-from ..fleet.sessions import NO_SESSION, worker_of
+from ..fleet.session_ids import NO_SESSION, worker_of
 from ..metrics import FINISHED
 from .accepted import Accepted
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo

@@ -29,7 +29,7 @@ from deltafront.service.errors import (
     Unauthenticated,
 )
 from deltafront.service.exporter import Exporter
-from deltafront.service.fleet.sessions import worker_of
+from deltafront.service.fleet.session_ids import worker_of
 from deltafront.service.gauges import WorkerState
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.callers import Caller, Quota

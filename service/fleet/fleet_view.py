@@ -23,7 +23,7 @@ class Charge:
 
 
 @dataclass(frozen=True)
-class View:
+class FleetView:
     """The last states of live workers, by name."""
 
     groups: Mapping[str, GroupStats] = field(default_factory=dict)
@@ -40,22 +40,22 @@ class View:
         roles: list[Mapping[str, GroupStats | DecodeStats]] = [self.groups, self.workers]
         return {name for role in roles if all(state.draining for state in role.values()) for name in role}
 
-    def charged(self, charge: Charge) -> View:
+    def charged(self, charge: Charge) -> FleetView:
         groups, workers = dict(self.groups), dict(self.workers)
         if group := groups.get(charge.group):
             waiting = group.waiting_tokens + charge.tokens
             groups[group.name] = replace(group, waiting_tokens=waiting, waiting=group.waiting + 1)
         if worker := workers.get(charge.worker):
             workers[worker.name] = replace(worker, pages_free=max(worker.pages_free - charge.pages, 0))
-        return View(groups, workers)
+        return FleetView(groups, workers)
 
 
-def staying(states: Sequence[_S]) -> Sequence[_S]:
+def not_draining(states: Sequence[_S]) -> Sequence[_S]:
     """Those that do not drain, or all if all drain."""
     return [state for state in states if not state.draining] or states
 
 
-def newest(
+def latest_states(
     polled: Mapping[str, _H], answers: Mapping[str, _S], now: Mapping[str, _H], last: Mapping[str, _S]
 ) -> dict[str, _S]:
     """The answers of the workers that are known `now`, or the last states of those found since."""

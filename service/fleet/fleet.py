@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from ...workers.messages.states import DecodeStats, GroupStats
 from ...workers.roles import DecodeWorker, Group, Leased
 from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
-from .directory import Directory, Found
-from .known import Charge, View, newest, without
-from .sessions import NO_SESSION
+from .directory import Directory, WorkerHandles
+from .fleet_view import Charge, FleetView, latest_states, without
+from .session_ids import NO_SESSION
 from .single_flight import SingleFlight
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
@@ -45,7 +45,7 @@ class Fleet:
     def __init__(
         self,
         directory: Directory,
-        observe: Callable[[View], None],
+        observe: Callable[[FleetView], None],
         refresh_s: float = 1.0,
         renew_s: float = 1.0,
         pairing: str = "",
@@ -57,7 +57,7 @@ class Fleet:
         self._pairing = pairing
         self._others: bool | None = None
         """Whether other configurations have workers. None before the first poll."""
-        self._found = Found({}, {})
+        self._handles = WorkerHandles({}, {})
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._repeating: Sequence[asyncio.Task[None]] = ()
@@ -67,7 +67,7 @@ class Fleet:
         """Made during a poll, whose answers may be older."""
         self._forgotten: list[str] = []
         """Forgotten during a poll."""
-        self.view = View()
+        self.view = FleetView()
         self._shared_poll = SingleFlight(lambda: self.poll(_ASK_TIMEOUT_S), self.spawn)
         self._shared_refresh = SingleFlight(self.refresh, self.spawn)
 
@@ -107,39 +107,41 @@ class Fleet:
 
     async def poll(self, timeout_s: float = _STATS_TIMEOUT_S) -> None:
         """Ask the known workers for their states, and drop dead ones."""
-        await self._poll(self._found, timeout_s, known=True)
+        await self._poll(self._handles, timeout_s, known=True)
 
-    async def ask(self) -> None:
+    async def poll_shared(self) -> None:
         """Get states that are not older than this call. Concurrent callers share a poll."""
         await self._shared_poll.run()
 
-    async def _poll(self, found: Found, timeout_s: float = _STATS_TIMEOUT_S, known: bool = False) -> None:
+    async def _poll(
+        self, handles: WorkerHandles, timeout_s: float = _STATS_TIMEOUT_S, known: bool = False
+    ) -> None:
         charges, forgotten = len(self._charges), len(self._forgotten)
         self._polls += 1
         try:
             groups, workers = await asyncio.gather(
-                self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups, timeout_s),
-                self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers, timeout_s),
+                self._states({n: g.stats for n, g in handles.groups.items()}, self.view.groups, timeout_s),
+                self._states({n: w.stats for n, w in handles.workers.items()}, self.view.workers, timeout_s),
             )
             for name in self._forgotten[forgotten:]:
                 groups.pop(name, None)
                 workers.pop(name, None)
             if known:
-                groups = newest(found.groups, groups, self._found.groups, self.view.groups)
-                workers = newest(found.workers, workers, self._found.workers, self.view.workers)
-                found = self._found
+                groups = latest_states(handles.groups, groups, self._handles.groups, self.view.groups)
+                workers = latest_states(handles.workers, workers, self._handles.workers, self.view.workers)
+                handles = self._handles
             others = len(groups) + len(workers)
             groups, workers = self._own(groups), self._own(workers)
             others -= len(groups) + len(workers)
-            view = functools.reduce(View.charged, self._charges[charges:], View(groups, workers))
+            view = functools.reduce(FleetView.charged, self._charges[charges:], FleetView(groups, workers))
         finally:
             self._polls -= 1
             if not self._polls:
                 self._charges.clear()
                 self._forgotten.clear()
-        self._found = Found(
-            {name: group for name, group in found.groups.items() if name in groups},
-            {name: worker for name, worker in found.workers.items() if name in workers},
+        self._handles = WorkerHandles(
+            {name: group for name, group in handles.groups.items() if name in groups},
+            {name: worker for name, worker in handles.workers.items() if name in workers},
         )
         self.view, self._others = view, others > 0
         self._observe(view)
@@ -155,7 +157,7 @@ class Fleet:
         while self._others is None or (self._others and not self.view.ready):
             await self._changed.wait()
 
-    async def ready(self, timeout_s: float) -> View:
+    async def wait_until_ready(self, timeout_s: float) -> FleetView:
         """Wait until there is a worker of each role. Raises Unavailable."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -167,24 +169,26 @@ class Fleet:
         return self.view
 
     def group(self, name: str) -> Group:
-        return _get(self._found.groups, name)
+        return _get(self._handles.groups, name)
 
     def worker(self, name: str) -> DecodeWorker:
-        return _get(self._found.workers, name)
+        return _get(self._handles.workers, name)
 
     async def session_worker(self, name: str) -> DecodeWorker:
         """The worker that holds a session. Raises NotFound: sessions die with their worker."""
-        if name not in self._found.workers:
+        if name not in self._handles.workers:
             await self._shared_refresh.run()
-        worker = self._found.workers.get(name)
+        worker = self._handles.workers.get(name)
         if worker is None:
             raise NotFound(f"{NO_SESSION} (or its decode worker was restarted): send the prompt again")
         return worker
 
     def forget(self, name: str) -> None:
         """Avoid a worker that failed, until it is found again."""
-        self._found = Found(without(self._found.groups, name), without(self._found.workers, name))
-        self.view = View(without(self.view.groups, name), without(self.view.workers, name))
+        self._handles = WorkerHandles(
+            without(self._handles.groups, name), without(self._handles.workers, name)
+        )
+        self.view = FleetView(without(self.view.groups, name), without(self.view.workers, name))
         if self._polls:
             self._forgotten.append(name)
 
@@ -194,11 +198,11 @@ class Fleet:
         if self._polls:
             self._charges.append(charge)
 
-    def hold(self, worker: Leased, request_id: str) -> None:
-        """Renew the lease until `drop`."""
+    def hold_lease(self, worker: Leased, request_id: str) -> None:
+        """Renew the lease until `drop_lease`."""
         self._held.setdefault(worker.name, set()).add(request_id)
 
-    def drop(self, worker: Leased, request_id: str) -> None:
+    def drop_lease(self, worker: Leased, request_id: str) -> None:
         held = self._held.get(worker.name, set())
         held.discard(request_id)
         if not held:
@@ -206,7 +210,7 @@ class Fleet:
 
     def cancel(self, worker: Leased, request_id: str) -> None:
         """Cancel in the background, and stop renewing."""
-        self.drop(worker, request_id)
+        self.drop_lease(worker, request_id)
         self._notify(worker.cancel(request_id), f"cancel {request_id} on {worker.name}")
 
     def confirm(self, worker: Leased, request_id: str) -> None:
@@ -223,7 +227,7 @@ class Fleet:
     async def _renew(self) -> None:
         """Renew held requests. A draining worker of last resort is renewed even without any, so that it
         stays."""
-        workers: dict[str, Leased] = {**self._found.groups, **self._found.workers}
+        workers: dict[str, Leased] = {**self._handles.groups, **self._handles.workers}
         calls = [
             _log_errors(
                 self._with_timeout(workers[name].renew(tuple(self._held.get(name, ())))), f"renew on {name}"

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import pytest
 
 from deltafront.service.errors import NotFound, WorkerLost
-from deltafront.service.fleet.directory import Found
-from deltafront.service.fleet.known import Charge, View
-from deltafront.service.fleet.view import Fleet
+from deltafront.service.fleet.directory import WorkerHandles
+from deltafront.service.fleet.fleet import Fleet
+from deltafront.service.fleet.fleet_view import Charge, FleetView
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 from ..directory import LocalDirectory
@@ -49,7 +49,7 @@ async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatc
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
     assert set(fleet.view.workers) == {"decode:d0"}
-    monkeypatch.setattr("deltafront.service.fleet.view._STATS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("deltafront.service.fleet.fleet._STATS_TIMEOUT_S", 0.05)
 
     async def stuck() -> None:
         await asyncio.Event().wait()
@@ -90,16 +90,16 @@ async def test_a_crowd_asks_once_and_hears_nothing_older_than_its_question() -> 
         return state
 
     decode.stats = counted  # type: ignore[method-assign]
-    early = [asyncio.create_task(fleet.ask()) for _ in range(50)]
+    early = [asyncio.create_task(fleet.poll_shared()) for _ in range(50)]
     await asked.wait()
     decode.total = 77
-    late = [asyncio.create_task(fleet.ask()) for _ in range(50)]
+    late = [asyncio.create_task(fleet.poll_shared()) for _ in range(50)]
     await asyncio.sleep(0)
     told.set()
     await asyncio.gather(*early, *late)
     assert questions == [4096, 77]
     assert fleet.view.workers["decode:d0"].pages_total == 77
-    await fleet.ask()
+    await fleet.poll_shared()
     assert len(questions) == 3
     await fleet.stop()
 
@@ -109,13 +109,13 @@ async def test_who_gives_up_asking_leaves_the_question_to_the_others() -> None:
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
     answering_late(decode, asked, told)
-    first, second = (asyncio.create_task(fleet.ask()) for _ in range(2))
+    first, second = (asyncio.create_task(fleet.poll_shared()) for _ in range(2))
     await asked.wait()
     first.cancel()
     told.set()
     await second
     assert first.cancelled()
-    await fleet.ask()
+    await fleet.poll_shared()
     await fleet.stop()
 
 
@@ -124,10 +124,10 @@ async def test_a_crowd_with_sessions_of_a_worker_that_is_gone_shares_a_look(
 ) -> None:
     decode, directory, looks = FakeDecode("decode:d1"), LocalDirectory([], []), 0
 
-    async def find() -> Found:
+    async def find() -> WorkerHandles:
         nonlocal looks
         looks += 1
-        return Found({}, {"decode:d1": decode})
+        return WorkerHandles({}, {"decode:d1": decode})
 
     monkeypatch.setattr(directory, "find", find)
     fleet = Fleet(directory, lambda _view: None)
@@ -145,7 +145,7 @@ async def test_a_worker_that_is_found_while_others_are_asked_stays_found() -> No
     await fleet.refresh()
     stats = decode.stats
     answering_late(decode, asked, told)
-    asking = asyncio.create_task(fleet.ask())
+    asking = asyncio.create_task(fleet.poll_shared())
     await asked.wait()
     decode.stats = stats  # type: ignore[method-assign]
     directory.workers.append(FakeDecode("decode:d1"))
@@ -156,7 +156,7 @@ async def test_a_worker_that_is_found_while_others_are_asked_stays_found() -> No
     assert fleet.worker("decode:d1") is directory.workers[1]
     asked.clear(), told.clear()
     answering_late(decode, asked, told)
-    asking = asyncio.create_task(fleet.ask())
+    asking = asyncio.create_task(fleet.poll_shared())
     await asked.wait()
     directory.workers[0] = again = FakeDecode("decode:d0", total=5)
     await fleet.refresh()
@@ -182,13 +182,13 @@ def test_who_leaves_is_the_last_resort_where_all_of_its_role_do() -> None:
     )
     leaving, gone = replace(worker, name="e", draining=True), replace(group, draining=True)
     for view, last in (
-        (View({"g": group}, {"d": worker}), set()),
-        (View({"g": group}, {"d": worker, "e": leaving}), set()),
-        (View({"g": group}, {"e": leaving}), {"e"}),
-        (View({"g": gone}, {"e": leaving}), {"g", "e"}),
+        (FleetView({"g": group}, {"d": worker}), set()),
+        (FleetView({"g": group}, {"d": worker, "e": leaving}), set()),
+        (FleetView({"g": group}, {"e": leaving}), {"e"}),
+        (FleetView({"g": gone}, {"e": leaving}), {"g", "e"}),
     ):
         assert view.ready and view.last_resort == last
-    assert not View({}, {"d": worker}).ready and not View({}, {"d": worker}).last_resort
+    assert not FleetView({}, {"d": worker}).ready and not FleetView({}, {"d": worker}).last_resort
 
 
 async def test_the_last_of_a_role_is_asked_to_stay_until_there_is_another() -> None:
@@ -274,8 +274,8 @@ async def test_one_that_loads_keeps_no_look_waiting_for_long(monkeypatch: pytest
         return await stats()
 
     loading.stats = late  # type: ignore[method-assign]
-    monkeypatch.setattr("deltafront.service.fleet.view._NEW_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("deltafront.service.fleet.view._STATS_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr("deltafront.service.fleet.fleet._NEW_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("deltafront.service.fleet.fleet._STATS_TIMEOUT_S", 3600.0)
     fleet = Fleet(LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [loading]), lambda _view: None)
     await fleet.refresh()
     assert set(fleet.view.groups) == {"prefill:g0"} and not fleet.view.workers
