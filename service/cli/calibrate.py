@@ -32,7 +32,7 @@ from ...workers.model.directory.json_files import ModelError
 from ...workers.model.directory.store import model_directory
 from ...workers.settings import DecodeConfig, Dtype, ModelSpec
 from ..wiring import shown_name
-from .terminal import err, fail, read_text
+from .terminal import err, fail, read_options, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -100,7 +100,7 @@ def calibrate_command(
         rope: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
         spec = ModelSpec(path=path, adapter=adapter, dtype=cast(Dtype, dtype), profile=old, **rope)
         new = load_profile(spec)
-        attention = _method(method, option)
+        attention = method_spec(method, read_options(option))
         documents = _Documents(_tokenizer(Path(path)), {file: read_text(file) for file in text}, questions)
         texts = [] if add else documents.for_pages(budget, tokens)
         by_length = {tokens: documents.of_length(tokens) for tokens in sorted(set(length))}
@@ -304,16 +304,6 @@ class _Documents:
         if len(ids) < least:
             raise ValueError(f"{file}: {len(ids)} tokens are too few for this budget, which takes {least}")
         return ids
-
-
-def _method(name: str, given: Sequence[str]) -> MethodSpec:
-    pairs = [pair.partition("=") for pair in given]
-    try:
-        return method_spec(name, {key: float(value) for key, _, value in pairs})
-    except ValueError as error:
-        if isinstance(error, MethodError):
-            raise
-        raise ValueError(f"--option {' '.join(given)}: give NAME=NUMBER") from None
 
 
 def _tokenizer(directory: Path) -> Tokenizer:

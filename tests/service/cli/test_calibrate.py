@@ -217,7 +217,7 @@ def test_a_shorter_length_that_is_added_reads_what_it_would_have_in_one_run(
         ({"--serving-budget": 1}, "--serving-budget 1: must be at least --recency, 2"),
         ({"--full-layer": LAYERS}, f"full_layers names layer {LAYERS}, but the model has layers 0 .. 4"),
         ({"--allocation": "even"}, "--allocation even: must be marginal or threshold"),
-        ({"--option": "sink"}, "--option sink: give NAME=NUMBER"),
+        ({"--option": "sink"}, "--option sink: must be NAME=NUMBER"),
         ({"--option": "depth=3"}, "dpxa has no option 'depth'"),
         ({"--method": "deep"}, "unknown attention method 'deep'"),
         ({"--budget": 40}, "text.txt: 696 tokens are too few for this budget, which takes 1282"),

@@ -79,7 +79,7 @@ def test_a_killed_owners_processes_and_files_go_at_once(owner: Owner) -> None:
 
 
 def test_an_owner_that_ends_well_leaves_nothing(owner: Owner) -> None:
-    assert owner.reapers()
+    wait_until(lambda: bool(owner.reapers()), "no reaper waits")  # its command shows a moment after its start
     owner.process.communicate("end\n")
     assert not runs(owner.child) and not owner.folder.exists() and not owner.reapers()
 
