@@ -39,8 +39,8 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 _RECEIVING_BYTES = 256 << 20
 """All messages that are received at once, at their longest."""
-_WAIT_S = 10.0
-_RECEIVE_S = 60.0
+_ROOM_TIMEOUT_S = 10.0
+_RECEIVE_TIMEOUT_S = 60.0
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
 _M = TypeVar("_M", bound=Message)
@@ -78,22 +78,24 @@ class UndecodedMessage(Generic[_M]):
 
 
 class ReceiveLimit:
+    """Bounds how many messages are received at once, and for how long."""
+
     def __init__(self, max_message_bytes: int) -> None:
         self._slots = asyncio.Semaphore(max(_RECEIVING_BYTES // max_message_bytes, 4))
 
-    async def first(self, requests: AsyncIterator[Any]) -> Any:
+    async def receive(self, requests: AsyncIterator[Any]) -> Any:
         try:
-            async with asyncio.timeout(_WAIT_S):
+            async with asyncio.timeout(_ROOM_TIMEOUT_S):
                 await self._slots.acquire()
         except TimeoutError:
             message = "this server receives as many requests as it can hold: try again"
             raise Overloaded(message, retry_after_s=RETRY_S) from None
         try:
-            async with asyncio.timeout(_RECEIVE_S):
+            async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
                 async for request in requests:
                     return request
         except TimeoutError:
-            raise DeadlineExceeded(f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
+            raise DeadlineExceeded(f"the request did not arrive within {_RECEIVE_TIMEOUT_S:.0f} s") from None
         finally:
             self._slots.release()
         raise InvalidArgument("request", "is missing")
@@ -106,7 +108,7 @@ class _Handler:
     request_deserializer: Callable[[bytes], Any]
     response_serializer: Callable[[Any], bytes] | None
     response_streaming: bool
-    receiving: ReceiveLimit
+    limit: ReceiveLimit
     stream_unary: _Unary | None = None
     stream_stream: _Stream | None = None
     unary_unary: Any = None
@@ -116,29 +118,29 @@ class _Handler:
     def _replace(self, **changes: Any) -> _Handler:
         """Serve's functions get the first message of a stream as their request."""
         unary, stream = changes.pop("unary_unary", None), changes.pop("unary_stream", None)
-        changes["stream_unary"] = unary and _received_unary(_plain_unary(unary), self.receiving)
-        changes["stream_stream"] = stream and _received_stream(_plain_stream(stream), self.receiving)
+        changes["stream_unary"] = unary and _receive_unary(_unary_with_our_status(unary), self.limit)
+        changes["stream_stream"] = stream and _receive_stream(_stream_with_our_status(stream), self.limit)
         return dataclasses.replace(self, **changes)
 
 
-def add_deltafront_to_server(servicer: Any, server: Any, receiving: ReceiveLimit | None = None) -> None:
+def add_deltafront_to_server(servicer: Any, server: Any, limit: ReceiveLimit | None = None) -> None:
     """In place of the generated `add_DeltafrontServiceServicer_to_server`. Serve calls it by name."""
-    _add(SERVICE, pb, servicer, server, receiving)
+    _add(SERVICE, pb, servicer, server, limit)
 
 
-def add_health_to_server(servicer: Any, server: Any, receiving: ReceiveLimit | None = None) -> None:
-    _add(HEALTH, health_pb2, servicer, server, receiving)
+def add_health_to_server(servicer: Any, server: Any, limit: ReceiveLimit | None = None) -> None:
+    _add(HEALTH, health_pb2, servicer, server, limit)
 
 
-def _add(service: Any, messages: Any, servicer: Any, server: Any, receiving: ReceiveLimit | None) -> None:
-    receiving = receiving or ReceiveLimit(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
+def _add(service: Any, messages: Any, servicer: Any, server: Any, limit: ReceiveLimit | None) -> None:
+    limit = limit or ReceiveLimit(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
     handlers: dict[str, Any] = {
         method.name: _Handler(
             partial(UndecodedMessage, getattr(messages, method.input_type.name)),
             getattr(messages, method.output_type.name).SerializeToString,
             method.server_streaming,
-            receiving,
-            **_behaviour(method.server_streaming, getattr(servicer, method.name), receiving),
+            limit,
+            **_receiver(method.server_streaming, getattr(servicer, method.name), limit),
         )
         for method in service.methods
     }
@@ -146,16 +148,16 @@ def _add(service: Any, messages: Any, servicer: Any, server: Any, receiving: Rec
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-def _behaviour(streaming: bool, behaviour: Any, receiving: ReceiveLimit) -> dict[str, Any]:
+def _receiver(streaming: bool, behaviour: Any, limit: ReceiveLimit) -> dict[str, Any]:
     if streaming:
-        return {"stream_stream": _received_stream(_filled(behaviour), receiving)}
-    return {"stream_unary": _received_unary(behaviour, receiving)}
+        return {"stream_stream": _receive_stream(_without_empty(behaviour), limit)}
+    return {"stream_unary": _receive_unary(behaviour, limit)}
 
 
-def _received_unary(behaviour: _Unary, receiving: ReceiveLimit) -> _Unary:
+def _receive_unary(behaviour: _Unary, limit: ReceiveLimit) -> _Unary:
     async def unary(requests: AsyncIterator[Any], context: Any) -> Any:
         try:
-            request = await receiving.first(requests)
+            request = await limit.receive(requests)
         except DeltafrontError as error:
             _refuse(context, error)
             return b""
@@ -164,10 +166,10 @@ def _received_unary(behaviour: _Unary, receiving: ReceiveLimit) -> _Unary:
     return unary
 
 
-def _received_stream(behaviour: _Stream, receiving: ReceiveLimit) -> _Stream:
+def _receive_stream(behaviour: _Stream, limit: ReceiveLimit) -> _Stream:
     async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         try:
-            request = await receiving.first(requests)
+            request = await limit.receive(requests)
         except DeltafrontError as error:
             _refuse(context, error)
             return
@@ -186,28 +188,28 @@ def _refuse(context: Any, error: DeltafrontError) -> None:
     context.set_trailing_metadata(trailers(error))
 
 
-def _plain_unary(behaviour: _Unary) -> _Unary:
+def _unary_with_our_status(behaviour: _Unary) -> _Unary:
     async def unary(request: Any, context: Any) -> Any:
         answer: Any = b""
-        with _plain_status(context):
+        with _our_status(context):
             answer = await behaviour(request, context)
         return answer
 
     return unary
 
 
-def _plain_stream(behaviour: _Stream) -> _Stream:
-    filled = _filled(behaviour)
+def _stream_with_our_status(behaviour: _Stream) -> _Stream:
+    filled = _without_empty(behaviour)
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        with _plain_status(context):
+        with _our_status(context):
             async for message in filled(request, context):
                 yield message
 
     return stream
 
 
-def _filled(behaviour: _Stream) -> _Stream:
+def _without_empty(behaviour: _Stream) -> _Stream:
     """Drop empty messages, with which Serve passes a status. Serve's messages are bytes."""
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -219,7 +221,7 @@ def _filled(behaviour: _Stream) -> _Stream:
 
 
 @contextlib.contextmanager
-def _plain_status(context: Any) -> Iterator[None]:
+def _our_status(context: Any) -> Iterator[None]:
     """Raise nothing, since gRPC would show the exception's text."""
     try:
         yield

@@ -112,9 +112,9 @@ class TlsPort:
             options=[("grpc.max_receive_message_length", max_message_bytes)],
         )
         servicer = _Servicer(door, gate)
-        receiving = ReceiveLimit(max_message_bytes)
-        add_deltafront_to_server(servicer, self._server, receiving)
-        add_health_to_server(servicer, self._server, receiving)
+        limit = ReceiveLimit(max_message_bytes)
+        add_deltafront_to_server(servicer, self._server, limit)
+        add_health_to_server(servicer, self._server, limit)
         reloading: Any = _Reloading(files)  # gRPC's types leave out None, for no change
         credentials = grpc.dynamic_ssl_server_credentials(
             files.read(), reloading, require_client_authentication=files.client_ca is not None
