@@ -32,7 +32,7 @@ import yaml
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client import DeltafrontClient, DeltafrontError
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 
 CALLERS = 20
 _CHANNEL = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]

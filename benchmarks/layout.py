@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..service.client.size import GIB, Sizing, sizing
+from ..service.cli.size import GIB, Sizing, sizing
 from ..workers.model.directory.model_config import ModelConfig
 from ..workers.settings import Quantisation
 

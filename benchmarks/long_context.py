@@ -25,8 +25,8 @@ from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.reader import load_tokenizer, parse_method, split_method
 from deltafront.benchmarks.streams import ending
 from deltafront.service.client.client import DeltafrontClient, PromptLike
-from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
+from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished
 from deltafront.workers.calibration import needles as hay
 

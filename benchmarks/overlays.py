@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ..service.client.size import GIB, SHAPES, decode_bytes, stage_bytes
+from ..service.cli.size import GIB, SHAPES, decode_bytes, stage_bytes
 from ..service.config import ServiceConfig, load
 from ..workers.settings import Quantisation
 from . import layout as layouts

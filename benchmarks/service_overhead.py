@@ -29,8 +29,8 @@ from deltafront.benchmarks.in_process import run_in_process
 from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.benchmarks.streams import ending
 from deltafront.service.client.client import DeltafrontClient
-from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ServiceConfig, load
+from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.settings import PrefillConfig

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..service.client import size
+from ..service.cli import size
 from . import headline as headlines
 from . import overlays
 from .accuracy.tables import (

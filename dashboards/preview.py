@@ -12,8 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ..service.client.server_process import LocalService
 from ..service.config import load
+from ..service.local.server_process import LocalService
 from .build import DASHBOARDS
 from .drawing import draw
 from .grafana import Panel, Query

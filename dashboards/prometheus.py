@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ..service.client.local_ray import agent_ports
 from ..service.listening import LOOPBACK
+from ..service.local.ports import agent_ports
 
 RULES = Path(__file__).resolve().parents[1] / "deploy" / "kubernetes" / "monitoring" / "rules.yaml"
 _START_S = 60.0

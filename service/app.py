@@ -1,7 +1,6 @@
-"""The Ray Serve application: the door, prefill groups and decode workers.
+"""The Ray Serve application: doors, prefill groups and decode workers.
 
-`build` is what `serve build`, a RayService and `deltafront serve` use. Importing this module loads no
-torch; worker classes are imported when the application is built, and load torch in their own processes.
+Importing it loads no torch. Workers load it in their own processes.
 """
 
 from __future__ import annotations
@@ -26,68 +25,65 @@ from .door.http_door import HttpDoor
 from .door.registration import MESSAGE_SIZE_VARIABLE
 from .door.tls import Gate, TlsPort
 from .exporter import Exporter
-from .fleet.dispatch import RayDirectory
+from .fleet.fleet import Fleet
+from .fleet.ray_directory import RayDirectory
 from .fleet.scaling import GroupsByBacklog, WorkersByLoad
-from .fleet.view import Fleet
 from .listening import joined
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import local_model, observer, request_handler, span_sink, tls_files, traced
+from .wiring import local_model, make_tracing, observer, request_handler, span_sink, tls_files
 
 APP_NAME = "deltafront"
 SERVICERS = (
     "deltafront.service.door.registration.add_deltafront_to_server",
     "deltafront.service.door.registration.add_health_to_server",
 )
-"""Serve's `grpc_servicer_functions`."""
-
 
 _HEALTH_PERIOD_S = 1.0
-"""How often Serve asks a replica, which then looks after its actors (docs/recovery.md)."""
+"""How often Serve checks a replica. A worker's replica then checks its actors (docs/recovery.md)."""
 _OWNER_TIMEOUT_S = 12.0
-"""A worker's replica that takes longer to answer three times in a row is replaced; it waits for its head."""
+"""A worker's replica answers once its actors have. Serve replaces it after three slower answers."""
 _DOOR_TIMEOUT_S = 5.0
-"""The same for a door, which has nobody to wait for."""
+"""The same for a door, which has no actors."""
 
 _CONSTRUCTOR_TRIES = 3
-_LOG_LINE = "%(asctime)s %(levelname)s:%(name)s:%(message)s"
-_OTHER_DOORS_S = 5.0
-"""How long a door waits for the others to end a request."""
+_LOG_FORMAT = "%(asctime)s %(levelname)s:%(name)s:%(message)s"
+_CANCEL_TIMEOUT_S = 5.0
 _SHUTDOWN_S = 20.0
-"""Serve kills a replica that takes longer to stop than this, and than it may drain."""
+"""Serve kills a replica after this time and the time to drain."""
 _DOOR_SHUTDOWN_S = 5.0
-"""The same for a door."""
-_BESIDE = 1000
-"""What a door answers at once beside `door.max_requests` prompts and answers: health, cancels, refusals. What
-is more waits: Serve refuses nobody who comes by HAProxy, so the door itself does (`request/callers.py`)."""
-_ONE_MORE = 1
-"""Serve's `max_surge_percent`, which it rounds up: a new replica starts before an old one is taken away, one
-at a time as long as there are at most a hundred."""
+"""The same for a door, which has no actors."""
+_OTHER_CALLS = 1000
+"""Health checks, cancels and refusals at once. Beyond that calls wait: Serve refuses nobody who comes through
+HAProxy.
+"""
+_SURGE_PERCENT = 1
+"""Serve rounds it up to one new replica, which starts before an old one is removed."""
 
 
 class DoorReplica(FrontDoor):
-    """The door as a Serve replica: makes what it needs from the configuration, in its own process.
+    """The door as a Serve replica.
 
-    _workers: handles of the deployments that own its workers, which are in its Serve graph so that Serve
-    starts them. They are not called: the door speaks to the actors, which it finds by name.
+    It finds the workers' actors by name. `_workers` are bound so that Serve starts the deployments that own
+    them.
     """
 
     async def __init__(self, config: dict[str, Any], metrics_directory: str, *_workers: Any) -> None:  # type: ignore[misc]
-        logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
+        logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
         settings = parse(config)
         self._id = secrets.token_hex(4)
         metrics = Metrics(Path(metrics_directory), settings.door.model_name or settings.model.path)
         fleet = Fleet(
             RayDirectory(),
             observer(metrics),
-            settings.door.refresh_s,
-            settings.door.renew_s,
-            pairing(settings.model, settings.handoff),
+            refresh_s=settings.door.refresh_s,
+            renew_s=settings.door.renew_s,
+            pairing=pairing(settings.model, settings.handoff),
         )
         host = settings.door.metrics_at
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = joined(shown, settings.door.metrics_port)
         gate = Gate(settings.door.tls_port) if settings.door.tls_certificate else None
-        self._tracing = traced(settings.door, self._id)
+        self._tracing = make_tracing(settings.door, self._id)
         super().__init__(
             request_handler(
                 settings,
@@ -97,7 +93,7 @@ class DoorReplica(FrontDoor):
                 door_id=self._id,
                 cancel_at_other_doors=self._cancel_at_other_doors,
                 gate=gate,
-                traced=self._tracing,
+                tracing=self._tracing,
             )
         )
         self._fleet = fleet
@@ -107,7 +103,7 @@ class DoorReplica(FrontDoor):
         self._exporter.start()
         self._tls = self._tls_port(settings.door, gate)
         self._drain_s = _DOOR_SHUTDOWN_S + settings.door.drain_s
-        await fleet.relieved()
+        await fleet.wait_to_take_over()
         if self._tls is not None:
             await self._tls.start()
 
@@ -116,25 +112,25 @@ class DoorReplica(FrontDoor):
         if files is None or gate is None:
             return None
         address = joined(door.host, door.tls_port)
-        return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests + _BESIDE)
+        return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests + _OTHER_CALLS)
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
-        """Another door asks; `door` names it, since Serve asks all."""
+        """Serve calls all doors. `door` is the one that asks."""
         return 0 if door == self._id else self._requests.cancel_here(owner, request_id)
 
     async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:
-        """A door that dies or hangs meanwhile has ended its requests, or is about to."""
+        """A door that dies or hangs meanwhile ends its requests anyway."""
         context = serve.get_replica_context()
         doors = serve.get_deployment_handle(context.deployment, context.app_name)
         asked = doors.broadcast("end_requests", self._id, owner, request_id)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_OTHER_DOORS_S):
+            async with asyncio.timeout(_CANCEL_TIMEOUT_S):
                 answers = await asked.results_async(return_exceptions=True)
                 return sum(answer for answer in answers if isinstance(answer, int))
         return 0
 
     async def __del__(self) -> None:
-        """Serve awaits this when it stops the replica, and what came through its ports has ended."""
+        """Serve awaits this, after the requests through its ports have ended."""
         if self._tls is not None:
             await self._tls.stop(self._drain_s)
         self._exporter.stop()
@@ -143,14 +139,15 @@ class DoorReplica(FrontDoor):
         await asyncio.to_thread(self._tracing.stop)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Serve's HTTP server runs, beside the gRPC methods."""
         return self._http.app
 
 
 def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[str, Any]:
-    """What `serve deploy`, a RayService (`serveConfigV2`) and `deltafront serve` give to Ray Serve, from a
-    configuration file's content. host: where Serve's ports listen, in place of door.host. Raises
-    ConfigError."""
+    """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError.
+
+    Args:
+        host: Where Serve's ports listen, instead of at door.host.
+    """
     door = parse(content).door
     application = {
         "name": APP_NAME,
@@ -171,14 +168,13 @@ def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[st
 
 
 def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
-    """The whole application, as Serve's application builder. Raises ConfigError, or ModelError for a model
-    that cannot be used."""
+    """Serve's application builder. Raises ConfigError or ModelError."""
     settings = config if isinstance(config, ServiceConfig) else parse(config)
     return application(local_model(settings), Path(tempfile.gettempdir()))
 
 
 def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
-    """`build` for a model that is a directory already. scratch: where each node's metrics are kept."""
+    """settings: with the model as a directory. scratch: for each node's metrics."""
     from ..workers.decode import worker as decode_worker
     from ..workers.prefill.group import group as prefill_group
 
@@ -196,15 +192,14 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
 
 
 def _replicas(least: int, most: int | None, policy: type, **limits: float) -> dict[str, Any]:
-    """A deployment's number of replicas, or the bounds and the policy that it is chosen by."""
+    """The number of replicas, or bounds and the policy that chooses."""
     if most is None:
         return {"num_replicas": least}
-    by = {"policy_function": f"{policy.__module__}:{policy.__name__}", "policy_kwargs": limits}
-    return {"autoscaling_config": {"min_replicas": least, "max_replicas": most, "policy": by}}
+    chosen_by = {"policy_function": f"{policy.__module__}:{policy.__name__}", "policy_kwargs": limits}
+    return {"autoscaling_config": {"min_replicas": least, "max_replicas": most, "policy": chosen_by}}
 
 
 def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any:
-    """A deployment whose replicas each own the actors of one group or worker."""
     bundles, strategy = module.placement(config)
     labels = [dict(config.node_labels)] * len(bundles) if config.node_labels else None
     return serve.deployment(
@@ -217,13 +212,13 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_OWNER_TIMEOUT_S,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
-        max_surge_percent=_ONE_MORE if config.surge else 0,
+        max_surge_percent=_SURGE_PERCENT if config.surge else 0,
         graceful_shutdown_timeout_s=_SHUTDOWN_S + config.drain_s,
     )(getattr(module, name))
 
 
 def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application) -> serve.Application:
-    """The door with the applications that own its workers; they are bound so that Serve starts them."""
+    """The workers are bound to the door so that Serve starts them."""
     directory = scratch / f"deltafront-metrics-{secrets.token_hex(6)}"
     environment = {
         DIRECTORY_VARIABLE: str(directory),
@@ -236,11 +231,11 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         name="FrontDoor",
         num_replicas=settings.door.replicas,
         max_replicas_per_node=settings.door.per_node,
-        max_ongoing_requests=settings.door.max_requests + _BESIDE,
+        max_ongoing_requests=settings.door.max_requests + _OTHER_CALLS,
         ray_actor_options=options,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_DOOR_TIMEOUT_S,
-        max_surge_percent=_ONE_MORE if settings.door.per_node is None else 0,
+        max_surge_percent=_SURGE_PERCENT if settings.door.per_node is None else 0,
         graceful_shutdown_timeout_s=_DOOR_SHUTDOWN_S + settings.door.drain_s,
     )(serve.ingress()(DoorReplica))
     return door.bind(settings.model_dump(mode="json"), str(directory), *workers)

@@ -1,8 +1,7 @@
-"""The whole configuration: read once, checked at start, frozen, passed on by constructor.
+"""The configuration, read and checked once at start.
 
-Bounds of a value stand on its field, here and in `workers/settings.py`; what relates several values stands in
-`ServiceConfig`, and what depends on the model in its `check_against`. A file that names an unknown key, or
-holds values that cannot be, stops the start with a message that names the file, the key and what to do.
+A field has its own bounds, here and in `workers/settings.py`. Checks of several values are in
+`ServiceConfig`.
 """
 
 from __future__ import annotations
@@ -45,97 +44,89 @@ from ..workers.settings import (
 from ..workers.tracing import CONSOLE
 
 _WARM_UP_TOKENS = 256
-"""A decode worker's warm-up needs room for, and positions of, this many tokens."""
 
 _DOOR_FILES = ("tokens_file", "tls_certificate", "tls_key", "tls_client_ca")
 
-_MARKS = "._:/+-"
-MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_MARKS)}]*")
+_ID_MARKS = "._:/+-"
+MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_ID_MARKS)}]*")
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Host = Annotated[str, AfterValidator(lambda given: str(ipaddress.ip_address(given)))]
-"""An IP address of this machine, or `0.0.0.0` or `::` for all."""
+"""An IP address of this machine; `0.0.0.0` or `::` for all."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names file and key."""
+    """The message names file and key."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DoorConfig:
-    """The front door: ports, limits, patience."""
-
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     replicas: Count = 2
-    """Doors: with two, one that dies costs its clients a pause and nothing else."""
+    """With two doors, clients notice only a pause when one dies."""
     per_node: Count | None = None
-    """Replicas on one node at most; None: as Ray places them."""
     node_labels: Labels = dataclasses.field(default_factory=dict)
     drain_s: NonNegative = 0.0
-    """How long a door that is taken away may take to end its requests, beyond the five seconds it always has.
-    Then they break off, and clients of the Python library go on at another door."""
+    """How long a removed door may take to finish its requests, beyond five seconds. Python clients of those
+    that break off go on at another door.
+    """
     cpus: NonNegative = 0.1
     host: Host = "127.0.0.1"
-    """Where clients' ports listen. On a cluster `0.0.0.0`: a door's pod is reached at its own address. All
-    else that `deltafront serve` starts listens at loopback, whatever this says."""
+    """Where clients' ports listen. On a cluster `0.0.0.0`, since pods are reached at their own addresses.
+    Other ports of `deltafront serve` are at loopback.
+    """
     max_requests: Count = 256
-    """Prompts and answers that one replica works on at once; more get RESOURCE_EXHAUSTED, and a time to come
-    back."""
+    """Prompts and answers that one door works on at once. More get RESOURCE_EXHAUSTED."""
     grpc_port: Port = 9000
     http_port: Port = 8000
-    """OpenAI's API."""
     metrics_port: Port = 9464
     metrics_host: Host | None = None
-    """None: as `host`."""
+    """By default `host`."""
     tracing: str = ""
-    """Where OpenTelemetry spans of requests go, from doors, prefill groups and decode workers alike: the URL
-    of a collector's OTLP over HTTP, such as http://collector:4318/v1/traces, or `console`. Empty: there are
-    none."""
+    """Where OpenTelemetry spans go: the URL of a collector's OTLP over HTTP, such as
+    http://collector:4318/v1/traces, or `console`.
+    """
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
-    """Bytes of a request. A door holds a few times as much for each that it is receiving."""
+    """A request's size. A door takes a few times as much memory while it receives one."""
     text_bytes: Annotated[int, Field(ge=1 << 22)] = 64 << 20
-    """Bytes of requests whose text is not tokenised yet, at one replica. They take six times as much memory.
-    More get RESOURCE_EXHAUSTED. One caller's long texts take half of it at most."""
+    """Requests that one door has not tokenised yet. They take six times as much memory. More get
+    RESOURCE_EXHAUSTED. One caller's long texts get at most half.
+    """
     tokens_file: Path | None = None
-    """Bearer tokens, one a line (`service/door/auth.py`). None: everybody may call, and sessions belong to
-    nobody."""
+    """Bearer tokens (`service/door/auth.py`). Without it anybody may call and use any session."""
     token_requests: Count | None = None
-    """Prompts and answers that one token may have running at once, where its line does not say otherwise."""
+    """Prompts and answers that one bearer token may have at once, unless its line says otherwise."""
     token_tokens: Count | None = None
-    """Tokens of K/V that one token may hold at once, sessions included, where its line does not say
-    otherwise."""
+    """Tokens of K/V, sessions included, that one bearer token may hold, unless its line says otherwise."""
     tls_certificate: Path | None = None
-    """PEM. With it every door speaks TLS on tls_port; None: nobody does. Read again when the file changes."""
+    """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
-    """Who must have signed the certificates of clients (mutual TLS). None: they need none."""
+    """PEM. With it clients need a certificate that it signed."""
     tls_port: Port = 9443
     tls_only: bool = True
-    """Whether requests on the ports that Ray Serve opens, which cannot be encrypted, are refused where there
-    is TLS. Health is always told there."""
+    """With TLS, refuse requests on Ray Serve's ports, which cannot be encrypted."""
     model_name: str = ""
-    """The model's id, which requests of OpenAI's clients name and metrics have as a label; empty: made of
-    model.path."""
+    """By default made from model.path."""
     display_name: str = ""
-    """The same for people; empty: the id."""
+    """For people; by default model_name."""
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     default_session_ttl_s: Positive = 600.0
     prefix_reuse: bool = True
-    """Whether a prompt that begins with what a live session of the same owner holds, read by the same method
-    with the same options, continues from it without being told. Without tokens_file all are one owner."""
+    """Reuse the K/V of a live session that begins a prompt and has the same owner, method and options.
+    Without tokens_file everybody is one owner.
+    """
     prefix_rest_tokens: Count = 2048
-    """At most so many tokens beyond such a prefix: a decode worker reads them, densely."""
+    """The most tokens after such a prefix, which a decode worker reads densely."""
     replays: Annotated[int, Field(ge=0, le=10)] = 2
-    """How often a request is tried again after a worker died under it."""
+    """Retries of a request after its worker died."""
     worker_wait_s: Positive = 60.0
-    """How long a request waits for a worker when there is none (one is being rebuilt)."""
+    """How long a request waits for a worker while a role has none."""
     refresh_s: Positive = 1.0
-    """How often a door asks the workers how they are."""
     renew_s: Positive = 1.0
-    """How often a door tells the workers that it is there, for each request. Who has not heard of one for
-    their `stream_lease_s` drops it."""
+    """How often a door renews its requests' leases (`stream_lease_s` of workers)."""
 
     @property
     def metrics_at(self) -> str:
@@ -143,8 +134,6 @@ class DoorConfig:
 
 
 class ServiceConfig(BaseModel):
-    """Everything. model, prefill, decode and handoff are passed to the workers as they are."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: ModelSpec
@@ -155,14 +144,13 @@ class ServiceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
-        problems = [*self._method_problems(), *self._bounds(), *self._contradictions()]
+        problems = [*self._method_problems(), *self._replica_problems(), *self._contradictions()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
     def _method_problems(self) -> Iterator[str]:
-        """Loads the modules of methods first, so that the names of these are known."""
-        for module in self.prefill.method_modules:
+        for module in self.prefill.method_modules:  # these register names
             try:
                 load_methods(module)
             except MethodError as error:
@@ -181,7 +169,7 @@ class ServiceConfig(BaseModel):
 
     @property
     def _named_methods(self) -> Iterator[tuple[str, str, Mapping[str, float]]]:
-        """Keys, the methods that they name, and options beside this service's own; each method once."""
+        """Each method once: the key that names it, its name, and options beside the defaults."""
         for name in (named := self.prefill.method_options):
             yield f"prefill.method_options.{name}", name, {}
         if self.door.default_method not in named:
@@ -190,8 +178,7 @@ class ServiceConfig(BaseModel):
             if options or name not in (*named, self.door.default_method):
                 yield "prefill.warm_up", name, options
 
-    def _bounds(self) -> Iterator[str]:
-        """Of what Serve may choose."""
+    def _replica_problems(self) -> Iterator[str]:
         prefill, decode = self.prefill, self.decode
         if prefill.max_groups is not None and prefill.max_groups < prefill.groups:
             yield f"prefill.max_groups = {prefill.max_groups}: must be at least prefill.groups"
@@ -199,7 +186,6 @@ class ServiceConfig(BaseModel):
             yield f"decode.max_workers = {decode.max_workers}: must be at least decode.workers"
 
     def _contradictions(self) -> Iterator[str]:
-        """What relates several values."""
         prefill, decode, door = self.prefill, self.decode, self.door
         if prefill.cache_tokens < prefill.chunk_tokens:
             yield f"prefill.cache_tokens = {prefill.cache_tokens}: must be at least prefill.chunk_tokens"
@@ -226,7 +212,7 @@ class ServiceConfig(BaseModel):
         door = self.door
         if door.model_name and not MODEL_ID.fullmatch(door.model_name):
             yield (
-                f"door.model_name = {door.model_name!r}: is an id, of letters, digits and {_MARKS}; "
+                f"door.model_name = {door.model_name!r}: is an id, of letters, digits and {_ID_MARKS}; "
                 "what people are shown is door.display_name"
             )
         if door.tokens_file is None and (door.token_requests or door.token_tokens):
@@ -253,7 +239,7 @@ class ServiceConfig(BaseModel):
             yield f"model.quantisation: {kind} goes with a model.dtype of 16 bits"
 
     def check_against(self, model: ModelConfig, profile: Profile | None) -> None:
-        """Raises ConfigError for what does not fit the model, or that its profile does not have."""
+        """Raise ConfigError for what does not fit the model or its profile."""
         problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
@@ -274,34 +260,40 @@ class ServiceConfig(BaseModel):
             raise ConfigError("; ".join(problems))
 
     def _head_problems(self, dim: int) -> Iterator[str]:
-        """A decode worker reads what is appended in chunks, as a stage reads a prompt."""
-        both = tuple(one for one in DECODE_HEAD_DIMS if one in PREFILL_HEAD_DIMS)
+        # A decode worker reads appended text with prefill's kernels.
+        both = tuple(dim for dim in DECODE_HEAD_DIMS if dim in PREFILL_HEAD_DIMS)
         for key, part, dims in (("prefill", self.prefill, PREFILL_HEAD_DIMS), ("decode", self.decode, both)):
             if part.device == "cuda" and dim not in dims:
                 taken = ", ".join(map(str, dims))
                 yield f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {dim}"
 
     def with_model(self, **changes: Any) -> ServiceConfig:
-        """The same configuration for another model path, adapter or dtype."""
         return self.model_copy(update={"model": dataclasses.replace(self.model, **changes)})
 
 
 def parse(
     content: Mapping[str, Any], source: str = "configuration", folder: Path | None = None
 ) -> ServiceConfig:
-    """Check plain data (from YAML, or Serve's `args`). What it does not say on page selection, the model's
-    profile says. folder: where the paths of files begin. Raises ConfigError."""
+    """Check plain data, from YAML or Serve's `args`. Raises ConfigError.
+
+    Args:
+        source: Names the data in errors.
+        folder: Relative paths begin here.
+    """
     try:
         return ServiceConfig.model_validate(_with_profile(content, folder))
     except ModelError as error:
         raise ConfigError(f"{source}: model.profile: {error}") from None
     except ValidationError as error:
-        lines = [_problem(one["loc"], one["type"], one["msg"], one["input"]) for one in error.errors()]
+        lines = [
+            _problem(detail["loc"], detail["type"], detail["msg"], detail["input"])
+            for detail in error.errors()
+        ]
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, as YAML does; PyYAML takes the last."""
+    """Refuses duplicate keys, which PyYAML takes."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -317,8 +309,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(path: Path) -> ServiceConfig:
-    """Read a YAML file, where relative paths of files begin; a profile can also be named as an adapter is,
-    from here or from this project's tree. Raises ConfigError."""
+    """Read a YAML file. Paths in it are relative to its folder. Raises ConfigError."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -329,25 +320,24 @@ def load(path: Path) -> ServiceConfig:
         raise ConfigError(f"{path}: must hold keys {', '.join(_keys(()))}")
     config = parse(content, str(path), path.parent.resolve())
     files = {key: getattr(config.door, key) for key in _DOOR_FILES}
-    found = {key: path.parent.resolve() / file for key, file in files.items() if file is not None}
-    return config.model_copy(update={"door": dataclasses.replace(config.door, **found)})
+    absolute = {key: path.parent.resolve() / file for key, file in files.items() if file is not None}
+    return config.model_copy(update={"door": dataclasses.replace(config.door, **absolute)})
 
 
 def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Raises ModelError for a profile that cannot be read. What is no section is left for the checks."""
+    """Fill in what the profile says on decode. Raises ModelError."""
     model, decode = content.get("model"), content.get("decode", {})
     if not isinstance(model, Mapping) or not isinstance(decode, Mapping):
         return content
     if not isinstance(model.get("profile"), str):
         return content
     path = profile_file(model["profile"], folder)
-    found = Profile.read(path).decode
-    calibrated = {} if found is None else found.model_dump()
+    pages = Profile.read(path).decode
+    calibrated = {} if pages is None else pages.model_dump()
     return {**content, "model": {**model, "profile": str(path)}, "decode": {**calibrated, **decode}}
 
 
 def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
-    """One of pydantic's errors in a line that names the key. loc: where it is; empty for contradictions."""
     where = ".".join(str(part) for part in loc)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         near = difflib.get_close_matches(str(loc[-1]), _keys(loc[:-1]), n=1)
@@ -363,7 +353,6 @@ def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) ->
 
 
 def _keys(loc: tuple[int | str, ...]) -> list[str]:
-    """The keys of a section, or the sections for an empty loc."""
     sections = ServiceConfig.model_fields
     if not loc:
         return list(sections)

@@ -1,8 +1,4 @@
-"""One exception tree for door and client; each error carries its code.
-
-An edge maps the codes to its protocol (`door/status.py` for gRPC). Messages are for the person at the other
-end: what is wrong and what to do, never a traceback.
-"""
+"""The exceptions of door and client. Messages say what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import ClassVar
 
 
 class Code(StrEnum):
-    """What kind of error it is, in gRPC's words; also the outcome that metrics count."""
+    """Named as in gRPC. Metrics count them as outcomes."""
 
     INVALID_ARGUMENT = "invalid_argument"
     NOT_FOUND = "not_found"
@@ -25,7 +21,7 @@ class Code(StrEnum):
 
 
 class DeltafrontError(Exception):
-    """Base of all. retry_after_s: when trying again may help (None: unknown or never)."""
+    """retry_after_s: None if a retry never helps, or nobody knows."""
 
     code: ClassVar[Code]
 
@@ -36,7 +32,7 @@ class DeltafrontError(Exception):
 
 
 class InvalidArgument(DeltafrontError):
-    """The request can never work; `field` names the part to change."""
+    """The request can never work. field: what to change."""
 
     code = Code.INVALID_ARGUMENT
 
@@ -46,7 +42,7 @@ class InvalidArgument(DeltafrontError):
 
 
 class TooLong(InvalidArgument):
-    """What is to be read does not fit the model's positions."""
+    """The prompt does not fit the model's positions."""
 
 
 class NotFound(DeltafrontError):
@@ -56,13 +52,13 @@ class NotFound(DeltafrontError):
 
 
 class Overloaded(DeltafrontError):
-    """Not enough room now (retry_after_s set) or ever (None)."""
+    """No room now, or ever (without retry_after_s)."""
 
     code = Code.RESOURCE_EXHAUSTED
 
 
 class DeadlineExceeded(DeltafrontError):
-    """The request's deadline passed, or could not be met by an idle service."""
+    """The deadline passed, or even an idle service would miss it."""
 
     code = Code.DEADLINE_EXCEEDED
 
@@ -72,38 +68,31 @@ class TooSlow(DeadlineExceeded):
 
 
 class Unauthenticated(DeltafrontError):
-    """No token, or one that the server does not know."""
-
     code = Code.UNAUTHENTICATED
 
 
 class Unavailable(DeltafrontError):
-    """Workers are missing or died, and replaying did not help."""
+    """Workers are missing or died, in spite of retries."""
 
     code = Code.UNAVAILABLE
 
 
 class ConnectionLost(Unavailable):
-    """Client side only: no status of the service's own ended the call. Its door died, or a proxy let go of
-    it."""
+    """In clients only: the door died, or a proxy closed the connection."""
 
 
 class Cancelled(DeltafrontError):
-    """The client went away."""
-
     code = Code.CANCELLED
 
 
 class Internal(DeltafrontError):
-    """A fault in the service; details are in its log."""
+    """Its details are in the service's log."""
 
     code = Code.INTERNAL
 
 
 class RemoteError(DeltafrontError):
-    """Client side only: a status that no error stands for (from a proxy, or another kind of server).
-
-    status: its name in the protocol."""
+    """In clients only: any other status, which `status` names."""
 
     code = Code.UNKNOWN
 
@@ -113,7 +102,7 @@ class RemoteError(DeltafrontError):
 
 
 class WorkerError(Exception):
-    """A worker failed a request; the door may replay it. `worker` is the actor's name."""
+    """The door may retry the request. worker: the actor's name."""
 
     def __init__(self, worker: str, message: str) -> None:
         super().__init__(message)
@@ -122,12 +111,12 @@ class WorkerError(Exception):
 
 
 class WorkerLost(WorkerError):
-    """The worker itself is gone (died, or its node did)."""
+    pass
 
 
 class WorkerFailed(WorkerError):
-    """The worker lives and says that this request failed."""
+    """The worker lives."""
 
 
 class WorkerHandoffFailed(WorkerFailed):
-    """A prompt's K/V did not get from prefill to its decode worker."""
+    pass

@@ -1,4 +1,4 @@
-"""One scrape port for all replicas of the door on a node."""
+"""The scrape port that all doors of a node share."""
 
 from __future__ import annotations
 
@@ -18,24 +18,20 @@ _TAKEOVER_S = 2.0
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A connection that sends nothing must not block the others."""
-
     daemon_threads = True
 
 
 class _ServerOfIPv6(_Server):
-    """At `::` it takes IPv4 too."""
-
     address_family = socket.AF_INET6
 
 
 class _Quiet(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not news."""
+        pass
 
 
 class Exporter:
-    """Serves /metrics from one port of a node; tries again and again while another replica holds it."""
+    """Serves /metrics. It waits for the port while another door has it."""
 
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
         self._metrics = metrics

@@ -1,5 +1,4 @@
-"""What every worker says of itself, as gauges. Each door tells of all workers, so whoever adds up takes
-`max by (worker)` first."""
+"""Workers' states as gauges. Each door reports all, so queries take `max by (worker)` first."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from ..workers.messages.states import DecodeStats, GroupStats
 
 
 class WorkerState(NamedTuple):
-    """A worker's gauges. usage: pages in use over all pages. queue_tokens: of prompts, admitted and not yet
-    read; tokens_per_second: how fast a group reads them."""
+    """usage: the share of pages in use. queue_tokens: not yet read."""
 
     usage: float = 0.0
     pages_free: int = 0
@@ -25,29 +23,27 @@ class WorkerState(NamedTuple):
     draining: int = 0
 
 
-def state_of(one: GroupStats | DecodeStats) -> WorkerState:
+def state_of(stats: GroupStats | DecodeStats) -> WorkerState:
     common = WorkerState(
-        usage=1 - one.pages_free / one.pages_total if one.pages_total else 0.0,
-        pages_free=one.pages_free,
-        pages_total=one.pages_total,
-        running=one.running,
-        waiting=one.waiting,
+        usage=1 - stats.pages_free / stats.pages_total if stats.pages_total else 0.0,
+        pages_free=stats.pages_free,
+        pages_total=stats.pages_total,
+        running=stats.running,
+        waiting=stats.waiting,
         up=1,
-        draining=int(one.draining),
+        draining=int(stats.draining),
     )
-    if isinstance(one, DecodeStats):
-        return common._replace(sessions=one.sessions)
-    return common._replace(queue_tokens=one.waiting_tokens, tokens_per_second=one.tokens_per_second)
+    if isinstance(stats, DecodeStats):
+        return common._replace(sessions=stats.sessions)
+    return common._replace(queue_tokens=stats.waiting_tokens, tokens_per_second=stats.tokens_per_second)
 
 
 class WorkerGauges:
-    """One series a worker in each; in the order of WorkerState. gauge: declares one."""
-
     def __init__(self, gauge: Callable[[str, str, tuple[str, ...]], Any]) -> None:
         self._gauge = gauge
         self._known: set[str] = set()
         by = ("worker",)
-        self._gauges = [
+        self._gauges = [  # in the order of WorkerState
             self._gauge("kv_cache_usage_ratio", "K/V pages in use", by),
             self._gauge("kv_pages_free", "K/V pages that nobody holds", by),
             self._gauge("kv_pages", "K/V pages, held or not", by),
@@ -67,13 +63,12 @@ class WorkerGauges:
         )
 
     def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
-        """Forms of kernels that a worker has made so far, by phase. A gauge that only grows: a counter would
-        be added up over the doors."""
+        """Kernels compiled so far, by phase. Counters would be added up over doors."""
         for phase, count in phases:
             self._compilations.labels(worker, phase).set(count)
 
-    def tell(self, workers: Mapping[str, WorkerState]) -> None:
-        """By name, all that are alive."""
+    def update(self, workers: Mapping[str, WorkerState]) -> None:
+        """workers: all live ones."""
         gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # series cannot be removed
         for worker, state in {**gone, **workers}.items():
             for gauge, value in zip(self._gauges, state, strict=True):

@@ -1,16 +1,14 @@
-"""Where servers of this machine listen: at addresses that the configuration names, and Ray's at loopback.
+"""Makes Ray and Serve listen at loopback, and Ray ask for a token.
 
-Ray and Serve 2.60 have no setting for most of it, so all that is private to them stands here, and a newer Ray
-has to be looked at (docs/decisions/0002 and 0019):
+Ray 2.60 has few settings for it, so this uses private parts (docs/decisions/0002 and 0019):
 
-- RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, Ray's way on desktops: control store, node, workers and agents bind
-  loopback. Ray reads it at import, so `at_loopback` also sets what was read.
-- Serve binds the gRPC servers of doors, replicas and the fallback proxy to `[::]`. Every worker process runs
-  `grpc_at_loopback` before anything else. Ray would have a worker's hook in a runtime environment, for which
-  the node's agent is asked each time; the variable that the agent would set is set here for all of them.
-- A token is made for each start. Ray reads it from the environment once, so `at_loopback` has it read again.
+- RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 binds Ray's processes to loopback, as on desktops. Ray reads it at
+import.
+- Serve binds gRPC servers to `[::]`. So each worker process first runs `grpc_at_loopback`. Its variable is
+  set here, since a runtime environment would ask the node's agent at each start of a worker.
+- Ray reads the token once, so `at_loopback` makes it read again.
 
-Importing this loads neither Ray nor gRPC: worker processes do it when they start.
+Worker processes import this, so it loads neither Ray nor gRPC.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Any
 LOOPBACK = "127.0.0.1"
 _WORKER_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 _EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "::1"}
-"""Addresses that stand for all, and how this machine reaches what listens there."""
+"""Wildcard address → address at which this machine reaches it."""
 
 
 def joined(host: str, port: int) -> str:
@@ -34,18 +32,16 @@ def joined(host: str, port: int) -> str:
 
 
 def reachable(host: str) -> str:
-    """Where a client on this machine finds what listens at `host`."""
+    """Where this machine's clients reach a server that listens at `host`."""
     return _EVERYWHERE.get(host, host)
 
 
 def is_local(host: str) -> bool:
-    """Whether nobody but this machine's own processes can reach the address."""
     return ipaddress.ip_address(host).is_loopback
 
 
 def token() -> dict[str, str]:
-    """Variables with which Ray's processes refuse whoever does not have the token: the caller's, or a new
-    one. It is in no file."""
+    """Variables that make Ray ask for a token, the environment's or a new one. It is in no file."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
@@ -53,7 +49,7 @@ def token() -> dict[str, str]:
 
 
 def loopback() -> dict[str, str]:
-    """Variables with which a Ray of one machine, and what its workers start, listen at loopback."""
+    """Variables that make Ray on one machine, and what its workers start, bind loopback."""
     device = _loopback_device()
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -71,8 +67,7 @@ def _loopback_device() -> str:
 
 @contextlib.contextmanager
 def at_loopback() -> Iterator[None]:
-    """For whoever starts a Ray in this block, with the variables of `token` and `loopback` set: this process
-    may have imported Ray before they were."""
+    """Apply the variables to this process's Ray, which may have been imported before they were set."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -85,7 +80,7 @@ def at_loopback() -> Iterator[None]:
 
 
 def read_token() -> None:
-    """Ray in this process goes by the environment's token from now on."""
+    """Make Ray in this process read the token again."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")
@@ -93,8 +88,10 @@ def read_token() -> None:
 
 
 def grpc_at_loopback() -> None:
-    """From now on gRPC servers of this process that would listen everywhere, in the clear, listen at
-    loopback. Ray runs it in every worker process; a worker in which it fails ends."""
+    """Make this process's insecure gRPC servers listen at loopback instead of everywhere.
+
+    Ray runs it in each worker process, which ends if it fails.
+    """
     from grpc.aio import _server
 
     add = _server.Server.add_insecure_port

@@ -1,8 +1,7 @@
-"""Every metric, declared here and observed by the door alone; workers return timings as data.
+"""All metrics. Only doors observe them.
 
-prometheus_client in multiprocess mode keeps exact sums in files that outlive a replica. The replicas of one
-node share a directory and one scrape port: whoever gets the port serves everybody's numbers, and another
-takes over when it dies.
+prometheus_client in multiprocess mode keeps exact sums in files that outlive a process. The doors of a node
+share a directory, and the one that has the scrape port reports all.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .gauges import WorkerGauges
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 FINISHED = "finished"
-"""The outcome of a request that ended well; the others are codes of errors."""
+"""The outcome of a request that ended well. Others are codes."""
 RPCS = ("Prefill", "Generate", "CancelRequest", "ReleaseSession", "GetServerInfo")
 _SECONDS = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5,
@@ -34,20 +33,21 @@ _SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.
 _RATIOS = (*_SHARES, 1.5, 2, 3, 5, 10)
 _SCORING = ("anchors", "scoring", "selection")
 _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K"), (1 << 18, "256K"))
-"""Bounds of `prompt`, in tokens, as dashboards show them."""
+"""Upper bounds in tokens → values of the label `prompt`."""
 
 
 class Metrics:
-    """`deltafront_*`. One instance a process; `directory` is shared by the replicas of a node. model_name: a
-    label of every series, added when they are scraped; empty: none."""
+    """A process has one instance. The doors of a node share the directory. model_name: a label of all series,
+    unless empty.
+    """
 
     def __init__(self, directory: Path, model_name: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True)
         os.environ[DIRECTORY_VARIABLE] = str(directory)
-        import prometheus_client as prometheus  # reads the variable when it is imported
+        import prometheus_client as prometheus  # it reads the variable at import
         from prometheus_client import values
 
-        # If somebody imported it earlier, its values would live in this process's memory only.
+        # If it was imported earlier, its values would be in this process's memory only.
         values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
         self.directory = directory
         self._model_name = model_name
@@ -153,14 +153,12 @@ class Metrics:
         self._again = self._counter(
             "tokens_read_again_total", "Prompt tokens that a group had read when a worker's death undid it"
         )
-        # From 0, so that a rate sees the first, and a share is 0 where there was none.
+        # Series begin at 0, so that a rate sees the first event.
         for rpc in RPCS:
             for outcome in (FINISHED, *Code):
                 self._requests.labels(outcome, rpc)
         for reason in (FinishReason.STOP, FinishReason.STOP_STRING, FinishReason.LENGTH):
             self._reasons.labels(reason)
-
-    # --- what the door tells ---------------------------------------------------------------------------
 
     def ended(self, method_rpc: str, outcome: str, seconds: float) -> None:
         self._requests.labels(outcome, method_rpc).inc()
@@ -176,8 +174,7 @@ class Metrics:
         self._again.inc(tokens)
 
     def first_token(self, parts: Sequence[tuple[str, float]], read_tokens: int) -> None:
-        """parts of the time to first token, which is their sum. read_tokens: of the prompt, without those
-        that a session held."""
+        """parts: add up to the time to first token. read_tokens: without cached ones."""
         prompt = next((name for bound, name in _LENGTHS if read_tokens <= bound), "more")
         self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
         for part, seconds in parts:
@@ -187,12 +184,11 @@ class Metrics:
         self._between.observe(seconds)
 
     def prompted(self, tokens: int, cached: int = 0) -> None:
-        """A request that ended well. cached: those of its prompt's tokens that were not read again."""
         self._prompt.observe(tokens)
         self._cached.inc(cached)
 
     def answered(self, reason: FinishReason, tokens: int, per_token: float | None) -> None:
-        """per_token: mean seconds between its tokens; None if there was but one."""
+        """per_token: mean seconds between tokens."""
         self._reasons.labels(reason).inc()
         self._answer.observe(tokens)
         self._generated.inc(tokens)
@@ -223,7 +219,7 @@ class Metrics:
         self._handoff_seconds.observe(report.handoff_seconds)
 
     def decoded(self, reports: Sequence[DecodeReport]) -> None:
-        """Of the attempts at an answer."""
+        """reports: of all attempts at an answer."""
         for report in reports:
             self._attended.inc(report.pages_attended)
             self._held.inc(report.pages_held)
@@ -231,10 +227,7 @@ class Metrics:
             self._rows.inc(report.steps)
             self._recomputed.inc(report.recomputed_tokens)
 
-    # --- what a scrape sees ----------------------------------------------------------------------------
-
     def registry(self) -> Any:
-        """All processes' numbers, read from the shared directory."""
         return scrape.registry(self.directory, self._model_name)
 
     def expose(self) -> bytes:
@@ -242,13 +235,12 @@ class Metrics:
 
 
 def density(layers: tuple[LayerDensity, ...]) -> float:
-    """Computed tiles over causal tiles, 0 for none."""
     causal = sum(layer.causal for layer in layers)
     return sum(layer.computed for layer in layers) / causal if causal else 0.0
 
 
 def scoring_overhead(report: PrefillReport) -> float:
-    """(anchors + scoring + selection) time over attention time, of all stages."""
+    """The time of anchors, scores and selection over the time of attention."""
     attention = sum(stage.get("attention", 0.0) for stage in report.stages)
     scoring = sum(stage.get(name, 0.0) for stage in report.stages for name in _SCORING)
     return scoring / attention if attention > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What a scrape of one node sees: the numbers of all door processes there, dead ones' counts included."""
+"""A scrape of a node: the metrics of all its doors, and dead ones' counts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from prometheus_client.registry import Collector
 
 
-class Node(Collector):
-    """Reads the directory that a node's processes share. model_name: a label of every sample; empty: none."""
+class NodeCollector(Collector):
+    """model_name: a label of every sample, unless empty."""
 
     def __init__(self, directory: Path, model_name: str) -> None:
         self._directory = directory
@@ -30,21 +30,20 @@ class Node(Collector):
 
 
 def registry(directory: Path, model_name: str) -> CollectorRegistry:
-    found = CollectorRegistry()
-    found.register(Node(directory, model_name))
-    return found
+    collectors = CollectorRegistry()
+    collectors.register(NodeCollector(directory, model_name))
+    return collectors
 
 
 def expose(directory: Path, model_name: str) -> bytes:
-    """Prometheus' text format."""
     return generate_latest(registry(directory, model_name))
 
 
 def _dead(directory: Path) -> set[int]:
-    """Processes of this node whose gauges are still in the directory but who are not alive."""
+    """Dead processes with gauges in the directory."""
     pids = {
-        int(found[1])
+        int(match[1])
         for file in directory.glob("gauge_live*.db")
-        if (found := re.search(r"_(\d+)\.db", file.name))
+        if (match := re.search(r"_(\d+)\.db", file.name))
     }
     return {pid for pid in pids if not Path(f"/proc/{pid}").exists()}

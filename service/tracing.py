@@ -1,8 +1,6 @@
-"""A request as OpenTelemetry spans: one from its arrival to its end, and below it what the door does until
-the first token; workers add theirs (`workers/tracing.py`). It continues the trace of the caller's
-`traceparent` (W3C Trace Context), which is a header of HTTP or metadata of gRPC.
+"""OpenTelemetry spans of a request, and below it of the door's parts of the time to first token.
 
-Without a provider nothing is recorded, and nothing of OpenTelemetry is imported.
+Workers add theirs (`workers/tracing.py`). Without a provider OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 _FAULTS = (Code.INTERNAL, Code.UNKNOWN, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
-"""What OpenTelemetry counts as errors of a gRPC server; others are their callers'."""
+"""OpenTelemetry counts these as errors of a gRPC server."""
 _ATTRIBUTES = {
     "request_id": "deltafront.request_id",
     "method": "deltafront.method",
@@ -29,12 +27,12 @@ _ATTRIBUTES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
 }
-"""What is known of a request → the span's attributes; tokens by OpenTelemetry's conventions."""
+"""Fact → attribute. Tokens follow OpenTelemetry's conventions."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of a request's time that the door has measured, in seconds since the request arrived."""
+    """Seconds since the request arrived."""
 
     part: str
     begin: float
@@ -42,19 +40,18 @@ class Interval:
 
 
 class Trace(Span):
-    """One request's. trace_id: 32 hexadecimal digits; where nothing is recorded the caller's, or empty."""
+    """trace_id: 32 hexadecimal digits. Without a span the caller's, or empty."""
 
     def __init__(self, trace_id: str, *recorded: Any) -> None:
         super().__init__(*recorded)
         self.trace_id = trace_id
 
     def conclude(self, facts: Mapping[str, Any], outcome: str, intervals: Sequence[Interval]) -> None:
-        """facts: as in `_ATTRIBUTES`, and `finish`; what is None or empty is left out. outcome: `finished` or
-        a code."""
+        """facts: those of `_ATTRIBUTES`, and `finish`. outcome: `finished` or a code."""
         if self._span is None:
             return
-        for one in intervals:
-            self.part(one.part, one.begin, one.begin + one.seconds)
+        for interval in intervals:
+            self.part(interval.part, interval.begin, interval.begin + interval.seconds)
         known = {name: facts.get(name) for name in _ATTRIBUTES}
         self._span.set_attributes({_ATTRIBUTES[k]: v for k, v in known.items() if v not in (None, "")})
         if outcome in set(Code):
@@ -63,14 +60,12 @@ class Trace(Span):
 
 
 class Tracing:
-    """A door's. provider: makes the spans, and sends them; None: there are none."""
-
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer("deltafront")
 
     def begin(self, rpc: str, headers: Iterable[tuple[str, str | bytes]], clock: Clock) -> Trace:
-        """A request that has just arrived. clock: seconds since then."""
+        """Continue the caller's W3C `traceparent`. clock: seconds since arrival."""
         carrier = {name: _text(value) for name, value in headers if name in ("traceparent", "tracestate")}
         if self._tracer is None:
             parent = _PARENT.fullmatch(carrier.get("traceparent", ""))
@@ -84,7 +79,6 @@ class Tracing:
         return Trace(trace_id, self._tracer, span, clock) if span.is_recording() else Trace(trace_id)
 
     def stop(self) -> None:
-        """Send what is left."""
         if self._provider is not None:
             self._provider.shutdown()
 

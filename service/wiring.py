@@ -1,4 +1,4 @@
-"""From a configuration to the door's parts; free of Ray and Serve."""
+"""Makes a door's parts from the configuration, without Ray."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..workers.messages.methods import PRESETS
 from ..workers.messages.states import DecodeStats, GroupStats
 from ..workers.model.calibrated.profile import Profile, load_profile
 from ..workers.model.directory.headers import check_weights
-from ..workers.model.directory.model_config import read_config
+from ..workers.model.directory.model_config import ModelConfig, read_config
 from ..workers.model.directory.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec, PrefillConfig
 from ..workers.tracing import SpanSink, provider
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
 from .door.tls import Gate, TlsFiles
-from .fleet.known import View
-from .fleet.view import Fleet
+from .fleet.fleet import Fleet
+from .fleet.fleet_view import FleetView
 from .gauges import state_of
 from .metrics import Metrics
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
@@ -37,20 +37,20 @@ log = logging.getLogger(__name__)
 
 
 def local_model(settings: ServiceConfig) -> ServiceConfig:
-    """The same configuration with model and adapter as directories, everything checked.
+    """Get model and adapter as directories, downloaded or converted, and check everything.
 
-    Downloads or converts the model if need be. Raises ModelError or ConfigError.
+    Raises:
+        ModelError, ConfigError
     """
     spec = settings.model
     adapter = None if spec.adapter is None else str(adapter_directory(spec.adapter))
-    found = settings.with_model(path=str(model_directory(spec.path)), adapter=adapter)
-    found = found.model_copy(update={"door": _named(settings.door, shown_name(spec))})
-    check_start(found)
-    return found
+    local = settings.with_model(path=str(model_directory(spec.path)), adapter=adapter)
+    local = local.model_copy(update={"door": _named(settings.door, shown_name(spec))})
+    check_start(local)
+    return local
 
 
 def _named(door: DoorConfig, name: str) -> DoorConfig:
-    """With the model's id and what people are shown, both made of its name where nothing is configured."""
     if door.model_name:
         return replace(door, display_name=door.display_name or door.model_name)
     model_id = re.sub(r"[^A-Za-z0-9._:/+-]+", "-", name.replace(" + ", "+")).strip("-")
@@ -58,7 +58,7 @@ def _named(door: DoorConfig, name: str) -> DoorConfig:
 
 
 def shown_name(spec: ModelSpec) -> str:
-    """What people are told of a model, so that no server's directories are shown."""
+    """A model's name without the server's directories."""
     name = spec.path if not Path(spec.path).exists() else Path(spec.path).name
     return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
 
@@ -72,17 +72,20 @@ def request_handler(
     door_id: str = "",
     cancel_at_other_doors: CancelAtOtherDoors = no_other_doors,
     gate: Gate | None = None,
-    traced: Tracing | None = None,
+    tracing: Tracing | None = None,
 ) -> RequestHandler:
-    """What an edge hands requests to. door_id: tells this door from others. traced: None for no tracing.
-    Raises ModelError, FileNotFoundError or ConfigError."""
-    directory, door, decode = Path(settings.model.path), settings.door, settings.decode
+    """Make what an edge hands requests to. door_id: tells this door from others.
+
+    Raises:
+        ModelError, FileNotFoundError, ConfigError
+    """
+    directory, door = Path(settings.model.path), settings.door
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = TextTokenizer.load(directory)
     callers = Callers(
         door_id,
         lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
-        fleet.ask,
+        fleet.poll_shared,
         door.max_requests,
     )
     resources = Resources(
@@ -96,9 +99,18 @@ def request_handler(
         vocabulary=model.vocab,
         positions=model.positions,
         eos_ids=model.eos_ids,
-        tracing=traced or Tracing(),
+        tracing=tracing or Tracing(),
     )
-    limits = Limits(
+    limits = _limits(settings, model, profile, tokenizer.longest_token)
+    about = _server_info(settings, model, profile, tokenizer.has_template, metrics_address)
+    return RequestHandler(resources, limits, authenticator(door, gate).caller, about, cancel_at_other_doors)
+
+
+def _limits(
+    settings: ServiceConfig, model: ModelConfig, profile: Profile | None, longest_token: int
+) -> Limits:
+    door, decode = settings.door, settings.decode
+    return Limits(
         vocabulary=model.vocab,
         positions=model.positions,
         prefill=settings.prefill,
@@ -107,21 +119,31 @@ def request_handler(
         default_max_tokens=door.default_max_tokens,
         default_ttl_s=door.default_session_ttl_s,
         max_ttl_s=decode.max_session_ttl_s,
-        longest_token=tokenizer.longest_token,
+        longest_token=longest_token,
         delta_layers=bool(decode.delta_layers),
         default_recompute_blocks=decode.recompute_blocks,
     )
-    about = ServerInfo(
+
+
+def _server_info(
+    settings: ServiceConfig,
+    model: ModelConfig,
+    profile: Profile | None,
+    chat_template: bool,
+    metrics_address: str,
+) -> ServerInfo:
+    door, prefill, decode = settings.door, settings.prefill, settings.decode
+    return ServerInfo(
         version=__version__,
         model=door.model_name or settings.model.path,
         display_name=door.display_name or door.model_name or settings.model.path,
-        chat_template=tokenizer.has_template,
+        chat_template=chat_template,
         max_positions=model.positions,
         vocabulary=model.vocab,
         default_method=door.default_method,
-        methods=_methods(settings.prefill),
-        prefill_stages=settings.prefill.stages,
-        chunk_tokens=settings.prefill.chunk_tokens,
+        methods=_methods(prefill),
+        prefill_stages=prefill.stages,
+        chunk_tokens=prefill.chunk_tokens,
         metrics_address=metrics_address,
         full_layers=list(decode.full_layers),
         delta_layers=list(decode.delta_layers),
@@ -130,11 +152,9 @@ def request_handler(
         profile=None if profile is None else _profile(profile),
         recompute_blocks=decode.recompute_blocks,
     )
-    return RequestHandler(resources, limits, authenticator(door, gate).caller, about, cancel_at_other_doors)
 
 
 def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
-    """Those that can read a prompt in chunks, with this service's defaults."""
     return [
         MethodInfo(name, preset.source, {key: float(values[key]) for key in preset.options})
         for name, preset in PRESETS.items()
@@ -146,17 +166,19 @@ def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
 def _profile(profile: Profile) -> ProfileInfo:
     levels = [
         ProfileLevel(
-            one.method, {key: float(value) for key, value in one.options.items()}, level.density, level.tokens
+            method.method,
+            {key: float(value) for key, value in method.options.items()},
+            level.density,
+            level.tokens,
         )
-        for one in profile.prefill
-        for level in one.levels
+        for method in profile.prefill
+        for level in method.levels
     ]
     return ProfileInfo(profile.model.name, levels, json.dumps(profile.figures) if profile.figures else "")
 
 
 def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
-    """gate: of the door's TLS port, if it has one. Raises ConfigError for a token file that cannot be
-    used."""
+    """Raises ConfigError."""
     gate = gate if door.tls_only else None
     if door.tokens_file is None:
         return Authenticator(None, gate)
@@ -168,7 +190,7 @@ def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
 
 
 def tls_files(door: DoorConfig) -> TlsFiles | None:
-    """None: no TLS. Raises ConfigError for files that cannot be used."""
+    """None without TLS. Raises ConfigError."""
     if door.tls_certificate is None or door.tls_key is None:
         return None
     files = TlsFiles(door.tls_certificate, door.tls_key, door.tls_client_ca)
@@ -180,12 +202,11 @@ def tls_files(door: DoorConfig) -> TlsFiles | None:
 
 
 def span_sink(door: DoorConfig) -> SpanSink:
-    """Where the spans of every process go."""
     return SpanSink(door.tracing, door.model_name)
 
 
-def traced(door: DoorConfig, door_id: str) -> Tracing:
-    """door_id: its name among doors. Raises ConfigError where what it needs is not installed."""
+def make_tracing(door: DoorConfig, door_id: str) -> Tracing:
+    """Raises ConfigError if OpenTelemetry is not installed."""
     try:
         return Tracing(provider(span_sink(door), f"door:{door_id}"))
     except ImportError as error:
@@ -193,11 +214,10 @@ def traced(door: DoorConfig, door_id: str) -> Tracing:
 
 
 def check_start(settings: ServiceConfig) -> None:
-    """What would otherwise fail in a replica, over and over: the token file, certificates, packages, the
-    model's files, its profile, the split."""
+    """Check what would otherwise fail in every replica. Raises ConfigError or ModelError."""
     authenticator(settings.door)
     tls_files(settings.door)
-    traced(settings.door, "").stop()
+    make_tracing(settings.door, "").stop()
     directory = Path(settings.model.path)
     model = read_config(directory, settings.model.overrides)
     settings.check_against(model, load_profile(settings.model))
@@ -211,13 +231,13 @@ def check_start(settings: ServiceConfig) -> None:
         )
 
 
-def observer(metrics: Metrics) -> Callable[[View], None]:
-    """What the fleet's polls say, as gauges."""
+def observer(metrics: Metrics) -> Callable[[FleetView], None]:
+    """Makes a door's parts from the configuration, without Ray."""
 
-    def observe(view: View) -> None:
+    def observe(view: FleetView) -> None:
         every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
-        metrics.workers.tell({one.name: state_of(one) for one in every})
-        for one in every:
-            metrics.workers.compiled(one.name, one.compilations)
+        metrics.workers.update({stats.name: state_of(stats) for stats in every})
+        for stats in every:
+            metrics.workers.compiled(stats.name, stats.compilations)
 
     return observe

@@ -48,7 +48,7 @@ TOGETHER = {
     "tests/e2e/": "end to end",
     "tests/deploy/test_cluster.py": "cluster",
     "tests/service/test_served.py": "served",
-    "tests/service/client/test_serve_process.py": "serve",
+    "tests/service/local/test_serve_process.py": "serve",
     "tests/workers/prefill/test_prefill_group.py": "actors",
     "tests/workers/decode/test_decode_worker.py": "actors",
     "tests/workers/kv/test_exported_pages_deaths.py": "actors",

@@ -36,8 +36,8 @@ from deltafront.benchmarks.long_context import read
 from deltafront.benchmarks.reader import load_text, load_tokenizer
 from deltafront.benchmarks.tables import RESULTS, ROOT
 from deltafront.service.client.client import DeltafrontClient
-from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
+from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.messages.events import Token

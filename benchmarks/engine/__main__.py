@@ -34,7 +34,7 @@ import yaml
 
 from deltafront.benchmarks.harness import commit_of
 from deltafront.service.client.client import DeltafrontClient
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.settings import Quantisation
 

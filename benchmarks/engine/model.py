@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from deltafront.service.client.size import SHAPES as LLAMAS
+from deltafront.service.cli.size import SHAPES as LLAMAS
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.store import INDEX
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
-from deltafront.service.client.size import GIB, RESERVE_GIB
+from deltafront.service.cli.size import GIB, RESERVE_GIB
 from deltafront.workers.model.directory.model_config import ModelConfig
 
 ANSWER_ROOM = 1024

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Progress, Token
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
 
 HERE = Path(__file__).resolve().parent

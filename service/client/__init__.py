@@ -1,4 +1,4 @@
-"""The Python client and the command line. Importing this loads neither torch nor Ray."""
+"""The Python client. Importing it loads neither torch nor Ray."""
 
 from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from ..errors import (
@@ -17,7 +17,7 @@ from ..errors import (
 )
 from ..request.answers import Density, GenerateFinished, MethodInfo, PrefillFinished, ServerInfo, Timings
 from .client import DeltafrontClient
-from .tls import Tls
+from .credentials import Tls
 
 __all__ = [
     "Cancelled",

@@ -1,4 +1,4 @@
-"""Mistakes in an address, in words: no address at all, or one where something else answers."""
+"""Explains wrong addresses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ..errors import InvalidArgument
 
 _SCHEME = re.compile(r"(https?|grpcs?)://", re.IGNORECASE)
 _RESOLVED = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
-"""Names that gRPC resolves by rules of their own."""
+"""gRPC's other address schemes."""
 _HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[^\s:/\[\]]+):\d+")
 _GRPC_PORT = "give the gRPC port, 9000 where none is configured"
-_SAID = (
+_EXPLANATIONS = (
     ("http2 header with status: 4", "address", f"answers HTTP, but not gRPC: {_GRPC_PORT}"),
     ("failed parsing http/2", "address", f"does not speak gRPC: {_GRPC_PORT}"),
     ("wrong_version_number", "tls", "does not speak TLS: leave it out, or give the port that does"),
@@ -23,11 +23,11 @@ _SAID = (
     ),
     ("hostname verification", "tls", "has a certificate for another name: use the name that it is for"),
 )
-"""gRPC's words about a connection → the wrong argument, and what to do."""
+"""Part of gRPC's message → the argument that is wrong, and what to do."""
 
 
 def check_address(address: str) -> None:
-    """Raises InvalidArgument for what is not host:port."""
+    """Raise InvalidArgument if it is not host:port."""
     if not address:
         raise InvalidArgument("address", "is empty: give host:port")
     if _SCHEME.match(address):
@@ -36,10 +36,8 @@ def check_address(address: str) -> None:
         raise InvalidArgument("address", f"{address!r} is not host:port")
 
 
-def mistaken(address: str, details: str) -> InvalidArgument | None:
-    """Explain gRPC's words about an address where something else answers."""
-    said = details.lower()
-    for words, argument, what in _SAID:
-        if words in said:
-            return InvalidArgument(argument, f"{address} {what}")
+def wrong_endpoint(address: str, details: str) -> InvalidArgument | None:
+    for words, argument, explanation in _EXPLANATIONS:
+        if words in details.lower():
+            return InvalidArgument(argument, f"{address} {explanation}")
     return None

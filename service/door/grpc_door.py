@@ -20,7 +20,7 @@ from ...protos.v1 import deltafront_pb2 as pb
 from ...workers.messages.events import Usage
 from ..errors import DeltafrontError, NotFound, TooLong
 from ..request.handler import RequestHandler
-from .registration import SERVICE, Sent
+from .registration import SERVICE, UndecodedMessage
 from .status import details, status, trailers
 from .wire import (
     generate_response,
@@ -48,7 +48,7 @@ class FrontDoor:
         self._requests = requests
 
     async def Prefill(
-        self, request: Sent[pb.PrefillRequest], grpc_context: Context
+        self, request: UndecodedMessage[pb.PrefillRequest], grpc_context: Context
     ) -> AsyncIterator[pb.PrefillResponse]:
         metadata, request_id = grpc_context.invocation_metadata(), request.request_id
         with _StatusOn(grpc_context):
@@ -62,7 +62,7 @@ class FrontDoor:
         yield pb.PrefillResponse()  # takes the status along
 
     async def Generate(
-        self, request: Sent[pb.GenerateRequest], grpc_context: Context
+        self, request: UndecodedMessage[pb.GenerateRequest], grpc_context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         metadata, request_id = grpc_context.invocation_metadata(), request.request_id
         with _StatusOn(grpc_context):
@@ -77,7 +77,7 @@ class FrontDoor:
         yield pb.GenerateResponse()  # takes the status along
 
     async def CancelRequest(
-        self, request: Sent[pb.CancelRequestRequest], grpc_context: Context
+        self, request: UndecodedMessage[pb.CancelRequestRequest], grpc_context: Context
     ) -> pb.CancelRequestResponse:
         ended = 0
         with _StatusOn(grpc_context):
@@ -86,7 +86,7 @@ class FrontDoor:
         return pb.CancelRequestResponse(requests=ended)
 
     async def ReleaseSession(
-        self, request: Sent[pb.ReleaseSessionRequest], grpc_context: Context
+        self, request: UndecodedMessage[pb.ReleaseSessionRequest], grpc_context: Context
     ) -> pb.ReleaseSessionResponse:
         metadata = grpc_context.invocation_metadata()
         with _StatusOn(grpc_context):
@@ -95,7 +95,7 @@ class FrontDoor:
         return pb.ReleaseSessionResponse()
 
     async def GetServerInfo(
-        self, request: Sent[pb.GetServerInfoRequest], grpc_context: Context
+        self, request: UndecodedMessage[pb.GetServerInfoRequest], grpc_context: Context
     ) -> pb.GetServerInfoResponse:
         answer = pb.GetServerInfoResponse()
         with _StatusOn(grpc_context):
@@ -105,7 +105,7 @@ class FrontDoor:
         return answer
 
     async def List(
-        self, request: Sent[health_pb2.HealthListRequest], grpc_context: Context
+        self, request: UndecodedMessage[health_pb2.HealthListRequest], grpc_context: Context
     ) -> health_pb2.HealthListResponse:
         answer = health_pb2.HealthListResponse()
         with _StatusOn(grpc_context):
@@ -115,7 +115,7 @@ class FrontDoor:
         return answer
 
     async def Check(
-        self, request: Sent[health_pb2.HealthCheckRequest], grpc_context: Context
+        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
         answer = health_pb2.HealthCheckResponse()
         with _StatusOn(grpc_context):
@@ -126,7 +126,7 @@ class FrontDoor:
         return answer
 
     async def Watch(
-        self, request: Sent[health_pb2.HealthCheckRequest], grpc_context: Context
+        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yield the status whenever it changes, until the client leaves."""
         last, service = None, None
@@ -143,7 +143,7 @@ class FrontDoor:
                 last = status
             await asyncio.sleep(_HEALTH_WATCH_S)
 
-    def _message(self, sent: Sent[_M]) -> _M:
+    def _message(self, sent: UndecodedMessage[_M]) -> _M:
         """Raises InvalidArgument, or TooLong before it reads a long message."""
         limit = self._requests.max_request_bytes
         if sent.size > limit:

@@ -1,7 +1,6 @@
-"""A gRPC port of the door's own that speaks TLS, since Serve's cannot.
+"""The door's gRPC port with TLS, which Serve's ports lack.
 
-Every door of a node listens on the same port (SO_REUSEPORT): the kernel gives each connection to one of those
-that live. Certificates are read again when their files change, for connections that begin afterwards.
+Doors of a node share it by SO_REUSEPORT. New certificates are for new connections.
 """
 
 from __future__ import annotations
@@ -18,23 +17,25 @@ import grpc
 
 from ..errors import Unauthenticated
 from ..request.handler import Headers
-from .registration import HEALTH, SERVICE, Receiving, add_deltafront_to_server, add_health_to_server
+from .registration import HEALTH, SERVICE, ReceiveLimit, add_deltafront_to_server, add_health_to_server
 
-_STREAMS = {method.name for one in (SERVICE, HEALTH) for method in one.methods if method.server_streaming}
+_STREAMS = {
+    method.name for service in (SERVICE, HEALTH) for method in service.methods if method.server_streaming
+}
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. client_ca: who must have signed a client's certificate; None: clients need none."""
+    """PEM files. client_ca: signs clients' certificates. None: clients need none."""
 
     certificate: Path
     key: Path
     client_ca: Path | None = None
 
     def check(self) -> None:
-        """Raises OSError or ValueError for files that cannot be served with."""
+        """Raises OSError or ValueError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.certificate, self.key)
@@ -49,35 +50,35 @@ class TlsFiles:
         return grpc.ssl_server_certificate_configuration([pair], roots)
 
     def stamps(self) -> list[tuple[int, int]]:
-        given = [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
-        return [(path.stat().st_mtime_ns, path.stat().st_size) for path in given]
+        paths = [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
+        return [(path.stat().st_mtime_ns, path.stat().st_size) for path in paths]
 
 
 class _Reloading:
-    """What gRPC asks for certificates at every handshake."""
+    """Called at every handshake."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._stamps = files.stamps()
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        """None: as before. While a pair is being replaced, key and certificate may not fit each other yet."""
+        """Returns None if the files are unchanged, or while key and certificate do not match."""
         try:
             stamps = self._files.stamps()
             if stamps == self._stamps:
                 return None
             self._files.check()
-            found = self._files.read()
+            configuration = self._files.read()
         except (OSError, ValueError) as error:
             log.warning("new certificates cannot be used yet: %s", error)
             return None
         self._stamps = stamps
         log.info("the certificates were read again")
-        return found
+        return configuration
 
 
 class Gate:
-    """Knows what came through the port that speaks TLS, by a mark that nobody outside can make."""
+    """Marks requests through the TLS port with a secret, and refuses others."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -87,7 +88,7 @@ class Gate:
         return [*headers, self._mark]
 
     def check(self, headers: Headers) -> None:
-        """Raises Unauthenticated for what came in the clear."""
+        """Raises Unauthenticated."""
         if self._mark not in list(headers):
             raise Unauthenticated(
                 f"this port is not encrypted: use TLS, on port {self._port}, where gRPC alone is spoken; "
@@ -96,23 +97,25 @@ class Gate:
 
 
 class TlsPort:
-    """Serves a `FrontDoor` with TLS. Make, start and stop it on one event loop."""
-
     def __init__(
         self, door: Any, files: TlsFiles, gate: Gate, address: str, max_message_bytes: int, max_calls: int
     ) -> None:
-        """Raises OSError or ValueError for files that cannot be used. address: host:port; port 0: any.
-        max_calls: of all kinds at once; gRPC refuses more before it reads them."""
+        """Raises OSError or ValueError for unusable files.
+
+        Args:
+            address: host:port; port 0 takes any.
+            max_calls: gRPC refuses more before it reads them.
+        """
         files.check()
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=max_calls,
             options=[("grpc.max_receive_message_length", max_message_bytes)],
         )
         servicer = _Servicer(door, gate)
-        receiving = Receiving(max_message_bytes)
-        add_deltafront_to_server(servicer, self._server, receiving)
-        add_health_to_server(servicer, self._server, receiving)
-        reloading: Any = _Reloading(files)  # gRPC's types do not know that None means: as before
+        limit = ReceiveLimit(max_message_bytes)
+        add_deltafront_to_server(servicer, self._server, limit)
+        add_health_to_server(servicer, self._server, limit)
+        reloading: Any = _Reloading(files)  # gRPC's types leave out None, for no change
         credentials = grpc.dynamic_ssl_server_credentials(
             files.read(), reloading, require_client_authentication=files.client_ca is not None
         )
@@ -122,12 +125,12 @@ class TlsPort:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new requests; what is under way has so many seconds to end."""
+        """Running requests have grace_s to end."""
         await self._server.stop(grace_s)
 
 
 class _Servicer:
-    """Calls a door as Serve does: by name, with the context as `grpc_context`."""
+    """Calls a door as Serve does."""
 
     def __init__(self, door: Any, gate: Gate) -> None:
         self._door = door
@@ -147,7 +150,7 @@ class _Servicer:
 
 
 class _Context:
-    """gRPC's context, with the gate's mark among the metadata."""
+    """gRPC's context with the gate's mark."""
 
     def __init__(self, context: Any, gate: Gate) -> None:
         self._context = context

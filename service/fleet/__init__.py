@@ -1,1 +1,1 @@
-"""Workers as the door knows them, and whether they have room."""
+"""The workers as a door knows them."""

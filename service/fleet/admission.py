@@ -1,10 +1,7 @@
-"""Where may a prompt go, and is there time? Pure: worker states in, a decision out.
+"""Decides where a prompt may go, and whether there is time. Pure.
 
-States are up to a second old. So they order the groups and the decode workers, but only a worker's own
-answer says that its queue is full or its pages are taken; what is refused here for room is what no worker
-could ever hold. Predicted time to first token is the group's backlog plus the prompt, at the group's
-recent rate; a group that has not prefilled anything yet, or not lately, predicts nothing, and nobody is
-refused for time.
+States may be a second old. So they order the candidates, and only refuse what no worker could ever hold.
+Workers themselves say that they are full. Nobody is refused for time without a recent rate.
 """
 
 from __future__ import annotations
@@ -15,27 +12,24 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ...workers.messages.states import DecodeStats, GroupStats
-from .known import staying
+from .fleet_view import not_draining
 
 _SHORTEST_RETRY_S = 1.0
-_NEAR = 0.25
-"""Being on a node of the prefill group is worth so much of a decode worker's pages: K/V does not leave the
-node, but a much emptier worker elsewhere is still the better one."""
+_SAME_NODE = 0.25
+"""Being on the prefill group's node counts like this share of a worker's pages being free."""
 
 
 class Reason(StrEnum):
     TOO_LARGE = "too_large"
-    """No worker could ever hold it."""
     BACKLOG = "backlog"
-    """The deadline falls into the backlog of every group."""
+    """The deadline is too soon for the backlog of every group."""
     TOO_SLOW = "too_slow"
     """Even an idle group would miss the deadline."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """read_tokens to prefill, answer_tokens at most to generate; seconds until the deadline, if any.
-    recompute_tokens: room beside, for what is computed again."""
+    """recompute_tokens: extra room for recomputed K/V."""
 
     read_tokens: int
     answer_tokens: int = 0
@@ -48,8 +42,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Admitted:
-    """groups: where to prefill, shortest wait first. workers: decode workers to ask for pages, best first.
-    ttft_s: predicted for the first group, or None."""
+    """Candidates, best first. ttft_s: predicted for the first group."""
 
     groups: tuple[str, ...]
     workers: tuple[str, ...]
@@ -58,7 +51,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Rejected:
-    """retry_after_s: when it may fit; None if it never will."""
+    """retry_after_s: None if it will never fit."""
 
     reason: Reason
     message: str
@@ -69,10 +62,10 @@ Decision = Admitted | Rejected
 
 
 def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats]) -> Decision:
-    """Decide about one prompt. There are some of both; who drains is asked where all do."""
-    fitting = [w for w in staying(workers) if need.pages(w.page_tokens) <= w.pages_total]
-    room = _page_tokens(workers)
-    able = [g for g in staying(groups) if need.read_tokens <= g.pages_total * room]
+    """groups, workers: not empty."""
+    fitting = [w for w in not_draining(workers) if need.pages(w.page_tokens) <= w.pages_total]
+    page_tokens = workers[0].page_tokens  # groups have the same
+    able = [g for g in not_draining(groups) if need.read_tokens <= g.pages_total * page_tokens]
     if not fitting or not able:
         again = f", with {need.recompute_tokens} computed again," if need.recompute_tokens else ""
         return Rejected(
@@ -80,23 +73,23 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
             f"{need.read_tokens} prompt tokens and {need.answer_tokens} of answer{again} are more than any "
             "worker can hold: shorten them, or raise cache_tokens in the server's configuration",
         )
-    judged = [(g, _too_late(need, g)) for g in sorted(able, key=_order)]
-    in_time = [g for g, late in judged if late is None]
+    rejections = [(g, _deadline_rejection(need, g)) for g in sorted(able, key=_group_rank)]
+    in_time = [g for g, rejection in rejections if rejection is None]
     if not in_time:
-        return min((late for _, late in judged if late is not None), key=_comes_back)
-    fitting.sort(key=lambda w: _preference(need, in_time[0], w))
+        return min((rejection for _, rejection in rejections if rejection is not None), key=_retry_after_s)
+    fitting.sort(key=lambda w: _worker_rank(need, in_time[0], w))
     names = tuple(g.name for g in in_time)
     return Admitted(names, tuple(w.name for w in fitting), predicted_ttft(need, in_time[0]))
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
-    """Seconds until the prompt is read, if it queues behind everything that waits now."""
+    """Seconds to read the prompt behind all that waits. None without a recent rate."""
     if group.rate <= 0:
         return None
     return (group.waiting_tokens + need.read_tokens) / group.rate
 
 
-def _too_late(need: Need, group: GroupStats) -> Rejected | None:
+def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
     ttft = predicted_ttft(need, group)
     if need.seconds_left is None or ttft is None or ttft <= need.seconds_left:
         return None
@@ -114,24 +107,19 @@ def _too_late(need: Need, group: GroupStats) -> Rejected | None:
     )
 
 
-def _comes_back(late: Rejected) -> float:
-    return math.inf if late.retry_after_s is None else late.retry_after_s
+def _retry_after_s(rejection: Rejected) -> float:
+    return math.inf if rejection.retry_after_s is None else rejection.retry_after_s
 
 
-def _preference(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bool, float, int, str]:
-    """Who has room now comes first, then who has more of it, or is near."""
-    near = worker.node in group.nodes
+def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bool, float, int, str]:
+    """Enough free pages first, then the most, or on the group's node."""
     full = need.pages(worker.page_tokens) > worker.pages_free
-    return full, -worker.pages_free - near * _NEAR * worker.pages_total, worker.running, worker.name
+    bonus = _SAME_NODE * worker.pages_total if worker.node in group.nodes else 0.0
+    return full, -worker.pages_free - bonus, worker.running, worker.name
 
 
-def _order(group: GroupStats) -> tuple[float, int, int, str]:
-    """Shortest wait first; a group that has no rate yet counts as reading one token a second."""
-    rate = group.tokens_per_second  # for an order an old one is better than none
+def _group_rank(group: GroupStats) -> tuple[float, int, int, str]:
+    """Shortest wait first. Without any rate a group reads one token a second."""
+    rate = group.tokens_per_second  # an old one will do
     wait = group.waiting_tokens / rate if rate > 0 else float(group.waiting_tokens)
     return wait, group.waiting_tokens, group.running + group.waiting, group.name
-
-
-def _page_tokens(workers: Sequence[DecodeStats]) -> int:
-    """Prefill groups use pages of the same size as decode workers."""
-    return workers[0].page_tokens

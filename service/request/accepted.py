@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import DeltafrontError
@@ -19,6 +20,7 @@ class Accepted:
     """State that edge and run share.
 
     Args:
+        conclude: counts and audits the request, the first time that it is called.
         events: None follows the last.
         task: the run; None for a request without a stream.
         outcome: None if it finished.
@@ -29,6 +31,7 @@ class Accepted:
     audit: Audit
     trace: Trace
     text: HeldText
+    conclude: Callable[[DeltafrontError | None], None]
     events: asyncio.Queue[RequestEvent | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
     outcome: DeltafrontError | None = None

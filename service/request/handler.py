@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import replace
 
 from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound, WorkerLost
-from ..fleet.sessions import NO_SESSION, worker_of
+from ..fleet.session_ids import NO_SESSION, worker_of
 from ..metrics import FINISHED
 from .accepted import Accepted
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
@@ -101,11 +101,23 @@ class RequestHandler:
         trace = self._resources.tracing.begin(rpc, headers, lambda: clock.elapsed)
         audit.trace_id = trace.trace_id
         outcome: DeltafrontError | None = Cancelled("the client went away")
+        concluded = False
+
+        def conclude(outcome: DeltafrontError | None) -> None:
+            nonlocal concluded
+            if not concluded:
+                concluded = True
+                name, seconds = outcome.code.value if outcome else FINISHED, clock.elapsed
+                self._resources.metrics.ended(rpc, name, seconds)
+                trace.conclude(audit.write(name, seconds), name, clock.intervals)
+
         try:
             caller = self._authenticate(headers)
             audit.token = caller.name
             with self.text_budget.hold(caller.owner, size) as text:
-                accepted = Accepted(caller=caller, clock=clock, audit=audit, trace=trace, text=text)
+                accepted = Accepted(
+                    caller=caller, clock=clock, audit=audit, trace=trace, text=text, conclude=conclude
+                )
                 self._accepted.add(accepted)
                 try:
                     yield accepted
@@ -119,9 +131,7 @@ class RequestHandler:
             outcome = _internal_error()
             raise outcome from None
         finally:
-            name, seconds = outcome.code.value if outcome else FINISHED, clock.elapsed
-            self._resources.metrics.ended(rpc, name, seconds)
-            trace.conclude(audit.write(name, seconds), name, clock.intervals)
+            conclude(outcome)
 
     def prefill(self, accepted: Accepted, request: PrefillRequest) -> AsyncGenerator[RequestEvent, None]:
         """Yield Progress …, PrefillFinished. Raises DeltafrontError, at once if the request is malformed."""
@@ -197,6 +207,7 @@ class RequestHandler:
             task.cancel()
             while not accepted.events.empty():
                 self._release_unsent(accepted.events.get_nowait(), accepted.owner)
+            accepted.conclude(accepted.outcome)  # who hears the end finds it counted
         if accepted.outcome is not None:
             raise accepted.outcome
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import DoorConfig
-from ..fleet.view import Fleet
+from ..fleet.fleet import Fleet
 from ..metrics import Metrics
 from ..tracing import Tracing
 from .callers import Callers

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deltafront.benchmarks.layout import HEADER, Layout, fit, row
-from deltafront.service.client.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
+from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.settings import Quantisation
 

@@ -38,10 +38,10 @@ class Counting(DeltafrontClient):
 
     log: Log
 
-    def _once(self, call: Any, request: Any, read: Any, deadline: float | None) -> Iterator[Any]:
+    def _stream_once(self, rpc: Any, request: Any, read: Any, deadline: float | None) -> Iterator[Any]:
         self.log.calls += 1
         try:
-            yield from super()._once(call, request, read, deadline)
+            yield from super()._stream_once(rpc, request, read, deadline)
         except ConnectionLost:
             self.log.lost += 1
             raise

@@ -17,7 +17,7 @@ import psutil
 import yaml
 
 from deltafront.service.client import DeltafrontClient, DeltafrontError, Progress
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 
 from ..service.inprocess import VOCABULARY, write_tokenizer
 from ..workers.tiny_model import make_tiny_model

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deltafront.service.client.server_process import LocalService, NotServing
+from deltafront.service.local.server_process import LocalService, NotServing
 
 from .conftest import Amount, Record, Switch
 from .running import MODEL, PATIENCE_S, configuration, merge, write_model

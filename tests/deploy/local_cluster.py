@@ -25,8 +25,10 @@ import pytest
 import yaml
 
 from deltafront.service import listening
-from deltafront.service.client.local_ray import agent_ports, environment, inner_ports, slow_start
 from deltafront.service.config import ServiceConfig
+from deltafront.service.local.local_ray import ray_environment
+from deltafront.service.local.ports import agent_ports, serve_ports
+from deltafront.service.local.ray_patches import slow_start
 
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
@@ -76,7 +78,7 @@ class LocalCluster:
         self._settings = settings
         self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))  # pytest's are too long for sockets
         self._environment = pytest.MonkeyPatch()
-        for name, value in (environment(settings, self._folder) | _BUSY).items():
+        for name, value in (ray_environment(settings, self._folder) | _BUSY).items():
             self._environment.setenv(name, value)
         listening.read_token()
         self._cluster = Cluster(shutdown_at_exit=True)
@@ -100,7 +102,7 @@ class LocalCluster:
             "RAY_SERVE_WORKER_PROXY_GRPC_PORT": door.grpc_port + number,  # the head keeps its own
             "RAY_SERVE_WORKER_PROXY_HTTP_PORT": door.http_port + number,
         }
-        variables = inner_ports(door.grpc_port + number) | {key: str(port) for key, port in ports.items()}
+        variables = serve_ports(door.grpc_port + number) | {key: str(port) for key, port in ports.items()}
         dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
         store = (
             {"external_addresses": [self._redis], "gcs_server_port": _CONTROL_STORE} if self._redis else {}
@@ -127,7 +129,7 @@ class LocalCluster:
 
     def drain(self, number: int, deadline_s: int = 600) -> subprocess.Popen[str]:
         """What the node's pod runs before it ends; it goes on until nothing is left there."""
-        command = [sys.executable, "-m", "deltafront.service.client.cli", "drain"]
+        command = [sys.executable, "-m", "deltafront.service.cli.main", "drain"]
         command += ["--deadline-s", str(deadline_s), "--node-id", self._nodes[number].node_id]
         environment = os.environ | {"RAY_ADDRESS": self._cluster.address}
         return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

@@ -19,7 +19,7 @@ from openai import OpenAI
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.config import parse
 from deltafront.service.errors import Unauthenticated
-from deltafront.service.fleet.sessions import worker_of
+from deltafront.service.fleet.session_ids import worker_of
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, model_directory
 
 from .local_cluster import LocalCluster

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 
 from ..service.pki import Authority
 from .manifests import OVERLAYS, ROOT, of_kind, ray_service, with_component

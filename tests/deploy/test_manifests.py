@@ -25,8 +25,8 @@ from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 from ray.scripts import scripts
 
 from deltafront.service import app
-from deltafront.service.client import cli
-from deltafront.service.client.local_ray import PROXY_PERIOD_S
+from deltafront.service.cli import main as cli
+from deltafront.service.local.local_ray import PROXY_PERIOD_S
 from deltafront.workers.model.directory import store
 
 from .local_cluster import LABEL

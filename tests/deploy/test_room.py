@@ -8,7 +8,7 @@ import pytest
 
 from deltafront.benchmarks import overlays
 from deltafront.benchmarks.overlays import quantity
-from deltafront.service.client.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
+from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
 from deltafront.service.config import ServiceConfig
 
 from .manifests import OVERLAYS, container, ray_service, settings, worker_groups

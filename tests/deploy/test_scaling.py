@@ -17,7 +17,7 @@ import pytest
 
 from deltafront.service.config import parse
 from deltafront.service.errors import NotFound
-from deltafront.service.fleet.sessions import worker_of
+from deltafront.service.fleet.session_ids import worker_of
 
 from ..chaos.checks import Log
 from ..chaos.references import references

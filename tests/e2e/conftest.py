@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
 from deltafront.dashboards.prometheus import RAY_EXPORTS
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
 from deltafront.workers.model.directory import store as model_store
 

@@ -18,7 +18,7 @@ from deltafront.benchmarks import DEMO_TEXT
 from deltafront.dashboards.build import DASHBOARDS
 from deltafront.dashboards.prometheus import RULES, Prometheus, QueryFailed, ray_address, substituted
 from deltafront.dashboards.traffic import Traffic
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 
 from ..service.test_metrics import promtool_says
 from .conftest import Table

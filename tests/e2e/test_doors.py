@@ -25,8 +25,8 @@ from deltafront.service.client import (
     Progress,
     Token,
 )
-from deltafront.service.client.local_ray import inner_ports
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.ports import serve_ports
+from deltafront.service.local.server_process import LocalService
 
 from .conftest import Haystack, Sizes, Table
 from .wire import PATIENCE_S, Wire, text
@@ -56,7 +56,7 @@ def doors(service: LocalService) -> list[int]:
 
 def at_doors(service: LocalService, column: str) -> dict[str, int]:
     """What HAProxy counts of each door that it knows of: `scur`, requests it has now; `hrsp_2xx`, answers."""
-    port = inner_ports(int(service.address.split(":")[1]))["RAY_SERVE_HAPROXY_STATS_PORT"]
+    port = serve_ports(int(service.address.split(":")[1]))["RAY_SERVE_HAPROXY_STATS_PORT"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats;csv", timeout=PATIENCE_S) as reply:
         rows = list(csv.DictReader(reply.read().decode().removeprefix("# ").splitlines()))
     of = [row for row in rows if row["pxname"] == "grpc-deltafront" and "SERVE_REPLICA" in row["svname"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 
 from ..service.inprocess import wait_until
 from ..strangers import listeners, uninvited

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 
 from ..collector import Collector, Sent
 from .conftest import Haystack, Sizes, Table

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Progress, Token
-from deltafront.service.client.server_process import LocalService
+from deltafront.service.local.server_process import LocalService
 
 from .conftest import Haystack, Sizes, Table
 from .wire import Wire

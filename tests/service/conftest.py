@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from deltafront.kernels.methods import load
-from deltafront.service.client import DeltafrontClient, losses
+from deltafront.service.client import DeltafrontClient, retries
 from deltafront.service.config import ServiceConfig
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.run import attempt
@@ -59,7 +59,7 @@ def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses before what died is tried again."""
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(losses, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Started once for its module: other modules start a Ray of their own."""
-    from deltafront.service.client.local_ray import running
+    from deltafront.service.local.local_ray import running
 
     folder = tmp_path_factory.mktemp("served")
     tokens = folder / "tokens"

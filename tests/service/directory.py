@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deltafront.service.fleet.links import Found
+from deltafront.service.fleet.directory import WorkerHandles
 from deltafront.workers.roles import DecodeWorker, Group
 
 
@@ -13,5 +13,5 @@ class LocalDirectory:
         self.groups = list(groups)
         self.workers = list(workers)
 
-    async def find(self) -> Found:
-        return Found({g.name: g for g in self.groups}, {w.name: w for w in self.workers})
+    async def find(self) -> WorkerHandles:
+        return WorkerHandles({g.name: g for g in self.groups}, {w.name: w for w in self.workers})

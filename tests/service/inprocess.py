@@ -22,7 +22,7 @@ from deltafront.service.door.grpc_door import FrontDoor
 from deltafront.service.door.registration import add_deltafront_to_server, add_health_to_server
 from deltafront.service.door.tls import Gate
 from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
-from deltafront.service.fleet.view import Fleet
+from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.answers import RequestEvent
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest
@@ -287,7 +287,7 @@ async def open_house(
         door_id=name,
         cancel_at_other_doors=cancel_at_other_doors,
         gate=gate,
-        traced=traced,
+        tracing=traced,
     )
     door = FrontDoor(handler)
     house = House(door, fleet, directory, metrics, "", loop, [], beside, config, gate)
@@ -303,5 +303,5 @@ async def open_house(
     add_health_to_server(servicer, server)
     house.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    await fleet.ready(HANG_S)
+    await fleet.wait_until_ready(HANG_S)
     return house, server

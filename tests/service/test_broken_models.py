@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deltafront.service.client.cli import app
+from deltafront.service.cli.main import app
 from deltafront.service.config import parse
 from deltafront.service.wiring import check_start
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from deltafront.service.client import losses
+from deltafront.service.client import retries
 from deltafront.service.request.run import attempt
 
 from ..chaos.fuzz import fuzz
@@ -72,7 +72,7 @@ def test_nothing_is_lost_when_anything_dies(
     houses: tuple[House, House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every seed is another mixture of clients, and of what dies when."""
-    for module in (losses, attempt):
+    for module in (retries, attempt):
         monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.01)
     service = Inside(houses)
     known, struck = references(service), set[Kind]()

@@ -14,7 +14,7 @@ import yaml
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
 from deltafront.service import wiring
-from deltafront.service.client.size import SHAPES
+from deltafront.service.cli.size import SHAPES
 from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model.directory.model_config import read_config

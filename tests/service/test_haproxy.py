@@ -198,8 +198,8 @@ def test_what_is_answered_below_the_door_is_in_its_form(
 
 def test_the_configuration_is_changed_once(tmp_path: Path) -> None:
     config = CONFIG.format(port=1, door=2)
-    once = haproxy_config.changed(config, tmp_path)
-    assert haproxy_config.changed(once, tmp_path) == once
+    once = haproxy_config.rewrite(config, tmp_path)
+    assert haproxy_config.rewrite(once, tmp_path) == once
     assert once.count("tune.bufsize") == 1 and "/nowhere" not in once
     kept = [line for line in config.splitlines() if not line.strip().startswith(("errorfile", "tune."))]
     assert [line for line in once.splitlines() if line in kept] == kept

@@ -223,5 +223,5 @@ def test_answered_ids_are_checked(house: House, client: DeltafrontClient, answer
         prompt=pb.Prompt(text="x"), sampling=pb.SamplingOptions(max_tokens=4), answered_ids=answered
     )
     with pytest.raises(InvalidArgument, match=says) as caught:
-        client._ask(lambda *given, **more: list(client._stub.Generate(*given, **more)), request)
+        client._call(lambda *given, **more: list(client._stub.Generate(*given, **more)), request)
     assert caught.value.field == "answered_ids"

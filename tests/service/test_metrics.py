@@ -177,7 +177,7 @@ def test_promtool_has_nothing_to_say_of_what_a_door_exports(house: House, client
         launch_bound=(0.5,),
     )
     house.metrics.prefilled(on_a_gpu, 1000)
-    house.metrics.workers.tell({"decode:x": WorkerState(usage=0.5, up=1)})
+    house.metrics.workers.update({"decode:x": WorkerState(usage=0.5, up=1)})
     house.metrics.workers.compiled("decode:x", (("warm_up", 40),))
     exported = house.metrics.expose()
     described = set(re.findall(rb"^# HELP deltafront_(\w+) \S", exported, re.MULTILINE))
@@ -221,7 +221,7 @@ def test_outcomes_begin_at_zero(tmp_path: Path) -> None:
 
 def test_every_series_names_the_model(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, "Llama 3.1 8B")
-    metrics.workers.tell({"decode:x": WorkerState(usage=0.5, up=1)})
+    metrics.workers.update({"decode:x": WorkerState(usage=0.5, up=1)})
     samples = [s for m in metrics.registry().collect() for s in m.samples]
     assert samples and {s.labels["model_name"] for s in samples} == {"Llama 3.1 8B"}
     assert b'model_name="Llama 3.1 8B"' in metrics.expose()

@@ -29,7 +29,7 @@ from deltafront.service.errors import (
     Unauthenticated,
 )
 from deltafront.service.exporter import Exporter
-from deltafront.service.fleet.sessions import worker_of
+from deltafront.service.fleet.session_ids import worker_of
 from deltafront.service.gauges import WorkerState
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.callers import Caller, Quota
@@ -281,7 +281,7 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     if child == 0:
         dying = Metrics(tmp_path)
         dying.replayed()
-        dying.workers.tell({"decode:x": WorkerState(0.75, running=3, waiting=2, sessions=1)})
+        dying.workers.update({"decode:x": WorkerState(0.75, running=3, waiting=2, sessions=1)})
         os._exit(0)
     os.waitpid(child, 0)
     metrics = Metrics(tmp_path)
@@ -289,8 +289,8 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     seen = samples(metrics)
     assert seen["deltafront_replays_total"] == 2
     assert 'deltafront_kv_cache_usage_ratio{worker="decode:x"}' not in seen
-    metrics.workers.tell({"decode:x": WorkerState(0.5, running=1, up=1)})
-    metrics.workers.tell({"decode:y": WorkerState(0.25, running=1, up=1)})
+    metrics.workers.update({"decode:x": WorkerState(0.5, running=1, up=1)})
+    metrics.workers.update({"decode:y": WorkerState(0.25, running=1, up=1)})
     seen = samples(metrics)
     assert seen['deltafront_num_requests_running{worker="decode:x"}'] == 0
     assert seen['deltafront_num_requests_running{worker="decode:y"}'] == 1
@@ -307,11 +307,11 @@ def test_two_doors_tell_of_a_worker_once(tmp_path: Path) -> None:
         "prefill:y": WorkerState(0.1, running=1),
     }
     metrics = Metrics(tmp_path)
-    metrics.workers.tell(states)
+    metrics.workers.update(states)
     told, kept = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        Metrics(tmp_path).workers.tell(states)
+        Metrics(tmp_path).workers.update(states)
         os.write(told[1], b".")
         os.read(kept[0], 1)
         os._exit(0)

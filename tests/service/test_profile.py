@@ -13,8 +13,9 @@ import yaml
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from deltafront.service.cli.main import app
+from deltafront.service.cli.serve import read_settings
 from deltafront.service.client import DeltafrontClient, PrefillFinished
-from deltafront.service.client.cli import _settings, app
 from deltafront.service.config import ConfigError, ServiceConfig, load, parse
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.wiring import check_start
@@ -266,6 +267,6 @@ def test_info_without_a_profile(make_house: Make) -> None:
 
 def test_another_model_leaves_the_files_profile_behind(model: Path, profile: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, prefill=with_options(density=0.2))
-    other = _settings(config, str(write_model(tmp_path / "other")), None)
+    other = read_settings(config, str(write_model(tmp_path / "other")), None)
     assert (other.model.profile, other.prefill.method_options) == (None, {})
     assert other.decode.delta_layers == ()

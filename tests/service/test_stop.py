@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deltafront.service import wiring
-from deltafront.service.fleet.view import Fleet
+from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt
 from deltafront.service.request.handler import RequestHandler

@@ -35,7 +35,7 @@ def cluster() -> Iterator[Any]:
     import ray
 
     from deltafront.service import listening
-    from deltafront.service.client.local_ray import slow_start
+    from deltafront.service.local.ray_patches import slow_start
 
     patch = pytest.MonkeyPatch()
     for name, value in (listening.token() | listening.loopback()).items():

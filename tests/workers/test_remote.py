@@ -17,7 +17,7 @@ import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
 
 from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
-from deltafront.service.fleet.dispatch import worker_error
+from deltafront.service.fleet.ray_directory import worker_error
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.messages.stages import HandoffFailed, RequestFailed
 from deltafront.workers.prefill.group.group import remote_stage

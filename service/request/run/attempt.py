@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from ....workers.messages.events import PrefillReport
 from ....workers.roles import Leased
 from ...errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
-from ...fleet.view import Fleet
+from ...fleet.fleet import Fleet
 from ..resources import Resources
 from ..timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
 
@@ -37,12 +37,12 @@ class Attempt:
 
     def add(self, worker: Leased) -> None:
         self._workers.append(worker)
-        self._fleet.hold(worker, self.request_id)
+        self._fleet.hold_lease(worker, self.request_id)
 
     def settle(self, worker: Leased) -> None:
         """The worker has ended the request."""
         self._workers.remove(worker)
-        self._fleet.drop(worker, self.request_id)
+        self._fleet.drop_lease(worker, self.request_id)
 
     def __enter__(self) -> Attempt:
         return self

@@ -19,8 +19,8 @@ from ...errors import (
     TooLong,
 )
 from ...fleet import admission
-from ...fleet.known import Charge
-from ...fleet.sessions import NO_SESSION
+from ...fleet.fleet_view import Charge
+from ...fleet.session_ids import NO_SESSION
 from ..resources import Resources
 from .attempt import BUSY_RETRY_S, Attempt
 from .plan import Plan
@@ -42,7 +42,7 @@ async def place(
 ) -> Placement:
     """Raises Overloaded, DeadlineExceeded or Unavailable."""
     fleet = resources.fleet
-    await fleet.ready(resources.settings.worker_wait_s)
+    await fleet.wait_until_ready(resources.settings.worker_wait_s)
     lap("worker_wait")
     admitted = await admit(resources, plan, reservation.deadline)
     groups = await _groups_with_room(resources, admitted.groups, plan)
@@ -56,7 +56,7 @@ async def admit(resources: Resources, plan: Plan, deadline: float | None) -> adm
     """Ask for the workers' state before refusing. Raises Overloaded, DeadlineExceeded or Unavailable."""
     decision = await _decide(resources, plan, deadline)
     if isinstance(decision, admission.Rejected):
-        await resources.fleet.ask()
+        await resources.fleet.poll_shared()
         decision = await _decide(resources, plan, deadline)
     if isinstance(decision, admission.Admitted):
         return decision
@@ -66,7 +66,7 @@ async def admit(resources: Resources, plan: Plan, deadline: float | None) -> adm
 
 
 async def _decide(resources: Resources, plan: Plan, deadline: float | None) -> admission.Decision:
-    view = await resources.fleet.ready(resources.settings.worker_wait_s)
+    view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
     left = None if deadline is None else deadline - time.time()
     need = admission.Need(plan.read_tokens, plan.answer_tokens, left, plan.recompute_tokens)
     return admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))

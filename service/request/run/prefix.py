@@ -16,8 +16,8 @@ from ....workers.messages.requests import ID_BYTES, GenerateJob, Reservation
 from ....workers.roles import DecodeWorker
 from ...config import DoorConfig
 from ...errors import WorkerError
-from ...fleet.known import staying
-from ...fleet.view import Fleet
+from ...fleet.fleet import Fleet
+from ...fleet.fleet_view import not_draining
 
 PAGE_BYTES = PAGE_TOKENS * ID_BYTES
 _MIN_TOKENS = 128
@@ -83,7 +83,7 @@ async def find_prefix(
     tokens = len(ids) // ID_BYTES
     if not settings.prefix_reuse or tokens <= _MIN_TOKENS:
         return None
-    names = [stats.name for stats in staying(tuple(fleet.view.workers.values()))]
+    names = [stats.name for stats in not_draining(tuple(fleet.view.workers.values()))]
     answers = await asyncio.gather(*(_ask(fleet, name, owner, chain) for name in names))
     hits = [
         replace(hit, tokens=usable)

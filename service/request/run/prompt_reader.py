@@ -16,7 +16,7 @@ from ....workers.messages.methods import resume_step
 from ....workers.messages.requests import PrefillJob, RefusalReason, Refused
 from ....workers.roles import Group
 from ...errors import WorkerError, WorkerFailed, WorkerLost
-from ...fleet.known import Charge
+from ...fleet.fleet_view import Charge
 from ..calls import Call
 from ..resources import Resources
 from .attempt import Attempt, Replays
@@ -71,7 +71,7 @@ class PromptReader:
                 report = await self._read_on_any(groups, progress)
             except WorkerError as error:
                 await self._resume(error)
-                await fleet.ready(settings.worker_wait_s)
+                await fleet.wait_until_ready(settings.worker_wait_s)
                 self._replays.lap("worker_wait")
                 groups = (await admit(self._resources, self._plan, self._job.deadline)).groups
                 self._charge(groups[0])

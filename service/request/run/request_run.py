@@ -33,7 +33,7 @@ from ....workers.messages.requests import (
 )
 from ....workers.roles import DecodeWorker
 from ...errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
-from ...fleet.sessions import NO_SESSION, worker_of
+from ...fleet.session_ids import NO_SESSION, worker_of
 from ..accepted import Accepted
 from ..callers import RequestUse
 from ..calls import Call, Prompt

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from deltafront.service.client import DeltafrontClient, DeltafrontError, InvalidArgument
-from deltafront.service.client.address import mistaken
+from deltafront.service.client.address import wrong_endpoint
 
 from ..inprocess import House
 from ..pki import Authority
@@ -93,7 +93,7 @@ def test_where_http_is_spoken_the_grpc_port_is_asked_for() -> None:
                 with pytest.raises(InvalidArgument, match=f"address: {address} does not speak gRPC: .* 9000"):
                     call()
         server.shutdown()
-    wrong = mistaken("x:1", "Received http2 header with status: 404")
+    wrong = wrong_endpoint("x:1", "Received http2 header with status: 404")
     assert wrong is not None and "x:1 answers HTTP, but not gRPC" in wrong.message
 
 

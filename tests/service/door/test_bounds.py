@@ -161,7 +161,7 @@ def ask(house: House) -> Any:
 def test_a_message_that_does_not_come_is_not_waited_for(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "_RECEIVE_S", 0.1)
+    monkeypatch.setattr(registration, "_RECEIVE_TIMEOUT_S", 0.1)
     with silent(house, 1) as (call,):
         code, details, ours = status(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive within" in details and ours
@@ -170,7 +170,7 @@ def test_a_message_that_does_not_come_is_not_waited_for(
 def test_no_more_messages_are_received_than_have_room(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "_WAIT_S", 0.2)
+    monkeypatch.setattr(registration, "_ROOM_TIMEOUT_S", 0.2)
     monkeypatch.setattr(registration, "_RECEIVING_BYTES", 0)
     house = make_house()
     with silent(house, 4):

@@ -13,7 +13,11 @@ from ray.serve._private.grpc_util import gRPCGenericServer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
-from deltafront.service.door.registration import Sent, add_deltafront_to_server, add_health_to_server
+from deltafront.service.door.registration import (
+    UndecodedMessage,
+    add_deltafront_to_server,
+    add_health_to_server,
+)
 from deltafront.service.door.status import OWN_STATUS
 
 from ..inprocess import HANG_S, House
@@ -161,7 +165,9 @@ class Noted:
 def test_a_message_takes_the_status_of_a_stream_along(house: House, call: str) -> None:
     async def heard(request: Any) -> list[tuple[int, grpc.StatusCode | None]]:
         context = Noted()
-        stream = getattr(house.door, call)(Sent(type(request), request.SerializeToString()), context)
+        stream = getattr(house.door, call)(
+            UndecodedMessage(type(request), request.SerializeToString()), context
+        )
         return [(message.ByteSize(), context.code) async for message in stream]
 
     kind = getattr(pb, f"{call}Request")

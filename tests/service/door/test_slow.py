@@ -57,7 +57,7 @@ def through_haproxy(tmp_path: Path) -> Way:
             port = free.getsockname()[1]
         config = tmp_path / "haproxy.cfg"
         config.write_text(CONFIG.format(port=port, door=address.removeprefix("http://")))
-        haproxy_config._change(config)
+        haproxy_config._rewrite_file(config)
         patience = f"timeout http-request {haproxy_config.RECEIVE_S}s"
         assert patience in config.read_text()
         config.write_text(config.read_text().replace(patience, "timeout http-request 1s"))

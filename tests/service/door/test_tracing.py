@@ -24,7 +24,7 @@ from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.config import ConfigError, parse
 from deltafront.service.tracing import Tracing
-from deltafront.service.wiring import traced
+from deltafront.service.wiring import make_tracing
 from deltafront.workers.tracing import CONSOLE, SpanSink, provider
 
 from ...collector import Collector
@@ -238,4 +238,4 @@ def test_where_spans_go_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     door = parse({**content, "door": {"tracing": "http://collector:4318/v1/traces"}}).door
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"door\.tracing: .*install deltafront\[otel\]"):
-        traced(door, "door0")
+        make_tracing(door, "door0")

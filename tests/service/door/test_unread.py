@@ -50,7 +50,7 @@ def ids(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_message_that_does_not_come_has_a_line(
     house: House, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "_RECEIVE_S", 0.1)
+    monkeypatch.setattr(registration, "_RECEIVE_TIMEOUT_S", 0.1)
     with silent(house, 1) as (call,):
         assert status(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     assert lines() == [("Generate", "deadline_exceeded", "")]
@@ -59,7 +59,7 @@ def test_a_message_that_does_not_come_has_a_line(
 def test_a_message_without_room_has_a_line(
     make_house: Callable[..., House], lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "_WAIT_S", 0.2)
+    monkeypatch.setattr(registration, "_ROOM_TIMEOUT_S", 0.2)
     monkeypatch.setattr(registration, "_RECEIVING_BYTES", 0)
     house = make_house()
     with silent(house, 5):

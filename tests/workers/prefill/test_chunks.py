@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from deltafront.service.client.size import SHAPES
+from deltafront.service.cli.size import SHAPES
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.prefill.group.chunks import even_chunks, plan_chunks, takes
 from deltafront.workers.prefill.stage.chunk_cost import ChunkCost, ModelWork, StageCost, StageWork

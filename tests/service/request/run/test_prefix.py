@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, losses
-from deltafront.service.fleet.sessions import worker_of
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, retries
+from deltafront.service.fleet.session_ids import worker_of
 from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run import attempt
 from deltafront.service.request.run.prefix import cut_chain, hash_chain, usable_prefix
@@ -21,7 +21,7 @@ from deltafront.workers.messages.events import LINK_BYTES
 from deltafront.workers.messages.methods import PAGE_TOKENS, method_spec
 from deltafront.workers.messages.requests import RefusalReason, Refused
 
-from ...fleet.test_view import changed
+from ...fleet.test_fleet import changed
 from ...inprocess import House, wait_until
 from ...test_faults import counter
 from ...test_requests import collect, expected, ids, nothing_left
@@ -223,7 +223,7 @@ def test_an_answer_goes_on_where_a_session_holds_its_whole_prompt(
 ) -> None:
     """704 tokens are whole pages: of them the last is read again, before what was answered."""
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(losses, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retries, "_FIRST_PAUSE_S", 0.01)
     prompt = "p" * (tokens - 1)
     *_, made = client.prefill(prompt)
     assert isinstance(made, PrefillFinished)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import transformers
 
-from deltafront.service.client.size import SHAPES
+from deltafront.service.cli.size import SHAPES
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.layer_shares import LayerShare, balanced
 from deltafront.workers.model.directory.model_config import ModelConfig, RopeConfig, read_config

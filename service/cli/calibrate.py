@@ -1,0 +1,316 @@
+"""`deltafront calibrate`: choose a model's Δ-layers and each head's thresholds.
+
+torch is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from ...kernels.methods import MethodError, MethodSpec, method_spec
+from ...workers.calibration import probes
+from ...workers.calibration.probes import ANSWER_WEIGHT, Document, Text
+from ...workers.messages.methods import PAGE_TOKENS
+from ...workers.model.calibrated.profile import (
+    DecodePages,
+    MethodLevels,
+    Profile,
+    ProfiledModel,
+    ProfiledText,
+    load_profile,
+)
+from ...workers.model.directory.digest import model_digest
+from ...workers.model.directory.json_files import ModelError
+from ...workers.model.directory.store import model_directory
+from ...workers.settings import DecodeConfig, Dtype, ModelSpec
+from ..wiring import shown_name
+from .terminal import err, fail, read_options, read_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from ...workers.calibration.delta_layers import Calibration
+    from ...workers.calibration.method_levels import Allocation
+    from ...workers.model.decoder.stack import LayerStack
+
+ANSWER_TOKENS = 128
+"""Room for each question with its answer."""
+PAGE_OPTIONS = (
+    "layers", "dense_layers", "budget", "serving_budget", "recency", "full_layer", "tokens", "json",
+)  # fmt: skip
+
+DenseLayers = Annotated[
+    int | None, typer.Option(help="Search with --questions: layers that read all pages, instead of --layers.")
+]
+ServingBudget = Annotated[int | None, typer.Option(help="page_budget in the profile (the budget).")]
+Tokens = Annotated[int | None, typer.Option(help="Of each text, for Δ-layers (four times the budget).")]
+Questions = Annotated[int, typer.Option(help="Facts hidden in each text and asked for; 0: prose alone.")]
+AllocationName = Annotated[
+    str, typer.Option(help="Of levels' tiles to heads: marginal, or threshold as in XAttention's paper.")
+]
+AnswerWeight = Annotated[
+    float, typer.Option(min=0, help="What answers count beside the text's tail, for levels.")
+]
+Add = Annotated[
+    bool, typer.Option("--add", help="Keep what --profile has; only make these levels, no Δ-layers.")
+]
+
+
+def calibrate_command(
+    context: typer.Context,
+    *,
+    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id or embedded name.")],
+    text: Annotated[list[str], typer.Option(help="A text of real prose; give it once for each.")],
+    adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
+    layers: Annotated[int, typer.Option(help="How many Δ-layers.")] = 5,
+    dense_layers: DenseLayers = None,
+    budget: Annotated[int, typer.Option(help="K: pages that a sparse layer attends to.")] = 64,
+    serving_budget: ServingBudget = None,
+    recency: Annotated[int, typer.Option(help="L: last pages that are always among them.")] = 8,
+    full_layer: Annotated[list[int], typer.Option(help="Dense, unscored layers.")] = [0, 1],  # noqa: B006
+    tokens: Tokens = None,
+    questions: Questions = 0,
+    density: Annotated[list[float], typer.Option(help="A level for prefill; give it once for each.")] = [],  # noqa: B006
+    length: Annotated[list[int], typer.Option(help="Tokens of prompts that levels are for.")] = [],  # noqa: B006
+    method: Annotated[str, typer.Option(help="Whose levels: a method that ranks tiles by a score.")] = "dpxa",
+    option: Annotated[list[str], typer.Option(help="NAME=NUMBER of the method.")] = [],  # noqa: B006
+    allocation: AllocationName = "marginal",
+    answers: AnswerWeight = ANSWER_WEIGHT,
+    add: Add = False,
+    rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
+    positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    profile: Annotated[Path | None, typer.Option(help="Write a profile here (model.profile).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
+) -> None:
+    """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
+    _check_options(context, profile)
+    pages: dict[str, Any] = {"budget": budget, "recency": recency, "full_layers": full_layer}
+    try:
+        path, old = str(model_directory(model)), str(profile) if add else None
+        rope: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
+        spec = ModelSpec(path=path, adapter=adapter, dtype=cast(Dtype, dtype), profile=old, **rope)
+        new = load_profile(spec)
+        attention = method_spec(method, read_options(option))
+        documents = _Documents(_tokenizer(Path(path)), {file: read_text(file) for file in text}, questions)
+        texts = [] if add else documents.for_pages(budget, tokens)
+        by_length = {tokens: documents.of_length(tokens) for tokens in sorted(set(length))}
+        levels = _Levels(attention, density, by_length, cast("Allocation", allocation), answers)
+        levels.check()
+        stack = _load(spec, device, length, [] if add else full_layer)
+        calibration = None if add else _choose_delta_layers(stack, texts, pages, layers, dense_layers)
+        profiled = documents.profiled(max([*length, 0 if calibration is None else calibration.tokens[0]]))
+        if calibration is not None:
+            name = shown_name(ModelSpec(path=model, adapter=adapter))
+            described = ProfiledModel(name=name, digest=model_digest(spec))
+            decode = _decode_pages(calibration, pages, serving_budget)
+            new = Profile(
+                format=1, model=described, texts=profiled, prefill=(), decode=decode, figures=levels.figures
+            )
+        if density and new is not None:
+            new = new.plus(levels.make(stack, new), profiled)
+        if profile is not None and new is not None:
+            new.write(profile)
+    except (ModelError, MethodError, ValueError) as error:
+        fail(str(error))
+    if calibration is not None:
+        _show(calibration, pages, json)
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """The levels to make. Without densities there are none."""
+
+    method: MethodSpec
+    densities: list[float]
+    documents: Mapping[int, Sequence[Document]]
+    allocation: Allocation
+    answer_weight: float
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"allocation": self.allocation} if self.densities else {}
+
+    def check(self) -> None:
+        from ...workers.calibration.method_levels import require_thresholds
+
+        if self.densities:
+            require_thresholds(self.method)
+
+    def make(self, stack: LayerStack, profile: Profile) -> MethodLevels:
+        from ...workers.calibration.method_levels import method_levels
+
+        return method_levels(
+            stack,
+            self.documents,
+            self.method,
+            self.densities,
+            tell=_tell,
+            allocation=self.allocation,
+            answer_weight=self.answer_weight,
+            profile=profile,
+        )
+
+
+def _load(spec: ModelSpec, device: str, lengths: list[int], full_layers: list[int]) -> LayerStack:
+    from ...workers.model.decoder.load import load_model
+
+    stack = load_model(spec, device)
+    if lengths and max(lengths) > stack.config.positions:
+        raise ValueError(f"--length {max(lengths)}: the model has {stack.config.positions} positions")
+    for problem in DecodeConfig(full_layers=tuple(full_layers)).layer_problems(stack.config.layers):
+        raise ValueError(problem)
+    return stack
+
+
+def _decode_pages(calibration: Calibration, pages: dict[str, Any], serving_budget: int | None) -> DecodePages:
+    budget, recency = serving_budget or pages["budget"], pages["recency"]
+    values = {"page_budget": budget, "recency": recency, "full_layers": pages["full_layers"]}
+    return DecodePages.model_validate({"delta_layers": calibration.delta_layers, **values})
+
+
+def _check_options(context: typer.Context, profile: Path | None) -> None:
+    given = context.params
+    density, length = given["density"], given["length"]
+    if profile is not None and not profile.parent.is_dir():
+        fail(f"--profile {profile}: there is no directory {profile.parent}")
+    if profile is not None and (profile.is_dir() or not os.access(profile.parent, os.W_OK)):
+        fail(f"--profile {profile}: no file can be written there")
+    if density and (profile is None or not length):
+        fail("--density needs --length and --profile: levels are kept in a profile")
+    if length and not density:
+        fail("--length needs --density: it is of the prompts that levels are for")
+    for problem in _out_of_bounds(density, length, given["serving_budget"], given["recency"]):
+        fail(problem)
+    if (allocation := given["allocation"]) not in ("marginal", "threshold"):
+        fail(f"--allocation {allocation}: must be marginal or threshold")
+    if not given["add"]:
+        return
+    if not density:
+        fail("--add needs --density: it adds levels to what --profile has")
+    for name in (*PAGE_OPTIONS, "allocation"):  # the old profile's figures name its allocation
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            fail(f"--add makes levels and nothing else: leave out --{name.replace('_', '-')}")
+
+
+def _out_of_bounds(
+    densities: list[float], lengths: list[int], serving_budget: int | None, recency: int
+) -> Iterator[str]:
+    for density in densities:
+        if not 0 < density <= 1:
+            yield f"--density {density:g}: must be above 0 and at most 1"
+    if lengths and min(lengths) < 1:
+        yield f"--length {min(lengths)}: must be at least 1"
+    if serving_budget is not None and serving_budget < recency:
+        yield f"--serving-budget {serving_budget}: must be at least --recency, {recency}"
+
+
+def _show(calibration: Calibration, pages: dict[str, Any], as_json: bool) -> None:
+    if not as_json:
+        print(f"delta_layers: {list(calibration.delta_layers)}")
+        return
+    values = {
+        "page_budget": pages["budget"],
+        "recency": pages["recency"],
+        "full_layers": pages["full_layers"],
+    }
+    figures = {
+        "tokens": calibration.tokens,
+        "losses": calibration.losses,
+        "divergence": calibration.divergence,
+    }
+    print(json_format.dumps({"delta_layers": calibration.delta_layers, **values, **figures}))
+
+
+def _choose_delta_layers(
+    stack: LayerStack,
+    texts: list[Document],
+    pages: dict[str, Any],
+    layers: int,
+    dense_layers: int | None,
+) -> Calibration:
+    from ...workers.calibration.delta_layer_search import refine
+    from ...workers.calibration.delta_layers import calibrate
+
+    _tell(f"Reading {len(texts)} texts of up to {max(len(text.ids) for text in texts)} tokens")
+    if dense_layers is None:
+        return calibrate(stack, texts, layers, **pages)
+    first = calibrate(stack, texts, 1, **pages)  # the search finds out how many
+    return refine(stack, texts, first, dense_layers, **pages, tell=err.print)
+
+
+def _tell(progress: str) -> None:
+    err.print(f"{progress} …")
+
+
+class _Documents:
+    """Pieces of the texts, with hidden facts if questions are asked."""
+
+    def __init__(self, tokenizer: Tokenizer, contents: dict[str, str], questions: int) -> None:
+        def encode_all(texts: Sequence[str]) -> list[list[int]]:
+            return [done.ids for done in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+        self._tokenizer = tokenizer
+        self._contents = contents
+        self._texts = {file: Text(content, encode_all) for file, content in contents.items()}
+        self._questions = questions
+
+    def for_pages(self, budget: int, tokens: int | None) -> list[Document]:
+        """Make documents of the texts, to choose Δ-layers by. Raises ValueError if one is too short.
+
+        With questions there are three more: facts alone, where all pages look alike; several values for one
+        key; and chains of variables.
+
+        Args:
+            budget: In pages.
+            tokens: A document's; by default four times the budget.
+        """
+        from ...workers.calibration.delta_layers import shortest_text
+
+        most = tokens or 4 * budget * PAGE_TOKENS
+        if not self._questions:
+            least = shortest_text(budget)
+            return [Document(self._encode(file, most, least), []) for file in self._contents]
+        first = next(iter(self._texts.values()))
+        room = most - self._questions * ANSWER_TOKENS
+        few = -(-self._questions // probes.VALUES)
+        more = [(probes.haystack, self._questions), (probes.values, few), (probes.chains, few)]
+        return [*self.of_length(most), *(kind(random.Random(0), room, count, first) for kind, count in more)]
+
+    def of_length(self, tokens: int) -> list[Document]:
+        """Make a document of each text. With its questions it has about this many tokens."""
+        room = tokens - self._questions * ANSWER_TOKENS
+        return [
+            probes.needles(random.Random(number), room, self._questions, text)
+            for number, text in enumerate(self._texts.values())
+        ]
+
+    def profiled(self, tokens: int) -> tuple[ProfiledText, ...]:
+        """Describe the texts for a profile. tokens: the most that was read of each."""
+        return tuple(ProfiledText.of(content, tokens) for content in self._contents.values())
+
+    def _encode(self, file: str, most: int, least: int) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(self._contents[file]).ids[:most]
+        if len(ids) < least:
+            raise ValueError(f"{file}: {len(ids)} tokens are too few for this budget, which takes {least}")
+        return ids
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exceptions
+        raise ModelError(f"{path} cannot be used as a tokenizer: {error}") from None

@@ -1,0 +1,154 @@
+"""`deltafront drain`: take this pod's Ray node out of service, as a preStop hook.
+
+Kubernetes tells only the pod that it will end. Serve replaces replicas, and lets them finish, if Ray is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from .terminal import err, fail
+
+_PERIOD_S = 1.0
+_TIMEOUT_S = 30.0
+"""A head that takes longer is gone, as when the whole cluster ends."""
+
+
+class DrainError(Exception):
+    """The message is one line."""
+
+
+def drain_command(
+    deadline_s: Annotated[
+        int, typer.Option(min=1, help="Seconds until the node goes; what runs there has ended by then.")
+    ],
+    node_id: Annotated[
+        str, typer.Option(help="Which node, where several run on this machine.", show_default=False)
+    ] = "",
+) -> None:
+    """Have Ray move what runs on this node, and wait until nothing is left (a pod's preStop)."""
+    try:
+        local = {node_id} if node_id else _local_nodes()
+        left = drain_node(RayHead(), local, deadline_s, _say)
+    except DrainError as error:
+        fail(str(error))
+    if left:
+        fail(f"not drained after {deadline_s} s: {_count_by_class(left)}")
+    _say("Drained: nothing runs here any more.")
+
+
+def drain_node(
+    head: RayHead,
+    local: set[str],
+    deadline_s: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Sequence[str]:
+    """Drain the one node of `local` that Ray knows. Returns the classes of the actors left after deadline_s.
+
+    Raises:
+        DrainError: There is no such node, or several, or Ray refuses or does not answer.
+    """
+    node, deadline, waiting_for = _find_node(head, local), clock() + deadline_s, ""
+    if refusal := head.drain(node, deadline_s):
+        raise DrainError(f"Ray refuses to drain node {node}: {refusal}")
+    while left := head.actors(node):
+        if waiting_for != (waiting_for := _count_by_class(left)):
+            say(f"Draining node {node}, waiting for {waiting_for}")
+        if clock() >= deadline:
+            break
+        sleep(_PERIOD_S)
+    return left
+
+
+def _find_node(head: RayHead, local: set[str]) -> str:
+    is_head = head.nodes()
+    known = sorted(local & is_head.keys())
+    if not known:
+        raise DrainError(f"none of Ray's nodes is here: {', '.join(sorted(local)) or 'no raylet runs'}")
+    if len(known) > 1:
+        raise DrainError(f"several of Ray's nodes are here, name one with --node-id: {', '.join(known)}")
+    if is_head[known[0]]:
+        raise DrainError("this is the node of Ray's head, which nothing can take the place of")
+    return known[0]
+
+
+def _count_by_class(actors: Sequence[str]) -> str:
+    return ", ".join(f"{count} × {name}" for name, count in sorted(Counter(actors).items()))
+
+
+def _say(line: str) -> None:
+    err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _local_nodes() -> set[str]:
+    from ray._private.services import find_node_ids
+
+    return set(find_node_ids())
+
+
+class RayHead:
+    """The head of this machine's Ray cluster, asked as `ray drain-node` does. Nodes are ids in hex.
+
+    Methods raise DrainError if there is none, or it does not answer.
+    """
+
+    def __init__(self) -> None:
+        from ray._private.services import canonicalize_bootstrap_address_or_die
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+        try:
+            address = canonicalize_bootstrap_address_or_die("auto")
+        except (ConnectionError, ValueError) as error:
+            raise DrainError(f"no Ray runs here: {error}") from None
+        with _drain_errors(address):
+            self._client = GcsClient(address=address)
+        self._address = address
+
+    def nodes(self) -> dict[str, bool]:
+        """Living nodes, and whether each is the head's."""
+        from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+        with _drain_errors(self._address):
+            nodes = self._client.get_all_node_info(timeout=_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
+        return {node.node_id.hex(): node.is_head_node for node in nodes.values()}
+
+    def drain(self, node: str, deadline_s: float) -> str | None:
+        """Returns a reason if Ray refuses."""
+        from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+
+        deadline_ms = int((time.time() + deadline_s) * 1000)
+        with _drain_errors(self._address):
+            accepted, reason = self._client.drain_node(
+                node, DRAIN_NODE_REASON_PREEMPTION, "it is taken away", deadline_ms, timeout=_TIMEOUT_S
+            )
+        return None if accepted else reason or "it does not say why"
+
+    def actors(self, node: str) -> list[str]:
+        """Classes of living actors."""
+
+        async def living() -> Any:
+            return await self._client.async_get_all_actor_info(actor_state_name="ALIVE", timeout=_TIMEOUT_S)
+
+        with _drain_errors(self._address):
+            actors = asyncio.run(living())
+        return [actor.class_name for actor in actors.values() if actor.address.node_id.hex() == node]
+
+
+@contextmanager
+def _drain_errors(address: str) -> Iterator[None]:
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except (RayError, TimeoutError) as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DrainError(f"Ray's head at {address} does not answer: {line}") from None

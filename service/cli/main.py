@@ -1,0 +1,197 @@
+"""`deltafront` and its commands.
+
+Only answers go to standard output. An error is one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ... import __version__
+from ..client import DeltafrontClient, PrefillFinished, Progress
+from ..request.answers import GenerateFinished
+from . import terminal
+from .calibrate import calibrate_command
+from .chat import chat_command
+from .drain import drain_command
+from .picture import picture_command
+from .serve import serve_command
+from .size import size_command
+from .terminal import ADDRESS, Address, Bearer, Chat, Keep, Method, Options, Recompute, Salt, Tls, err, fail
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is_help=True)
+
+File = Annotated[str, typer.Argument(help="Text file, or - for standard input.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds until the server gives up.")]
+ShowTimings = Annotated[bool, typer.Option("--timings", help="Show where the time to first token went.")]
+SpecialTokens = Annotated[
+    str, typer.Option(help="What control tokens spelled in raw text are: text, or parse for these tokens.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"deltafront {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def deltafront(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A distributed long-context prefill service."""
+
+
+app.command("serve")(serve_command)
+
+
+@app.command()
+def prefill(
+    *,
+    file: File,
+    address: Address = ADDRESS,
+    token: Bearer = "",
+    tls: Tls = False,
+    chat: Chat = None,
+    method: Method = "",
+    option: Options = [],  # noqa: B006  typer copies it
+    keep: Annotated[float | None, typer.Option(help="Seconds to keep the session.")] = None,
+    special_tokens: SpecialTokens = "text",
+    cache_salt: Salt = "",
+    timeout: Timeout = None,
+    timings: ShowTimings = False,
+    json: Json = False,
+) -> None:
+    """Read a document and keep it; prints the session's id."""
+    text = terminal.read_text(file)
+    with terminal.connect(address, token, tls) as client, terminal.progress_bar(err) as bar:
+        result: PrefillFinished | None = None
+        for event in client.prefill(
+            _prompt(text, _uses_messages(client, chat)),
+            method=method,
+            options=terminal.read_options(option),
+            session_ttl_s=keep,
+            timeout_s=timeout,
+            special_tokens=special_tokens,
+            cache_salt=cache_salt,
+        ):
+            if isinstance(event, Progress):
+                bar.show(event)
+            else:
+                result = event
+        if result is None:
+            fail("the stream ended without a result")
+    print(terminal.as_json(result) if json else result.session.session_id)
+    if timings:
+        terminal.show_timings(err, result.timings)
+    if timings or result.usage.cached_tokens:
+        err.print(terminal.describe_usage(result.usage, asked_session=False), highlight=False)
+
+
+@app.command()
+def generate(
+    *,
+    file: Annotated[str | None, typer.Argument(help="Text file, or - for standard input.")] = None,
+    question: Annotated[str, typer.Option("--question", "-q", help="Follows the document.")] = "",
+    session: Annotated[str | None, typer.Option("--session", "-s", help="Ask a session instead.")] = None,
+    address: Address = ADDRESS,
+    token: Bearer = "",
+    tls: Tls = False,
+    chat: Chat = None,
+    method: Method = "",
+    option: Options = [],  # noqa: B006
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option()] = 0,
+    stop: Annotated[list[str], typer.Option(help="The answer ends before it.")] = [],  # noqa: B006
+    page_selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",
+    recompute: Recompute = None,
+    keep: Keep = None,
+    special_tokens: SpecialTokens = "text",
+    cache_salt: Salt = "",
+    timeout: Timeout = None,
+    timings: ShowTimings = False,
+    json: Json = False,
+) -> None:
+    """Answer a document, or a question about a session."""
+    if (file is None) == (session is None):
+        fail("give either FILE or --session")
+    if session is not None and not question:
+        fail("a session needs a --question")
+    document = None if file is None else terminal.read_text(file)
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    request: dict[str, Any] = sampling | {"seed": seed, "stop": stop, "session_id": session}
+    request |= {"method": method, "options": terminal.read_options(option), "page_selection": page_selection}
+    request |= {"recompute_blocks": recompute, "session_ttl_s": keep, "special_tokens": special_tokens}
+    request |= {"timeout_s": timeout, "cache_salt": cache_salt}
+    with terminal.connect(address, token, tls) as client:
+        messages = _uses_messages(client, chat)
+        request["prompt"] = None if document is None else _prompt(document, messages)
+        request["append"] = _prompt(question, messages) if question else None
+        text, finish = terminal.stream_answer(client, request, quiet=json)
+    if json:
+        print(terminal.as_json(dataclasses.replace(finish, text=text)))
+    else:
+        _show_finish(finish, asked_session=session is not None, timings=timings)
+
+
+def _show_finish(finish: GenerateFinished, *, asked_session: bool, timings: bool) -> None:
+    if finish.session is not None:
+        err.print(f"session {finish.session.session_id} holds {finish.session.tokens} tokens")
+    if timings:
+        terminal.show_timings(err, finish.timings)
+    if timings or (not asked_session and finish.usage.cached_tokens):
+        again = f"; {finish.recomputed_tokens} computed again" if finish.recomputed_tokens else ""
+        err.print(terminal.describe_usage(finish.usage, asked_session) + again, highlight=False)
+
+
+@sessions.command()
+def release(session_id: str, address: Address = ADDRESS, token: Bearer = "", tls: Tls = False) -> None:
+    """Free a session's pages now."""
+    with terminal.connect(address, token, tls) as client:
+        client.release(session_id)
+
+
+@app.command()
+def info(address: Address = ADDRESS, token: Bearer = "", tls: Tls = False, json: Json = False) -> None:
+    """The model, its limits, methods and capacity."""
+    with terminal.connect(address, token, tls) as client:
+        server = client.info()
+    if json:
+        print(terminal.as_json(server))
+    else:
+        terminal.show_info(Console(), server)
+
+
+def _uses_messages(client: DeltafrontClient, chat: bool | None) -> bool:
+    return client.info().chat_template if chat is None else chat
+
+
+def _prompt(text: str, messages: bool) -> Any:
+    return [{"role": "user", "content": text}] if messages else text
+
+
+app.add_typer(sessions, name="sessions")
+app.command("calibrate")(calibrate_command)
+app.command("chat")(chat_command)
+app.command("drain")(drain_command)
+app.command("picture")(picture_command)
+app.command("size")(size_command)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

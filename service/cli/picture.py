@@ -1,0 +1,92 @@
+"""`deltafront picture`: which tiles a prompt reads, and where its time to first token went.
+
+The prompt is read here, with the configuration's model and chunks. Unlike a server it reads the last layer
+whole. torch is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ...workers.messages.events import Progress
+from ...workers.messages.methods import MethodError, MethodSpec
+from ...workers.model.directory.json_files import ModelError
+from ..config import ConfigError, ServiceConfig, load
+from ..request.answers import Timings
+from ..request.text.tokenizer import TextTokenizer
+from ..wiring import local_model
+from . import terminal
+from .terminal import ADDRESS, Address, Bearer, Method, Options, Tls, err
+
+if TYPE_CHECKING:
+    from ...workers.calibration.tiles import TilesRead
+
+
+def picture_command(
+    *,
+    file: Annotated[str, typer.Argument(help="Text file, or - for standard input.")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="YAML; its model and chunks are used.")],
+    png: Annotated[Path | None, typer.Option(help="Write a PNG instead of drawing here.")] = None,
+    method: Method = "",
+    option: Options = [],  # noqa: B006
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of the file, at most.")] = None,
+    ask: Annotated[bool, typer.Option("--ask", help="Ask a server, too, and draw its TTFT.")] = False,
+    address: Address = ADDRESS,
+    token: Bearer = "",
+    tls: Tls = False,
+) -> None:
+    """Draw which tiles of attention a prompt reads and, with --ask, where its time to first token went."""
+    options = terminal.read_options(option)
+    text = terminal.read_text(file)
+    try:
+        settings = local_model(load(config))
+        spec = settings.prefill.method(method or settings.door.default_method, options)
+        ids = _ids(settings, text)[:tokens]
+        timings = None
+        if ask:
+            request = {"prompt": ids, "method": spec.name, "options": options, "max_tokens": 1}
+            with terminal.connect(address, token, tls) as client:
+                timings = terminal.stream_answer(client, request, quiet=True)[1].timings
+        tiles = _read(settings, ids, spec)
+    except (ConfigError, ModelError, MethodError, ValueError) as error:
+        terminal.fail(str(error))
+    _show(tiles, spec.name, timings, png)
+
+
+def _ids(settings: ServiceConfig, text: str) -> list[int]:
+    packed = TextTokenizer.load(Path(settings.model.path)).encode(text, add_bos=True)
+    return [int.from_bytes(packed[place : place + 4], "little") for place in range(0, len(packed), 4)]
+
+
+def _read(settings: ServiceConfig, ids: list[int], spec: MethodSpec) -> TilesRead:
+    from ...workers.calibration.tiles import tiles_read
+
+    with terminal.progress_bar(err) as bar:
+        return tiles_read(
+            settings.model,
+            ids,
+            spec,
+            settings.prefill.chunk_tokens,
+            device=settings.prefill.device,
+            progress=lambda done: bar.show(Progress(tokens_done=done, tokens_total=len(ids))),
+        )
+
+
+def _show(tiles: TilesRead, method: str, timings: Timings | None, png: Path | None) -> None:
+    from . import drawing
+
+    title = f"{method}: {float(tiles.density_LH.mean()):.1%} of the tiles of {tiles.tokens} tokens"
+    if png is None:
+        drawing.to_terminal(Console(), tiles, title)
+        if timings is not None:
+            terminal.show_timings(Console(), timings)
+        return
+    try:
+        drawing.to_image(tiles, title, timings).save(png, "PNG")
+    except OSError as error:
+        terminal.fail(f"{png} cannot be written: {error.strerror}")
+    print(png)

@@ -1,0 +1,106 @@
+"""`deltafront serve`: the service on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from ...workers.model.directory.json_files import ModelError
+from ...workers.settings import ModelSpec
+from ..config import ConfigError, ServiceConfig, load, parse
+from ..local.log_file import default_log, output_to
+from ..local.start_errors import StartError
+from ..wiring import local_model
+from .terminal import err, fail
+
+
+def serve_command(
+    *,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; see deploy/config.")] = None,
+    model: Annotated[str | None, typer.Option(help="Directory, .gguf file, hub id or embedded name.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
+    port: Annotated[int | None, typer.Option(help="Of OpenAI's API, in place of door.http_port.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="In place of door.grpc_port.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="In place of door.metrics_port.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Where Ray, Serve and HAProxy write to; replaced by each start.")
+    ] = None,
+) -> None:
+    """Start Ray and the service on this machine; Ctrl-C stops both."""
+    try:
+        ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": metrics_port}
+        settings = local_model(with_ports(read_settings(config, model, adapter), ports))
+        signal.signal(signal.SIGTERM, _interrupt)
+        _serve(settings, log or default_log(settings.door.grpc_port))
+    except KeyboardInterrupt:
+        err.print("Stopped.")
+    except (ConfigError, ModelError, FileNotFoundError) as error:
+        fail(str(error))
+
+
+def read_settings(config: Path | None, model: str | None, adapter: str | None) -> ServiceConfig:
+    if config is None:
+        if model is None:
+            raise ConfigError("give --config FILE or --model NAME (deploy/config/demo.yaml is an example)")
+        content = {"model": {"path": model, "adapter": adapter}, "decode": {"page_selection": "full"}}
+        return parse(content, "--model")
+    if model is None and adapter is not None:
+        raise ConfigError("--adapter: goes with --model; of the file's model it is model.adapter")
+    settings = load(config)
+    return settings if model is None else _with_other_model(settings, model, adapter)
+
+
+def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) -> ServiceConfig:
+    """Leave out what belongs to the file's model."""
+    old = settings.model
+    spec = ModelSpec(path=model, adapter=adapter, dtype=old.dtype, quantisation=old.quantisation)
+    decode = dataclasses.replace(settings.decode, page_selection="full", delta_layers=())
+    warm_up = tuple(dict.fromkeys(name for name, _ in settings.prefill.warmed_up))
+    prefill = dataclasses.replace(settings.prefill, method_options={}, warm_up=warm_up)
+    door = dataclasses.replace(settings.door, model_name="", display_name="")
+    changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
+    return settings.model_copy(update=changes)
+
+
+def with_ports(settings: ServiceConfig, ports: Mapping[str, int | None]) -> ServiceConfig:
+    """Replace ports by the door's keys. None keeps a port."""
+    given = {key: port for key, port in ports.items() if port is not None}
+    if not given:
+        return settings
+    content = settings.model_dump()
+    return parse({**content, "door": {**content["door"], **given}}, "serve")
+
+
+def _serve(settings: ServiceConfig, log: Path) -> None:
+    """Serve until KeyboardInterrupt. Fails if the service ends by itself."""
+    from ..listening import joined, reachable
+    from ..local.local_ray import prepare, running
+    from ..local.ports import describe_exposure
+
+    prepare(settings)  # a failed check must not replace the log of a running service
+    door = settings.door
+    host, metrics_host = reachable(door.host), reachable(door.metrics_at)
+    err.print(f"Starting Ray and Deltafront; their log is {log}", soft_wrap=True, highlight=False)
+    try:
+        with output_to(log) as console, running(settings) as processes:
+            say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
+            say(f"model     {door.model_name}")
+            say(f"gRPC      {joined(host, door.grpc_port)}")
+            say(f"OpenAI    http://{joined(host, door.http_port)}/v1")
+            say(f"metrics   http://{joined(metrics_host, door.metrics_port)}/metrics")
+            say(f"open      {describe_exposure(door)}")
+            say("Ready. Ctrl-C stops.")
+            failure = processes.wait_for_failure()
+    except StartError as error:
+        fail(f"the service did not start: {error}; {log} says more")
+    fail(f"{failure}, so the service has stopped: start it again; {log} says more")
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,261 @@
+"""`deltafront size`: GPUs and memory that a model takes at given context lengths.
+
+Weights and K/V are counted as workers allocate them. All else is a flat reserve per process.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from ...workers.model.directory.json_files import ModelError
+from ...workers.model.directory.model_config import ModelConfig, RopeConfig, read_config
+from ...workers.settings import Dtype, Quantisation
+from .terminal import fail
+
+GIB = 1 << 30
+DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+SCALE_BYTES = 4
+RESERVE_GIB = 8.0
+"""Per process on a GPU: the CUDA context and NCCL (1 GiB), an MLP's activations of 16,384 tokens (3 GiB for
+70B), tile selection (2.9 GiB at 524,288 tokens: docs/figures.md), CUDA graphs.
+"""
+
+
+def _llama(layers: int, hidden: int, intermediate: int, q_heads: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        q_heads=q_heads,
+        kv_heads=8,
+        head_dim=128,
+        vocab=128_256,
+        positions=131_072,
+        rms_eps=1e-5,
+        rope=RopeConfig(500_000.0),
+    )
+
+
+SHAPES: Mapping[str, ModelConfig] = {"8b": _llama(32, 4096, 14_336, 32), "70b": _llama(80, 8192, 28_672, 64)}
+"""Llama 3.1. A name may stand for a model directory."""
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The GPUs for contexts that are prefilled one at a time, and decoded `concurrency` at once.
+
+    Attributes:
+        tokens: Prompt and answer.
+        stages: None if no number fits.
+        stage_bytes, decode_bytes: Per GPU.
+        contexts_per_worker: 0 if a GPU cannot hold the weights and one context.
+    """
+
+    model: str
+    quantisation: Quantisation | None
+    tokens: int
+    concurrency: int
+    gpu_gib: float
+    weight_bytes: int
+    kv_token_bytes: int
+    pages: int
+    kv_bytes: int
+    stages: int | None
+    stage_bytes: int
+    contexts_per_worker: int
+    decode_bytes: int
+
+    @property
+    def decode_workers(self) -> int | None:
+        return -(-self.concurrency // self.contexts_per_worker) if self.contexts_per_worker else None
+
+    @property
+    def gpus(self) -> int | None:
+        """None if something does not fit."""
+        if self.stages is None or self.decode_workers is None:
+            return None
+        return self.stages + self.decode_workers
+
+
+def weight_bytes(
+    model: ModelConfig,
+    layers: int,
+    dtype: Dtype,
+    quantisation: Quantisation | None,
+    *,
+    mlps: int | None = None,
+    embedding: bool = True,
+    head: bool = True,
+) -> int:
+    """Count the weights of some layers' attention and of `mlps` MLPs, by default as many.
+
+    Only the layers' matrices are quantised.
+    """
+    mlps = layers if mlps is None else mlps
+    size = DTYPE_BYTES[dtype]
+    plain = model.weights(layers, mlps, embedding=embedding, head=head) * size
+    if quantisation is None:
+        return plain
+    matrices = layers * model.attention_matrices + mlps * model.mlp_matrices
+    channels = layers * ((model.q_heads + 2 * model.kv_heads) * model.head_dim + model.hidden)
+    channels += mlps * (2 * model.intermediate + model.hidden)
+    return plain - matrices * (size - 1) + channels * SCALE_BYTES
+
+
+def stage_bytes(
+    model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
+) -> int:
+    """Weights and K/V of the fullest prefill stage. Raises ModelError for more stages than layers."""
+    room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
+    sizes = []
+    for stage, share in enumerate(model.split(stages)):
+        ends = {"embedding": stage == 0, "head": stage == stages - 1}
+        layers, mlps = len(share.layers), len(share.mlps)
+        weights = weight_bytes(model, layers, dtype, quantisation, mlps=mlps, **ends)
+        sizes.append(weights + room * model.kv_values(layers))
+    return max(sizes)
+
+
+def decode_bytes(
+    model: ModelConfig, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
+) -> int:
+    return stage_bytes(model, 1, cache_tokens, dtype, quantisation)
+
+
+def sizing(
+    name: str,
+    model: ModelConfig,
+    tokens: int,
+    concurrency: int,
+    gpu_gib: float,
+    *,
+    dtype: Dtype = "bfloat16",
+    quantisation: Quantisation | None = None,
+    stages: int | None = None,
+    reserve_gib: float = RESERVE_GIB,
+) -> Sizing:
+    """Find the prefill stages and decode workers for contexts of `tokens` tokens.
+
+    Raises:
+        ModelError: There are more stages than layers.
+        ValueError: A number is not positive or finite, or the quantisation does not go with the dtype.
+    """
+    for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
+        if value <= 0:
+            raise ValueError(f"{key} = {value}: must be above 0")
+    if quantisation is not None and DTYPE_BYTES[dtype] != 2:
+        raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
+    bytes_left = (gpu_gib - reserve_gib) * GIB
+    if not math.isfinite(bytes_left):
+        raise ValueError(f"gpu_gib = {gpu_gib} and reserve_gib = {reserve_gib}: must be finite")
+    room = int(bytes_left)
+    kv_token_bytes = model.kv_values(model.layers) * DTYPE_BYTES[dtype]
+    weights = weight_bytes(model, model.layers, dtype, quantisation)
+    kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
+    contexts = min(max(room - weights, 0) // kv, concurrency)
+    tried = range(1, model.layers + 1) if stages is None else (stages,)
+    needs = {count: stage_bytes(model, count, tokens, dtype, quantisation) for count in tried}
+    fewest = next((count for count, need in needs.items() if need <= room), None)
+    return Sizing(
+        model=name,
+        quantisation=quantisation,
+        tokens=tokens,
+        concurrency=concurrency,
+        gpu_gib=gpu_gib,
+        weight_bytes=weights,
+        kv_token_bytes=kv_token_bytes,
+        pages=pages_for(tokens),
+        kv_bytes=kv,
+        stages=fewest,
+        stage_bytes=needs[fewest] if fewest else min(needs.values()),
+        contexts_per_worker=contexts,
+        decode_bytes=weights + max(contexts, 1) * kv,
+    )
+
+
+HEADER = (
+    "model", "context", "at once", "GPU GiB", "weights GiB", "K/V KiB a token", "pages", "K/V GiB",
+    "prefill", "decode", "GPUs",
+)  # fmt: skip
+
+
+def row(sized: Sizing) -> list[str]:
+    """The values under HEADER. Prefill is stages × GiB, decode is workers × GiB."""
+    workers, stage, decode = sized.decode_workers, sized.stage_bytes / GIB, sized.decode_bytes / GIB
+    return [
+        sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
+        f"{sized.tokens:,}",
+        str(sized.concurrency),
+        f"{sized.gpu_gib:g}",
+        f"{sized.weight_bytes / GIB:.1f}",
+        f"{sized.kv_token_bytes / 1024:g}",
+        f"{sized.pages:,}",
+        f"{sized.kv_bytes / GIB:.1f}",
+        f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
+        f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
+        "–" if sized.gpus is None else str(sized.gpus),
+    ]
+
+
+def size_command(
+    *,
+    models: Annotated[list[str] | None, typer.Argument(help="8b, 70b or model directories.")] = None,
+    tokens: Annotated[list[int], typer.Option(help="Prompt and answer of a context.")] = [131_072, 524_288],  # noqa: B006
+    concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
+    stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
+    quantisation: Annotated[
+        str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")
+    ] = None,
+    reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
+) -> None:
+    """How many GPUs, and what is in their memory, for a model at given context lengths."""
+    if dtype not in DTYPE_BYTES:
+        fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
+    if quantisation is not None and quantisation not in get_args(Quantisation):
+        fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
+    try:
+        sizings = [
+            sizing(name, _shape(name), length, concurrency, gpu_gib, dtype=cast(Dtype, dtype),
+                   quantisation=cast(Quantisation | None, quantisation), stages=stages,
+                   reserve_gib=reserve_gib)
+            for name in models or SHAPES
+            for length in tokens
+        ]  # fmt: skip
+    except (ModelError, ValueError) as error:
+        fail(str(error))
+    if json:
+        for sized in sizings:
+            derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
+            print(json_format.dumps(asdict(sized) | derived))
+    else:
+        show(sizings)
+
+
+def show(sizings: Sequence[Sizing]) -> None:
+    """Print columns, since rows would be too wide for a terminal."""
+    table = Table(show_header=False)
+    for name, *values in zip(HEADER, *map(row, sizings), strict=True):
+        table.add_row(name, *values)
+    Console().print(table)
+
+
+def _shape(name: str) -> ModelConfig:
+    if name in SHAPES:
+        return SHAPES[name]
+    if not Path(name).is_dir():
+        raise ModelError(f"no model {name!r}: give {', '.join(SHAPES)} or a directory with a config.json")
+    return read_config(name)

@@ -1,0 +1,283 @@
+"""The commands' input and output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from ...workers.messages.events import Progress, Token, Usage
+from .. import errors
+from ..client import DeltafrontClient
+from ..errors import DeltafrontError
+from ..request.answers import GenerateFinished, ProfileInfo, ServerInfo, Timings
+
+_SIGNIFICANT_S = 0.0005
+_STAGES_PER_TABLE = 5
+"""More do not fit into 80 columns."""
+
+# Options that several commands take.
+Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
+Bearer = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]
+Tls = Annotated[bool, typer.Option("--tls", help="The address speaks TLS.")]
+Method = Annotated[str, typer.Option(help="Attention method; see `deltafront info`.")]
+Options = Annotated[list[str], typer.Option("--option", help="NAME=VALUE, an option of the method.")]
+Salt = Annotated[
+    str, typer.Option("--cache-salt", help="Share what was read only with requests of the same salt.")
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="With the model's chat template (the default, if it has one), or the text as it stands.",
+        show_default=False,
+    ),
+]
+Keep = Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")]
+Recompute = Annotated[
+    int | None,
+    typer.Option(help="Blocks of 128 tokens that are read again with dense attention, for the question."),
+]
+ADDRESS = "127.0.0.1:9000"
+
+err = Console(stderr=True)
+
+
+@contextlib.contextmanager
+def connect(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
+    """Yield a client. Its errors end the command."""
+    try:
+        with DeltafrontClient(address, token or None, tls=tls) as client:
+            yield client
+    except DeltafrontError as error:
+        fail(with_advice(error, address))
+    except KeyboardInterrupt:
+        fail("interrupted; the request was cancelled")
+
+
+def read_text(file: str) -> str:
+    """Read a file, or standard input for `-`, as UTF-8 in any locale."""
+    try:
+        if file != "-":
+            return Path(file).read_text(encoding="utf-8")
+        stdin = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
+        try:
+            return stdin.read()
+        finally:
+            stdin.detach()  # otherwise it closes standard input too
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
+
+
+def read_options(pairs: list[str]) -> dict[str, float]:
+    options = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        try:
+            options[name] = float(value)
+        except ValueError:
+            fail(f"--option {pair}: must be NAME=NUMBER")
+    return options
+
+
+def fail(message: str) -> NoReturn:
+    show_error(message)
+    raise typer.Exit(1)
+
+
+def show_error(message: str) -> None:
+    err.print(f"deltafront: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+class ProgressBar:
+    """A bar that appears with the first event."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
+        shown = console.is_terminal  # elsewhere rich would leave an empty line
+        self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown)
+        self._task: Any = None
+        self._stopped = False
+
+    def show(self, event: Progress) -> None:
+        if self._stopped:
+            return
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("reading", total=event.tokens_total)
+        self._bar.update(self._task, completed=event.tokens_done, total=event.tokens_total)
+
+    def stop(self) -> None:
+        if self._task is not None and not self._stopped:  # rich ends a line each time
+            self._bar.stop()
+        self._stopped = True
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console) -> Iterator[ProgressBar]:
+    bar = ProgressBar(console)
+    try:
+        yield bar
+    finally:
+        bar.stop()
+
+
+def stream_answer(
+    client: DeltafrontClient, request: dict[str, Any], quiet: bool
+) -> tuple[str, GenerateFinished]:
+    """Print an answer unless quiet. Returns the text and the last event."""
+    text = ""
+    with progress_bar(err) as bar:
+        for event in client.generate(**request):
+            if isinstance(event, Progress):
+                bar.show(event)
+                continue
+            bar.stop()
+            text += event.text
+            if not quiet:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            if isinstance(event, GenerateFinished):
+                if not quiet:
+                    print()
+                return text, event
+            assert isinstance(event, Token)
+    fail("the stream ended without a finish event")
+
+
+def significant_parts(timings: Timings) -> list[tuple[str, float]]:
+    return [(name, seconds) for name, seconds in timings.parts.items() if seconds >= _SIGNIFICANT_S]
+
+
+def show_timings(console: Console, timings: Timings) -> None:
+    table = Table("part", "seconds", "share", title="Time to first token")
+    for name, seconds in significant_parts(timings):
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / timings.ttft_seconds:.1%}")
+    table.add_row("[bold]sum", f"[bold]{timings.ttft_seconds:.3f}", "100%")
+    console.print(table)
+    for begin in range(0, len(timings.stages), _STAGES_PER_TABLE):
+        _show_stages(console, timings.stages[begin : begin + _STAGES_PER_TABLE], begin)
+
+
+def _show_stages(console: Console, stages: Sequence[Mapping[str, float]], begin: int) -> None:
+    table = Table(title="Seconds by stage (stages overlap)")
+    table.add_column("phase", no_wrap=True)
+    for number in range(begin, begin + len(stages)):
+        table.add_column(f"stage {number}", justify="right", no_wrap=True)
+    for name in dict.fromkeys(name for stage in stages for name in stage):
+        table.add_row(name, *(f"{stage.get(name, 0.0):.3f}" for stage in stages))
+    console.print(table)
+
+
+def describe_usage(usage: Usage, asked_session: bool) -> str:
+    """Say how many tokens were cached and, if no session was asked for, whose they may be."""
+    counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session"
+    if asked_session or not usage.cached_tokens:
+        return counts
+    return (
+        f"{counts} that was found by itself: of yours, or, where the server has no tokens, of anybody "
+        "(--cache-salt shares only with the same salt)"
+    )
+
+
+def show_info(console: Console, info: ServerInfo) -> None:
+    table = Table(
+        title=f"{escape(info.display_name or info.model)} (Deltafront {info.version})", show_header=False
+    )
+    table.add_row("model", escape(info.model))
+    table.add_row("positions", f"{info.max_positions}")
+    table.add_row("vocabulary", f"{info.vocabulary}")
+    table.add_row("prefill", f"{info.prefill_groups} group(s) of {info.prefill_stages} stages")
+    table.add_row("chunk", f"{info.chunk_tokens} tokens")
+    table.add_row("prefill pages", f"{info.prefill_pages_free} of {info.prefill_pages_total} free")
+    table.add_row("decode", f"{info.decode_workers} worker(s)")
+    table.add_row("decode pages", f"{info.decode_pages_free} of {info.decode_pages_total} free")
+    table.add_row("page selection", _page_selection(info))
+    table.add_row("recompute", f"{info.recompute_blocks} blocks of 128 tokens")
+    table.add_row("metrics", f"http://{info.metrics_address}/metrics")
+    console.print(table)
+    methods = Table("attention method", "options", "source")
+    for method in info.methods:
+        mark = " (default)" if method.name == info.default_method else ""
+        options = ", ".join(f"{name}={value:g}" for name, value in method.defaults.items())
+        methods.add_row(method.name + mark, options, method.source)
+    console.print(methods)
+    if info.profile is not None:
+        _show_profile(console, info.profile)
+
+
+def _page_selection(info: ServerInfo) -> str:
+    if not info.delta_layers:
+        return "full: no Δ-layers"
+    layers = ", ".join(str(layer) for layer in info.delta_layers)
+    dense = ", ".join(str(layer) for layer in info.full_layers) or "none"
+    return f"Δ-layers {layers}; dense {dense}; {info.page_budget} pages, the last {info.recency} among them"
+
+
+def _show_profile(console: Console, profile: ProfileInfo) -> None:
+    table = Table("method", "its options", "density", "tokens", title=f"Profile of {escape(profile.model)}")
+    for level in profile.levels:
+        options = ", ".join(f"{name}={value:g}" for name, value in level.options.items())
+        table.add_row(level.method, options, f"{level.density:g}", f"{level.tokens}")
+    console.print(table)
+    if profile.figures:
+        _show_figures(console, json.loads(profile.figures))
+
+
+def _show_figures(console: Console, figures: Mapping[str, Any]) -> None:
+    table = Table("figures", "", title="What it reached on texts held out")
+    for name, value in _figures(figures):
+        table.add_row(escape(name), escape(value))
+    console.print(table)
+
+
+def _figures(figures: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
+    """Flatten groups. A name begins with its group's."""
+    for name, value in figures.items():
+        if not isinstance(value, Mapping):
+            yield f"{group}{name}", _format(value)
+        elif any(isinstance(item, Mapping) for item in value.values()):
+            yield from _figures(value, f"{group}{name}: ")
+        else:
+            yield f"{group}{name}", ", ".join(f"{key} {_format(item)}" for key, item in value.items())
+
+
+def _format(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def as_json(result: Any) -> str:
+    return json.dumps(asdict(result), ensure_ascii=False)
+
+
+def with_advice(error: DeltafrontError, address: str) -> str:
+    advice = _advice(error, address)
+    return f"{error.message or error.code}" + (f" ({advice})" if advice else "")
+
+
+def _advice(error: DeltafrontError, address: str) -> str:
+    if isinstance(error, errors.InvalidArgument) and error.field in ("address", "tls"):
+        return ""
+    if isinstance(error, errors.InvalidArgument) and error.field.endswith(".messages"):
+        return "`deltafront generate --raw` sends text without the model's chat template"
+    if isinstance(error, errors.Overloaded):
+        return "" if error.retry_after_s is None else f"try again in {error.retry_after_s:.0f} s"
+    return {
+        errors.Unavailable: f"is a server running at {address}? `deltafront serve` starts one",
+        errors.Unauthenticated: "give --token or set DELTAFRONT_TOKEN",
+        errors.NotFound: "`deltafront prefill FILE` makes a new session",
+        errors.DeadlineExceeded: "allow more time with --timeout",
+        errors.InvalidArgument: "`deltafront info` shows what the server takes",
+    }.get(type(error), "")

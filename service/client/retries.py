@@ -1,0 +1,58 @@
+"""Retries of requests whose connection was lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..errors import ConnectionLost, DeadlineExceeded, DeltafrontError
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
+
+class Retries:
+    """One request's retries, for retry_s without an answer. deadline: seconds since the epoch."""
+
+    def __init__(
+        self,
+        retry_s: float,
+        deadline: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._retry_s = retry_s
+        self._deadline = deadline
+        self._clock, self._wall, self._sleep = clock, wall, sleep
+        self._lost_at: float | None = None
+        self._pause_s = _FIRST_PAUSE_S
+        self.retried = False
+
+    def reset(self) -> None:
+        self._lost_at, self._pause_s = None, _FIRST_PAUSE_S
+
+    def wait(self, error: DeltafrontError) -> None:
+        """Wait before the next try.
+
+        After a lost connection an overloaded server is retried too: the dead door's pages may not be free
+        yet.
+
+        Raises:
+            DeltafrontError: `error`, if it is not retried.
+            DeadlineExceeded
+        """
+        busy = self.retried and error.retry_after_s is not None
+        if not isinstance(error, ConnectionLost) and not busy:
+            raise error
+        self.retried = True
+        now = self._clock()
+        self._lost_at = now if self._lost_at is None else self._lost_at
+        pause_s = max(self._pause_s, error.retry_after_s or 0.0)
+        if self._retry_s <= 0 or now + pause_s > self._lost_at + self._retry_s:
+            raise error
+        if self._deadline is not None and self._wall() + pause_s >= self._deadline:
+            raise DeadlineExceeded(f"no time is left to try again: {error.message}") from error
+        self._sleep(pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -1,0 +1,285 @@
+"""A door's view of the workers, and its requests on them. Free of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ...workers.messages.states import DecodeStats, GroupStats
+from ...workers.roles import DecodeWorker, Group, Leased
+from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
+from .directory import Directory, WorkerHandles
+from .fleet_view import Charge, FleetView, latest_states, without
+from .session_ids import NO_SESSION
+from .single_flight import SingleFlight
+
+_S = TypeVar("_S", GroupStats, DecodeStats)
+_T = TypeVar("_T")
+
+log = logging.getLogger(__name__)
+
+_STATS_TIMEOUT_S = 5.0
+"""A slower worker keeps its last known state."""
+_NEW_TIMEOUT_S = 2.0
+"""A new worker may be loading, and must not delay the poll for longer."""
+_ASK_TIMEOUT_S = 0.5
+"""While a client waits to hear whether it is refused."""
+_STOP_TIMEOUT_S = 1.0
+"""To tell workers what a stopping door has cancelled."""
+_DISCOVERY_FACTOR = 4
+"""While a role has no worker, the door looks for one this many times as often."""
+
+
+class Fleet:
+    """Polls workers, and renews and cancels requests on them.
+
+    Args:
+        pairing: `workers.settings.pairing`. Workers of other configurations are left alone.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        observe: Callable[[FleetView], None],
+        refresh_s: float = 1.0,
+        renew_s: float = 1.0,
+        pairing: str = "",
+    ) -> None:
+        self._directory = directory
+        self._observe = observe
+        self._refresh_s = refresh_s
+        self._renew_s = renew_s
+        self._pairing = pairing
+        self._others: bool | None = None
+        """Whether other configurations have workers. None before the first poll."""
+        self._handles = WorkerHandles({}, {})
+        self._held: dict[str, set[str]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._repeating: Sequence[asyncio.Task[None]] = ()
+        self._changed = asyncio.Event()
+        self._polls = 0
+        self._charges: list[Charge] = []
+        """Made during a poll, whose answers may be older."""
+        self._forgotten: list[str] = []
+        """Forgotten during a poll."""
+        self.view = FleetView()
+        self._shared_poll = SingleFlight(lambda: self.poll(_ASK_TIMEOUT_S), self.spawn)
+        self._shared_refresh = SingleFlight(self.refresh, self.spawn)
+
+    def start(self) -> None:
+        self._repeating = (
+            self.spawn(self._repeat(self.refresh, lambda: self.refresh_pause)),
+            self.spawn(self._repeat(self._renew, lambda: self._renew_s)),
+        )
+
+    async def stop(self) -> None:
+        """Stop polling. Cancelled requests are still told to workers."""
+        for task in self._repeating:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Run in the background. The kept reference prevents the task's collection."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @property
+    def refresh_pause(self) -> float:
+        return self._refresh_s if self.view.ready else self._refresh_s / _DISCOVERY_FACTOR
+
+    async def refresh(self) -> None:
+        """Find workers and poll them."""
+        await self._poll(await self._directory.find())
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def poll(self, timeout_s: float = _STATS_TIMEOUT_S) -> None:
+        """Ask the known workers for their states, and drop dead ones."""
+        await self._poll(self._handles, timeout_s, known=True)
+
+    async def poll_shared(self) -> None:
+        """Get states that are not older than this call. Concurrent callers share a poll."""
+        await self._shared_poll.run()
+
+    async def _poll(
+        self, handles: WorkerHandles, timeout_s: float = _STATS_TIMEOUT_S, known: bool = False
+    ) -> None:
+        charges, forgotten = len(self._charges), len(self._forgotten)
+        self._polls += 1
+        try:
+            groups, workers = await asyncio.gather(
+                self._states({n: g.stats for n, g in handles.groups.items()}, self.view.groups, timeout_s),
+                self._states({n: w.stats for n, w in handles.workers.items()}, self.view.workers, timeout_s),
+            )
+            for name in self._forgotten[forgotten:]:
+                groups.pop(name, None)
+                workers.pop(name, None)
+            if known:
+                groups = latest_states(handles.groups, groups, self._handles.groups, self.view.groups)
+                workers = latest_states(handles.workers, workers, self._handles.workers, self.view.workers)
+                handles = self._handles
+            others = len(groups) + len(workers)
+            groups, workers = self._own(groups), self._own(workers)
+            others -= len(groups) + len(workers)
+            view = functools.reduce(FleetView.charged, self._charges[charges:], FleetView(groups, workers))
+        finally:
+            self._polls -= 1
+            if not self._polls:
+                self._charges.clear()
+                self._forgotten.clear()
+        self._handles = WorkerHandles(
+            {name: group for name, group in handles.groups.items() if name in groups},
+            {name: worker for name, worker in handles.workers.items() if name in workers},
+        )
+        self.view, self._others = view, others > 0
+        self._observe(view)
+
+    def _own(self, states: Mapping[str, _S]) -> dict[str, _S]:
+        return {name: state for name, state in states.items() if state.pairing in ("", self._pairing)}
+
+    async def wait_to_take_over(self) -> None:
+        """Wait until this door can serve, or other configurations' workers are gone.
+
+        Until then Serve keeps the doors that this one replaces.
+        """
+        while self._others is None or (self._others and not self.view.ready):
+            await self._changed.wait()
+
+    async def wait_until_ready(self, timeout_s: float) -> FleetView:
+        """Wait until there is a worker of each role. Raises Unavailable."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.view.ready:
+                    await self._changed.wait()
+        if not self.view.ready:
+            missing = "decode worker" if self.view.groups else "prefill group"
+            raise Unavailable(f"no {missing} is running; they may be starting", retry_after_s=5.0)
+        return self.view
+
+    def group(self, name: str) -> Group:
+        return _get(self._handles.groups, name)
+
+    def worker(self, name: str) -> DecodeWorker:
+        return _get(self._handles.workers, name)
+
+    async def session_worker(self, name: str) -> DecodeWorker:
+        """The worker that holds a session. Raises NotFound: sessions die with their worker."""
+        if name not in self._handles.workers:
+            await self._shared_refresh.run()
+        worker = self._handles.workers.get(name)
+        if worker is None:
+            raise NotFound(f"{NO_SESSION} (or its decode worker was restarted): send the prompt again")
+        return worker
+
+    def forget(self, name: str) -> None:
+        """Avoid a worker that failed, until it is found again."""
+        self._handles = WorkerHandles(
+            without(self._handles.groups, name), without(self._handles.workers, name)
+        )
+        self.view = FleetView(without(self.view.groups, name), without(self.view.workers, name))
+        if self._polls:
+            self._forgotten.append(name)
+
+    def charge(self, charge: Charge) -> None:
+        """Count an admitted request at once, since the next poll is up to a second away."""
+        self.view = self.view.charged(charge)
+        if self._polls:
+            self._charges.append(charge)
+
+    def hold_lease(self, worker: Leased, request_id: str) -> None:
+        """Renew the lease until `drop_lease`."""
+        self._held.setdefault(worker.name, set()).add(request_id)
+
+    def drop_lease(self, worker: Leased, request_id: str) -> None:
+        held = self._held.get(worker.name, set())
+        held.discard(request_id)
+        if not held:
+            self._held.pop(worker.name, None)
+
+    def cancel(self, worker: Leased, request_id: str) -> None:
+        """Cancel in the background, and stop renewing."""
+        self.drop_lease(worker, request_id)
+        self._notify(worker.cancel(request_id), f"cancel {request_id} on {worker.name}")
+
+    def confirm(self, worker: Leased, request_id: str) -> None:
+        """Let the worker keep the session, since the door knows how the request ended."""
+        self._notify(worker.renew((request_id,)), f"confirm {request_id} on {worker.name}")
+
+    def release(self, worker: DecodeWorker, session_id: str, owner: str) -> None:
+        """Drop a session that no client knows of."""
+        self._notify(worker.release_session(session_id, owner), f"release a session on {worker.name}")
+
+    def _notify(self, call: Awaitable[Any], description: str) -> None:
+        self.spawn(_log_errors(call, description))
+
+    async def _renew(self) -> None:
+        """Renew held requests. A draining worker of last resort is renewed even without any, so that it
+        stays."""
+        workers: dict[str, Leased] = {**self._handles.groups, **self._handles.workers}
+        calls = [
+            _log_errors(
+                self._with_timeout(workers[name].renew(tuple(self._held.get(name, ())))), f"renew on {name}"
+            )
+            for name in self._held.keys() | self.view.last_resort
+            if name in workers
+        ]
+        await asyncio.gather(*calls)
+
+    async def _with_timeout(self, renewal: Awaitable[None]) -> None:
+        """A hanging worker must not delay the others' renewals."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._renew_s):
+                await renewal
+
+    async def _states(
+        self, stats: Mapping[str, Callable[[], Awaitable[_S]]], last: Mapping[str, _S], timeout_s: float
+    ) -> dict[str, _S]:
+        answers = await asyncio.gather(
+            *(_state(ask, last.get(name), timeout_s) for name, ask in stats.items())
+        )
+        named = zip(stats, answers, strict=True)
+        return {name: replace(state, name=name) for name, state in named if state is not None}
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], pause_s: Callable[[], float]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("polling the workers failed; trying again")
+            await asyncio.sleep(pause_s())
+
+
+async def _state(ask: Callable[[], Awaitable[_S]], last: _S | None, timeout_s: float) -> _S | None:
+    """Ask for a state. A slow worker keeps its last one, a dead one has none."""
+    try:
+        async with asyncio.timeout(min(_NEW_TIMEOUT_S, timeout_s) if last is None else timeout_s):
+            return await ask()
+    except WorkerError:
+        return None
+    except TimeoutError:
+        return last
+
+
+def _get(workers: Mapping[str, _T], name: str) -> _T:
+    if name not in workers:
+        raise WorkerLost(name, f"{name} is gone")
+    return workers[name]
+
+
+async def _log_errors(call: Awaitable[Any], description: str) -> None:
+    try:
+        await call
+    except WorkerError as error:
+        log.info("%s: %s", description, error.message)

@@ -1,0 +1,1 @@
+"""Ray, Serve and Deltafront on this machine."""

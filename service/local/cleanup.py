@@ -1,0 +1,114 @@
+"""Ends the processes and removes the folder of a killed service.
+
+A service locks a file in its folder, and the kernel releases the lock when it dies. All processes of Ray and
+HAProxy keep a log open there. So whoever gets the lock may kill them and remove the folder. A reaper process,
+which runs this file without the package, does so at once. If it was killed too, the next start does.
+
+Environment variables do not identify the processes, since Ray's write their titles over them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX, _LOCK, _UNLOCKED = "deltafront-", "owner.lock", "owner.new"
+EXIT_S = 5.0
+"""How long processes may take to exit after SIGKILL and free their ports."""
+
+
+@contextlib.contextmanager
+def service_folder() -> Iterator[Path]:
+    """Make a folder that is cleared when the block ends, or this process is killed."""
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    with (folder / _UNLOCKED).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / _UNLOCKED).rename(folder / _LOCK)  # it is never seen without its lock
+        reaper = _start_reaper(folder)
+        try:
+            yield folder
+        finally:
+            reaper.kill()
+            reaper.wait()
+            _clear(folder)
+
+
+def _start_reaper(folder: Path) -> subprocess.Popen[bytes]:
+    """Start it in its own session, so that it outlives the service's process group."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def clean_up_killed_services() -> list[Path]:
+    """Clear the folders of this user's killed services. Returns them."""
+    locks = Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}")
+    return [lock.parent for lock in locks if _clear_if_dead(lock)]
+
+
+def _clear_if_dead(lock: Path) -> bool:
+    try:
+        with lock.open() as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _clear(lock.parent)
+    except OSError:  # its service lives, or another process clears it
+        return False
+    return True
+
+
+def _clear(folder: Path) -> None:
+    kill_processes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill_processes(folder: Path) -> None:
+    deadline = time.monotonic() + EXIT_S
+    while (alive := list(writers(folder))) and time.monotonic() < deadline:
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def writers(folder: Path) -> Iterator[int]:
+    """Ids of this user's other processes that write to files in the folder."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if int(path.name) != os.getpid() and any(
+                _writes_to(folder, fd) for fd in os.scandir(path / "fd")
+            ):
+                yield int(path.name)
+
+
+def _writes_to(folder: Path, descriptor: os.DirEntry[str]) -> bool:
+    try:
+        mode = descriptor.stat(follow_symlinks=False).st_mode
+        return bool(mode & stat.S_IWUSR) and os.readlink(descriptor.path).startswith(f"{folder}/")
+    except FileNotFoundError:  # it was closed meanwhile
+        return False
+
+
+def _reap(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), (folder / _LOCK).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _clear(folder)
+
+
+if __name__ == "__main__":
+    _reap(Path(sys.argv[1]))

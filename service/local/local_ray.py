@@ -1,0 +1,256 @@
+"""Ray, Serve and Deltafront on this machine, for as long as a block runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...workers.messages.states import NAMESPACE
+from .. import haproxy, listening
+from ..config import ConfigError, ServiceConfig
+from ..listening import LOOPBACK
+from . import cleanup
+from .machine import check_machine
+from .ports import check_ports, haproxy_hosts, serve_ports
+from .ray_patches import START_S, minimal_node, slow_start, start_serve
+from .ray_processes import REQUIRED, RayProcesses
+from .readiness import wait_until_answering, wait_until_running
+from .start_errors import StartError, failure_reason
+
+_OBJECT_STORE_BYTES = 2 << 30
+_OWNER_CPUS = 0.1
+_LOG_LINES = 20
+_RETRY_S = 0.2
+_LONGEST_SOCKET_PATH = 97
+_SOCKET_PATH = f"/deltafront-{8 * 'x'}/{56 * 'x'}/metrics.sock"
+"""Below TMPDIR: our folder, Serve's node id, HAProxy's longest name."""
+PROXY_PERIOD_S = 2.0
+"""How often Serve checks each HAProxy (Ray: 10 s), which it replaces after three failures."""
+_DEFAULTS = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": f"{PROXY_PERIOD_S}",
+    # Less idle work: five control loops a second instead of ten. Fewer would delay the start.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.2",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    # A node retries its own object store after 50 ms, not 1000, but as long in all.
+    "RAY_raylet_client_connect_timeout_milliseconds": "50",
+    "RAY_raylet_client_num_connect_attempts": "200",
+    # Ray's own are 5 s (proxy), 30 s (HAProxy, control store), 60 s (worker).
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{START_S:g}",
+    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": f"{START_S:g}",
+    "RAY_worker_register_timeout_seconds": f"{START_S:g}",
+    "RAY_gcs_server_port_wait_time_s": f"{START_S:g}",
+    # Keep all lines of the audit log, which look alike.
+    "RAY_DEDUP_LOGS": "0",
+}
+"""The caller's environment takes precedence over these."""
+
+
+@contextlib.contextmanager
+def running(
+    settings: ServiceConfig, make: Callable[[ServiceConfig, Path], Any] | None = None
+) -> Iterator[RayProcesses]:
+    """Start everything, wait until it answers, and stop it when the block ends.
+
+    When one of Ray's processes has ended, leaving the block kills the others.
+
+    Args:
+        settings: From `wiring.local_model`.
+        make: Makes the Serve application; by default `app.application`.
+
+    Raises:
+        ConfigError, StartError
+    """
+    prepare(settings)
+    with (
+        cleanup.service_folder() as folder,
+        _environment(ray_environment(settings, folder, haproxy_hosts(settings.door)) | listening.loopback()),
+        listening.at_loopback(),
+    ):
+        import ray  # Ray reads its environment when it is imported
+        from ray import serve
+
+        processes: RayProcesses | None = None
+        try:
+            with _start_errors():
+                started = _start_ray(settings, folder)
+                _start_application(settings, (make or _application)(settings, folder), started)
+            processes = started
+            yield processes
+        finally:
+            if processes is not None and processes.failure() is None:
+                with contextlib.suppress(Exception):  # Serve may be gone
+                    serve.shutdown()
+            else:
+                cleanup.kill_processes(folder)
+                _print_log_ends(folder / "ray")
+            ray.shutdown()
+
+
+def _print_log_ends(sessions: Path) -> None:
+    """Print the end of Ray's logs before their folder is removed."""
+    for name in REQUIRED:
+        for path in sorted(sessions.glob(f"session_*/logs/{name}.*")):
+            lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            print(f"{path.name}:", *lines, sep="\n  ", file=sys.stderr, flush=True)
+
+
+def prepare(settings: ServiceConfig) -> None:
+    """Clean up after killed services, and check libraries, GPUs and ports. Raises ConfigError.
+
+    A taken port is checked for some time, since a killed service may still free it.
+    """
+    check_socket_paths(tempfile.gettempdir())
+    cleanup.clean_up_killed_services()
+    check_machine(settings)
+    deadline = time.monotonic() + cleanup.EXIT_S
+    while True:
+        try:
+            return check_ports(settings.door)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def check_socket_paths(temporary: str) -> None:
+    """Raise ConfigError if HAProxy would refuse its sockets' paths, and be restarted for ever."""
+    longest = _LONGEST_SOCKET_PATH - len(_SOCKET_PATH)
+    if len(temporary) > longest:
+        raise ConfigError(
+            f"TMPDIR: {temporary} is too long a name for HAProxy's sockets there: "
+            f"unset it, or name a folder in {longest} characters, such as /tmp"
+        )
+
+
+def _application(settings: ServiceConfig, folder: Path) -> Any:
+    from ..app import application
+
+    return application(settings, folder)
+
+
+def _start_ray(settings: ServiceConfig, folder: Path) -> RayProcesses:
+    import ray
+
+    with slow_start(settings.door.grpc_port), minimal_node(), _keep_sigterm_handler():
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=cpus(settings),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _temp_dir=str(folder / "ray"),
+            _node_ip_address=LOOPBACK,
+        )
+    started = ray._private.worker._global_node.all_processes
+    return RayProcesses({name: started[name][0].process for name in REQUIRED})
+
+
+def _start_application(settings: ServiceConfig, application: Any, processes: RayProcesses) -> None:
+    import ray
+    from ray import serve
+    from ray.serve.config import gRPCOptions
+
+    from ..app import APP_NAME, serve_config
+
+    check_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
+    options = serve_config(settings.model_dump(), LOOPBACK)
+    start_serve(options["http_options"], gRPCOptions(**options["grpc_options"]))
+    target = serve.RunTarget(application, APP_NAME, "/")
+    serve.run_many([target], wait_for_applications_running=False)
+    wait_until_running(serve.status, APP_NAME, processes.failure)
+    wait_until_answering(settings.door, processes.failure, START_S)
+
+
+@contextlib.contextmanager
+def _start_errors() -> Iterator[None]:
+    """Raise errors of Ray and Serve as StartError, and print their tracebacks."""
+    try:
+        yield
+    except (ConfigError, StartError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise StartError(failure_reason(error)) from error
+
+
+@contextlib.contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Restore the caller's handler. Ray's would end the process at once."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # others may not set signal handlers
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+def check_gpus(settings: ServiceConfig, present: float) -> None:
+    """Raise ConfigError if Ray has too few GPUs, for which Serve would wait for ever."""
+    prefill, decode = settings.prefill, settings.decode
+    needed = prefill.groups * prefill.stages * prefill.gpus_per_stage + decode.workers * decode.gpus
+    if needed > present + 1e-6:  # a sum of shares
+        raise ConfigError(
+            f"prefill.gpus_per_stage and decode.gpus: {needed:g} GPUs in all, but Ray finds {present:g} here"
+        )
+
+
+def ray_environment(
+    settings: ServiceConfig, folder: Path, hosts: Mapping[int, str] = haproxy.AS_SERVE_SAYS
+) -> dict[str, str]:
+    """Variables to set before Ray starts. Writes HAProxy's program to `folder`. hosts: for
+    `haproxy.write`."""
+    files = {
+        "CONFIG_FILE_LOC": "haproxy.cfg",
+        "SOCKET_PATH": "admin.sock",
+        "SERVER_STATE_BASE": ".",
+        "SERVER_STATE_FILE": "server-state",
+        "METRICS_SOCKET_PATH": "metrics.sock",
+    }
+    haproxy.write(folder / "haproxy", hosts)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(settings.door.max_message_bytes),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **listening.token(),
+        haproxy.BINARY_VARIABLE: str(folder / "haproxy"),
+        **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
+        **serve_ports(settings.door.grpc_port),
+        **{name: os.environ.get(name, value) for name, value in _DEFAULTS.items()},
+    }
+
+
+def cpus(settings: ServiceConfig) -> int:
+    """The number of CPUs for `ray.init`, at least what the configuration needs. It limits nothing."""
+    prefill, decode, door = settings.prefill, settings.decode, settings.door
+    needed = (
+        door.replicas * door.cpus
+        + prefill.groups * (_OWNER_CPUS + prefill.stages * prefill.cpus_per_stage)
+        + decode.workers * (_OWNER_CPUS + decode.cpus)
+    )
+    return max(os.cpu_count() or 1, math.ceil(needed) + 1)

@@ -1,0 +1,113 @@
+"""The ports of a service on one machine.
+
+Those without a key in the configuration form a block that follows from the gRPC port.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..config import ConfigError, DoorConfig
+from ..listening import LOOPBACK, is_local, joined
+
+_FIRST_BLOCK, _BLOCKS, _BLOCK_PORTS = 20_000, 120, 100
+"""The blocks lie between the ports of Ray's workers and those that the kernel gives to clients."""
+_SERVE_PORTS = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+_AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+
+
+class PublicPort(NamedTuple):
+    purpose: str
+    key: str
+    host: str
+    port: int
+
+
+def public_ports(door: DoorConfig) -> Iterator[PublicPort]:
+    """The configured ports. All others are at loopback."""
+    yield PublicPort("gRPC", "grpc_port", door.host, door.grpc_port)
+    yield PublicPort("OpenAI", "http_port", door.host, door.http_port)
+    if door.tls_certificate is not None:
+        yield PublicPort("gRPC with TLS", "tls_port", door.host, door.tls_port)
+    yield PublicPort("metrics", "metrics_port", door.metrics_at, door.metrics_port)
+
+
+def describe_exposure(door: DoorConfig) -> str:
+    """Say which addresses other machines can reach, and whether requests need a token."""
+    exposed = [
+        f"{purpose} {joined(host, port)}"
+        for purpose, _, host, port in public_ports(door)
+        if not is_local(host)
+    ]
+    if not exposed:
+        return "to this machine alone"
+    access = "anybody may call" if door.tokens_file is None else "requests need a token"
+    return f"beyond this machine: {', '.join(exposed)}; {access}"
+
+
+def serve_ports(grpc_port: int) -> dict[str, str]:
+    """Ray Serve's internal ports, by environment variable.
+
+    Services must not share them: replicas bind with SO_REUSEPORT, and would get each other's requests.
+    """
+    first, singles = _block_start(grpc_port), len(_SERVE_PORTS) + len(_AGENT_PORTS)
+    replicas, half = first + singles, (_BLOCK_PORTS - singles) // 2
+    ports = {name: first + number for number, name in enumerate(_SERVE_PORTS)}
+    for number, protocol in enumerate(("HTTP", "GRPC")):
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MIN_{protocol}_PORT"] = replicas + number * half
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MAX_{protocol}_PORT"] = replicas + (number + 1) * half
+    return {name: str(port) for name, port in ports.items()}
+
+
+def agent_ports(grpc_port: int) -> dict[str, int]:
+    """Ports of a Ray node's agents, by Ray's parameter."""
+    first = _block_start(grpc_port) + len(_SERVE_PORTS)
+    return {name: first + number for number, name in enumerate(_AGENT_PORTS)}
+
+
+def _block_start(grpc_port: int) -> int:
+    return _FIRST_BLOCK + _BLOCK_PORTS * (grpc_port % _BLOCKS)
+
+
+def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
+    """The address of each of HAProxy's ports. Without it Serve's fallback proxy would be public."""
+    internal = serve_ports(door.grpc_port)
+    hosts = {int(internal[name]): LOOPBACK for name in _SERVE_PORTS}
+    return hosts | dict.fromkeys((door.grpc_port, door.http_port), door.host)
+
+
+def check_ports(door: DoorConfig) -> None:
+    """Raise ConfigError, with the key, if a port is taken.
+
+    HAProxy listens with SO_REUSEPORT, so a second service would silently get half the requests.
+    """
+    for _, key, host, port in public_ports(door):
+        _check_port(f"{key}: port {port}", host, port)
+    internal = serve_ports(door.grpc_port)
+    named = {name: int(internal[name]) for name in _SERVE_PORTS} | agent_ports(door.grpc_port)
+    for name, port in named.items():
+        _check_port(f"grpc_port: port {port}, {name} beside {door.grpc_port},", LOOPBACK, port)
+
+
+def _check_port(description: str, host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"door.{description} cannot be used ({error.strerror}): "
+                "stop what listens there, or configure another port"
+            ) from None

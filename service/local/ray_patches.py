@@ -1,0 +1,108 @@
+"""Replaces private functions of Ray 2.60 while a service starts (docs/decisions/0002)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from .ports import agent_ports
+
+START_S = 300.0
+"""The longest start of the service, and of each of its processes."""
+_RETRY_S = 0.2
+
+
+@contextmanager
+def slow_start(grpc_port: int) -> Iterator[None]:
+    """Let a Ray node that starts in this block take START_S seconds, for which Ray has no setting.
+
+    Ray gives up if agents have not written their ports to files within 15 s, or a node has not registered
+    after 30. So agents get fixed ports, their files are written here, and registration is retried.
+    """
+    from ray._private import node, parameter, services
+    from ray._raylet import persist_port  # type: ignore[attr-defined]
+
+    get_node, init, start = services.get_node, parameter.RayParams.__init__, node.Node.start_raylet
+    nodes: list[node.Node] = []
+
+    def get_node_patiently(*args: Any, **kwargs: Any) -> Any:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return get_node(*args, **kwargs)
+            except RuntimeError:  # it has not registered yet
+                for started in nodes:
+                    _check_raylet(started)
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def init_with_ports(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.update(**agent_ports(grpc_port))
+
+    def start_with_port_files(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name, port in agent_ports(grpc_port).items():
+            persist_port(self.get_session_dir_path(), self.node_id, name, port)
+        start(self, *args, **kwargs)
+        nodes.append(self)
+
+    with (
+        _replaced(services, "get_node", get_node_patiently),
+        _replaced(parameter.RayParams, "__init__", init_with_ports),
+        _replaced(node.Node, "start_raylet", start_with_port_files),
+    ):
+        yield
+
+
+def _check_raylet(node: Any) -> None:
+    for raylet in node.all_processes.get("raylet", ()):
+        if (code := raylet.process.poll()) is not None:
+            logs = node.get_logs_dir_path()
+            raise RuntimeError(f"Ray's node ended while it started, with code {code}: {logs}/raylet.err")
+
+
+@contextmanager
+def minimal_node() -> Iterator[None]:
+    """Start Ray nodes without an API server, for which `ray.init` would wait, and without an autoscaler."""
+    from ray._private import node, parameter
+
+    init = parameter.RayParams.__init__
+
+    def init_without_monitor(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.update(no_monitor=True)
+
+    with (
+        _replaced(node.Node, "start_api_server", lambda *_args, **_kwargs: None),
+        _replaced(parameter.RayParams, "__init__", init_without_monitor),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def start_serve(http: Mapping[str, Any], grpc: Any) -> None:
+    """Start Serve without waiting for proxies, now or when an application is run.
+
+    `serve.start` fails if Serve replaces one of the proxies that it waits for.
+    """
+    from ray.serve._private import api, client
+    from ray.serve.config import ControllerOptions
+
+    controller, _proxies = api._create_controller_and_proxy_refs(
+        dict(http), grpc, None, None, ControllerOptions(), None
+    )
+    serve_client = client.ServeControllerClient(controller)
+    serve_client.wait_for_proxies_serving = lambda **_kwargs: None
+    api._set_global_client(serve_client)

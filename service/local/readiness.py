@@ -1,0 +1,89 @@
+"""Waits until a service answers at its ports, or fails to start."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ..config import DoorConfig
+from ..listening import joined, reachable
+from .ports import public_ports
+from .start_errors import StartError, failure_reason, is_permanent
+
+_PERIOD_S = 0.1
+_PROBE_TIMEOUT_S = 5.0
+
+Failure = Callable[[], str | None]
+"""Says which of Ray's processes has ended."""
+
+
+def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
+    """Wait until Serve's application runs, however long its model loads. status: `serve.status`.
+
+    Raises:
+        StartError: It cannot run any more.
+    """
+    while (application := status().applications.get(name)) is None or application.status != "RUNNING":
+        if reason := _deployment_failure(application):
+            raise StartError(reason)
+        _pause(failure, math.inf, "")
+
+
+def wait_until_answering(door: DoorConfig, failure: Failure, start_s: float) -> None:
+    """Wait until a door answers over gRPC and all ports accept connections. Raises StartError."""
+    deadline = time.monotonic() + start_s
+    address = joined(reachable(door.host), door.grpc_port)
+    with grpc.insecure_channel(address) as channel:
+        while not _answers(channel):
+            _pause(failure, deadline, f"nothing answered at {address} for {start_s:g} s")
+    for purpose, _key, host, port in public_ports(door):
+        while not _accepts_connections(reachable(host), port):
+            _pause(
+                failure, deadline, f"{purpose}: nothing listened at {joined(host, port)} for {start_s:g} s"
+            )
+
+
+def _pause(failure: Failure, deadline: float, timed_out: str) -> None:
+    if reason := failure():
+        raise StartError(reason)
+    if time.monotonic() > deadline:
+        raise StartError(timed_out)
+    time.sleep(_PERIOD_S)
+
+
+def _deployment_failure(application: Any) -> str | None:
+    """Why an application cannot run. None while it still may."""
+    if application is None:
+        return None
+    failed = application.status == "DEPLOY_FAILED"
+    deployments: Mapping[str, Any] = application.deployments
+    for name, deployment in deployments.items():
+        message = deployment.message
+        given_up = failed or deployment.status == "DEPLOY_FAILED"
+        if message and (is_permanent(message) or (given_up and "rror" in message)):
+            return f"{name}: {failure_reason(message)}"
+    return failure_reason(application.message) if failed else None
+
+
+def _answers(channel: grpc.Channel) -> bool:
+    """Whether a door answers, healthy or not."""
+    health = health_pb2_grpc.HealthStub(channel)
+    try:
+        health.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
+    except grpc.RpcError:
+        return False
+    return True
+
+
+def _accepts_connections(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,124 @@
+"""`deltafront drain`: what it asks of Ray's head, how long it waits, and how it fails."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from deltafront.service.cli import drain
+from deltafront.service.cli.drain import DrainError, drain_node
+from deltafront.service.cli.main import app
+
+GROUP, STAGE, WORKER = "ServeReplica:deltafront:PrefillGroup", "StageActor", "DecodeActor"
+
+
+class FakeHead:
+    """Of nodes `head`, `a` and `b`. left: what is found on `a`, one answer after another, the last again."""
+
+    def __init__(self, *left: list[str], refuses: str = "") -> None:
+        self._left, self._refuses = list(left), refuses
+        self.asked: list[tuple[str, float]] = []
+        self.now = 0.0
+
+    def nodes(self) -> dict[str, bool]:
+        return {"head": True, "a": False, "b": False}
+
+    def drain(self, node: str, deadline_s: float) -> str:
+        self.asked.append((node, deadline_s))
+        return self._refuses
+
+    def actors(self, node: str) -> list[str]:
+        assert self.asked == [(node, 60)], "it looks before it has asked"
+        return self._left.pop(0) if len(self._left) > 1 else self._left[0]
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def run(head: FakeHead, *here: str) -> tuple[list[str], list[str]]:
+    """What was left, and what was said."""
+    said: list[str] = []
+    left = drain_node(head, set(here), 60, said.append, lambda: head.now, head.sleep)
+    return list(left), said
+
+
+def test_it_waits_until_nothing_is_left_on_its_own_node() -> None:
+    everything = [STAGE, GROUP, STAGE]
+    head = FakeHead(everything, everything, [GROUP], [])
+    left, said = run(head, "a", "dead long ago")
+    assert left == []
+    assert head.asked == [("a", 60)]
+    assert said == [
+        f"Draining node a, waiting for 1 × {GROUP}, 2 × {STAGE}",
+        f"Draining node a, waiting for 1 × {GROUP}",
+    ], "each once"
+
+
+def test_it_gives_up_at_the_deadline_and_not_before() -> None:
+    head = FakeHead([WORKER])
+    left, _ = run(head, "a")
+    assert left == [WORKER]
+    assert head.now == 60
+
+
+def test_an_empty_node_is_drained_at_once() -> None:
+    head = FakeHead([])
+    assert run(head, "b") == ([], [])
+    assert head.asked == [("b", 60)]
+    assert head.now == 0
+
+
+@pytest.mark.parametrize(
+    ("here", "says"),
+    [
+        ([], "none of Ray's nodes is here: no raylet runs"),
+        (["gone"], "none of Ray's nodes is here: gone"),
+        (["a", "b"], "several of Ray's nodes are here, name one with --node-id: a, b"),
+        (["head"], "the node of Ray's head"),
+    ],
+)
+def test_who_cannot_be_drained_is_not_asked_for(here: list[str], says: str) -> None:
+    head = FakeHead([])
+    with pytest.raises(DrainError, match=says):
+        run(head, *here)
+    assert head.asked == []
+
+
+def test_a_refusal_is_an_error_with_its_reason() -> None:
+    with pytest.raises(DrainError, match="refuses to drain node a: it is busy"):
+        run(FakeHead([WORKER], refuses="it is busy"), "a")
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["drain", *arguments])
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("left", "code", "says"),
+    [([], 0, "nothing runs here any more"), ([WORKER], 1, "not drained after 60 s: 1 × DecodeActor")],
+)
+def test_the_command_tells_by_its_status(
+    monkeypatch: pytest.MonkeyPatch, left: list[str], code: int, says: str
+) -> None:
+    def waited(_head: object, here: set[str], deadline_s: float, _say: object) -> list[str]:
+        assert (here, deadline_s) == ({"a"}, 60)
+        return left
+
+    monkeypatch.setattr(drain, "RayHead", FakeHead)
+    monkeypatch.setattr(drain, "drain_node", waited)
+    status, output = command("--deadline-s", "60", "--node-id", "a")
+    assert (status, says in output) == (code, True), output
+
+
+def test_without_ray_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere")
+    status, output = command("--deadline-s", "60")
+    assert status == 1
+    assert "no Ray runs here" in output
+    assert output.count("\n") == 1, output
+
+
+def test_a_deadline_is_a_positive_number() -> None:
+    assert command("--deadline-s", "0")[0] == 2
+    assert command()[0] == 2

@@ -1,0 +1,279 @@
+"""The command line against a door with fake workers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from deltafront import __version__
+from deltafront.service.cli import terminal
+from deltafront.service.cli.main import app
+from deltafront.service.cli.serve import read_settings, with_ports
+from deltafront.service.cli.size import SHAPES
+from deltafront.service.client import DeltafrontClient
+from deltafront.service.request.answers import ProfileInfo, Timings
+from deltafront.workers.settings import ModelSpec
+
+from ..inprocess import HANG_S, House, settings
+from ..test_requests import expected, ids
+
+DEMO = Path(__file__).parents[3] / "deploy" / "config" / "demo.yaml"
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "document.txt"
+    path.write_text("a document " * 30)
+    return path
+
+
+def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, [str(one) for one in arguments], input=stdin)
+
+
+def test_generate_streams_the_answer(house: House, document: Path) -> None:
+    asked = ("generate", document, "-q", "why?", "--max-tokens", 6, "--address", house.address, "--timings")
+    done = run(*asked, "--raw")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == expected(ids(document.read_text() + "why?"), 6) + "\n"
+    assert "prefill.attention" in done.stderr
+    assert "Time to first token" in done.stderr
+
+
+@pytest.mark.parametrize("how", [[], ["--chat"]])
+def test_text_is_sent_as_messages_where_the_model_has_a_template(
+    house: House, document: Path, how: list[str]
+) -> None:
+    """Of one that was trained on conversations, anything else would be nonsense. Sessions likewise."""
+    run("generate", document, "-q", "why?", *how, "--address", house.address)
+    read = f"[s:be nice][u:{document.read_text()}][u:why?][a:"
+    assert bytes(house.group.jobs[-1].token_ids[::4]).decode() == read
+    session = run("prefill", document, "--keep", 30, *how, "--address", house.address).stdout.strip()
+    done = run("generate", "-s", session, "-q", "why?", "--json", *how, "--address", house.address)
+    assert json.loads(done.stdout)["usage"]["prompt_tokens"] == len(read)
+
+
+def test_text_is_sent_as_it_stands_where_the_model_has_no_template(
+    make_house: Callable[..., House], model: Path, document: Path, tmp_path: Path
+) -> None:
+    bare = shutil.copytree(model, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = bare / "tokenizer_config.json"
+    told = json.loads(tokenizer.read_text())
+    told.pop("chat_template", None)
+    tokenizer.write_text(json.dumps(told))
+    house = make_house(settings(bare))
+    assert run("generate", document, "-q", "why?", "--address", house.address).exit_code == 0
+    assert house.group.jobs[-1].token_ids[4::4] == f"{document.read_text()}why?".encode()
+    refused = run("generate", document, "--chat", "--address", house.address)
+    assert refused.exit_code == 1 and "generate --raw` sends text" in refused.stderr
+
+
+def test_a_prompt_that_continues_from_a_session_says_whose_and_a_salt_keeps_it_apart(
+    house: House, document: Path
+) -> None:
+    """Without tokens all callers are one: what one has read another continues from."""
+    first = run("prefill", document, "--keep", 60, "--address", house.address)
+    assert "held by a session" not in first.stderr
+    again = run("generate", document, "-q", "why?", "--address", house.address)
+    told = " ".join(again.stderr.split())
+    assert "336 of them held by a session that was found by itself" in told and "anybody" in told
+    assert "--cache-salt" in told
+    apart = run("generate", document, "-q", "why?", "--cache-salt", "mine", "--address", house.address)
+    assert "held by a session" not in apart.stderr
+    assert len(house.group.jobs) == 2
+
+
+def test_what_is_computed_again_is_asked_for_and_told(house: House, document: Path) -> None:
+    sparse = ("--method", "streaming", "--option", "min_tokens=0", "--recompute", 1, "--timings")
+    done = run("generate", document, "-q", "why?", *sparse, "--address", house.address)
+    assert done.exit_code == 0, done.output
+    assert house.decode.jobs[-1].recompute_blocks == 1
+    assert "128 computed again" in " ".join(done.stderr.split())
+
+
+def test_prefill_then_ask_then_release(house: House, document: Path) -> None:
+    done = run("prefill", "-", "--raw", "--address", house.address, "--keep", 30, stdin=document.read_text())
+    assert done.exit_code == 0, done.output
+    session = done.stdout.strip()
+    asked = run(
+        "generate",
+        "--raw",
+        "-s",
+        session,
+        "-q",
+        "why?",
+        "--max-tokens",
+        4,
+        "--address",
+        house.address,
+        "--json",
+    )
+    result = json.loads(asked.stdout)
+    assert result["text"] == expected(ids(document.read_text()) + ids("why?", bos=False), 4)
+    assert result["usage"]["cached_tokens"] == len(document.read_text()) + 1
+    assert run("sessions", "release", session, "--address", house.address).exit_code == 0
+    again = run("sessions", "release", session, "--address", house.address)
+    assert again.exit_code == 1
+    assert "no such session" in again.stderr
+
+
+def test_info(house: House) -> None:
+    done = run("info", "--address", house.address)
+    assert done.exit_code == 0
+    assert "8192" in done.stdout
+    assert "dpxa" in done.stdout
+    assert "{" not in done.stdout
+    assert json.loads(run("info", "--json", "--address", house.address).stdout)["vocabulary"] == 258
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate"], "either FILE or --session"),
+        (["generate", "-s", "x"], "needs a --question"),
+        (["generate", "/nowhere/at/all"], "cannot be read"),
+        (["info", "--address", "127.0.0.1:1"], "is a server running at 127.0.0.1:1?"),
+        (["serve"], "give --config FILE or --model NAME"),
+        (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
+        (["serve", "--config", "/nowhere.yaml", "--adapter", "x"], "--adapter: goes with --model"),
+        (["serve", "--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_an_error_is_one_line_with_what_to_do(arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "--seed", -1], "sampling.seed: "),
+        (["generate", "--top-k", 99999999999], "sampling.top_k: "),
+        (["generate", "--max-tokens", 9999999999], "sampling.max_tokens: "),
+        (["generate", "--recompute", 9999999999], "recompute_blocks: "),
+        (["generate", "--keep", "inf"], "session_ttl: "),
+        (["generate", "--timeout", "inf"], "deadline: "),
+        (["generate", "--timeout", 1e12], "deadline: "),
+        (["prefill", "--keep", "nan"], "session_ttl: "),
+        (["chat", "--keep", "inf"], "session_ttl: "),
+    ],
+)
+def test_a_number_that_cannot_be_sent_is_one_line(
+    house: House, arguments: list[object], says: str, document: Path
+) -> None:
+    command, *options = arguments
+    done = run(command, document, *options, "--address", house.address)
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception
+    assert done.stderr.startswith(f"deltafront: {says}") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_standard_input_that_is_no_text_is_named() -> None:
+    """In a process of its own: in the locale of containers, Python's own reader would let it pass."""
+    command = [sys.executable, "-m", "deltafront.service.cli.main", "prefill", "-"]
+    how = {"env": {**os.environ, "LC_ALL": "C.UTF-8"}, "timeout": HANG_S}
+    done = subprocess.run(command, input=b"\xff", capture_output=True, check=False, **how)
+    assert done.returncode == 1
+    assert done.stderr.decode() == "deltafront: - cannot be read: it is not UTF-8 text\n"
+
+
+def test_standard_input_stays_open_for_who_reads_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Müller\r\n".encode())))
+    assert terminal.read_text("-") == "Müller\n"
+    assert terminal.read_text("-") == "" and not sys.stdin.closed
+
+
+def test_the_version_is_told() -> None:
+    done = run("--version")
+    assert (done.exit_code, done.stdout) == (0, f"deltafront {__version__}\n")
+
+
+def test_ports_on_the_command_line_come_before_the_files() -> None:
+    settings = read_settings(DEMO, None, None)
+    moved = with_ports(settings, {"http_port": 8080, "grpc_port": 9090, "metrics_port": None})
+    assert (moved.door.http_port, moved.door.grpc_port, moved.door.metrics_port) == (8080, 9090, 9464)
+    same = moved.model_dump()
+    same["door"] |= {"http_port": 8000, "grpc_port": 9000}
+    assert same == settings.model_dump()
+
+
+@pytest.mark.parametrize(("port", "says"), [(0, "door.http_port = 0: must be"), (9000, "must differ")])
+def test_a_port_that_cannot_be_is_named(port: int, says: str) -> None:
+    done = run("serve", "--config", DEMO, "--port", port)
+    assert done.exit_code == 1 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("stages", [1, 2, 9])
+def test_what_takes_time_keeps_its_name_on_eighty_columns(stages: int) -> None:
+    phases = {"projection": 14.296, "activation_wait": 5.987, "kv_gather": 0.027, "a_rather_long_phase": 0.1}
+    parts = {f"prefill.{name}": seconds for name, seconds in phases.items()}
+    console = Console(width=80, record=True, file=io.StringIO())
+    terminal.show_timings(console, Timings(sum(parts.values()), parts, [phases] * stages, 20.0))
+    shown = console.export_text()
+    for name in (*phases, *parts, *(f"stage {number}" for number in range(stages))):
+        assert name in shown
+    assert shown.count("14.296") == stages + 1 and "…" not in shown
+
+
+def test_figures_are_shown_as_names_and_values(house: House) -> None:
+    figures = {"measured": "held-out {texts}", "needles": {"dpxa at 128": {"exact": 9, "kl": 0.5}}}
+    info = replace(
+        DeltafrontClient(house.address).info(), profile=ProfileInfo("tiny", [], json.dumps(figures))
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    terminal.show_info(console, info)
+    shown = console.export_text()
+    for words in ("held-out {texts}", "needles: dpxa at 128", "exact 9, kl 0.5"):
+        assert words in shown
+    assert "'" not in shown and '"' not in shown
+
+
+def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text(f"model: {{path: {model}}}\nprefill: {{stagse: 3}}\n")
+    done = run("serve", "--config", config)
+    assert done.exit_code == 1
+    assert f"{config}: unknown key 'prefill.stagse'; did you mean 'stages'?" in done.stderr
+
+
+def test_another_model_leaves_the_files_model_behind() -> None:
+    demo = Path(__file__).parents[3] / "deploy" / "config" / "demo.yaml"
+    settings = read_settings(demo, "owner/name", None)
+    assert settings.model == ModelSpec(path="owner/name", dtype=settings.model.dtype)
+    assert (settings.decode.page_selection, settings.decode.delta_layers) == ("full", ())
+    assert settings.door.model_name == ""
+    assert read_settings(demo, None, None).model.adapter is not None
+
+
+def test_another_model_starts_without_the_files_profile() -> None:
+    """What is warmed up of it names levels of density, which the other model may not have."""
+    settings = read_settings(Path(__file__).parents[3] / "deploy" / "config" / "gpu.yaml", "owner/name", None)
+    settings.check_against(SHAPES["8b"], None)
+    assert settings.prefill.warm_up == ("dense", "dpxa")
+
+
+def test_another_model_keeps_the_files_quantisation(tmp_path: Path) -> None:
+    file = tmp_path / "fp8.yaml"
+    gpus = "prefill: {device: cuda}\ndecode: {device: cuda, page_selection: full}\n"
+    file.write_text("model: {path: x, dtype: bfloat16, quantisation: fp8}\n" + gpus)
+    assert read_settings(file, "owner/name", None).model.quantisation == "fp8"
+
+
+def test_serve_refuses_a_directory_without_weights(model: Path) -> None:
+    done = run("serve", "--model", model)
+    assert done.exit_code == 1
+    assert "safetensors" in done.stderr

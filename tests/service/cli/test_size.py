@@ -1,0 +1,175 @@
+"""`deltafront size` against what is known of Llama 3.1, and its choices against trying everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from deltafront.service.cli import size
+from deltafront.service.cli.size import GIB, SHAPES, sizing
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
+from deltafront.workers.settings import Dtype, Quantisation
+
+from ...workers.tiny_model import HIDDEN, make_tiny_model
+from .test_main import run
+
+
+def test_llama_is_as_large_as_its_model_cards_say() -> None:
+    assert SHAPES["8b"].weights(32) == 8_030_261_248
+    assert SHAPES["70b"].weights(80) == 70_553_706_496
+    found = sizing("8b", SHAPES["8b"], 131_072, 1, 80)
+    assert (found.kv_token_bytes, found.kv_bytes, found.pages) == (128 << 10, 16 * GIB, 8192)
+    assert sizing("70b", SHAPES["70b"], 131_072, 1, 80).kv_bytes == 40 * GIB
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("gpu", [24.0, 79.6, 267.7])
+@pytest.mark.parametrize("tokens", [1000, 131_072, 524_288])
+@pytest.mark.parametrize("concurrency", [1, 3, 50])
+def test_what_is_chosen_fits_and_nothing_less_would_do(
+    name: str, gpu: float, tokens: int, concurrency: int
+) -> None:
+    model, room = SHAPES[name], (gpu - size.RESERVE_GIB) * GIB
+    found = sizing(name, model, tokens, concurrency, gpu)
+    fitting = [
+        n for n in range(1, model.layers + 1) if size.stage_bytes(model, n, tokens, "bfloat16") <= room
+    ]
+    assert found.stages == (fitting[0] if fitting else None)
+    most = max(
+        (n for n in range(1, 60) if size.decode_bytes(model, 0, "bfloat16") + n * found.kv_bytes <= room),
+        default=0,
+    )
+    assert found.contexts_per_worker == min(most, concurrency)
+    if found.decode_workers is None:
+        assert most == 0 and found.decode_bytes > room and found.gpus is None
+    else:
+        assert found.decode_bytes <= room
+        assert (found.decode_workers - 1) * most < concurrency <= found.decode_workers * most
+        assert found.gpus == (None if found.stages is None else found.stages + found.decode_workers)
+
+
+def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
+    model = SHAPES["70b"]
+    stages = [size.stage_bytes(model, n, 131_072, "bfloat16") for n in (1, 2, 4, 8, 16)]
+    assert stages == sorted(stages, reverse=True)
+    assert size.decode_bytes(model, 17, "bfloat16") == size.decode_bytes(model, 32, "bfloat16")
+    halves = size.decode_bytes(model, 32, "float32") / size.decode_bytes(model, 32, "bfloat16")
+    assert halves == 2
+
+
+def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) -> None:
+    """Counted in the tensors of a model that is loaded."""
+    directory = make_tiny_model(tmp_path / "tiny")
+    config = read_config(directory)
+
+    def loaded(quantisation: Quantisation | None, layers: range, mlps: range) -> int:
+        weights = read_stack(
+            directory,
+            StackSpec(
+                config=config,
+                layers=layers,
+                mlps=mlps,
+                embedding=True,
+                head=True,
+                dtype=torch.bfloat16,
+                device=torch.device("cpu"),
+                quantisation=quantisation,
+            ),
+        )
+        return sum(tensor.nbytes for tensor in {id(one): one for one in _tensors(weights)}.values())
+
+    whole = range(config.layers)
+    for kind in (None, *get_args(Quantisation)):
+        assert size.weight_bytes(config, len(whole), "bfloat16", kind) == loaded(kind, whole, whole)
+        for layers, mlps in ((range(1, 4), range(3)), (range(2), range(1)), (range(2, 4), range(1, 4))):
+            counted = size.weight_bytes(config, len(layers), "bfloat16", kind, mlps=len(mlps))
+            assert counted == loaded(kind, layers, mlps)
+
+
+@pytest.mark.parametrize("kind", [None, "fp8"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_the_fullest_stage_is_counted_in_what_the_stages_hold(stages: int, kind: Quantisation | None) -> None:
+    model, room = SHAPES["8b"], 131_072 * 2
+    needs = []
+    for stage, share in enumerate(model.split(stages)):
+        ends = {"embedding": stage == 0, "head": stage == stages - 1}
+        counts = len(share.layers), len(share.mlps)
+        weights = size.weight_bytes(model, counts[0], "bfloat16", kind, mlps=counts[1], **ends)
+        needs.append(weights + room * model.kv_values(counts[0]))
+    assert size.stage_bytes(model, stages, 131_072, "bfloat16", kind) == max(needs)
+
+
+def _tensors(held: Any) -> Iterator[torch.Tensor]:
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for one in held:
+            yield from _tensors(one)
+    elif dataclasses.is_dataclass(held):
+        yield from _tensors(list(vars(held).values()))
+
+
+def test_fp8_halves_layers_and_leaves_ends_and_cache() -> None:
+    plain, fp8 = (sizing("8b", SHAPES["8b"], 131_072, 1, 80, quantisation=kind) for kind in (None, "fp8"))
+    ends = 2 * (2 * 128_256 + 1) * 4096
+    assert fp8.weight_bytes - ends == pytest.approx((plain.weight_bytes - ends) / 2, rel=1e-3)
+    assert fp8.kv_bytes == plain.kv_bytes and size.row(fp8)[0] == "8b, fp8"
+    done = run("size", "8b", "--tokens", 131_072, "--json", "--quantisation", "fp8")
+    assert json.loads(done.stdout)["weight_bytes"] == fp8.weight_bytes
+    for options, problem in (
+        (("--quantisation", "int4"), "--quantisation int4: must be one of fp8"),
+        (("--quantisation", "fp8", "--dtype", "float32"), "fp8 goes with a dtype of 16 bits, not float32"),
+    ):
+        failed = run("size", "8b", *options)
+        assert failed.exit_code == 1 and problem in failed.stderr
+
+
+def test_every_dtype_has_a_size() -> None:
+    assert set(size.DTYPE_BYTES) == set(get_args(Dtype))
+
+
+def test_the_command_takes_a_model_directory(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / "tiny")
+    done = run("size", directory, "--tokens", 4096, "--concurrency", 3, "--json", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["pages"] == 256 and found["gpus"] == 2
+    assert found["weight_bytes"] > 2 * 199 * HIDDEN * 4
+
+
+def test_the_command_prints_a_table() -> None:
+    done = run("size", "8b", "--tokens", 131_072)
+    assert done.exit_code == 0 and "131,072" in done.stdout and "128" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["9b"], "no model '9b'"),
+        (["8b", "--tokens", 0], "tokens = 0"),
+        (["8b", "--concurrency", -1], "concurrency = -1"),
+        (["8b", "--gpu-gib", 0], "gpu_gib = 0"),
+        (["8b", "--gpu-gib", "inf"], "gpu_gib = inf and reserve_gib = 8.0: must be finite"),
+        (["8b", "--gpu-gib", "nan"], "gpu_gib = nan and reserve_gib = 8.0: must be finite"),
+        (["8b", "--reserve-gib", "nan"], "reserve_gib = nan: must be finite"),
+        (["8b", "--stages", 33], "32 layers cannot be split over 33 stages"),
+        (["8b", "--dtype", "int3"], "--dtype int3"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[object], named: str) -> None:
+    done = run("size", *arguments)
+    assert done.exit_code == 1
+    assert named in done.stderr
+
+
+def test_a_split_into_no_stage_is_refused() -> None:
+    with pytest.raises(ModelError):
+        sizing("8b", SHAPES["8b"], 1024, 1, 80, stages=0)

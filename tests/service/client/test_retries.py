@@ -1,0 +1,81 @@
+"""When a lost connection is tried again, by clocks that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltafront.service.client.retries import Retries
+from deltafront.service.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    DeltafrontError,
+    Internal,
+    Overloaded,
+    Unavailable,
+)
+
+LOST = ConnectionLost("gone")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def retries(self, retry_s: float = 10.0, deadline: float | None = None) -> Retries:
+        return Retries(retry_s, deadline, clock=lambda: self.now, wall=lambda: self.now, sleep=self.sleep)
+
+
+def test_pauses_grow_and_patience_ends() -> None:
+    clock = Clock()
+    retries = clock.retries()
+    with pytest.raises(ConnectionLost):
+        while True:
+            retries.wait(LOST)
+    assert clock.slept == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
+    assert sum(clock.slept) <= 10
+
+
+def test_an_answer_starts_the_retries_over() -> None:
+    clock = Clock()
+    retries = clock.retries(retry_s=1.0)
+    for _ in range(20):
+        retries.wait(LOST)
+        retries.reset()
+    assert clock.slept == [0.1] * 20
+
+
+@pytest.mark.parametrize("error", [Internal("x"), Unavailable("x"), Overloaded("x", retry_after_s=1.0)])
+def test_what_the_service_says_itself_is_no_loss(error: DeltafrontError) -> None:
+    clock = Clock()
+    with pytest.raises(type(error)):
+        clock.retries().wait(error)
+    assert not clock.slept
+
+
+def test_after_a_loss_the_dead_doors_room_is_waited_for() -> None:
+    clock = Clock()
+    retries = clock.retries()
+    retries.wait(LOST)
+    retries.wait(Overloaded("full", retry_after_s=3.0))
+    assert clock.slept == [0.1, 3.0]
+    with pytest.raises(Overloaded):
+        retries.wait(Overloaded("too large for ever"))
+
+
+def test_the_callers_deadline_comes_first() -> None:
+    clock = Clock()
+    retries = clock.retries(deadline=clock.now + 0.5)
+    with pytest.raises(DeadlineExceeded, match="gone"):
+        while True:
+            retries.wait(LOST)
+    assert sum(clock.slept) < 0.5
+
+
+def test_no_patience_is_no_second_try() -> None:
+    with pytest.raises(ConnectionLost):
+        Clock().retries(retry_s=0).wait(LOST)

@@ -1,0 +1,114 @@
+"""What a killed service leaves: processes that write to its folder, and the folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltafront.service.local import cleanup
+
+from ..inprocess import wait_until
+
+OWNER = """
+import os, subprocess, sys, tempfile, time
+from deltafront.service.local.cleanup import service_folder
+tempfile.tempdir = sys.argv[1]
+with service_folder() as folder:
+    child = [sys.executable, "-c", "import os, time; os.setsid(); time.sleep(1000)"]
+    started = subprocess.Popen(child, stdout=open(folder / "log", "w"))
+    print(folder, started.pid, flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Owner:
+    """A process that owns a folder, and a process of its own that writes there."""
+
+    def __init__(self, temporary: Path) -> None:
+        command = [sys.executable, "-c", OWNER, str(temporary)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        folder, child = self.process.stdout.readline().split()
+        self.folder, self.child = Path(folder), int(child)
+
+    def reapers(self) -> list[int]:
+        """Those that wait for its death."""
+        asked = f"{cleanup.__file__}\0{self.folder}\0".encode()
+        return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if asked in read(p)]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def runs(pid: int) -> bool:
+    """Not gone, and no zombie."""
+    return b"\nState:\tZ" not in (status := read(Path(f"/proc/{pid}/status"))) and bool(status)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    made = Owner(tmp_path)
+    yield made
+    made.kill()
+    for pid in [made.child, *made.reapers()]:
+        if runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_owners_processes_and_files_go_at_once(owner: Owner) -> None:
+    assert runs(owner.child) and owner.folder.exists()
+    owner.kill()
+    wait_until(lambda: not runs(owner.child), "its process is left")
+    wait_until(lambda: not owner.folder.exists(), "its folder is left")
+    wait_until(lambda: not owner.reapers(), "the reaper is left")
+
+
+def test_an_owner_that_ends_well_leaves_nothing(owner: Owner) -> None:
+    wait_until(lambda: bool(owner.reapers()), "no reaper waits")  # its command shows a moment after its start
+    owner.process.communicate("end\n")
+    assert not runs(owner.child) and not owner.folder.exists() and not owner.reapers()
+
+
+def test_the_next_start_cleans_up_where_the_reaper_was_killed_too(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cleanup.clean_up_killed_services() == [], "its owner lives"
+    for pid in owner.reapers():
+        os.kill(pid, signal.SIGKILL)
+    owner.kill()
+    assert runs(owner.child) and owner.folder.exists()
+    assert cleanup.clean_up_killed_services() == [owner.folder]
+    assert not runs(owner.child) and not owner.folder.exists()
+
+
+def test_what_has_no_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be being made, or is no service's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "deltafront-made").mkdir()
+    assert cleanup.clean_up_killed_services() == [] and (tmp_path / "deltafront-made").exists()
+
+
+def test_who_only_reads_there_is_not_ended(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("line\n")
+    reader = subprocess.Popen(["tail", "-f", tmp_path / "log"], stdout=subprocess.DEVNULL)
+    try:
+        assert reader.pid not in list(cleanup.writers(tmp_path))
+    finally:
+        reader.kill()
+        reader.wait()

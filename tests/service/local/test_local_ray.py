@@ -1,0 +1,154 @@
+"""What Ray and Serve are told on one machine, what is checked before, and how a failed start ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from deltafront.service.config import ConfigError, parse
+from deltafront.service.local import cleanup
+from deltafront.service.local.local_ray import (
+    PROXY_PERIOD_S,
+    _keep_sigterm_handler,
+    _start_errors,
+    check_gpus,
+    check_socket_paths,
+    cpus,
+    prepare,
+    ray_environment,
+)
+from deltafront.service.local.ray_patches import START_S
+from deltafront.service.local.start_errors import StartError
+
+from ..test_config import content
+
+
+def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
+    config = parse(content("prefill", groups=2, stages=20, cpus_per_stage=0.5))
+    variables = ray_environment(config, tmp_path)
+    assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert variables["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(config.door.max_message_bytes)
+    assert variables["RAY_SERVE_HAPROXY_SOCKET_PATH"].startswith(str(tmp_path))
+    assert cpus(config) >= 2 * 20 * 0.5 + 1
+
+
+def test_what_the_caller_sets_for_ray_comes_before_the_quiet_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
+    monkeypatch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "2")
+    variables = ray_environment(parse(content()), tmp_path)
+    assert variables["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "2"
+    assert variables["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == str(PROXY_PERIOD_S)
+    assert variables["RAY_enable_metrics_collection"] == "0"
+
+
+def test_gpus_that_are_not_there_are_named() -> None:
+    given = content("prefill", stages=3, gpus_per_stage=0.1)
+    given["decode"]["gpus"] = 0.7
+    for found in (1.0, 8.0):
+        check_gpus(parse(given), found)
+    check_gpus(parse(content()), 0.0)
+    with pytest.raises(ConfigError, match=r"decode\.gpus: 1 GPUs in all, but Ray finds 0 here"):
+        check_gpus(parse(given), 0.0)
+
+
+def test_a_node_waits_for_its_object_store_as_long_as_before(tmp_path: Path) -> None:
+    variables = ray_environment(parse(content()), tmp_path)
+    attempts = int(variables["RAY_raylet_client_num_connect_attempts"])
+    assert attempts * int(variables["RAY_raylet_client_connect_timeout_milliseconds"]) == 10 * 1000
+
+
+@pytest.mark.parametrize(
+    ("variable", "constant"),
+    [
+        ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "PROXY_READY_CHECK_TIMEOUT_S"),
+        ("RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S"),
+    ],
+)
+def test_what_starts_slowly_has_the_whole_starts_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, constant: str
+) -> None:
+    """As Serve reads it: with its own 5 s, three of six starts on a busy machine died."""
+    monkeypatch.delenv(variable, raising=False)
+    variables = ray_environment(parse(content()), tmp_path)
+    asked = f"from ray.serve._private import constants; print(float(constants.{constant}))"
+    told = {**os.environ, variable: variables[variable]}
+    said = subprocess.run([sys.executable, "-c", asked], env=told, capture_output=True, text=True, check=True)
+    assert float(said.stdout) == START_S == 300
+
+
+def test_rays_worker_and_control_store_have_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RAY_worker_register_timeout_seconds", "RAY_gcs_server_port_wait_time_s")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    variables = ray_environment(parse(content()), tmp_path)
+    assert {float(variables[name]) for name in names} == {START_S}
+
+
+def test_no_line_of_the_audit_log_is_left_out(tmp_path: Path) -> None:
+    """Ray's driver takes lines that differ in their numbers only for one."""
+    variables = ray_environment(parse(content()), tmp_path)
+    asked = "from ray._private import ray_constants; print(ray_constants.RAY_DEDUP_LOGS)"
+    told = {**os.environ, **variables}
+    said = subprocess.run([sys.executable, "-c", asked], env=told, capture_output=True, text=True, check=True)
+    assert said.stdout == "False\n"
+
+
+def test_a_port_of_what_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026))
+        monkeypatch.setattr(cleanup, "EXIT_S", 0.01)
+        with pytest.raises(ConfigError, match=r"^door.http_port"):
+            prepare(settings)
+        monkeypatch.setattr(cleanup, "EXIT_S", 60.0)
+        closing = threading.Timer(0.1, taken.close)
+        closing.start()
+        prepare(settings)
+        closing.join()
+
+
+def test_a_temporary_directory_with_too_long_a_name_is_named() -> None:
+    check_socket_paths("/tmp")
+    with pytest.raises(ConfigError, match=r"^TMPDIR: /scratch/of/somebody is too long a name"):
+        check_socket_paths("/scratch/of/somebody")
+
+
+def test_errors_of_ray_are_one_line_and_all_of_them_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    from ray.exceptions import ActorDiedError
+
+    says = r"^a process ended while the service started \(ActorDiedError\); is there enough memory\?$"
+    with pytest.raises(StartError, match=says), _start_errors():
+        raise ActorDiedError()
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_a_configuration_lacks_stays_what_it_is() -> None:
+    with pytest.raises(ConfigError, match="a port"), _start_errors():
+        raise ConfigError("a port")
+
+
+def test_what_a_signal_does_is_the_callers_business() -> None:
+    """Also where Ray says otherwise meanwhile, and fails then."""
+
+    def callers(_signal: int, _frame: object) -> None:
+        raise AssertionError("nobody sends one")
+
+    before = signal.signal(signal.SIGTERM, callers)
+    try:
+        with pytest.raises(RuntimeError, match="no Ray"), _keep_sigterm_handler():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            raise RuntimeError("no Ray")
+        assert signal.getsignal(signal.SIGTERM) is callers
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,95 @@
+"""What a machine does not have is said before Ray starts, with the key that wants it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deltafront.service.config import ConfigError, ServiceConfig, parse
+from deltafront.service.local import machine
+from deltafront.service.local.machine import check_machine
+
+from ..test_config import content
+
+
+def on_gpus() -> ServiceConfig:
+    given = content("prefill", device="cuda")
+    given["decode"]["device"] = "cuda"
+    return parse(given)
+
+
+@pytest.fixture
+def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """cuda(torch, code, gpus): torch has CUDA or not; the driver gives a code, or None for no driver."""
+
+    def pretend(torch: bool, code: int | None, gpus: int = 0) -> None:
+        (tmp_path / "lib").mkdir()
+        if torch:
+            (tmp_path / "lib" / "libtorch_cuda.so").touch()
+        found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _name: found)
+
+        def count(into: Any) -> int:
+            into._obj.value = gpus
+            return 0
+
+        def load(_name: str) -> Any:
+            if code is None:
+                raise OSError("libcuda.so.1: cannot open shared object file")
+            return SimpleNamespace(cuInit=lambda _flags: code, cuDeviceGetCount=count)
+
+        monkeypatch.setattr(ctypes, "CDLL", load)
+
+    return pretend
+
+
+def test_a_cpu_needs_no_cuda(cuda: Any) -> None:
+    cuda(torch=False, code=None)
+    check_machine(parse(content()))
+
+
+def test_cuda_that_is_there_is_taken(cuda: Any) -> None:
+    cuda(torch=True, code=0, gpus=2)
+    check_machine(on_gpus())
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({"torch": False, "code": 0, "gpus": 1}, "torch is a build without CUDA"),
+        ({"torch": True, "code": None}, "there is no NVIDIA driver"),
+        ({"torch": True, "code": 100}, "CUDA finds no GPU"),
+        ({"torch": True, "code": 0, "gpus": 0}, "CUDA finds no GPU"),
+        ({"torch": True, "code": 804}, r"NVIDIA's driver does not work \(CUDA error 804\)"),
+    ],
+)
+def test_cuda_that_is_not_there_is_said_in_one_line(cuda: Any, found: dict[str, Any], says: str) -> None:
+    cuda(**found)
+    with pytest.raises(ConfigError, match=rf"^prefill\.device: cuda cannot be used: {says}.*; cpu can$"):
+        check_machine(on_gpus())
+
+
+def test_the_key_of_the_part_that_wants_cuda_is_named(cuda: Any) -> None:
+    cuda(torch=False, code=None)
+    given = content()
+    given["decode"]["device"] = "cuda"
+    with pytest.raises(ConfigError, match=r"^decode\.device: "):
+        check_machine(parse(given))
+
+
+@pytest.mark.parametrize("missing", machine._LIBRARIES)
+def test_a_missing_library_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(
+        ConfigError, match=f"^the library '{missing}' is not installed: pip install {missing}$"
+    ):
+        check_machine(parse(content()))
+
+
+def test_every_library_that_is_looked_for_is_one_that_this_service_has() -> None:
+    assert all(importlib.util.find_spec(name) for name in machine._LIBRARIES)

@@ -1,0 +1,34 @@
+"""Ray's own processes are watched, and a loss is said in our words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from deltafront.service.local.ray_processes import RayProcesses
+
+
+@pytest.fixture
+def node() -> Iterator[subprocess.Popen[bytes]]:
+    """Lives until its standard input ends."""
+    with subprocess.Popen([sys.executable, "-c", "exit(int(input()))"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_nothing_has_failed_while_all_live(node: subprocess.Popen[bytes]) -> None:
+    assert RayProcesses({"gcs_server": node, "raylet": node}).failure() is None
+
+
+def test_a_killed_control_store_is_named(node: subprocess.Popen[bytes]) -> None:
+    processes = RayProcesses({"gcs_server": node})
+    node.kill()
+    assert processes.wait_for_failure() == "Ray's control store (gcs_server) was ended by SIGKILL"
+
+
+def test_a_node_that_ended_is_named_with_its_code(node: subprocess.Popen[bytes]) -> None:
+    node.communicate(b"3\n")
+    assert RayProcesses({"raylet": node}).wait_for_failure() == "Ray's node (raylet) ended with code 3"

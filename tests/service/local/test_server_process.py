@@ -1,0 +1,76 @@
+"""A service as a child process: where it is, before it is started."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltafront.benchmarks.engine.model import SHAPES, write_model
+from deltafront.benchmarks.engine.setup import Setup
+from deltafront.service.config import ConfigError
+from deltafront.service.local.server_process import LocalService
+
+from ..inprocess import wait_until
+
+
+def written(folder: Path, door: str) -> Path:
+    path = folder / "service.yaml"
+    path.write_text(f"model: {{path: m}}\ndecode: {{page_selection: full}}\ndoor: {{{door}}}\n")
+    return path
+
+
+def test_it_is_looked_for_where_its_configuration_says(tmp_path: Path) -> None:
+    assert LocalService(written(tmp_path, "")).address == "127.0.0.1:9000"
+    assert LocalService(str(written(tmp_path, "grpc_port: 9123"))).address == "127.0.0.1:9123"
+
+
+def test_a_mistake_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'grpc_port'"):
+        LocalService(written(tmp_path, "grcp_port: 9123"))
+
+
+@pytest.mark.long
+def test_a_service_that_ends_as_soon_as_it_serves_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its door is healthy before `serve` says that it is ready; Ray's agents would keep their ports."""
+    temporary = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # pytest's are too long for sockets
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    write_model(tmp_path / "model", SHAPES["tiny"], torch.device("cpu"))
+    ports = {"door.grpc_port": 9077, "door.http_port": 8077, "door.metrics_port": 9577}
+    setup = Setup(tmp_path / "model", SHAPES["tiny"], 1024, chunk_tokens=512, device="cpu", more=ports)
+    path = setup.write(tmp_path)
+    for _ in range(2):
+        with LocalService(path, start_s=500) as service:
+            process = service._process
+        assert process is not None and process.returncode == 0, service.log_tail()
+    assert not [*temporary.iterdir()]
+    temporary.rmdir()
+
+
+def test_what_a_service_leaves_goes_where_it_has_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalService, "_wait_until_healthy", lambda _service: None)
+    path = written(tmp_path, "grpc_port: 9123")
+
+    def folder(*, ending: int, trouble: bool = False) -> Path:
+        service = LocalService(path)
+        wait = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit({ending}))"
+        service._command = [sys.executable, "-c", f"{wait}; print('up', flush=True); signal.pause()"]
+        with contextlib.suppress(ZeroDivisionError), service:
+            wait_until(lambda: service.log_tail() == "up", "it does not start")
+            assert not trouble or 1 / 0
+        return service.log.parent
+
+    assert not folder(ending=0).exists()
+    for kept in (folder(ending=3), folder(ending=0, trouble=True)):
+        assert (kept / "serve.log").read_text() == "up\n"
+        shutil.rmtree(kept)
