@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from deltafront.service.cli.size import SHAPES as LLAMAS
+from deltafront.workers.model.directory.json_files import WEIGHT_INDEX
 from deltafront.workers.model.directory.model_config import ModelConfig
-from deltafront.workers.model.directory.store import INDEX
 
 TINY = replace(LLAMAS["8b"], layers=6, hidden=128, intermediate=256, q_heads=4, kv_heads=2, vocab=512)
 SHAPES: Mapping[str, ModelConfig] = {**LLAMAS, "tiny": replace(TINY, head_dim=64)}
@@ -52,7 +52,7 @@ def write_model(directory: Path, shape: ModelConfig, device: torch.device) -> No
         for job in jobs:
             job.result()
     index = {name: file for file, shard in shards.items() for name in shard}
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (directory / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     words = {f"w{number}": number for number in range(min(64, shape.vocab))}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
     path.write_text(json.dumps(config))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+WEIGHT_INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs.github.com/"
 
 

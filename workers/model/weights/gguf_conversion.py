@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from ..directory.json_files import ModelError
+from ..directory.json_files import WEIGHT_INDEX, ModelError
 from ..directory.model_config import read_config
-from ..directory.store import INDEX
 from .gguf_source import GgufSource
 from .gguf_tokenizer import tokenizer_config, tokenizer_json
 
@@ -56,7 +55,7 @@ def _write_weights(source: GgufSource, work: Path) -> None:
             save_file(shard, work / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(shard, file)
             shard, size = {}, 0
-    _write_json(work / INDEX, {"metadata": {}, "weight_map": weight_map})
+    _write_json(work / WEIGHT_INDEX, {"metadata": {}, "weight_map": weight_map})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
