@@ -1,1 +1,1 @@
-"""The edge of the service: who may call, what is asked, and the wire."""
+"""The edges: gRPC (`grpc_door.py`) and OpenAI's HTTP (`http_door.py`); who may call (`auth.py`)."""

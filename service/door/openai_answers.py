@@ -157,7 +157,7 @@ _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
 
 
 def _classify(error: DeltafrontError) -> tuple[int, str, str | None]:
-    """An error that no waiting helps against is not OpenAI's rate limit."""
+    """Where waiting does not help, it is 413 and not OpenAI's rate limit."""
     if isinstance(error, Overloaded) and error.retry_after_s is None:
         return 413, _CLIENT_ERROR, "request_too_large"
     if isinstance(error, TooSlow):

@@ -57,7 +57,7 @@ _OWN_MESSAGES = {"n": _ONE_ANSWER, "best_of": _ONE_ANSWER}
 _SEED_BITS = 64
 _MAX_PARTS = 4096
 _MAX_VALUES = 1 << 17
-"""In a conversation's JSON, about. Each takes much more memory than its bytes."""
+"""JSON values of a conversation, approximately. Each takes much more memory than its bytes."""
 _MAX_TEXT_VALUES = 1 << 21
 """A completion's prompt may have a value for each token."""
 _SEPARATORS = (b",", b":", b"[", b"{")

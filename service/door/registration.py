@@ -46,7 +46,7 @@ _RECEIVING_BYTES = 256 << 20
 _ROOM_TIMEOUT_S = 10.0
 _RECEIVE_TIMEOUT_S = 60.0
 _CANCEL_WAIT_S = 0.1
-"""gRPC cancels a call that it has ended a moment after its requests are over."""
+"""A call without a request waits so long for its answer: gRPC may be about to cancel it."""
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
 _M = TypeVar("_M", bound=Message)
@@ -136,7 +136,7 @@ class _Receiver:
 
 @dataclass(frozen=True)
 class _Handler:
-    """gRPC's `RpcMethodHandler`."""
+    """gRPC's `RpcMethodHandler`, with every method's requests as a stream."""
 
     request_deserializer: Callable[[bytes], Any]
     response_serializer: Callable[[Any], bytes] | None

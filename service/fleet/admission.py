@@ -16,7 +16,7 @@ from .fleet_view import not_draining
 
 _SHORTEST_RETRY_S = 1.0
 _SAME_NODE = 0.25
-"""Being on the prefill group's node counts like this share of a worker's pages being free."""
+"""A worker on the prefill group's node ranks as if this share of its pages were free in addition."""
 
 
 class Reason(StrEnum):

@@ -25,7 +25,7 @@ class Backlog:
 
 @dataclass(frozen=True)
 class Load:
-    """A decode worker. requests: that decode, or wait to."""
+    """A decode worker. requests: how many decode, or wait to decode."""
 
     pages_used: float
     pages_total: float

@@ -1,1 +1,1 @@
-"""Ray, Serve and Deltafront on this machine."""
+"""Ray, Serve and Deltafront on this machine. Start at `local_ray.py`."""

@@ -33,7 +33,7 @@ def service_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     with (folder / _UNLOCKED).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / _UNLOCKED).rename(folder / _LOCK)  # it is never seen without its lock
+        (folder / _UNLOCKED).rename(folder / _LOCK)  # nobody can see the file unlocked
         reaper = _start_reaper(folder)
         try:
             yield folder

@@ -33,7 +33,7 @@ _LOG_LINES = 20
 _RETRY_S = 0.2
 _LONGEST_SOCKET_PATH = 97
 _SOCKET_PATH = f"/deltafront-{8 * 'x'}/{56 * 'x'}/metrics.sock"
-"""Below TMPDIR: our folder, Serve's node id, HAProxy's longest name."""
+"""The longest path below TMPDIR: our folder, Serve's node id, HAProxy's longest name."""
 PROXY_PERIOD_S = 2.0
 """How often Serve checks each HAProxy (Ray: 10 s), which it replaces after three failures."""
 _DEFAULTS = {

@@ -14,7 +14,7 @@ from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
 RETRY_S = 1.0
-"""A guess, because nobody knows when requests end."""
+"""A caller over its quota comes back after it. A guess: requests' ends are not known."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """A message's role → its name in chat templates."""
 _MAX_SALT = 128
 _OVERRIDDEN_OPTIONS = {"density": ("outside", "tau"), "share": ("outside", "tau")}
-"""An option above 0 → the options that it overrides (`kernels.options.ScoredOptions`)."""
+"""An option → the options that do not count while it is above 0 (`kernels.options.ScoredOptions`)."""
 
 
 @dataclass(frozen=True)

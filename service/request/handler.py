@@ -47,7 +47,7 @@ async def no_other_doors(_owner: str, _request_id: str) -> int:
 
 
 class RequestHandler:
-    """`info` lacks the workers, which change."""
+    """Accepts and runs a door's requests. `info` is the part of ServerInfo that does not change."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class RequestHandler:
             task.cancel()
             while not accepted.events.empty():
                 self._release_unsent(accepted.events.get_nowait(), accepted.owner)
-            accepted.conclude(accepted.outcome)  # who hears the end finds it counted
+            accepted.conclude(accepted.outcome)  # a client that hears the end finds it counted
         if accepted.outcome is not None:
             raise accepted.outcome
 

@@ -103,7 +103,7 @@ def next_entry(taken, entries):
 
 @gluon.jit
 def item_of(entry, work, PLAN: gl.constexpr):
-    """The item of an entry, in the order that `plan.py` names."""
+    """The item of an entry, in the order that `hopper_plan.py` names."""
     key_heads = work.heads // work.group
     tail_items = work.batch * work.heads * work.tail_tiles
     item = entry.to(gl.int32)

@@ -57,7 +57,7 @@ class Answer:
         return bool(self.ids)
 
     def finish_reason(self, tokens_left: int) -> FinishReason | None:
-        """`tokens_left` may still be generated."""
+        """None while the answer is not complete. `tokens_left` may still be generated."""
         if not self.ids:
             return None
         if self._text.stopped:

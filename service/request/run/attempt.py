@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.25
 """Before a replay if no other worker is left. Each next pause is four times as long."""
 BUSY_RETRY_S = 5.0
-"""A guess, until somebody knows better."""
+"""For a refusal that names no time."""
 
 
 class Attempt:
@@ -40,7 +40,7 @@ class Attempt:
         self._fleet.hold_lease(worker, self.request_id)
 
     def settle(self, worker: Leased) -> None:
-        """The worker has ended the request."""
+        """Forget a worker that has ended the request by itself."""
         self._workers.remove(worker)
         self._fleet.drop_lease(worker, self.request_id)
 

@@ -89,7 +89,7 @@ async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: P
 
 
 def _of_all_queues(refused: Sequence[Refused]) -> Refused:
-    """Their answers as one: whoever comes back finds a place in any of them."""
+    """One answer of all full groups. A place in any of them will do, so their rates add."""
     first = soonest(refused)
     places_per_second = sum(1 / one.retry_after_s for one in refused if one.retry_after_s)
     return replace(first, retry_after_s=1 / places_per_second) if places_per_second else first
@@ -124,7 +124,7 @@ def soonest(refused: Sequence[Refused]) -> Refused:
 
 
 def _wait(refused: Refused) -> tuple[bool, float]:
-    """A sort key. Who never accepts comes last."""
+    """A sort key. Workers that can never accept come last."""
     never = refused.reason is RefusalReason.TOO_LARGE
     return never, math.inf if refused.retry_after_s is None else refused.retry_after_s
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _ChunkReports:
-    """Reports of the group that read a chunk, and of all groups without lost work."""
+    """Reports up to a chunk: of the group that read it, and of all groups, without lost work."""
 
     group: PrefillReport
     all_groups: PrefillReport

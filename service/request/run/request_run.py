@@ -47,7 +47,7 @@ from .prompt_reader import PromptReader
 from .tokenize import tokenize
 
 _LAST_REPORT_S = 5.0
-"""For a worker's report on a complete answer."""
+"""To wait for a worker's report on a complete answer."""
 
 _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
@@ -217,7 +217,7 @@ class RequestRun:
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
         call = self._call
-        # Now, or for questions to the session.
+        # Blocks are recomputed for this answer, or later for questions to the kept session.
         recomputed = call.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
         return GenerateJob(
             request_id=attempt.request_id,

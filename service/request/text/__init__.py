@@ -1,1 +1,1 @@
-"""Text and token ids."""
+"""Text and token ids. Start at `tokenizer.py`."""

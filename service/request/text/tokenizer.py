@@ -31,7 +31,7 @@ _PIECE = 16_384
 _BATCH = 16
 """Pieces between two checks of the limit. Each takes 2 MB meanwhile."""
 _LONGEST_PIECE = 1 << 22
-"""Characters without a seam, or of a text that the tokenizer needs whole: 400 MB."""
+"""Characters that are tokenised in one call at most, which takes 400 MB."""
 _PROBE = 4
 """Characters per token of a long piece's beginning, which is tokenised first."""
 _PROBE_SLACK = 64
