@@ -1,8 +1,8 @@
 """Runs of similar rows, each led by its anchor (DeltaAttention, section 4.1.1).
 
-Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a
-chunk, L lanes = batch x heads x chunks. On a GPU a Gram matrix gives `next[i]`, the first later row far from
-row i; the anchors are found by following it.
+Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a chunk, L
+lanes = batch x heads x chunks. On a GPU a Gram matrix gives `next[i]`, the first later row far from row i;
+following it finds the anchors.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,8 +25,8 @@ METRICS = ("cosine", "euclidean")
 
 @dataclass(frozen=True)
 class AnchorRuns:
-    """is_anchor_BGS: bool. run_BGS: int32, the row's run within its chunk, from 0. runs_BGC: int32, runs of a
-    chunk."""
+    """is_anchor_BGS: bool. run_BGS: int32, a row's run within its chunk, from 0. runs_BGC: int32, a chunk's
+    runs."""
 
     is_anchor_BGS: torch.Tensor
     run_BGS: torch.Tensor
@@ -55,15 +55,15 @@ def find_anchors(
 ) -> torch.Tensor:
     """Which rows are anchors: is_anchor_BGS, bool.
 
-    A chunk's first row is one. A row joins the current run while it is close to the run's anchor; otherwise
-    it is the next anchor. A zero vector has cosine 0 with everything.
+    A chunk's first row is one. A row joins the current run while it is close to the run's anchor; else it is
+    the next anchor. A zero vector has cosine 0 with everything.
 
     Args:
         threshold: close is a cosine of at least this, or a Euclidean distance of at most this.
         chunk: a multiple of BLOCK.
 
     Raises:
-        KernelInputError: shapes, types or numbers that the scan cannot work with.
+        KernelInputError: shapes, types or numbers do not fit.
     """
     if x_BGSD.is_cuda:
         return kernel_find_anchors(x_BGSD, threshold, chunk, metric)
@@ -73,7 +73,6 @@ def find_anchors(
 def cpu_scan(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> AnchorRuns:
-    """The anchors, and the runs that follow from them."""
     return runs_of(cpu_find_anchors(x_BGSD, threshold, chunk, metric), chunk)
 
 
@@ -102,7 +101,7 @@ def cpu_find_anchors(
 
 
 def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tensor:
-    """bool (L, R, R): whether row j would join a run led by row i."""
+    """(L, R, R): whether row j would join a run led by row i."""
     dot_LRR = x_LRD @ x_LRD.transpose(1, 2)
     square_LR = x_LRD.square().sum(-1)
     if metric == "euclidean":
@@ -130,7 +129,7 @@ _METRICS = {"cosine": _COSINE.value, "euclidean": _EUCLIDEAN.value}
 
 @triton.jit
 def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
-    """Whether two rows are close, from their dot product and squared lengths. A zero row has cosine 0."""
+    """Whether two rows are close. A zero row has cosine 0."""
     if METRIC == _EUCLIDEAN:
         close = square_a + square_b - 2.0 * dot <= threshold * threshold
     else:
@@ -141,7 +140,7 @@ def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
-    """The first later row far from each of BLOCK rows, of which `rows` exist; BLOCK if there is none."""
+    """The first later row far from each of BLOCK rows, of which `rows` exist; BLOCK if none."""
     row_R = tl.arange(0, _BLOCK)
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)

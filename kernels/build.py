@@ -59,13 +59,12 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
 
 
 def options_for(spec: MethodSpec) -> Any:
-    """The method's options, in its dataclass."""
     preset, values = registered(spec), spec.values
     return preset.form(**{name: values[name] for name in preset.options})
 
 
 def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
-    """The callable behind a registered part. A path is imported. Raises MethodError."""
+    """Imports a path. Raises MethodError."""
     if not isinstance(registered, str):
         return registered
     module, _, name = registered.partition(":")

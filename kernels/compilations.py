@@ -13,12 +13,11 @@ log = logging.getLogger(__name__)
 
 
 Phases = tuple[tuple[str, int], ...]
-"""Kernels compiled, by phase."""
 
 
 @dataclass
 class Compilations:
-    """Kernels compiled so far. ready: from now on requests may wait for one."""
+    """ready: from now on requests may wait for a compilation."""
 
     warm_up: int = 0
     serving: int = 0

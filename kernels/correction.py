@@ -1,6 +1,6 @@
 """The Δ correction around any method (Δ Attention, Willette et al. 2025, section 3).
 
-Suffixes as in `interface.py`; R dense rows of the chunk.
+Suffixes: R dense rows of the chunk.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -83,12 +83,12 @@ class Correction:
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:
-        """First row of this chunk in the prompt's dense tail; the chunk's length if there is none."""
+        """First row of the dense tail in this chunk, else the chunk's length."""
         begin = max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
         return min(max(0, begin - x.q_start), x.q_BHTD.shape[2])
 
     def _extra_tiles(self, x: AttentionInput) -> float:
-        """The dense rows' products in tiles: a row counts 1/128 of its row of tiles."""
+        """A row counts 1/128 of its row of tiles."""
         batch, heads, rows, _ = x.q_BHTD.shape
         tail, first = self._tail_begin(x), -x.q_start % self.gamma
         dense = [*range(first, tail, self.gamma), *range(tail, rows)]

@@ -26,7 +26,7 @@ class KernelInputError(ValueError):
 
 
 def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
-    """Whether the CPU form runs, not the CUDA kernel. Raises KernelInputError for any other device."""
+    """Raises KernelInputError for a device that is neither CPU nor CUDA."""
     kind = x.device.type
     if kind not in ("cpu", "cuda"):
         raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
@@ -193,11 +193,8 @@ class Executor(Protocol):
 
 
 class Attention(Protocol):
-    """A whole method.
-
-    A new state may start in the middle of a prompt, since a chunk brings the keys of all tokens so far. A
-    method registered `from_keys` then gives the same bits as with the old state.
-    """
+    """A new state may start in the middle of a prompt, since a chunk brings the keys of all tokens so far. A
+    method registered `from_keys` then gives the same bits as with the old state."""
 
     def new_state(self, spec: StateSpec) -> Any: ...
 

@@ -43,7 +43,7 @@ class MethodError(ValueError):
 
 @dataclass(frozen=True)
 class Preset:
-    """A registered method. form: the dataclass of its options. The others are as given to `register`."""
+    """form: the dataclass of the options. The others are as given to `register`."""
 
     form: type[Any]
     selector: Callable[[Any], Selector] | str | None
@@ -136,7 +136,7 @@ def register(
 
 
 def load(module: str) -> None:
-    """Import a module for the methods that it registers. Raises MethodError."""
+    """Raises MethodError."""
     try:
         import_module(module)
     except Exception as error:
@@ -146,7 +146,7 @@ def load(module: str) -> None:
 
 
 def registered(spec: MethodSpec) -> Preset:
-    """The method of a spec from any process; its module is imported if needed. Raises MethodError."""
+    """Imports the spec's module if needed. Raises MethodError."""
     base = spec.name.partition("+")[0]
     if base not in PRESETS:
         load(spec.module)

@@ -16,8 +16,6 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """Its default, inclusive bounds or choices, and meaning."""
-
     default: Value
     low: float
     high: float
@@ -26,12 +24,12 @@ class Option:
 
 
 def option(default: V, low: float, high: float, help: str, choices: tuple[V, ...] = ()) -> V:
-    """A field of an options dataclass, with the bounds that `methods.method_spec` enforces."""
+    """A field of an options dataclass, with the inclusive bounds that `methods.method_spec` enforces."""
     return field(default=default, metadata={_KEY: Option(default, low, high, help, choices)})
 
 
 def options_of(form: type[Any]) -> Mapping[str, Option]:
-    """The options that a dataclass declares. Raises TypeError for a field that is not made with `option`."""
+    """Raises TypeError for a field that is not made with `option`."""
     for declared in fields(form):
         if _KEY not in declared.metadata:
             raise TypeError(f"{form.__name__}.{declared.name} is not made with `option`: it has no bounds")

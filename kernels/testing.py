@@ -1,6 +1,6 @@
 """Input makers, poisoned allocations and a row-wise comparison for kernel tests.
 
-Suffixes as in `interface.py`. `reference/structured.py` makes structured inputs.
+`reference/structured.py` makes structured inputs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def spec_of(x: AttentionInput) -> StateSpec:
 
 
 def tiles(mask: TileMask) -> list[list[int]]:
-    """The kept key blocks of every row."""
     columns = mask.index_BHNM.shape[-1]
     index, count = mask.index_BHNM.reshape(-1, columns), mask.count_BHN.reshape(-1)
     return [index[row, : int(count[row])].tolist() for row in range(count.shape[0])]

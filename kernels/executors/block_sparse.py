@@ -1,4 +1,4 @@
-"""Attention over the tiles of a mask. Suffixes as in `interface.py`; J keys of a row of tiles."""
+"""Attention over the tiles of a mask. Suffixes: J keys of a row of tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact causal attention over every key. Suffixes as in `interface.py`; R rows."""
+"""Exact causal attention over every key. Suffixes: R rows."""
 
 from __future__ import annotations
 

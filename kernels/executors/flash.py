@@ -136,7 +136,6 @@ def flash_kernel(
 def launch_plain(
     x: AttentionInput, rows: QueryRows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
 ) -> None:
-    """Launch the plain kernel, for any strides and dtype."""
     q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
     batch, heads, count, dim = q.shape
     size = 64 if q.dtype == torch.float32 else BLOCK

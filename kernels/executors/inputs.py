@@ -1,6 +1,6 @@
 """Inputs and outputs that executors share, and their checks.
 
-Suffixes as in `interface.py`; R rows of a launch, P packed rows, C pack chunks.
+Suffixes: R rows of a launch, P packed rows, C pack chunks.
 """
 
 from __future__ import annotations

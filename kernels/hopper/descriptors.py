@@ -11,10 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
-    """How the copy engine sees a tensor.
-
-    Triton's own class checks it first, which takes longer than the rest. Callers have checked it.
-    """
+    """Triton's own class checks a tensor first, which takes longer than the rest. Callers have checked it."""
 
     def __init__(
         self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]

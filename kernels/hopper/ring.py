@@ -48,7 +48,6 @@ class Ring:
 
     @gluon.jit
     def wait_full(self, use):
-        """A reader's wait."""
         mbarrier.wait(self.full.index(self.FIRST + use % self.COUNT), (use // self.COUNT) & 1)
 
     @gluon.jit
@@ -58,7 +57,6 @@ class Ring:
 
     @gluon.jit
     def release(self, use, pred=True):
-        """One reader has done with this use's buffer."""
         mbarrier.arrive(self.empty.index(self.FIRST + use % self.COUNT), pred=pred)
 
     @gluon.jit

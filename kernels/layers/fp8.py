@@ -93,7 +93,7 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 
 def row_warps(block: int) -> int:
-    """Warps of a program with a row of `block` numbers: 32 a thread."""
+    """32 numbers a thread."""
     return min(32, max(1, block // 1024))
 
 

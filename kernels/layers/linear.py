@@ -25,7 +25,7 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
 def swiglu_linear(
     x_TI: torch.Tensor, weight_JI: torch.Tensor, bias_J: torch.Tensor | None = None
 ) -> LinearInput:
-    """SiLU(gate) · up (Shazeer 2020, equation 6) of [gate, up] = x · weightᵀ + bias: [T, I] → [T, O].
+    """`swiglu` of x · weightᵀ + bias: [T, I] → [T, O].
 
     Raises:
         KernelInputError: as `linear`, and for an odd number of output channels.

@@ -4,8 +4,7 @@ Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which co
 (docs/log/2026-11-25.md).
 
 One producer warp copies steps of DEPTH columns into a ring; three consumer warpgroups multiply 64 rows of x
-each. Weights come in two pieces of 128 output channels: side by side, or (GATED) gate's and up's. Programs
-take BAND tiles of rows for one piece of weights after another, so that x stays in L2.
+each. Weights come in two pieces of 128 output channels: side by side, or (GATED) gate's and up's.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -35,7 +34,7 @@ DEPTH = gl.constexpr(64)
 """Columns that are copied at a time."""
 STAGES = gl.constexpr(3)
 BAND = gl.constexpr(11)
-"""Tiles of rows that go through all weights together: 17 MB of x at 4,096 columns."""
+"""Tiles of rows that go through all weights together, so that x stays in L2: 17 MB at 4,096 columns."""
 _LOG2E = gl.constexpr(LOG2E)
 
 
@@ -102,7 +101,7 @@ def _store(x, out, buffer, row, column):
 
 @gluon.jit
 def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
-    """One warpgroup: 64 rows of each tile. use: steps so far."""
+    """use: steps so far."""
     # Two instructions of 128 columns: one of 256 would take too many registers.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     ring = buffers.x

@@ -29,7 +29,6 @@ def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
 
 
 def fits(weight_OI: torch.Tensor) -> bool:
-    """Whether the kernel takes these weights."""
     if weight_OI.dtype == torch.float32 or not is_hopper(weight_OI.device):
         return False
     return weight_OI.shape[0] % (2 * PIECE.value) == 0 and _copyable(weight_OI)
@@ -45,7 +44,7 @@ def filled(rows: int, width: int, multiprocessors: int) -> float:
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """x · weightᵀ, or of its two halves SiLU(first) · second. Inputs satisfy `takes`, in any number."""
+    """Inputs satisfy `takes`, in any number."""
     rows, width = x_TI.shape
     columns = weight_OI.shape[0] // (2 if gated else 1)
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)
@@ -66,7 +65,7 @@ def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch
 
 
 def _copyable(x: torch.Tensor) -> bool:
-    """Whether rows are contiguous and in 16-byte steps, as the copy engine wants."""
+    """Rows are contiguous and in 16-byte steps."""
     return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 

@@ -1,7 +1,7 @@
-"""Norms of q and k, rotation, and K/V into their memory, in one pass over the fused projection.
+"""RMSNorms of q and k, rotation, and K/V into their memory, in one pass over the fused projection.
 
-Suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D
-head dimension, F = D / 2, R rows of a layer's K/V memory.
+Suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D head
+dimension, F = D / 2, R rows of a layer's K/V memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,8 +30,6 @@ class KVRows:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMSNorm of every query and key head."""
-
     weight_JD: torch.Tensor
     eps: float
 

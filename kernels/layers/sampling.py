@@ -33,7 +33,6 @@ class SamplingRows:
 
     @classmethod
     def room(cls, rows: int, device: torch.device) -> SamplingRows:
-        """For so many rows, to be written."""
         return cls(
             drawn_R=torch.zeros(rows, dtype=torch.bool, device=device),
             temperature_R1=torch.ones(rows, 1, device=device),

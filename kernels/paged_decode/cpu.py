@@ -1,6 +1,6 @@
 """Paged decode attention, page scores and selection on the CPU, request by request, in fp32.
 
-Suffixes as in `pages.py`; T tokens and N pages of one request, Q query heads of one key head.
+Suffixes: T tokens and N pages of one request, Q query heads of one key head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Paged decode attention: torch on the CPU, Triton on a GPU. Suffixes as in `pages.py`."""
+"""Paged decode attention: torch on the CPU, Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def paged_attention(
         out_RHD (q's dtype) and lse_RH (fp32, natural logarithm).
 
     Raises:
-        KernelInputError: as `PagedInput`, before anything is launched.
+        KernelInputError: as `PagedInput`.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     if x.q_RHD.is_cuda:

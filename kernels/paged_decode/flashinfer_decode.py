@@ -1,4 +1,4 @@
-"""FlashInfer's paged decode, the baseline of the benchmarks. Suffixes as in `pages.py`."""
+"""FlashInfer's paged decode, the baseline of the benchmarks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ class FlashInferUnavailable(RuntimeError):
 
 
 class FlashInferDecode:
-    """Plain decode over lengths fixed by `plan`; then fit for a CUDA graph.
-
-    Raises:
-        FlashInferUnavailable: it is not installed.
-    """
+    """Plain decode over lengths fixed by `plan`; then fit for a CUDA graph."""
 
     def __init__(self, x: PagedInput) -> None:
         try:

@@ -1,7 +1,7 @@
 """Paged decode attention in Triton: split over keys (flash-decoding), merged, with page scores in one pass.
 
-Suffixes as in `pages.py`; C splits of a request, B blocks of keys, T keys of a block, E bundles of 8
-blocks, W the blocks of a bundle.
+Suffixes: C splits of a request, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the blocks of a
+bundle.
 
 For page scores `_attend` leaves p of each key under its block's running maximum, and that maximum; `_score`
 turns them into weights once `_merge` knows the LSE. Weights under a near maximum, unlike logits, keep the

@@ -1,4 +1,4 @@
-"""Launches paged decode attention. Suffixes as in `kernel.py`.
+"""Launches paged decode attention.
 
 Grids and scratch depend on shapes alone, so a CUDA graph stays valid while lengths, tables and selections
 change.
@@ -84,7 +84,7 @@ def paged_attention_scored(
 
 
 def _scratch(x: PagedInput, plan: SplitPlan, bundles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """p_RBHT and m_REHW for page scores of so many bundles of blocks."""
+    """p_RBHT and m_REHW."""
     requests, heads, _ = x.q_RHD.shape
     p_RBHT = x.k_PSGD.new_empty((requests, kernel.BUNDLE * bundles, heads, plan.block))
     m_REHW = torch.empty(
@@ -99,7 +99,7 @@ def _attend(
     plan: SplitPlan,
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every split, then their merge. Page scores are prepared if scratch has bundles."""
+    """Page scores are prepared if scratch has bundles."""
     requests, heads, dim = x.q_RHD.shape
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")

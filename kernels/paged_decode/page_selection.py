@@ -1,4 +1,4 @@
-"""DELTA's page selection. Suffixes as in `pages.py`."""
+"""DELTA's page selection."""
 
 from __future__ import annotations
 

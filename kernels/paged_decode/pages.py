@@ -52,7 +52,7 @@ class PagedInput:
 
 @dataclass(frozen=True)
 class SelectedPages:
-    """The pages that each request attends to. Checked against `x` when made.
+    """Checked against `x` when made.
 
     selected_RK: int32, ascending columns of the table; the first counts_R are read. counts_R: int32; 0: all
     pages.
@@ -103,7 +103,7 @@ def _check_integers(name: str, x: torch.Tensor, dims: int, q_RHD: torch.Tensor) 
 
 
 def check_per_request(name: str, x: torch.Tensor, dims: int, requests: int, device: torch.device) -> None:
-    """Raises KernelInputError unless x has `dims` dimensions, the first of size `requests`, on `device`."""
+    """Raises KernelInputError."""
     if x.dim() != dims or x.shape[0] != requests or x.numel() == 0:
         raise KernelInputError(
             f"{name} must have {dims} dimensions, none of them 0 and the first {requests} (requests), "

@@ -1,7 +1,4 @@
-"""DELTA's page selection in Triton, without a sort: bisection over the scores' bits, then a prefix sum.
-
-Suffixes as in `pages.py`.
-"""
+"""DELTA's page selection in Triton, without a sort: bisection over the scores' bits, then a prefix sum."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

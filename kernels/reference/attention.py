@@ -1,7 +1,4 @@
-"""Attention by its definition: dense and over tiles, Delta-KV, DeltaXAttention, the Δ correction.
-
-Suffixes as in `kernels.interface`.
-"""
+"""Attention by its definition: dense and over tiles, Delta-KV, DeltaXAttention, the Δ correction."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tile scores and selections, one pair of rows at a time.
 
-Suffixes as in `kernels.interface`. Scores are float64 score_BHNM.
+Scores are float64 score_BHNM.
 """
 
 from __future__ import annotations

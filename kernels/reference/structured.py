@@ -1,8 +1,8 @@
 """Synthetic q, k, v that look like a real model's after RoPE; deterministic by seed.
 
-Suffixes as in `interface.py`; P = D / 2 pairs of channels. Neighbouring rows are alike (a topic's run),
-a topic's rows attract each other, the first keys are sinks, some keys are verticals that all queries see, and
-each head looks back at one distance, its slash.
+Suffixes: P = D / 2 pairs of channels. Neighbouring rows are alike (a topic's run), a topic's rows attract
+each other, the first keys are sinks, some keys are verticals that all queries see, and each head looks back
+at one distance, its slash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base of selectors that rank tiles by a score. Suffixes as in `kernels.interface`."""
+"""The base of selectors that rank tiles by a score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SlabSums = Callable[[int, int], Sums]
 
 
 def rule_of(options: ScoredOptions) -> Rule:
-    """The rule of all layers. Sink and window become all blocks that hold one of their tokens."""
+    """Sink and window become all blocks that hold one of their tokens."""
     sink_blocks, window_blocks = -(-options.sink // BLOCK), 1 - (1 - options.window) // BLOCK
     if options.share > 0:
         return Rule("top_k", options.share, sink_blocks, window_blocks)
@@ -31,13 +31,11 @@ def rule_of(options: ScoredOptions) -> Rule:
 
 @dataclass
 class ScoredState:
-    """The rule of the state's layer."""
-
     rule: Rule
 
 
 class ScoredSelector(ABC):
-    """Scores every causal tile, then applies a rule; on the GPU slab by slab, without a host sync.
+    """Works on the GPU slab by slab, without a host sync.
 
     rule: for every layer and head, unless `thresholds` are set. with_scores: masks carry scores.
     """
@@ -54,11 +52,7 @@ class ScoredSelector(ABC):
         return ScoredState(self.layer_rule(spec))
 
     def layer_rule(self, spec: StateSpec) -> Rule:
-        """The rule of the spec's layer.
-
-        Raises:
-            KernelInputError: the thresholds do not fit its heads.
-        """
+        """Raises KernelInputError if the thresholds do not fit its heads."""
         if self.thresholds is None:
             return self.rule
         thresholds = self.thresholds(spec.layer, spec.max_tokens)

@@ -1,6 +1,6 @@
 """Sink and window (StreamingLLM), without a look at q or k.
 
-Suffixes as in `kernels.interface`; W columns at once.
+Suffixes: W columns at once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

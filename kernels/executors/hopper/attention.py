@@ -1,8 +1,8 @@
 """FlashAttention for Hopper, in Gluon: `executors/flash.py` with the roles split by warps.
 
 *Roles.* One producer warp copies (TMA; `load_items`). Consumer warpgroups of four warps compute 64 rows each
-(`_compute`). A program takes *items*, tiles of rows of one query head, and visits key tiles for each. No
-warpgroup waits for another.
+(`_compute`). A program takes *items* (`items.py`) and visits key tiles for each. No warpgroup waits for
+another.
 
 *One tile* (`_advance`). A warpgroup issues the scores of the next tile and the weighted sum of the last one
 together (FlashAttention-3, section 3.2), and takes exponentials while the matrix unit works for the others.
@@ -74,7 +74,6 @@ class Results(NamedTuple):
 
 @gluon.jit
 def _matrix(buffer, ROWS: gl.constexpr, PLAN: gl.constexpr):
-    """A buffer (1, 1, ROWS, D) as a matrix."""
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, PLAN.dim], buffer.dtype)
     return buffer._reinterpret(buffer.dtype, [ROWS, PLAN.dim], flat)
 
@@ -102,10 +101,7 @@ def _begin_sum(running, buffer, PLAN: gl.constexpr):
 def _advance(
     running, done, i, rows, buffers, WEIGHTED: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Scores and weights of tile i while tile i - 1 is summed. done: tiles summed so far.
-
-    WEIGHTED: keys count as often as their run lengths say.
-    """
+    """Scores and weights of tile i while tile i - 1 is summed. done: tiles summed so far."""
     seen = rows.seen
     keys = buffers.k
     values = buffers.v
@@ -172,7 +168,7 @@ def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
 def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide their order)
     WARPGROUP: gl.constexpr, results, buffers, work, scale, PLAN: gl.constexpr
 ):  # fmt: skip
-    """One warpgroup: 64 rows of each item. done: tiles so far, taken: items so far.
+    """done: tiles so far, taken: items so far.
 
     Output leaves through the queries' buffer. With two of those, it is released when the next item is under
     way.

@@ -34,7 +34,7 @@ class Buffers(NamedTuple):
 
 @gluon.jit
 def new_buffers(q, k, v, weight, PLAN: gl.constexpr):
-    """All shared memory with its barriers ready. q, k, v, weight: descriptors of its sources."""
+    """q, k, v, weight: descriptors of the sources."""
     STAGES: gl.constexpr = PLAN.stages
     READERS: gl.constexpr = PLAN.warpgroups
     QUERIES: gl.constexpr = PLAN.warpgroups * PLAN.query_buffers

@@ -53,7 +53,6 @@ class HopperPlan:
 def plan_of(
     dim: int, *, listed: bool = False, packed: bool = False, order: int = ONE_HEAD_FIRST
 ) -> HopperPlan:
-    """The fastest plan that fits."""
     if listed:
         stages, warpgroups, query_buffers, registers = 2, 2, 2, 240
     elif dim == 64:

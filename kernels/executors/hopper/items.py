@@ -19,7 +19,7 @@ from ...hopper.layouts import GROUP_ROWS, TILE
 
 
 class Work(NamedTuple):
-    """All items of a launch, and which keys their rows see: rows of positions row0 + step * i."""
+    """Rows have positions row0 + step * i."""
 
     items: gl.tensor
     batch: gl.tensor
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The lists as the producer reads them, and the counter from which programs take items."""
+    """counter_ptr: programs take items from it."""
 
     order_ptr: gl.tensor  # (LISTED) each list's length, or the entries by length
     counter_ptr: gl.tensor
@@ -49,8 +49,6 @@ class Lists(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """The producer's descriptors."""
-
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
@@ -61,7 +59,7 @@ class Sources(NamedTuple):
 
 
 class Item(NamedTuple):
-    """tail: its rows are tail rows. list_tiles: (LISTED) its list's length."""
+    """list_tiles: (LISTED) its list's length."""
 
     b: gl.tensor
     h: gl.tensor
@@ -72,8 +70,6 @@ class Item(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """An item's rows, and its key tiles in the order of the visit."""
-
     first: gl.tensor  # position of the first row
     step: gl.tensor  # from one row's position to the next's
     tiles: gl.tensor  # in all

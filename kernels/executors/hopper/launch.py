@@ -30,7 +30,7 @@ def takes(x: AttentionInput, rows: QueryRows) -> bool:
 
 
 def _copyable(t: torch.Tensor) -> bool:
-    """Whether the copy engine can address t: base and outer strides in 16-byte steps."""
+    """Base and outer strides are in 16-byte steps."""
     steps = [s * t.element_size() for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
     return t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
@@ -90,7 +90,7 @@ def launch(
 
 
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
-    """The order in which programs take items, of which each takes `rounds`.
+    """rounds: items that each program takes.
 
     Longest rows first balances few items, but streams every key head's keys at once: their bytes decide.
     """
@@ -102,7 +102,7 @@ def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: in
 
 
 def by_length(mask: TileMask) -> torch.Tensor:
-    """Longest list first: its length in the upper half, its place in (B, H, N) in the lower."""
+    """Entries (`items.py`), longest list first; their numbers are places in (B, H, N)."""
     count = mask.count_BHN.reshape(-1)
     place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
     entries = torch.add(place, count, alpha=1 << 32)

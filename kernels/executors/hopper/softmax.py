@@ -44,7 +44,7 @@ class Ends(NamedTuple):
 
 
 class Running(NamedTuple):
-    """State from tile to tile. The last tile's weights are in l_i already, and not yet in acc."""
+    """The last tile's weights are in l_i already, and not yet in acc."""
 
     acc: gl.tensor  # (64, D); (PLAN.late_rescale) not yet rescaled by alpha
     m_i: gl.tensor  # (64,)
@@ -67,7 +67,6 @@ def spread_layout():
 
 @gluon.jit
 def seen_by(item, extent, work, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """The keys that the warpgroup's rows of an item see, and where its tiles change kind."""
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout()))
     position = extent.first + extent.step * (WARPGROUP * GROUP_ROWS + lane)
     masked_end = extent.masked
@@ -155,8 +154,7 @@ def tile_columns():
 
 @gluon.jit
 def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
-    """Scores of tile i, UNSEEN where a row does not see the key. (PACKED) A row sees keys from exact_from to
-    itself."""
+    """Scores of tile i, UNSEEN where a row does not see the key."""
     if PLAN.packed:
         key = exact_key(i, seen.extent) - seen.exact_from + column
         count = seen.position + 1 - seen.exact_from
@@ -169,5 +167,5 @@ def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
 
 @gluon.jit
 def mask_packed(s, column, i, seen):
-    """Scores of tile i, of packed keys, UNSEEN from the first that the warpgroup does not see."""
+    """As `mask_exact`, for packed keys."""
     return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

@@ -1,6 +1,7 @@
-"""Delta-KV: far keys packed by runs, near ones exact (DeltaAttention, section 4.1).
+"""Delta-KV: far keys packed by runs, the `critical` tokens before each query block exact (DeltaAttention,
+section 4.1).
 
-Suffixes as in `runs.py`; J keys that a query block attends to.
+Suffixes: J keys that a query block attends to.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ CHUNK = 512
 
 
 class DeltaKVExecutor:
-    """Far keys packed by runs, the `critical` tokens before each query block exact."""
-
     def __init__(self, options: DeltaKVOptions) -> None:
         self.cos = options.cos
         self.distance = options.distance
@@ -53,7 +52,6 @@ class DeltaKVExecutor:
             return kernel_attend(x, state, **self._how)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        """A packed row counts 1/128 of a tile."""
         del mask
         row_N = x.first_block + torch.arange(x.query_blocks, device=x.q_BHTD.device)
         chunks_N = (row_N * BLOCK - self.critical).clamp(min=0) // CHUNK
@@ -88,10 +86,7 @@ def cpu_pack_head(
 def cpu_attend(
     x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, means: bool
 ) -> torch.Tensor:
-    """Attention over the packed chunks before each query block's critical region and the exact keys behind.
-
-    counts: a packed key of n rows weighs n * exp(s) (equation 4), else exp(s).
-    """
+    """counts: a packed key of n rows weighs n * exp(s) (equation 4), else exp(s)."""
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)
     for b in range(x.q_BHTD.shape[0]):

@@ -1,6 +1,6 @@
 """DeltaXAttention: a mask whose lesser tiles are attended over packed keys (DeltaAttention, section 4.2).
 
-Suffixes as in `runs.py`; J keys attended to.
+Suffixes: J keys attended to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .runs import PackedRuns
 
 
 class DeltaXAttentionExecutor:
-    """The best kept tiles and the diagonal exact, the others over packed keys. The mask must carry scores."""
+    """The mask must carry scores."""
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
@@ -47,7 +47,6 @@ class DeltaXAttentionExecutor:
             return kernel_attend(x, kept, state, **self._how)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        """A packed row counts 1/128 of a tile."""
         kept = self._check(x, mask)
         if runs_on_cpu(x.q_BHTD, "delta_xattention"):
             exact_BHNM = cpu_exact_table(kept, self.exact_share)

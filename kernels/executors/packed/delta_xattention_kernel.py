@@ -1,6 +1,6 @@
 """DeltaXAttention on the GPU: which tiles are exact, then exact and packed tiles in one pass.
 
-Suffixes as in `runs.py`; N query blocks, M entries of a block's list.
+Suffixes: N query blocks, M entries of a block's list.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,4 +1,4 @@
-"""Packs runs on the GPU. Suffixes as in `runs.py`."""
+"""Packs runs on the GPU."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -24,8 +24,8 @@ def pack_kernel(
     D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, MEANS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """RUNS runs of one key head: sums over their rows, by a product with the 0/1 table run x row, or the
-    rows that lead them."""
+    """RUNS runs of one key head: sums of rows, by a product with the 0/1 table run x row, or the first
+    rows."""
     head = tl.program_id(1).to(tl.int64)
     runs = tl.load(offset_ptr + head * offset_slots + chunks)
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)

@@ -1,7 +1,6 @@
 """Runs of similar keys, and where they begin: a prompt's state between chunks.
 
-Suffixes as in `interface.py`; C complete pack chunks, P packed rows of one key head, R rows of one
-chunk.
+Suffixes: C complete pack chunks, P packed rows of one key head, R rows of one chunk.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class PackedRuns:
             raise KernelInputError(f"{name}: {keys} keys exceed the state's max_tokens {self.max_tokens}")
 
     def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float, distance: float = 0.0) -> None:
-        """Find the runs of the chunks completed since the last call. No host sync.
+        """Find the runs of newly completed chunks. No host sync.
 
         distance: Euclidean, in place of the cosine where it is above 0 (DeltaAttention, equation 2).
         """
@@ -62,7 +61,7 @@ class PackedRuns:
         self.chunks = complete
 
     def _append(self, is_anchor_BGCR: torch.Tensor, begin: int) -> None:
-        """Note where the runs of the next chunks begin; their first row is at position `begin`."""
+        """begin: position of the next chunks' first row."""
         batch, heads, chunks, rows = is_anchor_BGCR.shape
         run_BGCR = is_anchor_BGCR.cumsum(-1)
         before_BG1 = self.offset_BGC[:, :, self.chunks, None]

@@ -1,4 +1,4 @@
-"""Anchor scores on the CPU. Suffixes as in `form.py`; R runs of a block."""
+"""Anchor scores on the CPU. Suffixes: R runs of a block."""
 
 from __future__ import annotations
 
@@ -60,10 +60,6 @@ def cpu_scores(
     Sum (or largest) over query slots a of the sum over key slots b of n_b exp(q_a . k_b scale), each query
     slot's values divided by their sum over all keys before it. n_b: rows of slot b, in the query's own block
     only those up to the query slot's first row.
-
-    Args:
-        queries: this chunk's slots.
-        keys: those of all blocks so far.
     """
     batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
     groups, columns, key_slots = keys.count_BGMA.shape[1:]

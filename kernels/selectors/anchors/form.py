@@ -1,6 +1,6 @@
 """The form of DPXA's anchors, and the table that holds a block's slots.
 
-Suffixes as in `kernels.interface`; A anchor slots of a block.
+Suffixes: A anchor slots of a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sums of anchor scores on the GPU.
 
-Suffixes as in `form.py`; X rows of a query tile (slots of several heads and blocks), Y columns of a key
-tile (slots of W blocks).
+Suffixes: X rows of a query tile (slots of several heads and blocks), Y columns of a key tile (slots of W
+blocks).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,4 +1,4 @@
-"""DPXA: query anchors against key anchors, in our bounded form. Suffixes as in `form.py`."""
+"""DPXA: query anchors against key anchors, in our bounded form."""
 
 from __future__ import annotations
 
@@ -94,15 +94,13 @@ class AnchorsSelector(ScoredSelector):
 
 
 class ThesisAnchorsSelector(AnchorsSelector):
-    """The thesis's form: every anchor has a slot, and the cells of a query block share one sum."""
-
     def __init__(self, options: ThesisAnchorsOptions) -> None:
         ours = AnchorsOptions(**vars(options), q_anchors=BLOCK, k_anchors=BLOCK)
         super().__init__(ours, k_relax=None, weighted=False, row_normalised=False)
 
 
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
-    """The first key block to summarise: this chunk's first, or an earlier one that has no slots yet."""
+    """This chunk's first key block, or an earlier one that has no slots yet."""
     table = state.table
     made_for = (*table.count_BGMA.shape[:2], state.blocks, table.vector_BGMAD.shape[4])
     needed = (*x.k_BGSD.shape[:2], x.key_blocks, x.k_BGSD.shape[3])

@@ -1,6 +1,6 @@
 """Slots of blocks on the GPU: `next` from a Gram matrix, the chase along it, sums of rows.
 
-Suffixes as in `form.py`; R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
+Suffixes: R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -72,7 +72,7 @@ def _fill_kernel(
     stride_vb, stride_vg, stride_ab, stride_ag, kv_heads, rows, blocks, lanes, first_block,
     D: tl.constexpr, CAP: tl.constexpr, SLOTS: tl.constexpr, LEVELS: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """The slots of one block from the starts of its runs. first_block: where x begins in the prompt."""
+    """The slots of one block from the starts of its runs."""
     block = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -126,7 +126,6 @@ _find_next, _find_runs, _fill = Launcher(_next_kernel), Launcher(_orbit_kernel),
 
 
 def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnchors:
-    """Unfilled slots for every block of x, vectors in `dtype`."""
     shape = (*x_BGSD.shape[:2], -(-x_BGSD.shape[2] // BLOCK), cap)
     device = x_BGSD.device
     return BlockAnchors(
@@ -139,7 +138,7 @@ def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnch
 def kernel_summarise(
     x_BGSD: torch.Tensor, cos: float, side: SideSettings, table: BlockAnchors, place: int, first_block: int
 ) -> None:
-    """Write the slots of every block of x into table[place ..]. first_block: where x begins in the prompt."""
+    """Write the slots of every block of x into table[place ..]."""
     batch, kv_heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
     blocks, levels = -(-rows // BLOCK), 1 if side.relax is None else 2

@@ -1,7 +1,6 @@
 """XAttention: tiles ranked by antidiagonal sums in stride x stride cells (Xu et al. 2025, sections 2.1-2.2).
 
-Suffixes as in `kernels.interface`; I, J groups of `stride` query or key rows, S = stride in grouped
-tensors.
+Suffixes: I, J groups of `stride` query or key rows, S = stride in grouped tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class AntidiagonalSelector(ScoredSelector):
         per_block = BLOCK // self.stride
         grouping = Grouping(self.stride, self.stride, per_block)
         with phase("scoring"):
-            # Only keys up to each query count.
             own_BHI = own_logits(x, self.stride)
             groups = pack(x.q_BHTD, x.k_BGSD, x.q_start, x.scale, grouping, own_BHI)
         return per_block, lambda first, blocks: Sums(log_sums(groups, first, blocks), first)

@@ -1,4 +1,4 @@
-"""Tiles ranked by mean query against mean key. Suffixes as in `kernels.interface`."""
+"""Tiles ranked by mean query against mean key."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""From logits between groups of rows to tile scores. Suffixes as in `kernels.interface`; I, J query and key
-groups."""
+"""From logits between groups of rows to tile scores. Suffixes: I, J query and key groups."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Sums of scores between groups of rows, on the GPU.
 
-Suffixes as in `kernels.interface`; I, J query and key groups of `step` rows, F = slots x D, X query
-groups and Y key groups of a tile, W its key blocks. Two groups' logit is the sum over u < slots of q[step i +
-u] . k[step j + slots-1-u]. Reads from L2 bound it, so antidiagonals (slots = step) of 16-bit inputs are
-multiplied in 8 bits.
+Suffixes: I, J query and key groups of `step` rows, F = slots x D, X query groups and Y key groups of a tile,
+W its key blocks. Two groups' logit is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]. Reads
+from L2 bound it, so antidiagonals (slots = step) of 16-bit inputs are multiplied in 8 bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,5 +1,4 @@
-"""Tiles ranked by every stride-th row of q and k. Suffixes as in `kernels.interface`; I, J sampled
-rows."""
+"""Tiles ranked by every stride-th row of q and k. Suffixes: I, J sampled rows."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: 
 
 
 def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
-    """Logits times log2 e of the chunk's groups against themselves: float32 own_BHI; -inf without a pair."""
+    """float32 own_BHI, times log2 e; -inf without a pair."""
     batch, heads, rows, dim = x.q_BHTD.shape
     check_head_dim(dim)
     row_groups = x.query_blocks * (BLOCK // step)

@@ -1,4 +1,4 @@
-"""The selection rules in torch. Suffixes as in `kernels.interface`."""
+"""The selection rules in torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
 
 
 def kept_table(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.Tensor:
-    """bool_BHNM, True where a tile is kept."""
     check_scores(score_BHNM, first_block)
     _, heads, rows, columns = score_BHNM.shape
     device = score_BHNM.device

@@ -1,7 +1,7 @@
 """From scores, or logarithms of their parts, to kept tiles, on the GPU, by bisection over whole numbers.
 
-Suffixes as in `kernels.interface`; R rows of logarithms of one query block, W key blocks of the prompt
-(not of the chunk, so that sums keep their order), rounded up to a power of two.
+Suffixes: R rows of logarithms of one query block, W key blocks of the prompt (not of the chunk, so that sums
+keep their order), rounded up to a power of two.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -45,7 +45,7 @@ def in_16_bits(log2_sum):
 
 @triton.jit
 def _highest_floor(level_W, weight_W, forced_W, need, limit):
-    """The highest level below `limit` at which the kept weight is still `need`, or one that keeps as much."""
+    """`cpu._highest_floor` of one row, or a level that keeps as much."""
     low = tl.zeros((), tl.int32)
     high = tl.zeros((), tl.int32) + limit
     while high - low > 1:
@@ -91,7 +91,7 @@ def _score_of_sums(
     in_ptr, stride_r, column_W, causal_W,
     R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Tile scores from log2 sums. NORM: each row's values are divided by their sum, else by that of all."""
+    """Tile scores from log2 sums (`sums.Sums`)."""
     score_W = tl.zeros((W,), tl.float32)
     all_sum = tl.zeros((), tl.float32)
     row_max = tl.full((), float("-inf"), tl.float32)
@@ -167,7 +167,6 @@ _apply = Launcher(_rule_kernel)
 
 
 def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
-    """A mask of the chunk, to be filled slab by slab."""
     shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
     device = x.q_BHTD.device
     return TileMask(

@@ -1,4 +1,4 @@
-"""The definition of a selection rule. Suffixes as in `kernels.interface`."""
+"""The definition of a selection rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kind = Literal["cumulative", "top_k"]
 
 @dataclass(frozen=True)
 class Rule:
-    """The tiles of a row of scores that are kept.
+    """Which tiles of a row of scores are kept.
 
     Forced tiles always are: the first `sink_blocks`, and the last `window_blocks` with the diagonal.
 
@@ -61,7 +61,6 @@ class Rule:
             raise KernelInputError(f"a rule's threshold must be within 0 .. 1, got {self.threshold}")
 
     def thresholds(self, heads: int, device: torch.device) -> torch.Tensor:
-        """float32, one per head, on the device."""
         if isinstance(self.threshold, torch.Tensor):
             if self.threshold.shape[0] != heads:
                 raise KernelInputError(f"{self.threshold.shape[0]} thresholds for {heads} query heads")

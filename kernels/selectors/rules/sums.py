@@ -1,6 +1,6 @@
 """Logarithms of scores, slab by slab, from score kernels to rules.
 
-Suffixes as in `kernels.interface`; R rows of logarithms of one query block.
+Suffixes: R rows of logarithms of one query block.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Sums:
     """log2 of the parts of a slab's tile scores: part_BHNRM, N query blocks from `first_row` on; undefined
     after the diagonal.
 
-    normalised: every part row's values are divided by their sum first. largest: the score is the rows'
-    largest, not their sum.
+    normalised: every part row's values are divided by their sum first, else by that of all. largest: the
+    score is the rows' largest, not their sum.
     """
 
     part_BHNRM: torch.Tensor
