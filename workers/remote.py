@@ -214,7 +214,7 @@ def start_actor(
 
 
 def placement_of(cpus: float, gpus: float, actors: int) -> tuple[list[dict[str, float]], str]:
-    """Describe a replica's placement group: bundles (0: the replica, then `actors`) and strategy. PACK, since
-    stages may need several one-GPU nodes."""
+    """Return bundles (0: the replica, then `actors`) and strategy. PACK, since stages may need several
+    one-GPU nodes."""
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus > 0 else {})
     return [{"CPU": REPLICA_CPUS}, *(dict(bundle) for _ in range(actors))], "PACK"

@@ -28,8 +28,11 @@ class Replica:
     doors find the actors by name.
 
     When `head` is lost, the health check replaces dead actors in place (`_build`), and the others keep what
-    they have loaded. Only if that fails does the check fail, and Serve builds a new replica. Outside Serve,
-    `stop()` it.
+    they have loaded. Only if that fails does the check fail, and Serve builds a new replica.
+
+    Deploy one with its module's `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The
+    constructor returns once all actors have loaded. It raises what loading raises, inside Ray's error.
+    Outside Serve, `stop()` it.
     """
 
     head: Any
@@ -45,13 +48,12 @@ class Replica:
         self._began = 0.0
 
     def _build(self) -> None:
-        """Start every missing actor, `head` last, on a thread of its own. Raises what loading raises, inside
-        Ray's error."""
+        """Start every missing actor, `head` last, on a thread of its own."""
         raise NotImplementedError
 
     async def check_health(self) -> None:
         """Serve calls this every second. It returns while actors are replaced, since loading takes longer
-        than Serve waits. Raises once they could not be replaced."""
+        than Serve waits."""
         if self._rebuilding is not None and not self._rebuilding.done():
             if time.monotonic() - self._began > REBUILD_PATIENCE_S:
                 raise RuntimeError(f"{self.name} could not be replaced in {REBUILD_PATIENCE_S:g} s")

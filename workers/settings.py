@@ -153,7 +153,6 @@ class DecodeConfig:
     drain_s: NonNegative = 0.0
     """Seconds for a worker that goes to end its requests and sessions; 0: none."""
     surge: bool = False
-    """As prefill's."""
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
@@ -169,18 +168,15 @@ class DecodeConfig:
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
     stream_lease_s: Positive = 5.0
-    """As prefill's."""
     device: Device = "cpu"
     threads: Count = 1
     cpus: NonNegative = 0.5
     gpus: NonNegative = 0.0
     node_labels: Labels = field(default_factory=dict)
-    """As prefill's."""
     warm_up: bool = False
     """Decode made-up requests first: a GPU compiles at first use, and only then are decode steps CUDA
     graphs."""
     kernel_cache: Directory | None = None
-    """As prefill's."""
 
     def contradictions(self) -> Iterator[str]:
         if self.recency > self.page_budget:
@@ -189,7 +185,7 @@ class DecodeConfig:
             yield f"full_layers and delta_layers share {both}"
 
     def layer_problems(self, layers: int) -> Iterator[str]:
-        """Say what is wrong with the layer lists for a model of `layers` layers, key first."""
+        """Yield what is wrong, key first."""
         for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):
             for layer in named:
                 if not 0 <= layer < layers:

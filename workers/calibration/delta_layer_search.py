@@ -31,8 +31,6 @@ Layers = tuple[int, ...]
 
 
 class DecodedRows:
-    """A densely read text, and the rows that a decode step would compute for its answers."""
-
     @torch.inference_mode()
     def __init__(self, stack: LayerStack, text: Document) -> None:
         """Raises ValueError for a text without an answer of two tokens or more."""
@@ -181,7 +179,6 @@ def search(
 
 
 def _starts(loss_LL: torch.Tensor, dense_layers: int, full_layers: Collection[int]) -> Iterator[Layers]:
-    """Yield the choice of least loss for each first Δ-layer."""
     layers = loss_LL.shape[0]
     for first in range(layers - 1):
         if first in full_layers:
@@ -194,7 +191,6 @@ def _starts(loss_LL: torch.Tensor, dense_layers: int, full_layers: Collection[in
 
 
 def _moves(delta_layers: Layers, layers: int, full_layers: Collection[int]) -> Iterator[Layers]:
-    """Yield each choice in which one Δ-layer but the first is another."""
     first, taken = delta_layers[0], set(delta_layers) | set(full_layers)
     for left in delta_layers[1:]:
         for layer in range(first + 1, layers - 1):

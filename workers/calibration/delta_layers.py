@@ -86,7 +86,7 @@ def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
 
 
 def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Return maps_LQS (float32, CPU): the largest weight of each key over heads, DELTA's token score."""
+    """Return maps_LQS (float32, CPU): DELTA's token score."""
     maps: list[torch.Tensor] = []
 
     def hook(_layer: int, x: AttentionInput) -> None:

@@ -16,7 +16,6 @@ AttentionHook = Callable[[int, AttentionInput], torch.Tensor | None]
 
 
 def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
-    """Return hidden_TC."""
     return stack.embed(torch.tensor(ids, dtype=torch.int64, device=stack.device))
 
 

@@ -50,7 +50,6 @@ def method_levels(
 
     Args:
         probes: Length in tokens → documents. Each is read densely once for each layer, and once more.
-        answer_weight: Weight of answers' divergence beside that of the tail.
         profile: Its levels count when the longest prompts are sought, at which a density means itself.
 
     Raises:

@@ -89,7 +89,7 @@ def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Documen
 
 
 def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Return keys of several numbers each, in text. Any number is right."""
+    """Return keys of several numbers each, in text."""
     made = hay.make_needles(count, rng.getrandbits(32))
     keyed = [[(n.key, str(rng.randint(1_000_000, 9_999_999))) for _ in range(VALUES)] for n in made]
     hidden = [hay.Needle(key, number, "number") for key, number in _mixed(rng, keyed)]

@@ -36,7 +36,7 @@ class LayerCosts:
 
 @torch.inference_mode()
 def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerCosts:
-    """Read each layer with `method`. Questions and answers behind the document are read densely."""
+    """Questions and answers behind the document are read densely."""
     ids, answers = with_answers(probe)
     tokens = len(probe.ids)
 

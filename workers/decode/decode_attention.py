@@ -79,7 +79,7 @@ class LayerPlan:
 
 
 def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
-    """Check the configuration against a model of `layers` layers. Raises PageSelectionError with the key."""
+    """Raises PageSelectionError with the key."""
     for problem in (*config.layer_problems(layers), *config.contradictions()):
         raise PageSelectionError(problem)
     first = min(config.delta_layers, default=layers)
@@ -105,8 +105,7 @@ class BatchRows:
 
 
 class StepAttention:
-    """Attention of one decode step: one query row a request. Launches depend on shapes and on whether any row
-    selects pages, so a CUDA graph can hold them."""
+    """One query row a request. Launches depend on shapes and on whether any row selects pages."""
 
     def __init__(self, plan: LayerPlan, rows: BatchRows, scale: float) -> None:
         self._plan = plan

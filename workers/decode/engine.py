@@ -1,7 +1,7 @@
-"""A decode worker without Ray: receives K/V, keeps sessions, decodes with continuous batching.
+"""A decode worker without Ray.
 
-The event loop's thread owns all bookkeeping. A compute thread runs `scheduler`'s and `runner`'s tensor
-work, and a hand-off thread writes received K/V. So renewing and cancelling wait for neither.
+The event loop's thread owns all bookkeeping. A compute thread runs `scheduler`'s and `runner`'s tensor work,
+and a hand-off thread writes received K/V. So renewing and cancelling wait for neither.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DecodeEngine:
     """One worker: construct it, `await start()`, and `await close()` at the end.
 
     Args:
-        name: the actor's name (`decode:<id>`); session ids begin with its id.
+        name: the actor's name (`decode:<id>`).
         wall: seconds since the epoch.
         clock: seconds.
     Raises: PageSelectionError or ValueError for a configuration that does not fit the model.
@@ -148,7 +148,7 @@ class DecodeEngine:
         )
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Take pages for a request, or wait for them if it asks for that.
+        """Take pages, or wait for them if asked to.
 
         Raises: ValueError for counts that make no sense; DecodeFailed while the worker takes no requests, or
         if the request is cancelled while it waits.
@@ -377,9 +377,9 @@ def load_engine(
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
-    """Load an engine without starting it. Sets this process's torch threads.
+    """Sets this process's torch threads.
 
-    Raises: ModelError; PageSelectionError or ValueError for a configuration that does not fit.
+    Raises: ModelError, and what `DecodeEngine` raises.
     """
     torch.set_num_threads(config.threads)
     stack = load_model(model, config.device, tell=tell)

@@ -26,7 +26,7 @@ DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
 @dataclass(eq=False, kw_only=True)
 class DecodeRequest:
-    """One request. `DecodeRequests` has it; engine and scheduler move it on.
+    """Engine and scheduler move it on.
 
     serial: never used again, unlike the id. reserved, renewed: seconds of the engine's clock. length: tokens
     whose K/V is in the pages. token: the last one chosen, not in the pages yet. logits: before the first
@@ -118,7 +118,7 @@ class DecodeRequest:
     @property
     def row(self) -> Row:
         """Its row of the next decode step or of the first sampling."""
-        assert self.job is not None  # a request without a job is never ready
+        assert self.job is not None
         return Row(
             self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
         )
@@ -130,7 +130,7 @@ class DecodeRequest:
             await waited.settled()
 
     def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
-        """Begin another attempt to read the prompt. Returns the token from which on K/V must come again."""
+        """Return the token from which on K/V must come again."""
         tokens, self.inbox = self.inbox.resumed(points, attempt)
         self.renewed = now
         self.times.logits = self.times.complete = None

@@ -140,7 +140,7 @@ class DecodeRunner:
     def first_tokens(
         self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
     ) -> list[SampledToken]:
-        """Sample each row's token from its logits (float32 [V]), and copy the pages of `copies`."""
+        """logits: float32 [V] for each row. Also copies the pages of `copies`."""
         for source, target in copies:
             self.cache.copy_page(source, target)
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
@@ -219,12 +219,12 @@ class DecodeRunner:
         return out_BHTD[0].transpose(0, 1).to(q_THD.dtype)
 
     def decode(self, rows: Sequence[Row]) -> list[SampledToken]:
-        """Compute one step: every row's next token, independently of other rows."""
+        """Rows do not depend on each other."""
         return self.launch(rows).chosen()
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[Row]) -> LaunchedStep:
-        """Launch a step. The next one may be launched behind it without the tokens of rows that stay."""
+        """The next step may be launched behind it without the tokens of rows that stay."""
         batch, count = self._rows.batch(rows), len(rows)
         logits_RV = self._forward(batch) if self._graphs is None else self._graphs.replay(batch)
         lengths_R = batch.lengths_R[:count].add_(1)
@@ -253,15 +253,14 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Make decode steps CUDA graphs. It takes seconds, and no step may be under way."""
+        """It takes seconds, and no step may be under way."""
         self._graphs = StepGraphs(self._forward, self._rows.padding(self._plan.calibrated))
 
 
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     """Compile what a GPU compiles at first use, and capture steps, before the first request.
 
-    It appends and decodes at few and at `tokens` tokens, alone and in a batch, greedy and sampled, on the
-    scratch page. selects_pages: whether the worker has Δ-layers.
+    It uses the scratch page. selects_pages: whether the worker has Δ-layers.
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]

@@ -234,7 +234,7 @@ class DecodeScheduler:
         )
         request.token = choice.token
         request.produced += 1
-        assert request.job is not None  # a request without a job is never ready
+        assert request.job is not None
         sampling = request.job.sampling
         if choice.token in self._eos_ids and not sampling.ignore_eos:
             request.close(FinishReason.STOP, "")

@@ -22,8 +22,7 @@ _FACTOR = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One request in a decode step. token: the last chosen one, at position `length`; the step adds its K/V.
-    key: unique to the request."""
+    """token: the last chosen one, at position `length`; the step adds its K/V. key: unique to the request."""
 
     key: int
     pages: tuple[int, ...]
@@ -80,7 +79,7 @@ class StepRows:
         self._batch: Batch | None = None
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """Return a batch of these rows. Only rows from the first changed one on are written."""
+        """Only rows from the first changed one on are written."""
         keys = tuple(row.key for row in rows)
         if self._batch is None or keys != self._keys:
             same = 0

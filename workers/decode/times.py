@@ -9,7 +9,7 @@ from ..messages.events import DecodeReport
 
 @dataclass(kw_only=True)
 class RequestTimes:
-    """A request's times and counts. Seconds of one monotonic clock; None: not yet.
+    """Seconds of one monotonic clock; None: not yet.
 
     complete: the last page was here. ready: nothing was missing. admitted: the scheduler took it.
     blocks_selected: appended text was read and blocks were chosen. read: the logits were there. first: the

@@ -31,7 +31,7 @@ def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
 
 @hosts(DecodeWorker)
 class DecodeActor(Leaving):
-    """A `DecodeEngine` in a process of its own. Calls wait for loading."""
+    """Calls wait for loading."""
 
     def __init__(
         self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, spans: SpanSink
@@ -64,9 +64,7 @@ class DecodeActor(Leaving):
 
 
 class DecodeReplica(Replica):
-    """The Serve deployment that owns one decode actor, its `head`. Deploy it with `placement(config)` and
-    `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The constructor returns once the model is loaded. It
-    raises what loading raises, inside Ray's error."""
+    """`head` is the actor."""
 
     def __init__(
         self,

@@ -11,8 +11,8 @@ class ArrivalError(ValueError):
 
 
 class KVArrival:
-    """The ranges of `tokens` tokens in each of `layers` layers. A range is claimed when it is announced, so
-    that a repetition is recognised while the first is still read."""
+    """A range is claimed when it is announced, so that a repetition is recognised while the first is still
+    read."""
 
     def __init__(self, layers: int, tokens: int) -> None:
         self._layers = layers
@@ -26,8 +26,8 @@ class KVArrival:
         return self._count == self._layers * self._tokens
 
     def claim(self, layer: int, start: int, tokens: int) -> bool:
-        """Claim a range. Returns False if exactly this range was announced before. Raises ArrivalError for a
-        range outside the prompt or one that overlaps another."""
+        """Return False if exactly this range was announced before. Raises ArrivalError for one outside the
+        prompt or one that overlaps another."""
         if not 0 <= layer < self._layers:
             raise ArrivalError(f"K/V announced for layer {layer} of a model with {self._layers} layers")
         stop = start + tokens

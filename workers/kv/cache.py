@@ -21,7 +21,7 @@ class KVCacheError(ValueError):
 
 
 class PagedKVCache:
-    """K/V of layers `layers` (the model's numbers). Fresh memory is zero, so unwritten slots are finite."""
+    """layers: the model's numbers. Fresh memory is zero, so unwritten slots are finite."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
 
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
-    """Copy a piece to the decode worker's host. Raises KVCacheError."""
+    """Raises KVCacheError."""
     k_TGD, v_TGD = cache.read(wanted.layer, pages, wanted.start, wanted.tokens)
     return HostKV(k=as_numpy(k_TGD), v=as_numpy(v_TGD))
 

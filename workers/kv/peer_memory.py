@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 class PeerMemory(Protocol):
     home: str
-    """Names the host, and the processes on it that can reach each other."""
+    """See `home`."""
 
     def export(self, x: torch.Tensor) -> Any:
         """Return a handle that can be sent. x must live as long as this process."""

@@ -41,13 +41,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport:
-    """Time and density of one prompt's prefill.
-
-    queue: from arrival to its first chunk's start. wall: from there to the last stage's end. critical:
+    """queue: from arrival to its first chunk's start. wall: from there to the last stage's end. critical:
     parts that sum to wall: the last stage's phases, activation_wait, other_requests (others' chunks) and
-    group_overhead (the rest). stages: each stage's phases, which overlap in time. launch_bound: each
-    stage's seconds with chunks whose GPU waited for its host's launches.
-    """
+    group_overhead (the rest). stages: each stage's phases, which overlap in time. launch_bound: each stage's
+    seconds with chunks whose GPU waited for its host's launches."""
 
     queue: float
     wall: float
@@ -77,8 +74,8 @@ class PrefillDone:
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """One token of an answer. index: from 0. logprob: natural log under the model's unmodified distribution.
-    text: added by the door; empty while characters or stop strings are incomplete."""
+    """index: from 0. logprob: natural log under the model's unmodified distribution. text: added by the door;
+    empty while characters or stop strings are incomplete."""
 
     index: int
     token_id: int

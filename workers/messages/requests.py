@@ -112,9 +112,9 @@ class Reserved:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillJob:
-    """A prompt to read. token_ids: little-endian uint32. decode_worker: the actor that reserved pages and
-    gets the K/V. start: tokens to fetch from there instead of computing them, a multiple of BLOCK. attempt:
-    how many came before. trace: the W3C `traceparent` above this work; empty: not recorded."""
+    """token_ids: little-endian uint32. decode_worker: the actor that reserved pages and gets the K/V. start:
+    tokens to fetch from there instead of computing them, a multiple of BLOCK. attempt: how many came before.
+    trace: the W3C `traceparent` above this work; empty: not recorded."""
 
     request_id: str
     token_ids: bytes

@@ -79,7 +79,7 @@ class DecodeStats:
 
 
 NAMESPACE = "deltafront"
-"""Ray's namespace of the actors. Sessions name their decode worker, so any door can find it."""
+"""Ray's namespace of the actors."""
 
 
 PREFILL_PREFIX = "prefill:"

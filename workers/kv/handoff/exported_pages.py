@@ -15,7 +15,7 @@ from ..pages.pool import PAGE_TOKENS, row_runs
 from .protocols import HandoffError, described
 
 Runs = tuple[tuple[int, int], ...]
-"""(first, count) of a cache's rows. Slot s of page p is row p · page_tokens + s."""
+"""(first, count) of `PagedKVCache.rows`."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class ExportedKV:
 
 
 class PageExport:
-    """The part of a `stream.KVExport` that transports share. mark: returns a CUDA event after everything
-    launched so far; None where that is done."""
+    """The part of a `stream.KVExport` that transports share. mark: as `PeerMemory.mark`."""
 
     def __init__(self, cache: PagedKVCache, pages: Sequence[int], mark: Callable[[], Any]) -> None:
         self._cache, self._pages, self._mark = cache, pages, mark
@@ -56,8 +55,7 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Return an announcement's payload. Raises HandoffError if it is not K/V of this model, or not what the
-    stage holds."""
+    """Raises HandoffError if the payload is not K/V of this model, or not what the stage holds."""
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")
@@ -85,5 +83,5 @@ def moved_bytes(announcement: KVAnnouncement, layers: Sequence[int], cache: Page
 
 
 def too_late(announcement: KVAnnouncement) -> HandoffError:
-    """The error for K/V whose pages may have been another request's when it was read."""
+    """The pages may have been another request's when they were read."""
     return HandoffError(f"{described(announcement)} was read too late: its stage no longer kept it")

@@ -27,7 +27,7 @@ class KVInbox:
     ) -> None:
         self.attempt = attempt
         self.logits_V: np.ndarray | None = None
-        """Logits of the prompt's last position, float32."""
+        """As in `FirstLogits`."""
         self.lost = ""
         """Why some of the K/V did not arrive, as far as is known."""
         self._arrival, self._pages, self._changed = arrival, pages, changed
@@ -61,7 +61,7 @@ class KVInbox:
         return moved
 
     def put_logits(self, logits_V: np.ndarray, vocab: int) -> None:
-        """Take the logits; a repetition is ignored. Raises ArrivalError for logits of another vocabulary."""
+        """A repetition is ignored. Raises ArrivalError for logits of another vocabulary."""
         if self.logits_V is not None:
             return
         if logits_V.shape != (vocab,):
@@ -77,9 +77,9 @@ class KVInbox:
             self._settle()
 
     def resumed(self, points: Sequence[int], attempt: int) -> tuple[int, KVInbox]:
-        """Close this inbox and open the next attempt's.
+        """Close this inbox.
 
-        Returns: the last of these points before which all K/V is here, and the inbox for everything after it.
+        Returns: the resume point, and the next attempt's inbox for everything after it.
         """
         tokens = self._arrival.resume_point(points)
         self.close()

@@ -16,8 +16,8 @@ Span = tuple[int, int]
 
 
 class Agent(Protocol):
-    """The used part of `nixl._api.nixl_agent`. Its exceptions have no common base, and only one thread may
-    call it. mem_type: "VRAM" or "DRAM". States: "DONE", "PROC", "ERR"."""
+    """`nixl._api.nixl_agent`. Its exceptions have no common base, and only one thread may call it. mem_type:
+    "VRAM" or "DRAM". States: "DONE", "PROC", "ERR"."""
 
     name: str
 

@@ -56,7 +56,7 @@ class ActorOutbox:
     """An `Outbox` to Ray actors.
 
     At most `max_bytes` of announcements are unanswered, so that a slow decode worker slows prefill down
-    instead of filling a store. A worker that does not answer for `ack_timeout_s` has failed.
+    instead of filling a store.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Accounts for K/V pages, without tensors. One pool belongs to one worker and one thread. Pages have
-reference counts, because requests with one prefix share them."""
+"""One pool belongs to one worker and one thread. Pages have reference counts, because requests with one
+prefix share them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for",
 
 
 class OutOfPages(Exception):
-    """More pages were asked for than are free. Nothing was taken."""
+    """Nothing was taken."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} KV pages are needed but only {free} are free")
@@ -31,7 +31,6 @@ def pages_for(tokens: int) -> int:
 
 
 def first_of_run(pages: Sequence[int]) -> int | None:
-    """Return the first page if all are contiguous, else None."""
     if not pages or any(b - a != 1 for a, b in itertools.pairwise(pages)):
         return None
     return pages[0]
@@ -93,7 +92,7 @@ class PagePool:
         return self.total - self.free
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Raises OutOfPages, having taken nothing."""
+        """Raises OutOfPages."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
         if count > len(self._free):

@@ -1,4 +1,4 @@
-"""The pages of a decode worker's requests. A request takes all pages that it will ever need at once.
+"""A request takes all pages that it will ever need at once.
 
 A request shares only full pages and never writes to them. A session's partly filled last page is copied, and
 recomputed blocks get pages of their own. Pure accounting on the event loop's thread.
@@ -63,8 +63,8 @@ class RequestPages:
         return (*self.table, *self.spare, *self.own, *self._aside, *source)
 
     def divert(self, places: Sequence[int]) -> None:
-        """Put own pages at these places of the table. The replaced ones are not written to any more and are
-        given back with the others. Raises ValueError if there are too few."""
+        """Put own pages at these places. The replaced ones are not written to any more and are given back
+        with the others. Raises ValueError if there are too few."""
         if len(places) > len(self.own):
             raise ValueError(f"{len(places)} places of the table, but {len(self.own)} pages of its own")
         table, used = list(self.table), self.own[: len(places)]
@@ -115,7 +115,7 @@ class PageManager:
         self._positions = positions
 
     def reserve(self, reservation: Reservation, now: float, behind: int = 0) -> RequestPages | Refused:
-        """Take all pages that a request will ever need, or none. None either while others wait.
+        """Take all of a request's pages or none; none while others wait.
 
         Args:
             now: seconds since the epoch.

@@ -87,11 +87,9 @@ class SessionTable:
         return session
 
     def leases(self, now: float) -> list[tuple[float, tuple[int, ...]]]:
-        """List each lease's seconds left, and the session's pages."""
         return [(session.expires - now, session.pages) for session in self._sessions.values()]
 
     def longest_prefix(self, owner: str, chain: bytes, now: float) -> Prefix | None:
-        """Find the owner's session that holds most of a prompt with this chain."""
         best = None
         for session in self._sessions.values():
             if session.owner == owner and session.expires > now:
@@ -101,7 +99,6 @@ class SessionTable:
         return best
 
     def release(self, session_id: str, owner: str, now: float) -> bool:
-        """False if the owner has no such session."""
         session = self.find(session_id, owner, now)
         if session is None:
             return False
@@ -109,7 +106,7 @@ class SessionTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Drop sessions whose lease has run out. Returns how many."""
+        """Return how many sessions were dropped."""
         gone = [session for session in self._sessions.values() if session.expires <= now]
         for session in gone:
             self._drop(session)

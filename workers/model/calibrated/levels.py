@@ -43,7 +43,7 @@ def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | No
 
 
 def nearest(levels: Sequence[Level], tokens: int) -> Level:
-    """Return the level of the nearest length, by ratio; the shorter of two."""
+    """By ratio; the shorter of two."""
     return min(levels, key=lambda level: (abs(math.log(level.tokens / tokens)), level.tokens))
 
 

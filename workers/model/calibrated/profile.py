@@ -25,7 +25,8 @@ from ..directory.model_config import ModelConfig, read_config
 from ..directory.store import model_directory, profile_file
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
-"""Levels stand for these, or they decide whether the method is used. Other options shape scores."""
+"""Levels stand for these, or they decide whether the method is used. Other options shape scores and forced
+tiles."""
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -72,7 +73,7 @@ class Level(_Section):
 
 
 class MethodLevels(_Section):
-    """options: all that shape scores (`shaping_options`)."""
+    """options: `shaping_options`."""
 
     method: str
     options: dict[str, Any]
@@ -129,8 +130,8 @@ class Profile(_Section):
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
-        """Add levels in place of those of the same method, options, density and length. texts: the texts that
-        the levels were made on."""
+        """Add levels, or replace those of the same method, options, density and length. texts: what these
+        were made on."""
         families = {_key(levels): levels for levels in self.prefill}
         key = _key(made)
         old = families[key].levels if key in families else ()
@@ -176,7 +177,7 @@ class Profile(_Section):
 
 
 def load_profile(model: ModelSpec) -> Profile | None:
-    """Load and check a spec's profile. Raises ProfileError that names key and file."""
+    """Raises ProfileError that names key and file."""
     if model.profile is None:
         return None
     try:
@@ -192,7 +193,6 @@ def load_profile(model: ModelSpec) -> Profile | None:
 
 
 def shaping_options(spec: MethodSpec) -> dict[str, Value]:
-    """Return the options that scores and forced tiles depend on."""
     return {key: spec.values[key] for key in registered(spec).options if key not in _OF_THE_RULE}
 
 
@@ -201,7 +201,7 @@ def _key(levels: MethodLevels) -> tuple[Any, ...]:
 
 
 def _seconds(keys: Sequence[Any]) -> Iterator[int]:
-    """Return places of keys that occurred before."""
+    """Return places of repeated keys."""
     return (place for place, key in enumerate(keys) if key in keys[:place])
 
 
@@ -233,7 +233,7 @@ def _shape_problems(where: str, level: Level, config: ModelConfig) -> Iterator[s
 
 
 def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
-    """Put one of pydantic's errors in a line. loc: empty for the whole file."""
+    """loc: empty for the whole file."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
     if kind == "missing":
         return f"key {where!r} is missing"

@@ -21,7 +21,7 @@ from .stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
 KEYS_AT_ONCE = 1 << 17
-"""Keys that are scored at once, so that memory is bounded."""
+"""Keys scored at once, to bound memory."""
 
 
 class BlockAttention:
@@ -32,13 +32,13 @@ class BlockAttention:
         self._mass_M: torch.Tensor | None = None
 
     def add(self, q_THD: torch.Tensor, k_GSD: torch.Tensor) -> None:
-        """Add a layer's rotated queries and its keys, of which the first `tokens` count."""
+        """q_THD is rotated. The first `tokens` keys count."""
         mass_M = attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens])
         self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
 
     def most_attended(self, count: int) -> list[int]:
-        """Return at most `count` complete blocks with the most attention, ascending. Block 0 is never among
-        them: its rows saw everything. The last block ranks last: heads that attend nearby give it most."""
+        """Return at most `count` complete blocks, ascending. Block 0 is never among them: its rows saw
+        everything. The last block ranks last: heads that attend nearby give it most."""
         complete = self._tokens // BLOCK
         if self._mass_M is None or complete < 2:
             return []

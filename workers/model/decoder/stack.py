@@ -31,7 +31,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerAttention(Protocol):
-    """The caller's part of each layer. `layer`: its number in the model."""
+    """layer: its number in the model."""
 
     def kv_rows(self, layer: int) -> KVRows:
         """Say where K and V go, before anything of the layer is launched."""
@@ -89,7 +89,6 @@ class DecoderLayer:
         residual.update_TC = self._attention.output(out_THD.flatten(1))
 
     def mlp(self, residual: Residual) -> None:
-        """Add the MLP, unless another stack does."""
         weights = self.mlp_weights
         if weights is not None:
             normed = self._norm(residual, weights.post_norm_C, weights.gate_up)

@@ -1,4 +1,4 @@
-"""A digest of a model: whatever changes a model's numbers changes it, and nothing else does.
+"""Whatever changes a model's numbers changes its digest, and nothing else does.
 
 It covers the decoder's shape with overrides, and name, type, shape and first values of each tensor, an
 adapter's too.

@@ -31,7 +31,6 @@ class Fp8Checkpoint:
     block: tuple[int, int] | None
 
     def scale_of(self, weight: str, names: Iterable[str]) -> str | None:
-        """Return the name of a matrix's scale, if any."""
         stem = weight.removesuffix("weight")
         return next((stem + scale for scale in _WEIGHT_SCALES if stem + scale in names), None)
 
@@ -51,7 +50,7 @@ def is_scale(name: str) -> bool:
 
 
 def fp8_checkpoint(directory: Path, config: Mapping[str, Any]) -> Fp8Checkpoint | None:
-    """Read from config.json's content how weights are quantised; None in 16 bits or more.
+    """Return how weights are quantised; None in 16 bits or more.
 
     Raises:
         ModelError: They are quantised in a way that is not served.

@@ -76,8 +76,7 @@ def _tensors(content: Mapping[str, dict[str, list[int]]], start: int) -> Iterato
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
     """Check that each tensor of the decoder is complete, in its shape, in 16 bits or in 8 with its scale, and
-    that none is left over. GGUF weights are checked when they are read. Raises ModelError that says what to
-    do."""
+    that none is left over. GGUF weights are checked when they are read. Raises ModelError."""
     stored = _stored(directory)
     if stored is None:
         return
@@ -173,7 +172,6 @@ def _fp8_problems(stored: Mapping[str, Stored], fp8: Fp8Checkpoint) -> Iterator[
 
 
 def _scaled(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """A checkpoint in 8-bit floats as what it stands for."""
     return {
         name: replace(tensor, dtype="F32") if tensor.dtype == E4M3 else tensor
         for name, tensor in stored.items()

@@ -13,7 +13,6 @@ class ModelError(ValueError):
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuse what git leaves in a file's place without Git LFS."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(

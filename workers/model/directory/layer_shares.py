@@ -55,7 +55,7 @@ def _fit(before: tuple[int, ...], stages: int, limit: int) -> bool:
 
 
 def _furthest(before: tuple[int, ...], at: int, later: int, limit: int) -> int:
-    """Return where a share of `limit` from `at` ends at the latest: each later stage needs a layer."""
+    """Each later stage needs a layer."""
     return min(bisect_right(before, before[at] + limit) - 1, len(before) - 1 - 2 * later)
 
 

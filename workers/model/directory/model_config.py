@@ -36,10 +36,9 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
 """Keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3 scaling."""
 
 _SPLIT_TOKENS = 512
-"""Tokens per row of the LM head when layers are balanced."""
+"""Tokens per row of the LM head."""
 _SPLIT_KEYS = 5_700
-"""Keys of each query when layers are balanced: half of 131,072, times 0.087, the share of dense attention's
-time that `dpxa` takes."""
+"""Keys of each query: half of 131,072, times 0.087, `dpxa`'s share of dense attention's time."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
-        """Share the layers among stages so that the slowest is as fast as can be. Cuts may be within layers.
+        """Share the layers so that the slowest stage is fastest. Cuts may be within layers.
 
         Costs are multiply-adds per token of a long prompt. The last layer needs no output, and the last stage
         runs the LM head once per 512 tokens. Raises ModelError for more stages than layers.

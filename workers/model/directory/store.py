@@ -39,7 +39,7 @@ _NOT_HUB_FILES = ("consolidated*", "*/*")
 
 
 def model_directory(model: str, cache: Path | None = None) -> Path:
-    """Raises ModelError that says what was looked for.
+    """Raises ModelError.
 
     Args:
         model: A local directory or .gguf file, DEFAULT_MODEL, or a hub id.
@@ -169,7 +169,6 @@ def _is_old(name: str) -> bool:
 
 
 def _last_read(directory: Path) -> float:
-    """When a file of it was last read or written, in seconds since the epoch."""
     files = [path.stat() for path in directory.iterdir()]
     return max(directory.stat().st_mtime, *(max(file.st_atime, file.st_mtime) for file in files), 0.0)
 

@@ -20,11 +20,7 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json as the language model by itself has it.
-
-    Raises:
-        ModelError: the part for the language model is missing.
-    """
+    """Return the language model's own config.json. Raises ModelError without one."""
     if not is_wrapped(config):
         return dict(config)
     text = config.get("text_config")

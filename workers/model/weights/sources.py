@@ -69,7 +69,6 @@ class Fp8Source:
         return tensor.float() * self._spread(factor, *tensor.shape)
 
     def _spread(self, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """Give a matrix's scale a shape that broadcasts to it."""
         block = self._checkpoint.block
         if factor.numel() == 1:
             return factor.reshape(1, 1)
@@ -80,7 +79,7 @@ class Fp8Source:
 
 
 def open_weights(directory: str | Path) -> WeightSource:
-    """Raises ModelError that says what was looked for."""
+    """Raises ModelError."""
     root = Path(directory)
     files = weight_index(root)
     if files is None:

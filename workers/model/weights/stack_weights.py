@@ -37,7 +37,7 @@ class StackSpec:
     Args:
         layers, mlps: The layers whose attention, and whose MLP, it has; mlps None for `layers`.
         embedding, head: Whether it has these ends.
-        adapter: The directory of a LoRA adapter to merge.
+        adapter: A LoRA adapter's directory.
         quantisation: The form of the layers' matrices; None for `dtype`.
     """
 

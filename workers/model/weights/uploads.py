@@ -30,7 +30,7 @@ class Uploads:
         self._own = threading.local()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy from the host to a contiguous tensor on the device."""
+        """target: contiguous, on the device."""
         if self._device.type != "cuda" or source.dtype != target.dtype:
             target.copy_(source)
             return

@@ -51,12 +51,11 @@ class Account:
         self._own_wall += last.wall
 
     def other_chunk(self, wall: float, ended: float) -> None:
-        """Add another request's chunk, which kept the last stage busy for `wall` seconds until `ended`."""
         if self.began is not None:
             self._others += max(0.0, ended - max(ended - wall, self.began))
 
     def report(self, ended: float) -> PrefillReport:
-        """Add everything up. `critical` sums to `wall`; `group_overhead` is what no stage accounts for."""
+        """`critical` sums to `wall`; `group_overhead` is what no stage accounts for."""
         began = self.arrived if self.began is None else self.began
         wall = ended - began
         critical = dict(self._own)
@@ -77,7 +76,6 @@ class Account:
 
 
 def _launch_bound(report: ChunkReport) -> float:
-    """The chunk's seconds on a GPU if that waited for launches, else 0."""
     busy = sum(report.phases.values()) - report.phases.get("activation_wait", 0.0)
     return (
         busy if report.launched_ahead is not None and report.launched_ahead < _LAUNCHED_AHEAD * busy else 0.0
@@ -106,7 +104,7 @@ class Pace:
         return pace
 
     def allowed(self, method: str, last: float | None, tokens: int) -> float:
-        """Return the seconds for the next chunk. last: the pace of the chunk before."""
+        """last: the pace of the chunk before."""
         pace = self._first.get(method) if last is None else last
         return self._slack_s + 2 * (pace or 0.0) * tokens
 
@@ -133,5 +131,4 @@ class Throughput:
 
     @property
     def tokens_per_second(self) -> float:
-        """0 until a chunk was read."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0

@@ -30,14 +30,14 @@ _MANY = 1000
 
 
 class ChunkSizes:
-    """Cuts a group's prompts. Without `work`, as on a CPU, all chunks are `largest`."""
+    """Without `work`, as on a CPU, all chunks are `largest`."""
 
     def __init__(self, largest: int, work: ModelWork | None = None) -> None:
         self._largest, self._work = largest, work
         self._planned = lru_cache(_REMEMBERED)(self._plan)
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
-        """Return the sizes of the chunks of tokens start .. tokens-1."""
+        """Cut tokens start .. tokens-1."""
         if self._work is None:
             return even_chunks(start, tokens, self._largest)
         return self._planned(self._work.chunk_cost(method), start, tokens)
@@ -47,7 +47,6 @@ class ChunkSizes:
 
 
 def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
-    """Return as few chunks as possible: all `largest`, and the rest."""
     full, rest = divmod(tokens - start, largest)
     return (largest,) * full + (rest,) * (rest > 0)
 
@@ -102,8 +101,7 @@ def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
 def _shortest(
     start: int, tokens: int, count: int, largest: int, growth: float, cost: ChunkCost
 ) -> tuple[int, ...]:
-    """Cut into at most `count` chunks in the shortest time, each at most `growth` times as long as the one
-    before."""
+    """Cut into at most `count` chunks in the shortest time."""
     first = max(1.0, growth ** (1 - count))  # the one that may take least takes 1
     together = sum(first * growth**n for n in range(count))
     low = (cost.of(start, tokens - start) + (count - 1) * cost.mean.per_chunk) / together  # if cut anywhere

@@ -1,7 +1,6 @@
-"""The head of a prefill group decides which chunk runs next and how a request ends.
-
-It decides between two awaits and tells all stages at once (`pipeline`), so stages get the same commands in
-the same order. Cancelling is safe only because of that: tensors travel between stages without headers.
+"""The head of a prefill group decides between two awaits and tells all stages at once (`pipeline`), so stages
+get the same commands in the same order. Cancelling is safe only because of that: tensors travel between
+stages without headers.
 
 A request holds nothing until its first turn (`schedule`). Its chunks in flight end within a layer's time.
 """

@@ -42,10 +42,7 @@ __all__ = ["REPLICA_CPUS", "PrefillGroup", "placement"]
 
 
 def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
-    """Describe one replica's placement group.
-
-    Returns: the bundles (0 for replica and controller, then one a stage) and the strategy.
-    """
+    """Return one replica's bundles (0 for replica and controller, then one a stage) and strategy."""
     return placement_of(config.cpus_per_stage, config.gpus_per_stage, config.stages)
 
 
@@ -69,10 +66,7 @@ class StageActor:
         return rendezvous
 
     def load(self) -> tuple[str, ModelWork | None]:
-        """Load the model's share, unless it is loaded already.
-
-        Returns: the node's id, and what chunks cost.
-        """
+        """Load the model's share once. Returns the node's id, and what chunks cost."""
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._stage.work
@@ -81,7 +75,7 @@ class StageActor:
         from ...model.decoder.compute_thread import set_up_compute_thread
         from ..stage.loading import load_stage
 
-        set_up_compute_thread(self._config.threads, self._config.device)  # on this thread
+        set_up_compute_thread(self._config.threads, self._config.device)
         sys.setswitchinterval(_SWITCH_S)
         self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")
@@ -95,14 +89,13 @@ class StageActor:
         return node, self._stage.work
 
     def join(self, rendezvous: Rendezvous) -> None:
-        """Meet the other stages. All must be asked at the same time."""
+        """All stages must be asked at the same time."""
         from ..stage.peer_activations import connect_neighbours
 
         stage, number = self.hosted, self._number
         stage.connect(connect_neighbours(self._store, number, self._config, stage.stack, rendezvous))
 
     def leave(self) -> None:
-        """Leave the other stages and forget all requests, but keep the model."""
         self.hosted.leave()
 
     @property
@@ -112,7 +105,7 @@ class StageActor:
         return self._stage
 
     def pulse(self) -> int:
-        """Return the process's id as a sign of life, whatever the stage computes."""
+        """It answers whatever the stage computes."""
         return os.getpid()
 
     def compilations(self) -> Phases:
@@ -121,7 +114,7 @@ class StageActor:
 
 @hosts(Group)
 class ControllerActor(Leaving):
-    """A `PrefillController` under a name that doors find. Its calls run side by side."""
+    """Doors find it by name. Its calls run side by side."""
 
     def __init__(
         self,
@@ -193,9 +186,7 @@ def _stage_error(number: int, failure: Failure) -> Exception:
 
 
 class PrefillGroup(Replica):
-    """The Serve deployment that owns one group's actors. `head` is the controller. Deploy it with
-    `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The constructor returns once every
-    stage has loaded. It raises what loading raises, inside Ray's error."""
+    """`head` is the controller."""
 
     def __init__(
         self,

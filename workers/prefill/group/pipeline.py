@@ -22,7 +22,7 @@ _AHEAD = 1
 
 
 class Pipeline:
-    """Sends each command to all stages before it returns, so all get the same commands in one order.
+    """Sends each command to all stages before it returns.
 
     Args:
         on_entry_free: called when the first stage has finished a chunk.
@@ -56,8 +56,7 @@ class Pipeline:
         Args:
             opening: sent first, with a request's first chunk.
             allowed: seconds that a stage may take for the chunk, as known now.
-        Returns: the stages' reports, after those of all earlier chunks. It raises RequestFailed for the
-        request, and any other exception for the group.
+        Returns: the stages' reports, after those of all earlier chunks. It raises as `Stage` does.
         """
         opened: list[asyncio.Task[Any]] = []
         if opening is not None:

@@ -16,7 +16,7 @@ from .chunks import ChunkSizes
 
 
 class Request:
-    """A request of a prefill group, until its pages are free. arrived: the controller's seconds."""
+    """arrived: the controller's seconds."""
 
     def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
         self.job = job

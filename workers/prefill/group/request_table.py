@@ -84,8 +84,7 @@ class PrefillRequests:
         return None
 
     def queue_refusal(self, tokens: int, now: float) -> Refused | None:
-        """None if there is a place. Those that are refused are told to come back one after the other, as
-        places become free."""
+        """Those that are refused are told to come back one after the other, as places become free."""
         waiting = sum(not request.opened for request in self._live())
         if waiting < self._config.max_waiting:
             return None
@@ -136,8 +135,8 @@ class PrefillRequests:
         return sum(request.job.tokens - request.done for request in self._live())
 
     def _next_turn(self, now: float) -> float | None:
-        """Seconds until the next who is refused comes back: the mean time between two prompts that are read
-        after the one before. None while the rate is unknown."""
+        """Return seconds: the mean time between two prompts that are read, after the turn before. None while
+        the rate is unknown."""
         rate = self._throughput.tokens_per_second
         if rate <= 0:
             return None

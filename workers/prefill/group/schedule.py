@@ -32,7 +32,6 @@ def arrival(request_id: str, tokens: int, now: float, pages: int = 0) -> Waiting
 
 
 def credit_at(waiting: Waiting, now: float, ageing: float) -> float:
-    """Tokens by which the request counts as shorter at `now`."""
     idle = 0.0 if waiting.idle_since is None else max(0.0, now - waiting.idle_since)
     return waiting.credit + ageing * idle
 
@@ -41,7 +40,6 @@ def next_request(waiting: Iterable[Waiting], now: float, ageing: float, free: in
     """Choose the request with the fewest remaining tokens less credit. Earlier arrivals win ties, then ids.
 
     Args:
-        ageing: tokens of credit a second.
         free: pages that nobody holds.
     Returns: its id; None if nobody may run.
     """
@@ -58,7 +56,6 @@ def next_request(waiting: Iterable[Waiting], now: float, ageing: float, free: in
 
 
 def chunk_sent(waiting: Waiting, tokens: int, now: float, ageing: float) -> Waiting:
-    """The request after `tokens` of it were sent: twice the chunk poorer in credit, and not idle."""
     credit = max(0.0, credit_at(waiting, now, ageing) - 2 * tokens)
     remaining = waiting.remaining - tokens
     return replace(waiting, remaining=remaining, credit=credit, idle_since=None, opened=True)

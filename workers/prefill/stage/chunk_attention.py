@@ -19,11 +19,8 @@ from .chunk import ChunkWork
 
 @dataclass(kw_only=True)
 class OpenPrompt:
-    """A request that is open on a stage.
-
-    states: what its method remembers of each layer whose queries it has all seen. first_page: of pages_N if
-    they are contiguous, else None.
-    """
+    """states: what its method remembers of each layer whose queries it has all seen. first_page: of pages_N
+    if they are contiguous, else None."""
 
     request: OpenRequest
     method: Attention
@@ -35,8 +32,7 @@ class OpenPrompt:
 
 
 class ChunkAttention:
-    """A `LayerAttention` of one chunk. last_layer: the model's; behind its K/V only a prompt's logits are
-    needed."""
+    """A `LayerAttention` of one chunk. last_layer: the model's."""
 
     def __init__(
         self,
@@ -106,12 +102,11 @@ class ChunkAttention:
         return self._cache.rows_of_run(self._prompt.first_page, self._start, tokens)
 
     def _context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """In place where the prompt's pages are contiguous."""
         if self._prompt.first_page is None:
             return self._cache.gather(layer, self._prompt.pages_N, self._end)
         return self._cache.view_run(layer, self._prompt.first_page, self._end)
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """Whether all numbers are finite, as a tensor: the device is not waited for."""
+    """Return a tensor, so that nothing waits for the device."""
     return torch.isfinite(x).all()

@@ -178,8 +178,7 @@ def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
 def connect_neighbours(
     store: Store | None, rank: int, config: PrefillConfig, stack: LayerStack, rendezvous: Rendezvous
 ) -> Activations:
-    """Connect a stage to its neighbours: by `PeerActivations` where all stages have GPUs of one host, else by
-    torch.distributed. All stages must call this at the same time. store: the first stage's own; None on the
+    """Connect a stage as `PrefillConfig.activations` says. store: the first stage's own; None on the
     others."""
     stages = config.stages
     store = join_store(rendezvous, stages) if store is None else store

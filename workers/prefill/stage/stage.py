@@ -1,8 +1,6 @@
-"""One stage of a prefill group: its share of the layers, their K/V pages, and the chunks that pass through.
-
-Stages must stay in step, so a stage receives once and sends once for every chunk. A request's failure travels
-on as zeros and is reported at the chunk's end as `RequestFailed`. Any other exception ends the group.
-"""
+"""Stages must stay in step, so a stage receives once and sends once for every chunk. A request's failure
+travels on as zeros and is reported at the chunk's end as `RequestFailed`. Any other exception ends the
+group."""
 
 from __future__ import annotations
 
@@ -72,7 +70,6 @@ class PrefillStage:
 
     @property
     def work(self) -> ModelWork | None:
-        """The cost of chunks here; None on a CPU."""
         if self.stack.device.type != "cuda":
             return None
         return ModelWork.of(self.stack.config, self._stages, self.stack.quantised)
