@@ -3,6 +3,7 @@ that nobody can write to."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import ipaddress
 import os
@@ -105,10 +106,28 @@ class Process:
             assert time.monotonic() < until, self.said()
             time.sleep(0.2)
 
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def end(self) -> None:
         """With all that it started."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def start_node(command: Sequence[str], environment: dict[str, str], log: Path) -> Process:
+    """`ray start` gives up after 30 s, which a busy machine may need. It is tried again then."""
+    deadline = time.monotonic() + START_S
+    while True:
+        node = Process(command, environment, log)
+        while not node.ended and "Ray runtime started" not in node.said():
+            time.sleep(0.2)
+        if "Ray runtime started" in node.said():
+            return node
+        node.end()
+        assert time.monotonic() < deadline, node.said()
 
 
 def client(environment: dict[str, str], log: Path) -> Process:
@@ -129,8 +148,7 @@ def cluster(
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as session:
         try:
             for name, arguments in (("head", [*head, "--temp-dir", session]), ("other", other)):
-                nodes.append(Process([*start, *arguments], environment, folder / f"{name}.log"))
-                nodes[-1].wait_for("Ray runtime started")
+                nodes.append(start_node([*start, *arguments], environment, folder / f"{name}.log"))
             yield environment, folder
         finally:
             for node in nodes:
