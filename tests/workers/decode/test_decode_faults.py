@@ -366,7 +366,7 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_
         )
         if isinstance(await run.engine.reserve(reservation), Refused):
             return
-        cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random(), None))))
+        cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random() * 0.3, None))))
         job = GenerateJob(request_id=name, sampling=Sampling(max_tokens=30, ignore_eos=True), keep_tokens=0)
         if on_session:
             job = replace(job, append_ids=packed(ids_of(length)), session_id=session)
