@@ -24,7 +24,9 @@ from .store import adapter_directory, model_directory, weight_file, weight_index
 SAMPLE_BYTES = 4096
 """Training and merging change a whole matrix, so its first rows tell."""
 
-_NO_NUMBERS = ("positions", "eos_ids")
+_LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias")
+"""No numbers depend on these, or tensors tell them. A new field of ModelConfig belongs here, since it would
+change every model's digest, and no profile would fit any more."""
 
 _ADAPTER_SCALE = ("lora_alpha", "use_rslora")
 
@@ -37,7 +39,7 @@ def model_digest(model: ModelSpec) -> str:
     directory = model_directory(model.path)
     shape = dataclasses.asdict(read_config(directory, model.overrides))
     digest = hashlib.sha256()
-    _add(digest, {key: value for key, value in shape.items() if key not in _NO_NUMBERS}, _weights(directory))
+    _add(digest, {key: value for key, value in shape.items() if key not in _LEFT_OUT}, _weights(directory))
     if model.adapter is not None:
         adapter = adapter_directory(model.adapter)
         config = read_json(adapter / "adapter_config.json")
