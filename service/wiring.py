@@ -13,6 +13,7 @@ from .. import __version__
 from ..workers.messages.methods import PRESETS
 from ..workers.messages.states import DecodeStats, GroupStats
 from ..workers.model.calibrated.profile import Profile, load_profile
+from ..workers.model.directory.fp8_checkpoint import holds_fp8
 from ..workers.model.directory.headers import check_weights
 from ..workers.model.directory.model_config import ModelConfig, read_config
 from ..workers.model.directory.store import adapter_directory, model_directory
@@ -222,6 +223,10 @@ def check_start(settings: ServiceConfig) -> None:
     model = read_config(directory, settings.model.overrides)
     settings.check_against(model, load_profile(settings.model))
     check_weights(directory, model)
+    if settings.model.quantisation is None and holds_fp8(directory):
+        log.warning(
+            "%s holds weights in 8 bits: they are held in 16; model.quantisation: fp8 keeps 8", directory
+        )
     TextTokenizer.load(directory)
     if not model.eos_ids:
         log.warning(
@@ -232,7 +237,7 @@ def check_start(settings: ServiceConfig) -> None:
 
 
 def observer(metrics: Metrics) -> Callable[[FleetView], None]:
-    """Makes a door's parts from the configuration, without Ray."""
+    """Return a function that shows the workers' states as gauges."""
 
     def observe(view: FleetView) -> None:
         every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]

@@ -94,7 +94,7 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
 
 
 def _document(mine: Outcome, dense: Outcome) -> Row:
-    """What intervals are drawn from, so that whoever has the row can draw them again."""
+    """Intervals are drawn from these, so that a reader of the row can draw them again."""
     row: Row = {"document": mine.document, "density": mine.density, "kl": mine.kl}
     if mine.answers:
         row |= {

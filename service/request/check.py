@@ -27,8 +27,8 @@ MAX_MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """A message's role → its name in chat templates."""
 _MAX_SALT = 128
-_OVERRIDDEN_OPTIONS = {"density": ("outside", "tau"), "share": ("outside", "tau")}
-"""An option → the options that do not count while it is above 0 (`kernels.options.ScoredOptions`)."""
+_OVERRIDDEN_OPTIONS = {"density": ("outside", "tau"), "share": ("outside", "tau"), "distance": ("cos",)}
+"""An option → the options that do not count while it is above 0 (`kernels.options`)."""
 
 
 @dataclass(frozen=True)

@@ -103,11 +103,11 @@ class RequestHandler:
         outcome: DeltafrontError | None = Cancelled("the client went away")
         concluded = False
 
-        def conclude(outcome: DeltafrontError | None) -> None:
+        def conclude(error: DeltafrontError | None) -> None:
             nonlocal concluded
             if not concluded:
                 concluded = True
-                name, seconds = outcome.code.value if outcome else FINISHED, clock.elapsed
+                name, seconds = error.code.value if error else FINISHED, clock.elapsed
                 self._resources.metrics.ended(rpc, name, seconds)
                 trace.conclude(audit.write(name, seconds), name, clock.intervals)
 

@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from deltafront.service.cli.main import app
@@ -47,6 +49,20 @@ def test_a_broken_file_stops_the_start_in_one_line(whole: Path, file: str, conte
     assert result.exit_code == 1, "before Ray starts"
     said = " ".join(result.stderr.split())
     assert says in said and said.startswith("deltafront: ") and "Starting Ray" not in said
+
+
+def test_8_bit_weights_that_are_held_in_16_are_said(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+    raw = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
+    stored = load_file(whole / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        stored[name] = stored[name].to(torch.float8_e4m3fn)
+        stored[name.removesuffix("weight") + "weight_scale"] = torch.ones(1)
+    save_file(stored, whole / "model.safetensors")
+    settings = parse({"model": {"path": str(whole)}, "decode": {"page_selection": "full"}})
+    with caplog.at_level(logging.WARNING):
+        check_start(settings)
+    assert "holds weights in 8 bits: they are held in 16" in caplog.text
 
 
 def test_a_model_without_an_end_is_warned_of(whole: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -221,6 +221,8 @@ def test_a_service_has_defaults_of_its_own(make_house: Make, model: Path, profil
             read_by(house, options={option: 1})
     with pytest.raises(InvalidArgument, match=r"options\.tau: counts for nothing at share = 0\.5: give"):
         read_by(house, method="dpxa", options={"share": 0.5, "tau": 0.6})
+    with pytest.raises(InvalidArgument, match=r"options\.cos: counts for nothing at distance = 2\.0: give"):
+        read_by(house, method="delta_kv", options={"distance": 2.0, "cos": 0.8})
     with DeltafrontClient(house.address) as client:
         shown = {method.name: method.defaults for method in client.info().methods}
     assert (shown["block_pool"]["density"], shown["dpxa"]["density"]) == (0.2, 0.0)

@@ -32,7 +32,7 @@ from .step_rows import Batch, BatchShape, Row, StepRows, sampling_rows
 _RAGGED = 77
 """Appended tokens: no multiple of anything that a kernel may specialise for."""
 _AGAIN = 2
-"""Blocks computed again. More compile nothing else."""
+"""Blocks that warm-up recomputes. More would compile no further kernel."""
 _ROOM = 64
 """Least rows of pinned memory: memory of one size is reused."""
 

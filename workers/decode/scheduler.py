@@ -24,7 +24,7 @@ from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
-"""So many failures of one kind in a row break a worker."""
+"""After so many failed turns of one kind in a row the worker counts as broken."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from .items import Extent, exact_key, packed_before
 NEGATIVE = gl.constexpr(-1.0e30)
 """A row's largest score before its first tile; finite as in `executors/flash.py`."""
 UNSEEN = gl.constexpr(-3.0e38)
-"""Score of a masked key, far below NEGATIVE: else a row that sees nothing of its first tile takes exp2 of
-rounding."""
+"""Score of a masked key, far below NEGATIVE. Otherwise a row that sees none of its first tile would take exp2
+of a rounding error."""
 
 _ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")

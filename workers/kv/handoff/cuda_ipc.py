@@ -1,8 +1,8 @@
 """The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
 
 A stage announces K/V once it is computed, because a stream that waits for another process's events hangs when
-that dies. It gives pages away when the worker has answered, has died, or is out of time. Both read one clock,
-and the worker drops what it read later.
+that process dies. The stage reuses pages when the worker has answered, has died, or is out of time. Both read
+one clock, and the worker drops K/V that it read later.
 """
 
 from __future__ import annotations

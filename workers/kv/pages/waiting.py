@@ -13,7 +13,7 @@ from operator import itemgetter
 from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
 
 OVERDUE_CHECKS = 5
-"""A lease must be found run out so often in a row, because a process that stood still hears renewals late."""
+"""Checks in a row that must find a lease expired: a paused process hears renewals late."""
 PageReturn = tuple[float, int]
 """Seconds until pages are expected back, and how many."""
 

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .json_files import ModelError, read_json_or_empty
+from .json_files import ModelError, read_json, read_json_or_empty
 
 E4M3 = "F8_E4M3"
 """The dtype's name in safetensors."""
@@ -72,6 +72,10 @@ def fp8_checkpoint(directory: Path, config: Mapping[str, Any]) -> Fp8Checkpoint 
         return Fp8Checkpoint(_block_of_groups(given))
     kind = given.get("quant_algo") or given.get("quant_type") or given.get("bnb_4bit_quant_type")
     raise ModelError(f"weights quantised by {method}{f' ({kind})' if kind else ''} are not served: {_SERVED}")
+
+
+def holds_fp8(directory: Path) -> bool:
+    return fp8_checkpoint(directory, read_json(directory / "config.json")) is not None
 
 
 def _block_of_groups(given: Mapping[str, Any]) -> tuple[int, int] | None:

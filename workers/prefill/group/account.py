@@ -88,9 +88,11 @@ def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:
 
 
 class Pace:
-    """How long a chunk may take on a stage before the stage is asked whether it lives: slack_s and twice the
-    time a token of the request's last chunk, since attention grows. A first chunk is compared with its
-    method's last first chunk."""
+    """The time that a chunk may take before its stage is asked for a sign of life.
+
+    It is slack_s, plus twice the time per token of the request's last chunk, since attention grows. A first
+    chunk is compared with its method's last first chunk.
+    """
 
     def __init__(self, slack_s: float) -> None:
         self._slack_s = slack_s

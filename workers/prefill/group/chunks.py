@@ -22,9 +22,9 @@ _REMEMBERED = 64
 _TRIES = 8
 _HALVINGS = 5
 _GROWTHS = (0.88, 0.93, 0.96, 0.98, 1.02, 1.05)
-"""A chunk may take so many times as long as the one before. Besides 1."""
+"""Ratios of a chunk's time to the one before it that are tried, besides 1."""
 _MORE = (1.0, 1.25, 1.6)
-"""Tried with so many times the best number of chunks of equal time."""
+"""Multiples of the best number of equal chunks that are tried."""
 _MANY = 1000
 """With more chunks the last one is too short to matter, and a power of growth may overflow."""
 

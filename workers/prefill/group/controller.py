@@ -31,7 +31,7 @@ from .request_table import PrefillRequests
 from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
-"""A request ends this share of a lease after its lease."""
+"""A request ends when its lease is over by this share."""
 _ASK_AGAIN_S = 0.02
 """Pause between two questions whether decode workers still read a request's pages."""
 

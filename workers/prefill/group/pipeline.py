@@ -1,7 +1,7 @@
 """A group's stages as one thing that takes chunks.
 
-At most one chunk a stage is in flight, and one more: the first stage has a chunk launched behind the one that
-it computes, so that it never waits for a report. So a request waits for few chunks of others.
+One chunk a stage is in flight at most, and one more waits on the first stage, so that this never waits for a
+report. So a request waits for few chunks of others.
 """
 
 from __future__ import annotations

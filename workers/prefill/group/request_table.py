@@ -18,7 +18,7 @@ from .account import Pace, Throughput
 from .request import Request
 
 _LONGEST_TURN_S = 60.0
-"""Nobody is told to stay away for longer than that and than the next place takes: some never come back."""
+"""The longest retry time told, unless the next place takes longer: some clients never come back."""
 
 
 class PrefillRequests:
