@@ -18,8 +18,8 @@ from ..kernels.paged_decode import cpu
 from ..kernels.paged_decode.dispatch import paged_attention, paged_attention_scored, paged_attention_sparse
 from ..kernels.paged_decode.page_selection import select_pages
 from ..kernels.paged_decode.pages import PagedInput, SelectedPages
-from ..kernels.testing import assert_rows_close
 from .harness import BenchConfig, Case, Timed
+from .testing import assert_rows_close
 
 REQUESTS = 4
 RECENCY = 8
@@ -112,7 +112,7 @@ def _full(config: BenchConfig, what: str) -> Timed:
 
 def _flashinfer(x: PagedInput) -> Callable[[], object]:
     """FlashInfer's plain decode over x, checked against ours before it is timed."""
-    from ..kernels.paged_decode.flashinfer_decode import FlashInferDecode
+    from .flashinfer_decode import FlashInferDecode
 
     decode = FlashInferDecode(x)
     decode.plan(x.lengths_R.tolist())

@@ -22,9 +22,10 @@ from ..kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
 from ..kernels.executors.packed.runs import PackedRuns
 from ..kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
 from ..kernels.options import DeltaKVOptions
-from ..kernels.reference.attention import reference_attention
-from ..kernels.reference.structured import structured_input
-from ..kernels.testing import (
+from .harness import BenchConfig, Case, Timed
+from .reference.attention import reference_attention
+from .reference.structured import structured_input
+from .testing import (
     assert_rows_close,
     chunk_of,
     mask_of,
@@ -33,7 +34,6 @@ from ..kernels.testing import (
     random_mask,
     spec_of,
 )
-from .harness import BenchConfig, Case, Timed
 
 DENSITY = 0.085
 GAMMA = 64

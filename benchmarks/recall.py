@@ -39,8 +39,8 @@ from ..kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
 from ..kernels.selectors.grouped.block_pool import BlockPoolSelector
 from ..kernels.selectors.grouped.naive import NaiveSelector
 from ..kernels.selectors.scored import ScoredSelector
-from ..kernels.testing import spec_of
 from .harness import commit_of, write_json
+from .testing import spec_of
 
 COVERAGES = (0.75, 0.90, 0.95)
 LAYERS = (3, 15, 24)

@@ -15,11 +15,11 @@ from deltafront.benchmarks.engine.__main__ import Run, parsed
 from deltafront.benchmarks.engine.model import SHAPES, tensors, write_model
 from deltafront.benchmarks.engine.products import matrices, products, products_s
 from deltafront.benchmarks.engine.setup import Setup, delta_layers, dpxa_share
+from deltafront.benchmarks.testing import assert_rows_close, random_input
 from deltafront.kernels.executors.dense import cpu_attend
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.selectors.rules import cpu
 from deltafront.kernels.selectors.rules.rule import Rule
-from deltafront.kernels.testing import assert_rows_close, random_input
 from deltafront.service.config import ConfigError, parse
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.model_config import read_config

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deltafront.benchmarks.reference.anchor_scan import run_starts
+from deltafront.benchmarks.testing import poisoned_empty
 from deltafront.kernels.anchor_scan import (
     AnchorRuns,
     cpu_find_anchors,
@@ -14,8 +16,6 @@ from deltafront.kernels.anchor_scan import (
     runs_of,
 )
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.reference.anchor_scan import run_starts
-from deltafront.kernels.testing import poisoned_empty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

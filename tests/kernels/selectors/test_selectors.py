@@ -12,6 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from deltafront.benchmarks.reference.selection import (
+    anchor_scores,
+    antidiagonal_scores,
+    naive_scores,
+    pooled_scores,
+)
+from deltafront.benchmarks.reference.structured import structured_input
+from deltafront.benchmarks.testing import chunk_of, random_input, spec_of, tiles
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
 from deltafront.kernels.options import (
@@ -21,13 +29,6 @@ from deltafront.kernels.options import (
     NaiveOptions,
     StreamingOptions,
 )
-from deltafront.kernels.reference.selection import (
-    anchor_scores,
-    antidiagonal_scores,
-    naive_scores,
-    pooled_scores,
-)
-from deltafront.kernels.reference.structured import structured_input
 from deltafront.kernels.selectors.anchors.cpu import cpu_summarise
 from deltafront.kernels.selectors.anchors.form import SideSettings
 from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
@@ -37,7 +38,6 @@ from deltafront.kernels.selectors.grouped.naive import NaiveSelector
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.kernels.selectors.streaming import StreamingSelector
-from deltafront.kernels.testing import chunk_of, random_input, spec_of, tiles
 
 ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, q_anchors=4, k_anchors=8)
 SCORED: dict[str, Callable[[], ScoredSelector]] = {

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from deltafront.benchmarks.reference.structured import structured_input
+from deltafront.benchmarks.testing import assert_rows_close, chunk_of, poisoned_empty, spec_of, tiles
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
 from deltafront.kernels.options import AnchorsOptions, AntidiagonalOptions, BlockPoolOptions, NaiveOptions
-from deltafront.kernels.reference.structured import structured_input
 from deltafront.kernels.selectors.anchors import scores
 from deltafront.kernels.selectors.anchors.cpu import cpu_summarise
 from deltafront.kernels.selectors.anchors.form import SideSettings
@@ -29,7 +30,6 @@ from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules import sums
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.kernels.selectors.streaming import cpu_select, kernel_select
-from deltafront.kernels.testing import assert_rows_close, chunk_of, poisoned_empty, spec_of, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, k_anchors=16)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from deltafront.benchmarks.in_process import DeviceKV, InProcessSender, local_controller, run_in_process
+from deltafront.benchmarks.testing import assert_rows_close, row_errors
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.testing import assert_rows_close, row_errors
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from deltafront.kernels.testing import row_errors
+from deltafront.benchmarks.testing import row_errors
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.decoder.load import load_stack

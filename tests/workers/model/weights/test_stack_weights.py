@@ -16,9 +16,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from deltafront.kernels.reference.layers import dequantised_product
-from deltafront.kernels.reference.layers import quantised as quantised_rows
-from deltafront.kernels.testing import assert_rows_close, row_errors
+from deltafront.benchmarks.reference.layers import dequantised_product
+from deltafront.benchmarks.reference.layers import quantised as quantised_rows
+from deltafront.benchmarks.testing import assert_rows_close, row_errors
 from deltafront.workers.model.decoder.load import load_model, load_stack
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import ModelError

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..constants import PAGE_TOKENS
-from ..interface import KernelInputError
-from .pages import PagedInput
+from ..kernels.constants import PAGE_TOKENS
+from ..kernels.interface import KernelInputError
+from ..kernels.paged_decode.pages import PagedInput
 
 _WORKSPACE_BYTES = 256 << 20
 

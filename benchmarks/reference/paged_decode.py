@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from ..constants import PAGE_TOKENS
-from ..paged_decode.pages import PagedInput
+from ...kernels.constants import PAGE_TOKENS
+from ...kernels.paged_decode.pages import PagedInput
 
 
 def paged_attention(

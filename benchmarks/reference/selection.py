@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..constants import BLOCK
-from ..interface import AttentionInput
-from ..selectors.anchors.form import AnchorSettings, SideSettings
-from ..selectors.rules.rule import LEVELS
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput
+from ...kernels.selectors.anchors.form import AnchorSettings, SideSettings
+from ...kernels.selectors.rules.rule import LEVELS
 
 
 def _from_logits(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..anchor_scan import find_anchors
-from ..constants import BLOCK
-from ..interface import AttentionInput
+from ...kernels.anchor_scan import find_anchors
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput
 
 
 @dataclass(frozen=True)
