@@ -222,18 +222,3 @@ def check_head_dim(dim: int) -> None:
     """Triton's tiles have power-of-two sides, and a dot needs 16 columns."""
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise KernelInputError(f"head dimension {dim} is not a power of two within 16 .. 256")
-
-
-_SCAN = {
-    "x_ptr": "*bf16",
-    "anchor_ptr": "*i8",
-    "threshold": "fp32",
-    "heads": "i32",
-    "rows": "i32",
-    **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
-}
-
-COMPILE_CASES = [
-    (_scan_kernel, _SCAN, {"CHUNK": BLOCK, "D": 64, "METRIC": _METRICS["euclidean"]}),
-    (_scan_kernel, _SCAN, {"CHUNK": 512, "D": 128, "METRIC": _METRICS["cosine"]}),
-]

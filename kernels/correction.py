@@ -178,9 +178,3 @@ def kernel_add_differences(
         num_warps=4,
     )
     return difference_BHRD[:, :, -1].clone()
-
-
-_NUMBERS = ("stride_ob", "stride_oh", "stride_ot", "heads", "rows", "differences", "first", "gamma")
-_TYPES = {"out_ptr": "*bf16", "difference_ptr": "*fp32", **dict.fromkeys(_NUMBERS, "i32")}
-
-COMPILE_CASES = [(add_kernel, _TYPES, {"D": 128, "ROWS": 64})]

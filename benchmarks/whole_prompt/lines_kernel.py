@@ -10,8 +10,6 @@ their weights; nothing of R x S is kept. See `lines.last_attention` and `lines.l
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -172,26 +170,3 @@ def kernel_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, t
         num_stages=stages,
     )
     return vertical_BHM, band_BHIM.sum(2)
-
-
-_POINTERS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "m_ptr": "*fp32", "l_ptr": "*fp32"}
-_NUMBERS = {
-    **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kg", "stride_ks"), "i64"),
-    **dict.fromkeys(("heads", "group", "rows", "keys", "per_split"), "i32"),
-    "scale_log2": "fp32",
-}
-_SUMS = {**_POINTERS, **_NUMBERS}
-_MASSES = {**_SUMS, "vertical_ptr": "*fp32", "band_ptr": "*fp32", "first_band": "i32"}
-_WIDE = {"q_ptr": "*fp32", "k_ptr": "*fp32"}
-
-
-def _cases(last: int, stages: int, inputs: dict[str, str]) -> list[Any]:
-    sizes = {"D": 128, "R": last, "BLOCK": BLOCK}
-    options = {"num_warps": last // 16, "num_stages": stages}
-    return [
-        (_sums_kernel, {**_SUMS, **inputs}, sizes, options),
-        (_masses_kernel, {**_MASSES, **inputs}, {**sizes, "C": _SPLITS}, options),
-    ]
-
-
-COMPILE_CASES = [*_cases(64, 3, {}), *_cases(128, 3, {}), *_cases(128, 2, _WIDE)]

@@ -179,28 +179,3 @@ def launch_plain(
         num_warps=4 if size == 64 else 8,
         num_stages=2,
     )
-
-
-_STRIDES = [f"stride_{name}" for name in "qb qh qr kb kg ks vb vg vs ob oh or pb pg pp ib ih in".split()]
-_NUMBERS = (*_STRIDES, "heads", "group", "rows", "keys", "row0", "step", "critical", "chunk", "packed_slots",
-            "chunk_slots")  # fmt: skip
-_TYPES = {
-    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
-    "weight_ptr": "*fp32",
-    "packed_ptr": "*i32",
-    "index_ptr": "*i16",
-    "count_ptr": "*i32",
-    **dict.fromkeys(_NUMBERS, "i32"),
-    "scale": "fp32",
-}
-_SIZES = {"ROWS": BLOCK, "COLS": BLOCK, "BLOCK": BLOCK, "PRECISION": "tf32"}
-
-COMPILE_CASES = [
-    (
-        flash_kernel,
-        _TYPES,
-        {"LISTED": listed, "PACKED": packed, "D": dim, **_SIZES},
-        {"num_warps": 8, "num_stages": 2},
-    )
-    for listed, packed, dim in ((False, False, 128), (True, False, 64), (False, True, 128))
-]

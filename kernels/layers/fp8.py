@@ -131,8 +131,3 @@ def kernel_quantise_rows(x_TI: torch.Tensor) -> Fp8Rows:
         num_warps=row_warps(block),
     )
     return made
-
-
-_TYPES = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
-
-COMPILE_CASES = [(quantise_kernel, _TYPES, {"COLUMNS": 4096, "BLOCK": 4096})]

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..hopper.descriptors import TileDescriptor, descriptor_type
+from ..hopper.descriptors import TileDescriptor
 from ..hopper.device import is_hopper, multiprocessors
 from ..hopper.layouts import WARPGROUP_ROWS
 from ..launches import Launcher, cdiv
@@ -71,18 +71,3 @@ def _copyable(x: torch.Tensor) -> bool:
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TileDescriptor:
     return TileDescriptor(x, x.shape, (x.stride(0), 1), (rows, columns))
-
-
-def _case(
-    gated: bool, dtype: torch.dtype = torch.bfloat16
-) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
-    types = {
-        "x": descriptor_type(dtype, WARPGROUP_ROWS, DEPTH.value),
-        "weight": descriptor_type(dtype, PIECE.value, DEPTH.value),
-        "out": descriptor_type(dtype, WARPGROUP_ROWS, PIECE.value),
-        **dict.fromkeys(("row_tiles", "column_tiles", "steps", "apart"), "i32"),
-    }
-    return linear_hopper_kernel, types, {"GATED": gated}, {"num_warps": 4}
-
-
-COMPILE_CASES = [_case(False), _case(True), _case(True, torch.float16)]

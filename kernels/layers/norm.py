@@ -102,16 +102,3 @@ def kernel_add_norm(
         num_warps=row_warps(block),
     )
     return sum_TC, normed_TC if quantised is None else quantised
-
-
-_TYPES = {
-    **dict.fromkeys(("hidden_ptr", "update_ptr", "weight_ptr", "sum_ptr", "normed_ptr"), "*bf16"),
-    "scale_ptr": "*fp32",
-    "eps": "fp32",
-}
-_SIZES = {"ADDS": True, "FP8": False, "COLUMNS": 4096, "BLOCK": 4096}
-
-COMPILE_CASES = [
-    (add_norm_kernel, _TYPES, _SIZES),
-    (add_norm_kernel, {**_TYPES, "normed_ptr": "*fp8e4nv"}, {**_SIZES, "FP8": True}),
-]

@@ -205,18 +205,3 @@ def kernel_rotate_and_store(
         num_warps=4,
     )
     return qkv_TXD[:, :q_heads]
-
-
-_TYPES = {
-    **dict.fromkeys(("qkv_ptr", "weight_ptr", "k_ptr", "v_ptr"), "*bf16"),
-    **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
-    "rows_ptr": "*i64",
-    "tokens": "i32",
-    "eps": "fp32",
-}
-_TILE = {"TOKENS": _TOKENS, "HEADS": _HEADS}
-
-COMPILE_CASES = [
-    (rope_kernel, _TYPES, {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "NORMS": norms, "BLOCK": 64, **_TILE})
-    for norms in (False, True)
-]

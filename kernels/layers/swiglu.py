@@ -86,17 +86,3 @@ def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
     grid = (rows, cdiv(width, piece))
     _activate[grid](gate_up_TJ, out_TI, COLUMNS=width, BLOCK=piece, num_warps=4)
     return out_TI
-
-
-COMPILE_CASES = [
-    (swiglu_kernel, {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"}, {"COLUMNS": 14336, "BLOCK": _PIECE}),
-    *(
-        (
-            swiglu_fp8_kernel,
-            {"gate_up_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
-            {"COLUMNS": columns, "BLOCK": block},
-            {"num_warps": row_warps(block)},
-        )
-        for columns, block in ((14336, 16384), (28672, 32768))
-    ),
-]

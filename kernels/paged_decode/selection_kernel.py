@@ -81,21 +81,3 @@ def select_pages(
         num_warps=min(32, max(4, size // 1024)),
     )
     return selected_RK, counts_R
-
-
-COMPILE_CASES = [
-    (
-        _select,
-        {
-            "score_ptr": "*fp32",
-            "lengths_ptr": "*i32",
-            "selected_ptr": "*i32",
-            "counts_ptr": "*i32",
-            "stride_sr": "i32",
-            "columns": "i32",
-            "budget": "i32",
-            "recency": "i32",
-        },
-        {"N": 8192, "K": 64},
-    ),
-]

@@ -86,12 +86,3 @@ def kernel_select(x: AttentionInput, sink: int, window: int) -> TileMask:
         num_warps=1,
     )
     return mask
-
-
-_STREAMING = {
-    "index_ptr": "*i16",
-    "count_ptr": "*i32",
-    **dict.fromkeys(("query_blocks", "key_blocks", "first_block", "sink_blocks", "window"), "i32"),
-}
-
-COMPILE_CASES = [(_streaming_kernel, _STREAMING, {"W": 128})]

@@ -1,6 +1,6 @@
 """Every kernel compiles for Hopper, fits its shared memory and uses its matrix unit; needs no GPU.
 
-A kernel's module lists what to compile in COMPILE_CASES: (function, argument types, constants[, options]).
+Files of `compile_cases/` list what to compile: (function, argument types, constants[, options]).
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,12 @@ import deltafront
 
 ROOT = Path(deltafront.__file__).parent
 SHARED_LIMIT = 227 * 1024
+CASES = sorted(Path(__file__).with_name("compile_cases").glob("*.py"))
 
 
 def sources() -> list[Path]:
     """Kernels also stand in benchmarks, where a method that cannot be served has its own."""
     return [path for folder in ("kernels", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-
-
-def modules() -> list[str]:
-    found = [path for path in sources() if "\nCOMPILE_CASES = " in path.read_text()]
-    return sorted(".".join(("deltafront", *path.relative_to(ROOT).with_suffix("").parts)) for path in found)
 
 
 def jitted(tree: ast.Module) -> set[str]:
@@ -51,9 +47,9 @@ def launched(tree: ast.Module) -> set[str]:
     return {name.rpartition(".")[2] for name in names}
 
 
-def compiled_cases(module: str) -> set[str]:
-    """The functions that a module's COMPILE_CASES name; what those call is compiled with them."""
-    return {case[0].__name__ for case in import_module(module).COMPILE_CASES}
+def compiled_cases(path: Path) -> set[str]:
+    """The functions that a file's COMPILE_CASES name; what those call is compiled with them."""
+    return {case[0].__name__ for case in runpy.run_path(str(path))["COMPILE_CASES"]}
 
 
 def test_every_kernel_that_is_launched_has_compile_cases() -> None:
@@ -61,7 +57,7 @@ def test_every_kernel_that_is_launched_has_compile_cases() -> None:
     kernels = set().union(*map(jitted, trees.values()))
     taken = set().union(*map(launched, trees.values())) & kernels
     assert taken & jitted(trees[ROOT / "kernels" / "paged_decode" / "kernel.py"]), "it looks everywhere"
-    assert taken == set().union(*map(compiled_cases, modules()))
+    assert taken == set().union(*map(compiled_cases, CASES))
 
 
 def test_no_two_kernels_share_a_name() -> None:
@@ -72,21 +68,21 @@ def test_no_two_kernels_share_a_name() -> None:
 
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
-    """Of all modules, compiled in one process: it imports torch and Triton once."""
+    """Of all files, compiled in one process: it imports torch and Triton once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_module.py")
-    command = [sys.executable, str(script), *modules()]
+    script = Path(__file__).with_name("compile_files.py")
+    command = [sys.executable, str(script), *map(str, CASES)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("module", modules())
-def test_compiles_for_sm90(module: str, records: list[dict[str, Any]]) -> None:
-    of_module = [record for record in records if record["module"] == module]
-    assert of_module
-    for record in of_module:
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_compiles_for_sm90(path: Path, records: list[dict[str, Any]]) -> None:
+    of_file = [record for record in records if record["file"] == str(path)]
+    assert of_file
+    for record in of_file:
         assert "error" not in record, record["error"]
         assert record["shared"] <= SHARED_LIMIT, record
         assert record["wgmma"] or not record["needs_wgmma"], record

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 
 from ...constants import BLOCK, LOG2E
-from ...hopper.descriptors import TileDescriptor, descriptor_type
+from ...hopper.descriptors import TileDescriptor
 from ...hopper.device import is_hopper, multiprocessors
 from ...hopper.layouts import WARPGROUP_ROWS
 from ...interface import AttentionInput, TileMask
@@ -120,32 +119,3 @@ def _descriptor(t: torch.Tensor, block: int) -> TileDescriptor:
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     shape = (1, 1, block, t.shape[3]) if t.dim() == 4 else (1, 1, block)
     return TileDescriptor(t, t.shape, [*strides, 1], shape)
-
-
-def _case(
-    dim: int, *, dtype: torch.dtype = torch.bfloat16, **kind: Any
-) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
-    plan = plan_of(dim, **kind)
-    own, tile = (descriptor_type(dtype, 1, 1, rows, dim) for rows in (WARPGROUP_ROWS, BLOCK))
-    types = {
-        **dict.fromkeys(("q", "out", "q_tail", "out_tail"), own),
-        **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile),
-        "weight": descriptor_type(torch.float32, 1, 1, BLOCK) if plan.packed else tile,
-        "index_ptr": "*i16",
-        "order_ptr": "*i64" if plan.by_length else "*i32",
-        **dict.fromkeys(("counter_ptr", "packed_ptr"), "*i32"),
-        **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "items", "batch", "heads"), "i32"),
-        **dict.fromkeys(("group", "tiles", "tail_tiles", "keys", "row0", "step", "tail_row0"), "i32"),
-        **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
-        "scale": "fp32",
-    }
-    return hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
-
-
-COMPILE_CASES = [
-    *(_case(dim) for dim in (64, 128)),
-    *(_case(dim, listed=True) for dim in (64, 128)),
-    *(_case(dim, packed=True) for dim in (64, 128)),
-    _case(64, listed=True, order=BY_LENGTH),
-    _case(64, packed=True, dtype=torch.float16),
-]

@@ -181,33 +181,3 @@ def kernel_attend(
         num_stages=2,
     )
     return out
-
-
-_STRIDES = [f"stride_{name}" for name in "qb qh qt kb kg ks vb vg vs ob oh ot ib ih in en".split()]
-_NUMBERS = (*_STRIDES, "heads", "group", "rows", "keys", "row0", "packed_slots", "offset_slots")
-_TYPES = {
-    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
-    "weight_ptr": "*fp32",
-    **dict.fromkeys(("offset_ptr", "count_ptr"), "*i32"),
-    "index_ptr": "*i16",
-    "exact_ptr": "*i8",
-    **dict.fromkeys(_NUMBERS, "i32"),
-    "scale": "fp32",
-}
-_EXACT = {
-    "score_ptr": "*fp32",
-    "count_ptr": "*i32",
-    "exact_ptr": "*i8",
-    "stride_sn": "i32",
-    "exact_share": "fp32",
-}
-
-COMPILE_CASES = [
-    (
-        mixed_kernel,
-        _TYPES,
-        {"D": 128, "ROWS": BLOCK, "COLS": 64, "BLOCK": BLOCK, "PRECISION": "tf32"},
-        {"num_warps": 8, "num_stages": 2},
-    ),
-    (exact_kernel, _EXACT, {"ENTRIES": 1024}),
-]

@@ -119,16 +119,3 @@ def pack(
         num_warps=4,
     )
     return packed
-
-
-_NUMBERS = ("stride_kb", "stride_kg", "stride_ks", "stride_vb", "stride_vg", "stride_vs", "heads",
-            "start_slots", "offset_slots", "packed_slots", "chunks")  # fmt: skip
-_TYPES = {
-    **dict.fromkeys(("k_ptr", "v_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
-    **dict.fromkeys(("start_ptr", "offset_ptr"), "*i32"),
-    "weight_ptr": "*fp32",
-    **dict.fromkeys(_NUMBERS, "i32"),
-}
-_SIZES = {"D": 128, "RUNS": 64, "ROWS": 64, "COUNTS": True, "MEANS": True, "PRECISION": "tf32"}
-
-COMPILE_CASES = [(pack_kernel, _TYPES, _SIZES), (pack_kernel, _TYPES, _SIZES | {"MEANS": False})]

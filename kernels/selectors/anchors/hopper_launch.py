@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from ...constants import BLOCK, LOG2E
-from ...hopper.descriptors import TileDescriptor, descriptor_type
+from ...hopper.descriptors import TileDescriptor
 from ...hopper.device import multiprocessors
 from ...hopper.layouts import WARPGROUP_ROWS
 from ...interface import AttentionInput
@@ -97,34 +95,3 @@ def splits_of(programs: int, steps: int, multiprocessors: int) -> int:
         return -(-programs * splits // multiprocessors) * (-(-steps // splits) + _BEGIN)
 
     return min(range(1, -(-4 * multiprocessors // programs) + 1), key=time)
-
-
-def _case(
-    dim: int, q_slots: int, k_slots: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
-    pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}[dtype]
-    types = {
-        "k": descriptor_type(dtype, 1, 16, 4, 2, dim),
-        "count": descriptor_type(torch.float32, 1, 8, 4, 4),
-        "q_ptr": pointer,
-        **dict.fromkeys(("k_first_ptr", "q_first_ptr"), "*i32"),
-        "q_count_ptr": "*fp32",
-        "out_ptr": "*fp16",
-        **dict.fromkeys(("stride_tb", "stride_tg", "stride_ob"), "i64"),
-        **dict.fromkeys(("stride_oh", "stride_on", "stride_or"), "i64"),
-        **dict.fromkeys(("kv_heads", "group", "query_blocks", "first_block"), "i32"),
-        **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
-        "scale": "fp32",
-    }
-    plan = plan_of(dim, q_slots, k_slots, weighted=True)
-    return anchors_hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
-
-
-COMPILE_CASES = [
-    _case(128, 8, 32, torch.float8_e4m3fn),
-    _case(128, 32, 8, torch.float8_e4m3fn),
-    _case(128, 32, 64, torch.float8_e4m3fn),
-    _case(64, 8, 32, torch.float8_e4m3fn),
-    _case(128, 8, 32),
-    _case(64, 64, 128, torch.float16),
-]

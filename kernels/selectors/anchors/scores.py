@@ -175,27 +175,3 @@ def slot_dtype(device: torch.device, dtype: torch.dtype, head_dim: int, form: An
     as it was."""
     rows = form.q.representative == form.k.representative == "anchor"
     return torch.float8_e4m3fn if rows and takes_hopper(device, dtype, head_dim, form) else dtype
-
-
-_SCORE = {
-    **dict.fromkeys(("q_ptr", "k_ptr"), "*bf16"),
-    **dict.fromkeys(("q_first_ptr", "k_first_ptr"), "*i32"),
-    **dict.fromkeys(("q_count_ptr", "k_count_ptr"), "*fp32"),
-    "out_ptr": "*fp16",
-    "scale_log2": "fp32",
-    **dict.fromkeys(("stride_kb", "stride_kg", "stride_tb", "stride_tg"), "i64"),
-    **dict.fromkeys(("stride_ob", "stride_oh", "stride_on", "stride_or"), "i64"),
-    **dict.fromkeys(("kv_heads", "group", "query_blocks", "first_block"), "i32"),
-    **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
-}
-_OURS = {"Q_SLOTS": 8, "K_SLOTS": 32, "WEIGHTED": True, "X": _TILE, "W": 4, "STAGES": 2}
-_THESIS = {"Q_SLOTS": BLOCK, "K_SLOTS": BLOCK, "WEIGHTED": False, "X": _TILE, "W": 1, "STAGES": 2}
-
-COMPILE_CASES = [
-    (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
-    (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": True}),
-    (_score_kernel, _SCORE, {"D": 64, **_OURS, "DIAGONAL": False}),
-    (_score_kernel, _SCORE, {"D": 128, **_OURS, "Q_SLOTS": 32, "K_SLOTS": 64, "DIAGONAL": False}),
-    (_score_kernel, _SCORE, {"D": 128, **_THESIS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
-    (_score_kernel, _SCORE, {"D": 128, **_THESIS, "DIAGONAL": True}),
-]

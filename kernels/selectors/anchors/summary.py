@@ -185,38 +185,3 @@ def kernel_summarise(
         MEAN=side.representative == "mean",
         num_warps=4,
     )
-
-
-_X_STRIDES = dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64")
-_NEXT = {
-    "x_ptr": "*bf16",
-    "next_ptr": "*u8",
-    "cos": "fp32",
-    "relaxed_cos": "fp32",
-    "stride_nl": "i64",
-    **_X_STRIDES,
-    **dict.fromkeys(("kv_heads", "rows", "blocks"), "i32"),
-}
-_ORBIT = {"next_ptr": "*u8", "start_ptr": "*u8", "runs_ptr": "*i32", "lanes": "i32"}
-_FILL = {
-    "x_ptr": "*bf16",
-    "vector_ptr": "*bf16",
-    "start_ptr": "*u8",
-    **dict.fromkeys(("runs_ptr", "first_ptr"), "*i32"),
-    "count_ptr": "*fp32",
-    **_X_STRIDES,
-    **dict.fromkeys(("stride_vb", "stride_vg", "stride_ab", "stride_ag"), "i64"),
-    **dict.fromkeys(("kv_heads", "rows", "blocks", "lanes", "first_block"), "i32"),
-}
-_KEYS = {"CAP": 32, "SLOTS": 32, "LEVELS": 2, "MEAN": True}
-
-COMPILE_CASES = [
-    (_next_kernel, _NEXT, {"D": 128, "LEVELS": 2}),
-    (_next_kernel, _NEXT, {"D": 64, "LEVELS": 1}),
-    (_orbit_kernel, _ORBIT, {"Z": 32}),
-    (_fill_kernel, _FILL, {"D": 128, **_KEYS}),
-    (_fill_kernel, {**_FILL, "vector_ptr": "*fp8e4nv"}, {"D": 128, **_KEYS, "MEAN": False}),
-    (_fill_kernel, _FILL, {"D": 128, **_KEYS, "CAP": 64, "SLOTS": 64}),
-    (_fill_kernel, _FILL, {"D": 128, "CAP": BLOCK, "SLOTS": BLOCK, "LEVELS": 1, "MEAN": False}),
-    (_fill_kernel, _FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False}),
-]

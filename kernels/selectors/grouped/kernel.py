@@ -155,26 +155,3 @@ def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
         num_warps=8,
     )
     return part
-
-
-_GROUPED = {
-    "q_desc": "tensordesc<fp8e4nv[128, 128]>",
-    "k_desc": "tensordesc<fp8e4nv[256, 128]>",
-    "own_ptr": "*fp32",
-    "out_ptr": "*fp16",
-    "scale_log2": "fp32",
-    **dict.fromkeys(("stride_ob", "stride_oh", "stride_oi"), "i64"),
-    **dict.fromkeys(("heads", "group", "rows", "padded_I", "padded_J", "own_groups"), "i32"),
-    **dict.fromkeys(("start_group", "first_group", "last_group"), "i32"),
-}
-_TILES = {"BF": 128, "X": _TILE_X, "Y": _TILE_Y, "STAGES": 3, "FLATTEN": True}
-
-COMPILE_CASES = [
-    (
-        _grouped_kernel,
-        _GROUPED,
-        {"STEP": 8, "SLOTS": 8, "PER_BLOCK": 16, "F": 1024, **_TILES},
-        {"num_warps": 8},
-    ),
-    (_grouped_kernel, _GROUPED, {"STEP": 4, "SLOTS": 1, "PER_BLOCK": 32, "F": 128, **_TILES}),
-]

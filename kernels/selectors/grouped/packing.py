@@ -130,24 +130,3 @@ def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
         num_warps=4,
     )
     return own_BHI
-
-
-_PACK = {
-    "x_ptr": "*bf16",
-    "out_ptr": "*fp8e4nv",
-    **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
-    **dict.fromkeys(("x_heads", "rows", "padded_I"), "i32"),
-}
-_OWN = {
-    "q_ptr": "*bf16",
-    "k_ptr": "*bf16",
-    "own_ptr": "*fp32",
-    "scale_log2": "fp32",
-    **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kg", "stride_ks"), "i64"),
-    **dict.fromkeys(("heads", "group", "rows", "q_start", "groups_I"), "i32"),
-}
-
-COMPILE_CASES = [
-    (_pack_kernel, _PACK, {"D": 128, "STEP": 8, "SLOTS": 8, "REVERSED": True, "LIMIT": 448.0, "ROWS": 64}),
-    (_own_kernel, _OWN, {"D": 128, "STEP": 8, "ROWS": 32}),
-]

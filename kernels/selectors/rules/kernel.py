@@ -276,38 +276,3 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
 def _warps(width: int) -> int:
     """One warp needs no barrier in its sums."""
     return min(16, max(1, width // 1024))
-
-
-_RULE = {
-    "in_ptr": "*fp16",
-    "threshold_ptr": "*fp32",
-    "index_ptr": "*i16",
-    "count_ptr": "*i32",
-    "score_ptr": "*fp32",
-    **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "stride_ir"), "i64"),
-    **dict.fromkeys(("stride_mb", "stride_mh", "stride_mn", "stride_cb", "stride_ch"), "i64"),
-    **dict.fromkeys(("heads", "first_block", "sink_blocks", "window_blocks"), "i32"),
-}
-_LONG = {"R": 8, "W": 1024, "NORM": True, "LARGEST": False, "LEVELS": LEVELS, "WITH_SCORES": False}
-
-COMPILE_CASES = [
-    *(
-        (_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": False})
-        for kind in (*_KINDS.values(), _SCORES_ONLY.value)
-    ),
-    *((_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": True}) for kind in _KINDS.values()),
-    (_rule_kernel, _RULE, {**_LONG, "LARGEST": True, "KIND": _CUMULATIVE.value, "OUTSIDE": True}),
-    (
-        _rule_kernel,
-        _RULE,
-        {
-            **_LONG,
-            "R": 16,
-            "W": 4096,
-            "KIND": _CUMULATIVE.value,
-            "OUTSIDE": False,
-            "NORM": False,
-            "WITH_SCORES": True,
-        },
-    ),
-]

@@ -1,17 +1,17 @@
-"""Compiles modules' COMPILE_CASES for sm_90 and prints what came out, one JSON line a case, or one with the
-error that a module's compilation ended with.
+"""Compiles files' COMPILE_CASES for sm_90 and prints what came out, one JSON line a case, or one with the
+error that a file's compilation ended with.
 
-Run as a script, without TRITON_INTERPRET, by test_compile_sm90.py: `compile_module.py MODULE…`.
+Run as a script, without TRITON_INTERPRET, by test_compile_sm90.py: `compile_files.py FILE…`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 import traceback
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import triton
@@ -43,8 +43,8 @@ def needs_wgmma(kernel: Any, function: Any) -> bool:
     return any(int(m) >= 64 and int(n) >= 16 and kind in ("bf16", "f16") for m, _, kind, n in dots)
 
 
-def records(module: str) -> Iterator[dict[str, Any]]:
-    for function, types, sizes, *rest in import_module(module).COMPILE_CASES:
+def records(path: str) -> Iterator[dict[str, Any]]:
+    for function, types, sizes, *rest in runpy.run_path(path)["COMPILE_CASES"]:
         options = rest[0] if rest else {}
         kernel = compiled(function, types, sizes, options)
         yield {
@@ -56,12 +56,12 @@ def records(module: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    for module in sys.argv[1:]:
+    for path in sys.argv[1:]:
         try:
-            for record in records(module):
-                print(json.dumps({"module": module, **record}), flush=True)
+            for record in records(path):
+                print(json.dumps({"file": path, **record}), flush=True)
         except Exception:
-            print(json.dumps({"module": module, "error": traceback.format_exc()}), flush=True)
+            print(json.dumps({"file": path, "error": traceback.format_exc()}), flush=True)
 
 
 if __name__ == "__main__":

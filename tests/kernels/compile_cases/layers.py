@@ -1,0 +1,82 @@
+"""Compile cases of the steps between products, and of the Hopper product."""
+
+from __future__ import annotations
+
+import torch
+
+from deltafront.kernels.hopper.descriptors import descriptor_type
+from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
+from deltafront.kernels.layers import fp8, linear_hopper_launch, norm, rope, swiglu
+
+FP8_TYPES = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+
+FP8_CASES = [(fp8.quantise_kernel, FP8_TYPES, {"COLUMNS": 4096, "BLOCK": 4096})]
+
+
+def product_case(
+    gated: bool, dtype: torch.dtype = torch.bfloat16
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
+    types = {
+        "x": descriptor_type(dtype, WARPGROUP_ROWS, linear_hopper_launch.DEPTH.value),
+        "weight": descriptor_type(dtype, linear_hopper_launch.PIECE.value, linear_hopper_launch.DEPTH.value),
+        "out": descriptor_type(dtype, WARPGROUP_ROWS, linear_hopper_launch.PIECE.value),
+        **dict.fromkeys(("row_tiles", "column_tiles", "steps", "apart"), "i32"),
+    }
+    return linear_hopper_launch.linear_hopper_kernel, types, {"GATED": gated}, {"num_warps": 4}
+
+
+PRODUCT_CASES = [product_case(False), product_case(True), product_case(True, torch.float16)]
+
+
+NORM_TYPES = {
+    **dict.fromkeys(("hidden_ptr", "update_ptr", "weight_ptr", "sum_ptr", "normed_ptr"), "*bf16"),
+    "scale_ptr": "*fp32",
+    "eps": "fp32",
+}
+
+SIZES = {"ADDS": True, "FP8": False, "COLUMNS": 4096, "BLOCK": 4096}
+
+NORM_CASES = [
+    (norm.add_norm_kernel, NORM_TYPES, SIZES),
+    (norm.add_norm_kernel, {**NORM_TYPES, "normed_ptr": "*fp8e4nv"}, {**SIZES, "FP8": True}),
+]
+
+
+ROPE_TYPES = {
+    **dict.fromkeys(("qkv_ptr", "weight_ptr", "k_ptr", "v_ptr"), "*bf16"),
+    **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
+    "rows_ptr": "*i64",
+    "tokens": "i32",
+    "eps": "fp32",
+}
+
+TILE = {"TOKENS": rope._TOKENS, "HEADS": rope._HEADS}
+
+ROPE_CASES = [
+    (
+        rope.rope_kernel,
+        ROPE_TYPES,
+        {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "NORMS": norms, "BLOCK": 64, **TILE},
+    )
+    for norms in (False, True)
+]
+
+
+SWIGLU_CASES = [
+    (
+        swiglu.swiglu_kernel,
+        {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
+        {"COLUMNS": 14336, "BLOCK": swiglu._PIECE},
+    ),
+    *(
+        (
+            swiglu.swiglu_fp8_kernel,
+            {"gate_up_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+            {"COLUMNS": columns, "BLOCK": block},
+            {"num_warps": swiglu.row_warps(block)},
+        )
+        for columns, block in ((14336, 16384), (28672, 32768))
+    ),
+]
+
+COMPILE_CASES = [*FP8_CASES, *PRODUCT_CASES, *NORM_CASES, *ROPE_CASES, *SWIGLU_CASES]

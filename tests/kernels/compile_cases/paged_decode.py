@@ -1,0 +1,65 @@
+"""Compile cases of paged decode."""
+
+from __future__ import annotations
+
+from deltafront.kernels.paged_decode import kernel, selection_kernel
+
+ATTEND = {
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "p_RBHT_ptr"), "*bf16"),
+    **dict.fromkeys(("table_ptr", "lengths_ptr", "selected_ptr", "counts_ptr"), "*i32"),
+    **dict.fromkeys(("acc_RHCD_ptr", "m_RHC_ptr", "l_RHC_ptr", "m_REHW_ptr"), "*fp32"),
+    "scale_log2": "fp32",
+    **dict.fromkeys(("stride_qr", "stride_qh"), "i32"),
+    **dict.fromkeys(("stride_kp", "stride_ks", "stride_kg"), "i32"),
+    **dict.fromkeys(("stride_vp", "stride_vs", "stride_vg"), "i32"),
+    **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "max_splits", "requests"), "i32"),
+    "splits_R_ptr": "*i32",
+}
+
+SIZES = {"GROUP": 4, "ROWS": 16, "D": 128, "BLOCK": 64}
+
+PARTS = {**dict.fromkeys(("acc_RHCD_ptr", "m_RHC_ptr", "l_RHC_ptr"), "*fp32"), "splits_R_ptr": "*i32"}
+
+MERGED = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "max_splits": "i32", "heads": "i32"}
+
+ATTEND_CASES = [
+    (kernel._attend, ATTEND, {**SIZES, "SPARSE": False, "SCORED": False}),
+    (kernel._attend, ATTEND, {**SIZES, "SPARSE": False, "SCORED": True}),
+    (kernel._attend, ATTEND, {**SIZES, "SPARSE": True, "SCORED": False}),
+    (kernel._attend, ATTEND, {**SIZES, "GROUP": 3, "D": 64, "BLOCK": 128, "SPARSE": False, "SCORED": True}),
+    (kernel._merge, {**PARTS, **MERGED}, {"C": 8, "M": 32, "D": 128}),
+    (
+        kernel._score,
+        {
+            "p_RBHT_ptr": "*bf16",
+            "m_REHW_ptr": "*fp32",
+            "lse_ptr": "*fp32",
+            "lengths_ptr": "*i32",
+            "score_ptr": "*fp32",
+            "heads": "i32",
+            "columns": "i32",
+            "bundles": "i32",
+        },
+        {"H": 32, "BLOCK": 64, "BLOCKS": 1},
+    ),
+]
+
+
+SELECT_CASES = [
+    (
+        selection_kernel._select,
+        {
+            "score_ptr": "*fp32",
+            "lengths_ptr": "*i32",
+            "selected_ptr": "*i32",
+            "counts_ptr": "*i32",
+            "stride_sr": "i32",
+            "columns": "i32",
+            "budget": "i32",
+            "recency": "i32",
+        },
+        {"N": 8192, "K": 64},
+    ),
+]
+
+COMPILE_CASES = [*ATTEND_CASES, *SELECT_CASES]

@@ -1,0 +1,122 @@
+"""Compile cases of scores by groups of rows, of rules and of the scan for anchors."""
+
+from __future__ import annotations
+
+from deltafront.kernels import anchor_scan
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.selectors import streaming
+from deltafront.kernels.selectors.grouped import kernel as grouped
+from deltafront.kernels.selectors.grouped import packing
+from deltafront.kernels.selectors.rules import kernel as rule
+from deltafront.kernels.selectors.rules.rule import LEVELS
+
+SCAN = {
+    "x_ptr": "*bf16",
+    "anchor_ptr": "*i8",
+    "threshold": "fp32",
+    "heads": "i32",
+    "rows": "i32",
+    **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
+}
+
+SCAN_CASES = [
+    (anchor_scan._scan_kernel, SCAN, {"CHUNK": BLOCK, "D": 64, "METRIC": anchor_scan._METRICS["euclidean"]}),
+    (anchor_scan._scan_kernel, SCAN, {"CHUNK": 512, "D": 128, "METRIC": anchor_scan._METRICS["cosine"]}),
+]
+
+
+GROUPED = {
+    "q_desc": "tensordesc<fp8e4nv[128, 128]>",
+    "k_desc": "tensordesc<fp8e4nv[256, 128]>",
+    "own_ptr": "*fp32",
+    "out_ptr": "*fp16",
+    "scale_log2": "fp32",
+    **dict.fromkeys(("stride_ob", "stride_oh", "stride_oi"), "i64"),
+    **dict.fromkeys(("heads", "group", "rows", "padded_I", "padded_J", "own_groups"), "i32"),
+    **dict.fromkeys(("start_group", "first_group", "last_group"), "i32"),
+}
+
+TILES = {"BF": 128, "X": grouped._TILE_X, "Y": grouped._TILE_Y, "STAGES": 3, "FLATTEN": True}
+
+GROUPED_CASES = [
+    (
+        grouped._grouped_kernel,
+        GROUPED,
+        {"STEP": 8, "SLOTS": 8, "PER_BLOCK": 16, "F": 1024, **TILES},
+        {"num_warps": 8},
+    ),
+    (grouped._grouped_kernel, GROUPED, {"STEP": 4, "SLOTS": 1, "PER_BLOCK": 32, "F": 128, **TILES}),
+]
+
+
+PACK = {
+    "x_ptr": "*bf16",
+    "out_ptr": "*fp8e4nv",
+    **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
+    **dict.fromkeys(("x_heads", "rows", "padded_I"), "i32"),
+}
+
+OWN = {
+    "q_ptr": "*bf16",
+    "k_ptr": "*bf16",
+    "own_ptr": "*fp32",
+    "scale_log2": "fp32",
+    **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kg", "stride_ks"), "i64"),
+    **dict.fromkeys(("heads", "group", "rows", "q_start", "groups_I"), "i32"),
+}
+
+PACKING_CASES = [
+    (
+        packing._pack_kernel,
+        PACK,
+        {"D": 128, "STEP": 8, "SLOTS": 8, "REVERSED": True, "LIMIT": 448.0, "ROWS": 64},
+    ),
+    (packing._own_kernel, OWN, {"D": 128, "STEP": 8, "ROWS": 32}),
+]
+
+
+RULE = {
+    "in_ptr": "*fp16",
+    "threshold_ptr": "*fp32",
+    "index_ptr": "*i16",
+    "count_ptr": "*i32",
+    "score_ptr": "*fp32",
+    **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "stride_ir"), "i64"),
+    **dict.fromkeys(("stride_mb", "stride_mh", "stride_mn", "stride_cb", "stride_ch"), "i64"),
+    **dict.fromkeys(("heads", "first_block", "sink_blocks", "window_blocks"), "i32"),
+}
+
+LONG = {"R": 8, "W": 1024, "NORM": True, "LARGEST": False, "LEVELS": LEVELS, "WITH_SCORES": False}
+
+RULE_CASES = [
+    *(
+        (rule._rule_kernel, RULE, {**LONG, "KIND": kind, "OUTSIDE": False})
+        for kind in (*rule._KINDS.values(), rule._SCORES_ONLY.value)
+    ),
+    *((rule._rule_kernel, RULE, {**LONG, "KIND": kind, "OUTSIDE": True}) for kind in rule._KINDS.values()),
+    (rule._rule_kernel, RULE, {**LONG, "LARGEST": True, "KIND": rule._CUMULATIVE.value, "OUTSIDE": True}),
+    (
+        rule._rule_kernel,
+        RULE,
+        {
+            **LONG,
+            "R": 16,
+            "W": 4096,
+            "KIND": rule._CUMULATIVE.value,
+            "OUTSIDE": False,
+            "NORM": False,
+            "WITH_SCORES": True,
+        },
+    ),
+]
+
+
+STREAMING = {
+    "index_ptr": "*i16",
+    "count_ptr": "*i32",
+    **dict.fromkeys(("query_blocks", "key_blocks", "first_block", "sink_blocks", "window"), "i32"),
+}
+
+STREAMING_CASES = [(streaming._streaming_kernel, STREAMING, {"W": 128})]
+
+COMPILE_CASES = [*SCAN_CASES, *GROUPED_CASES, *PACKING_CASES, *RULE_CASES, *STREAMING_CASES]
