@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from ..constants import LOG2E, PAGE_TOKENS
-from .assign import assigned
 
 BUNDLE = 8
 """Blocks whose maxima are written together."""
@@ -26,6 +25,55 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 _BUNDLE = tl.constexpr(BUNDLE)
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def _assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr):
+    """A slot's request r, its split, r's number of splits (0: no request is left), tokens and selected pages.
+
+    Splits are in proportion to tokens, so that programs end together. Each request has one of its at most
+    max_splits splits, and max_splits - 1 are shared out; a slot is below requests + max_splits - 1. No split
+    is shorter than STEP tokens. Lengths are read on the device, so a CUDA graph stays valid. A scalar loop:
+    scalars stay out of vector registers.
+    """
+    total = 0
+    for n in range(requests):
+        _length, _count, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE)
+        total += steps
+    r = 0
+    split = slot
+    splits = 0
+    tokens = 0
+    count = 0
+    first_slot = 0
+    read = 0
+    shared = 0
+    for n in range(requests):
+        length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE)
+        read += steps
+        until = read * (max_splits - 1) // total  # rounded so, nothing of what is shared out is lost
+        splits_n = tl.minimum(1 + until - shared, steps)
+        shared = until
+        is_own = (first_slot <= slot) & (slot < first_slot + splits_n)
+        r = tl.where(is_own, n, r)
+        split = tl.where(is_own, slot - first_slot, split)
+        splits = tl.where(is_own, splits_n, splits)
+        tokens = tl.where(is_own, length, tokens)
+        count = tl.where(is_own, chosen, count)
+        first_slot += splits_n
+    return r, split, splits, tokens, count
+
+
+@triton.jit
+def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr):
+    """Tokens of request n, its count of selected pages, and steps of STEP tokens to read."""
+    length = tl.load(lengths_ptr + n)
+    count = length
+    read = length
+    if SPARSE:
+        count = tl.load(counts_ptr + n)
+        read = tl.where(count > 0, count * _PAGE, length)
+    return length, count, tl.cdiv(read, STEP)
 
 
 @triton.jit(do_not_specialize=["bundles", "max_splits", "requests"])
@@ -41,7 +89,7 @@ def _attend(  # noqa: PLR0915
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
-    r, split, splits, tokens, count = assigned(
+    r, split, splits, tokens, count = _assigned(
         lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE
     )
     table = table_ptr + r * stride_tr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltafront.kernels.paged_decode import kernel, selection_kernel
+from deltafront.kernels.paged_decode import kernel, page_selection
 
 ATTEND = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "p_RBHT_ptr"), "*bf16"),
@@ -47,7 +47,7 @@ ATTEND_CASES = [
 
 SELECT_CASES = [
     (
-        selection_kernel._select,
+        page_selection._select,
         {
             "score_ptr": "*fp32",
             "lengths_ptr": "*i32",

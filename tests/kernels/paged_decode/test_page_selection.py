@@ -7,7 +7,7 @@ import torch
 
 from deltafront.benchmarks.reference.paged_decode import selected_pages
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.paged_decode import cpu, page_selection, selection_kernel
+from deltafront.kernels.paged_decode import cpu, page_selection
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -45,7 +45,7 @@ def test_selection_is_the_recent_and_the_best(kind: str, budget: int, recency: i
     score_RP, lengths_R = scores(kind, len(pages), columns), lengths_of(pages)
     found = [
         cpu.select_pages(score_RP, lengths_R, budget=budget, recency=recency),
-        selection_kernel.select_pages(score_RP, lengths_R, budget=budget, recency=recency),
+        page_selection.kernel_select_pages(score_RP, lengths_R, budget=budget, recency=recency),
     ]
     for selected_RK, counts_R in found:
         assert selected_RK.dtype == counts_R.dtype == torch.int32
@@ -61,8 +61,8 @@ def test_selection_is_the_recent_and_the_best(kind: str, budget: int, recency: i
 def test_a_partly_filled_page_is_a_page(partial: int) -> None:
     score_RP = scores("softmax", 1, 40)
     lengths_R = lengths_of([33], partial)
-    for module in (cpu, selection_kernel):
-        selected_RK, _ = module.select_pages(score_RP, lengths_R, budget=8, recency=2)
+    for select in (cpu.select_pages, page_selection.kernel_select_pages):
+        selected_RK, _ = select(score_RP, lengths_R, budget=8, recency=2)
         assert selected_RK[0, -2:].tolist() == [31, 32]
 
 
@@ -71,8 +71,8 @@ def test_columns_past_the_end_do_not_matter() -> None:
     lengths_R = lengths_of([60, 80])
     clean = cpu.select_pages(score_RP, lengths_R, budget=16, recency=4)
     score_RP[0, 60:], score_RP[1, 80:] = float("nan"), float("inf")
-    for module in (cpu, selection_kernel):
-        dirty = module.select_pages(score_RP, lengths_R, budget=16, recency=4)
+    for select in (cpu.select_pages, page_selection.kernel_select_pages):
+        dirty = select(score_RP, lengths_R, budget=16, recency=4)
         assert torch.equal(dirty[0], clean[0])
         assert torch.equal(dirty[1], clean[1])
 
@@ -81,7 +81,7 @@ def test_a_slice_of_a_wider_buffer() -> None:
     wide_RP = scores("softmax", 3, 300)
     lengths_R = lengths_of([200, 150, 3])
     expected, _ = cpu.select_pages(wide_RP[:, :200].contiguous(), lengths_R, budget=16, recency=4)
-    found, _ = selection_kernel.select_pages(wide_RP[:, :200], lengths_R, budget=16, recency=4)
+    found, _ = page_selection.kernel_select_pages(wide_RP[:, :200], lengths_R, budget=16, recency=4)
     assert torch.equal(found, expected)
 
 
