@@ -7,28 +7,16 @@ The package's own methods stand at the end. Modules outside it call `register` a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, TypeVar
 
+from . import options as forms
 from .constants import BLOCK
 from .interface import Executor, KernelInputError, Selector
-from .options import (
-    AnchorsOptions,
-    AntidiagonalOptions,
-    BlockPoolOptions,
-    CorrectionOptions,
-    DeltaKVOptions,
-    DeltaXAttentionOptions,
-    DenseOptions,
-    NaiveOptions,
-    Option,
-    StreamingOptions,
-    ThesisAnchorsOptions,
-    Value,
-    options_of,
-)
+from .options import CorrectionOptions, Option, Value, options_of
 
 O = TypeVar("O")  # noqa: E741
 
@@ -79,28 +67,9 @@ class MethodSpec:
         return dict(self.options)
 
 
-class _Presets(Mapping[str, Preset]):
-    def __init__(self) -> None:
-        self._registered: dict[str, Preset] = {}
-
-    def add(self, name: str, preset: Preset) -> None:
-        known = self._registered.setdefault(name, preset)
-        if known.module != preset.module:
-            raise MethodError("method", f"{preset.module}: {known.module} has registered a method {name!r}")
-        self._registered[name] = preset
-
-    def __getitem__(self, name: str) -> Preset:
-        return self._registered[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._registered))
-
-    def __len__(self) -> int:
-        return len(self._registered)
-
-
-_presets = _Presets()
-PRESETS: Mapping[str, Preset] = _presets
+_presets: dict[str, Preset] = {}
+PRESETS: Mapping[str, Preset] = MappingProxyType(_presets)
+"""By name, in the order of names."""
 
 
 def register(
@@ -132,7 +101,12 @@ def register(
     if not name or "+" in name:
         raise MethodError("method", f"{name!r} cannot be a method's name")
     options_of(options)
-    _presets.add(name, Preset(options, selector, executor, source, whole_prompt, from_keys))
+    preset = Preset(options, selector, executor, source, whole_prompt, from_keys)
+    if name in _presets and (known := _presets[name].module) != preset.module:
+        raise MethodError("method", f"{preset.module}: {known} has registered a method {name!r}")
+    _presets[name] = preset
+    for other in sorted(_presets):
+        _presets[other] = _presets.pop(other)
 
 
 def load(module: str) -> None:
@@ -211,81 +185,34 @@ def _checked(where: str, value: Value, option: Option) -> Value:
     return value
 
 
-def _register_own() -> None:
-    executors, selectors = f"{__package__}.executors", f"{__package__}.selectors"
-    sparse = f"{executors}.block_sparse:BlockSparseExecutor"
-    register(
-        "dense",
-        DenseOptions,
-        None,
-        f"{executors}.dense:DenseExecutor",
-        source="FlashAttention-2",
-        from_keys=True,
-    )
-    register(
-        "streaming",
-        StreamingOptions,
-        f"{selectors}.streaming:StreamingSelector",
-        sparse,
-        source="StreamingLLM (Xiao et al. 2023), section 3.2",
-        from_keys=True,
-    )
-    register(
-        "dpxa",
-        AnchorsOptions,
-        f"{selectors}.anchors.selector:AnchorsSelector",
-        sparse,
-        source="DeltaAttention section 4.3, with the changes of docs/decisions/0003",
-        from_keys=True,
-    )
-    register(
-        "dpxa_thesis",
-        ThesisAnchorsOptions,
-        f"{selectors}.anchors.selector:ThesisAnchorsSelector",
-        sparse,
-        source="DeltaAttention section 4.3",
-        from_keys=True,
-    )
-    register(
-        "xattention",
-        AntidiagonalOptions,
-        f"{selectors}.grouped.antidiagonal:AntidiagonalSelector",
-        sparse,
-        source="XAttention (Xu et al. 2025), sections 2.1-2.2",
-        from_keys=True,
-    )
-    register(
-        "naive",
-        NaiveOptions,
-        f"{selectors}.grouped.naive:NaiveSelector",
-        sparse,
-        source="DeltaAttention, ablation of section 4.3",
-        from_keys=True,
-    )
-    register(
-        "block_pool",
-        BlockPoolOptions,
-        f"{selectors}.grouped.block_pool:BlockPoolSelector",
-        sparse,
-        source="block mean pooling",
-        from_keys=True,
-    )
-    register(
-        "delta_kv",
-        DeltaKVOptions,
-        None,
-        f"{executors}.packed.delta_kv:DeltaKVExecutor",
-        source="DeltaAttention section 4.1",
-        from_keys=True,
-    )
-    register(
-        "delta_xattention",
-        DeltaXAttentionOptions,
-        f"{selectors}.grouped.antidiagonal:scoring_selector",
-        f"{executors}.packed.delta_xattention:DeltaXAttentionExecutor",
-        source="DeltaAttention section 4.2",
-        from_keys=True,
-    )
+def _own(
+    name: str,
+    options: type[Any],
+    source: str,
+    selector: str | None,
+    executor: str = "block_sparse:BlockSparseExecutor",
+) -> None:
+    chosen = None if selector is None else f"{__package__}.selectors.{selector}"
+    register(name, options, chosen, f"{__package__}.executors.{executor}", source=source, from_keys=True)
 
 
-_register_own()
+_own("dense", forms.DenseOptions, "FlashAttention-2", None, "dense:DenseExecutor")
+_paper = "StreamingLLM (Xiao et al. 2023), section 3.2"
+_own("streaming", forms.StreamingOptions, _paper, "streaming:StreamingSelector")
+_paper = "DeltaAttention section 4.3, with the changes of docs/decisions/0003"
+_own("dpxa", forms.AnchorsOptions, _paper, "anchors.selector:AnchorsSelector")
+_paper = "DeltaAttention section 4.3"
+_own("dpxa_thesis", forms.ThesisAnchorsOptions, _paper, "anchors.selector:ThesisAnchorsSelector")
+_paper = "XAttention (Xu et al. 2025), sections 2.1-2.2"
+_own("xattention", forms.AntidiagonalOptions, _paper, "grouped.antidiagonal:AntidiagonalSelector")
+_own("naive", forms.NaiveOptions, "DeltaAttention, ablation of section 4.3", "grouped.naive:NaiveSelector")
+_own("block_pool", forms.BlockPoolOptions, "block mean pooling", "grouped.block_pool:BlockPoolSelector")
+_paper = "DeltaAttention section 4.1"
+_own("delta_kv", forms.DeltaKVOptions, _paper, None, "packed.delta_kv:DeltaKVExecutor")
+_own(
+    "delta_xattention",
+    forms.DeltaXAttentionOptions,
+    "DeltaAttention section 4.2",
+    "grouped.antidiagonal:scoring_selector",
+    "packed.delta_xattention:DeltaXAttentionExecutor",
+)

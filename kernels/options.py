@@ -56,18 +56,6 @@ def _window(default: int = 1) -> int:
     return option(default, 1, 1 << 20, "most recent tokens that every query attends to")
 
 
-def _run_cosine() -> float:
-    return option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
-
-
-def _run_distance() -> float:
-    return option(0.0, 0.0, 1e6, "Euclidean distance up to which a key joins its run; 0: by cosine")
-
-
-def _run_means() -> bool:
-    return option(True, 0, 1, "pack the means of a run's keys and values; 0: its anchor's own")
-
-
 @dataclass(frozen=True)
 class DenseOptions:
     """Dense attention (FlashAttention-2, Dao 2023, Algorithm 1) takes none."""
@@ -149,25 +137,30 @@ class ThesisAnchorsOptions(ScoredOptions):
 
 
 @dataclass(frozen=True)
-class DeltaKVOptions:
+class RunOptions:
+    """Runs of similar keys (DeltaAttention, section 4.1), and the row that each is packed to."""
+
+    cos: float = option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
+    distance: float = option(
+        0.0, 0.0, 1e6, "Euclidean distance up to which a key joins its run; 0: by cosine"
+    )
+    means: bool = option(True, 0, 1, "pack the means of a run's keys and values; 0: its anchor's own")
+
+
+@dataclass(frozen=True)
+class DeltaKVOptions(RunOptions):
     """DeltaAttention section 4.1. Its packed rows are the anchors' own (`means=0`), its distance Euclidean or
     cosine (Table 3)."""
 
-    cos: float = _run_cosine()
-    distance: float = _run_distance()
-    means: bool = _run_means()
     counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run")
     critical: int = option(512, 128, 8192, "tokens before the query block that are attended exactly")
     min_tokens: int = min_tokens()
 
 
 @dataclass(frozen=True)
-class DeltaXAttentionOptions(AntidiagonalOptions):
+class DeltaXAttentionOptions(RunOptions, AntidiagonalOptions):
     """DeltaAttention section 4.2: XAttention's tiles, the lesser of them over packed runs."""
 
-    cos: float = _run_cosine()
-    distance: float = _run_distance()
-    means: bool = _run_means()
     exact_share: float = option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,18 +47,18 @@ OWN = {
 
 
 @pytest.fixture
-def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a module on sys.path that is no part of the package and was not imported yet.
 
     What it registers is forgotten after the test.
     """
     assert set(PRESETS) >= OWN
-    monkeypatch.setattr(methods._presets, "_registered", dict(methods._presets._registered))
     name = f"outside_{tmp_path.name.replace('-', '_')}"
     source = Path(__file__).with_name("outside_method.py").read_text()
     (tmp_path / f"{name}.py").write_text(source.replace('register("comb"', f'register("{name}"'))
     monkeypatch.syspath_prepend(str(tmp_path))
-    return name
+    with mock.patch.dict(methods._presets):
+        yield name
 
 
 def test_the_packages_own_methods_are_found_without_a_list() -> None:

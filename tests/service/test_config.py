@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -210,9 +211,9 @@ register("{0}_whole", Options, None, lambda options: None, source="nowhere", who
 """
 
 
+@mock.patch.dict(methods._presets)
 def test_methods_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert PRESETS
-    monkeypatch.setattr(methods._presets, "_registered", dict(methods._presets._registered))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "methods_of_nobody.py").write_text("")
     (tmp_path / "methods_of_mine.py").write_text(OUTSIDE.format("mine"))
