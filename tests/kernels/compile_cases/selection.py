@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from deltafront.kernels import anchor_scan
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.selectors import streaming
 from deltafront.kernels.selectors.grouped import kernel as grouped
 from deltafront.kernels.selectors.grouped import packing
 from deltafront.kernels.selectors.rules import kernel as rule
@@ -111,12 +110,4 @@ RULE_CASES = [
 ]
 
 
-STREAMING = {
-    "index_ptr": "*i16",
-    "count_ptr": "*i32",
-    **dict.fromkeys(("query_blocks", "key_blocks", "first_block", "sink_blocks", "window"), "i32"),
-}
-
-STREAMING_CASES = [(streaming._streaming_kernel, STREAMING, {"W": 128})]
-
-COMPILE_CASES = [*SCAN_CASES, *GROUPED_CASES, *PACKING_CASES, *RULE_CASES, *STREAMING_CASES]
+COMPILE_CASES = [*SCAN_CASES, *GROUPED_CASES, *PACKING_CASES, *RULE_CASES]
