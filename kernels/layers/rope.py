@@ -35,11 +35,7 @@ class HeadNorm:
 
 
 def rotate_and_store(
-    qkv_TXD: torch.Tensor,
-    cos_T1F: torch.Tensor,
-    sin_T1F: torch.Tensor,
-    norm: HeadNorm | None,
-    kv: KVRows,
+    qkv_TXD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor, norm: HeadNorm | None, kv: KVRows
 ) -> torch.Tensor:
     """Norm and rotate q and k, and write k and v to their rows. Returns q_THD.
 
@@ -60,11 +56,7 @@ def rotate_and_store(
 
 
 def cpu_rotate_and_store(
-    qkv_TXD: torch.Tensor,
-    cos_T1F: torch.Tensor,
-    sin_T1F: torch.Tensor,
-    norm: HeadNorm | None,
-    kv: KVRows,
+    qkv_TXD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor, norm: HeadNorm | None, kv: KVRows
 ) -> torch.Tensor:
     kv_heads, dim = kv.k_RGD.shape[1:]
     turned = qkv_TXD.shape[1] - kv_heads
@@ -176,11 +168,7 @@ _rotate = Launcher(rope_kernel)
 
 
 def kernel_rotate_and_store(
-    qkv_TXD: torch.Tensor,
-    cos_T1F: torch.Tensor,
-    sin_T1F: torch.Tensor,
-    norm: HeadNorm | None,
-    kv: KVRows,
+    qkv_TXD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor, norm: HeadNorm | None, kv: KVRows
 ) -> torch.Tensor:
     tokens, heads, dim = qkv_TXD.shape
     kv_heads = kv.k_RGD.shape[1]

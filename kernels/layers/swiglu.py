@@ -73,12 +73,7 @@ def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
     if fp8:
         made = empty_rows(rows, width, gate_up_TJ.device)
         _activate_fp8[(rows,)](
-            gate_up_TJ,
-            made.values_TI,
-            made.scale_T1,
-            COLUMNS=width,
-            BLOCK=block,
-            num_warps=row_warps(block),
+            gate_up_TJ, made.values_TI, made.scale_T1, COLUMNS=width, BLOCK=block, num_warps=row_warps(block)
         )
         return made
     out_TI = torch.empty((rows, width), dtype=gate_up_TJ.dtype, device=gate_up_TJ.device)

@@ -224,9 +224,7 @@ def _score(
             m_REHW_ptr + bundle_BH * _BUNDLE + (b % _BUNDLE)[:, None], mask=valid_BH, other=float("-inf")
         )
         p_BHT = tl.load(
-            p_RBHT_ptr + lane_BH[:, :, None] * BLOCK + t[None, None, :],
-            mask=valid_BH[:, :, None],
-            other=0.0,
+            p_RBHT_ptr + lane_BH[:, :, None] * BLOCK + t[None, None, :], mask=valid_BH[:, :, None], other=0.0
         ).to(tl.float32)
         factor_BH = tl.exp2(m_BH - lse_H[None, :])
         token_BT = tl.max(p_BHT * factor_BH[:, :, None], 1)  # keys past the end have weight 0

@@ -28,15 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
 from .buffers import new_buffers
-from .items import (
-    Lists,
-    Sources,
-    Work,
-    extent_of,
-    item_of,
-    load_items,
-    next_entry,
-)
+from .items import Lists, Sources, Work, extent_of, item_of, load_items, next_entry
 from .softmax import (
     NEGATIVE,
     Running,

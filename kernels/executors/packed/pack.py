@@ -68,14 +68,7 @@ def pack_kernel(
 
 
 def pack(
-    x: AttentionInput,
-    state: PackedRuns,
-    *,
-    chunks: int,
-    chunk: int,
-    critical: int,
-    counts: bool,
-    means: bool,
+    x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool, means: bool
 ) -> PackedKeys:
     """The packed rows of the first `chunks` chunks, in scratch that fits one run per row.
 
