@@ -28,6 +28,7 @@ from .interface import (
     no_phase,
     runs_on_cpu,
 )
+from .launches import strides
 
 
 @dataclass
@@ -163,18 +164,14 @@ def kernel_add_differences(
     batch, heads, rows, dim = out_BHTD.shape
     sparse_BHRD = out_BHTD[:, :, first::gamma].float()
     difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)
-    size = 64
-    add_kernel[(triton.cdiv(rows, size), batch * heads)](
+    sizes = (heads, rows, difference_BHRD.shape[2], first, gamma)
+    add_kernel[(triton.cdiv(rows, 64), batch * heads)](
         out_BHTD,
         difference_BHRD,
-        *out_BHTD.stride()[:3],
-        heads,
-        rows,
-        difference_BHRD.shape[2],
-        first,
-        gamma,
+        *strides(out_BHTD),
+        *sizes,
         D=dim,
-        ROWS=size,
+        ROWS=64,
         num_warps=4,
     )
     return difference_BHRD[:, :, -1].clone()

@@ -25,6 +25,11 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def strides(*tensors: torch.Tensor, dims: int = 3) -> list[int]:
+    """The first `dims` strides of each, in the order in which kernels take them."""
+    return [stride for x in tensors for stride in x.stride()[:dims]]
+
+
 class Launcher:
     """`Launcher(kernel)[grid](*arguments, **constants)` does what `kernel[grid](…)` does.
 

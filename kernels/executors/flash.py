@@ -12,12 +12,15 @@ BHN.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
+from ..launches import strides
 from .inputs import PackedKeys, QueryRows
 
 NEGATIVE = tl.constexpr(-1.0e30)
@@ -46,19 +49,10 @@ def step_tile(
     return acc, l_i, m_ij
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_ib",
-        "stride_ih",
-        "stride_in",
-        "rows",
-        "keys",
-        "row0",
-        "critical",
-        "packed_slots",
-        "chunk_slots",
-    ]
-)
+_VARYING = "stride_ib stride_ih stride_in rows keys row0 critical packed_slots chunk_slots".split()
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def flash_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr,
     count_ptr, stride_qb, stride_qh, stride_qr, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg,
@@ -137,45 +131,34 @@ def launch_plain(
     x: AttentionInput, rows: QueryRows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
 ) -> None:
     q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
-    batch, heads, count, dim = q.shape
-    size = 64 if q.dtype == torch.float32 else BLOCK
-    index_strides = (0, 0, 0) if mask is None else mask.index_BHNM.stride()[:3]
-    packed_strides = (0, 0, 0) if packed is None else packed.k_BGPD.stride()[:3]
-    flash_kernel[(triton.cdiv(count, size), batch * heads)](
-        q,
-        k,
-        v,
-        out,
-        k if packed is None else packed.k_BGPD,
-        v if packed is None else packed.v_BGPD,
-        q if packed is None else packed.weight_BGP,
-        q if packed is None else packed.offset_BGC,
-        q if mask is None else mask.index_BHNM,
-        q if mask is None else mask.count_BHN.contiguous(),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *out.stride()[:3],
-        *packed_strides,
-        *index_strides,
-        heads,
-        x.group,
-        count,
-        k.shape[2],
-        rows.row0,
-        rows.step,
-        0 if packed is None else packed.critical,
-        1 if packed is None else packed.chunk,
-        0 if packed is None else packed.weight_BGP.shape[2],
-        0 if packed is None else packed.offset_BGC.shape[2],
+    batch, heads, count, _ = q.shape
+    runs, run_strides, run_sizes = (k, v, q, q), [0, 0, 0], (0, 1, 0, 0)
+    if packed is not None:
+        runs = packed.k_BGPD, packed.v_BGPD, packed.weight_BGP, packed.offset_BGC
+        run_strides = strides(packed.k_BGPD)
+        run_sizes = packed.critical, packed.chunk, packed.weight_BGP.shape[2], packed.offset_BGC.shape[2]
+    lists, list_strides = (q, q), [0, 0, 0]
+    if mask is not None:
+        lists, list_strides = (mask.index_BHNM, mask.count_BHN.contiguous()), strides(mask.index_BHNM)
+    constants = tile_constants(q)
+    tensors = (q, k, v, out, *runs, *lists)
+    sizes = (heads, x.group, count, k.shape[2], rows.row0, rows.step, *run_sizes)
+    flash_kernel[(triton.cdiv(count, constants["ROWS"]), batch * heads)](
+        *tensors,
+        *strides(q, k, v, out),
+        *run_strides,
+        *list_strides,
+        *sizes,
         x.scale * LOG2E,
         LISTED=mask is not None,
         PACKED=packed is not None,
-        D=dim,
-        ROWS=size,
-        COLS=size,
-        BLOCK=BLOCK,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4 if size == 64 else 8,
-        num_stages=2,
+        COLS=constants["ROWS"],
+        **constants,
     )
+
+
+def tile_constants(q_BHRD: torch.Tensor) -> dict[str, Any]:
+    size = 64 if q_BHRD.dtype == torch.float32 else BLOCK
+    precision, warps = ("ieee", 4) if size == 64 else ("tf32", 8)
+    sizes = {"D": q_BHRD.shape[3], "ROWS": size, "BLOCK": BLOCK}
+    return {**sizes, "PRECISION": precision, "num_warps": warps, "num_stages": 2}

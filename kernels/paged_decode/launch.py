@@ -13,6 +13,7 @@ import triton
 
 from ..constants import DECODE_HEAD_DIMS, LOG2E, PAGE_TOKENS
 from ..interface import KernelInputError
+from ..launches import strides
 from . import kernel
 from .pages import PagedInput, SelectedPages
 
@@ -103,7 +104,7 @@ def _attend(
     requests, heads, dim = x.q_RHD.shape
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")
-    p_RBHT, m_REHW = scratch
+    _, m_REHW = scratch
     # As many for each of equal requests: no program is left without work.
     max_splits = max(1, plan.splits - plan.splits % requests - requests + 1)
     splits = (requests, heads, max_splits)
@@ -111,26 +112,26 @@ def _attend(
     m_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
     l_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
     splits_R = torch.empty((requests,), dtype=torch.int32, device=x.q_RHD.device)
+    chosen, counts, chosen_stride = x.table_RP, x.lengths_R, 0
+    if selection is not None:
+        chosen, counts = selection.selected_RK, selection.counts_R
+        chosen_stride = chosen.stride(0)
+    splits_of = (acc_RHCD, m_RHC, l_RHC, splits_R)
     kernel._attend[(x.k_PSGD.shape[2], requests + max_splits - 1)](
         x.q_RHD,
         x.k_PSGD,
         x.v_PSGD,
         x.table_RP,
         x.lengths_R,
-        x.table_RP if selection is None else selection.selected_RK,
-        x.lengths_R if selection is None else selection.counts_R,
-        acc_RHCD,
-        m_RHC,
-        l_RHC,
-        splits_R,
-        p_RBHT,
-        m_REHW,
+        chosen,
+        counts,
+        *splits_of,
+        *scratch,
         x.scale * LOG2E,
         *x.q_RHD.stride()[:2],
-        *x.k_PSGD.stride()[:3],
-        *x.v_PSGD.stride()[:3],
+        *strides(x.k_PSGD, x.v_PSGD),
         x.table_RP.stride(0),
-        0 if selection is None else selection.selected_RK.stride(0),
+        chosen_stride,
         m_REHW.shape[1],
         max_splits,
         requests,
@@ -146,10 +147,7 @@ def _attend(
     out_RHD = torch.empty((requests, heads, dim), dtype=x.q_RHD.dtype, device=x.q_RHD.device)
     lse_RH = torch.empty((requests, heads), dtype=torch.float32, device=x.q_RHD.device)
     kernel._merge[(requests * heads,)](
-        acc_RHCD,
-        m_RHC,
-        l_RHC,
-        splits_R,
+        *splits_of,
         out_RHD,
         lse_RH,
         max_splits,

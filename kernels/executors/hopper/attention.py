@@ -220,21 +220,12 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "stride_ib",
-        "stride_ih",
-        "stride_in",
-        "items",
-        "tiles",
-        "tail_tiles",
-        "keys",
-        "row0",
-        "tail_row0",
-        "critical",
-        "chunk_slots",
-    ]
+_VARYING = (
+    "stride_ib stride_ih stride_in items tiles tail_tiles keys row0 tail_row0 critical chunk_slots".split()
 )
+
+
+@gluon.jit(do_not_specialize=_VARYING)
 def hopper_kernel(
     q, k, v, out, q_tail, out_tail, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
     stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, tail_tiles,

@@ -11,7 +11,7 @@ from ...hopper.descriptors import TileDescriptor
 from ...hopper.device import is_hopper, multiprocessors
 from ...hopper.layouts import WARPGROUP_ROWS
 from ...interface import AttentionInput, TileMask
-from ...launches import Launcher, cdiv, next_power_of_2
+from ...launches import Launcher, cdiv, next_power_of_2, strides
 from ..inputs import PackedKeys, QueryRows
 from .attention import hopper_kernel
 from .hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST, plan_of
@@ -51,37 +51,32 @@ def launch(
     items = batch * heads * (tiles + tail_tiles)
     q, out = _descriptor(rows.q_BHRD, WARPGROUP_ROWS), _descriptor(rows.out_BHRD, WARPGROUP_ROWS)
     k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
-    none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
+    tail_rows: tuple[TileDescriptor, ...] = (q, out)
+    tail_row0 = 0
+    if tail is not None:
+        own = (_descriptor(t, WARPGROUP_ROWS) for t in (tail.q_BHRD, tail.out_BHRD))
+        tail_rows, tail_row0 = tuple(own), tail.row0
     programs = multiprocessors(x.q_BHTD.device)
     order = _order(x, rows, mask, items // programs)
+    unused = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
+    runs: tuple[TileDescriptor, ...] = (k, v, k)
+    offsets, run_sizes = unused, (0, BLOCK, 0)
+    if packed is not None:
+        runs = tuple(_descriptor(t, BLOCK) for t in (packed.k_BGPD, packed.v_BGPD, packed.weight_BGP))
+        offsets, run_sizes = packed.offset_BGC, (packed.critical, packed.chunk, packed.offset_BGC.shape[2])
+    index, counts, list_strides = unused, unused, [0, 0, 0]
+    if mask is not None:
+        index, list_strides = mask.index_BHNM, strides(mask.index_BHNM)
+        counts = by_length(mask) if order == BY_LENGTH else mask.count_BHN.contiguous()
+    counter = torch.zeros(1, dtype=torch.int32, device=x.q_BHTD.device)
+    tensors = (q, k, v, out, *tail_rows, *runs, offsets, index, counts, counter)
+    sizes = (items, batch, heads, x.group, tiles, tail_tiles, x.k_BGSD.shape[2], rows.row0, rows.step)
     _attend[(min(items, programs),)](
-        q,
-        k,
-        v,
-        out,
-        q if tail is None else _descriptor(tail.q_BHRD, WARPGROUP_ROWS),
-        out if tail is None else _descriptor(tail.out_BHRD, WARPGROUP_ROWS),
-        k if packed is None else _descriptor(packed.k_BGPD, BLOCK),
-        v if packed is None else _descriptor(packed.v_BGPD, BLOCK),
-        k if packed is None else _descriptor(packed.weight_BGP, BLOCK),
-        none if packed is None else packed.offset_BGC,
-        none if mask is None else mask.index_BHNM,
-        none if mask is None else by_length(mask) if order == BY_LENGTH else mask.count_BHN.contiguous(),
-        torch.zeros(1, dtype=torch.int32, device=x.q_BHTD.device),
-        *((0, 0, 0) if mask is None else mask.index_BHNM.stride()[:3]),
-        items,
-        batch,
-        heads,
-        x.group,
-        tiles,
-        tail_tiles,
-        x.k_BGSD.shape[2],
-        rows.row0,
-        rows.step,
-        0 if tail is None else tail.row0,
-        0 if packed is None else packed.critical,
-        BLOCK if packed is None else packed.chunk,
-        0 if packed is None else packed.offset_BGC.shape[2],
+        *tensors,
+        *list_strides,
+        *sizes,
+        tail_row0,
+        *run_sizes,
         x.scale * LOG2E,
         PLAN=plan_of(dim, **kind, order=order),
         num_warps=4,

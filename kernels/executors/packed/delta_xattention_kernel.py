@@ -13,8 +13,9 @@ import triton.language as tl
 
 from ...constants import BLOCK, LOG2E
 from ...interface import AttentionInput, TileMask
+from ...launches import strides
 from ...selectors.rules.rule import ROUNDING
-from ..flash import NEGATIVE, step_tile
+from ..flash import NEGATIVE, step_tile, tile_constants
 from ..inputs import check_launch, new_output
 from .pack import pack
 from .runs import PackedRuns
@@ -63,19 +64,10 @@ def kernel_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
     return exact_BHNM
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_ib",
-        "stride_ih",
-        "stride_in",
-        "stride_en",
-        "rows",
-        "keys",
-        "row0",
-        "packed_slots",
-        "offset_slots",
-    ]
-)
+_VARYING = "stride_ib stride_ih stride_in stride_en rows keys row0 packed_slots offset_slots".split()
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def mixed_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, offset_ptr, index_ptr,
     exact_ptr, count_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kg, stride_ks, stride_vb,
@@ -145,39 +137,20 @@ def kernel_attend(
     out = new_output(x)
     packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, means=means)
     exact_BHNM = kernel_exact_table(mask, exact_share)
-    size = 64 if q.dtype == torch.float32 else BLOCK
-    mixed_kernel[(triton.cdiv(q.shape[2], size), q.shape[0] * q.shape[1])](
-        q,
-        k,
-        v,
-        out,
-        packed.k_BGPD,
-        packed.v_BGPD,
-        packed.weight_BGP,
-        state.offset_BGC,
-        mask.index_BHNM,
-        exact_BHNM.view(torch.int8),
-        mask.count_BHN.contiguous(),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *out.stride()[:3],
-        *mask.index_BHNM.stride()[:3],
+    constants = tile_constants(q)
+    tensors = (q, k, v, out, packed.k_BGPD, packed.v_BGPD, packed.weight_BGP, state.offset_BGC)
+    lists = (mask.index_BHNM, exact_BHNM.view(torch.int8), mask.count_BHN.contiguous())
+    sizes = (q.shape[1], x.group, q.shape[2], k.shape[2], x.q_start)
+    mixed_kernel[(triton.cdiv(q.shape[2], constants["ROWS"]), q.shape[0] * q.shape[1])](
+        *tensors,
+        *lists,
+        *strides(q, k, v, out, mask.index_BHNM),
         exact_BHNM.shape[3],
-        q.shape[1],
-        x.group,
-        q.shape[2],
-        k.shape[2],
-        x.q_start,
+        *sizes,
         packed.weight_BGP.shape[2],
         state.offset_BGC.shape[2],
         x.scale * LOG2E,
-        D=q.shape[3],
-        ROWS=size,
         COLS=64,
-        BLOCK=BLOCK,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4 if size == 64 else 8,
-        num_stages=2,
+        **constants,
     )
     return out

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ...constants import BLOCK
 from ...interface import AttentionInput
+from ...launches import strides
 from ..inputs import PackedKeys
 from .runs import PackedRuns
 
@@ -87,24 +88,19 @@ def pack(
     )
     if chunks == 0:
         return packed
-    runs = 64
-    pack_kernel[(triton.cdiv(slots, runs), batch * heads)](
+    places = (state.start_BGP, state.offset_BGC)
+    sizes = (heads, places[0].shape[2], places[1].shape[2], slots, chunks)
+    pack_kernel[(triton.cdiv(slots, 64), batch * heads)](
         x.k_BGSD,
         x.v_BGSD,
-        state.start_BGP,
-        state.offset_BGC,
+        *places,
         packed.k_BGPD,
         packed.v_BGPD,
         packed.weight_BGP,
-        *x.k_BGSD.stride()[:3],
-        *x.v_BGSD.stride()[:3],
-        heads,
-        state.start_BGP.shape[2],
-        state.offset_BGC.shape[2],
-        slots,
-        chunks,
+        *strides(x.k_BGSD, x.v_BGSD),
+        *sizes,
         D=dim,
-        RUNS=runs,
+        RUNS=64,
         ROWS=64,
         COUNTS=counts,
         MEANS=means,

@@ -10,7 +10,7 @@ from ...hopper.descriptors import TileDescriptor
 from ...hopper.device import multiprocessors
 from ...hopper.layouts import WARPGROUP_ROWS
 from ...interface import AttentionInput
-from ...launches import Launcher, cdiv
+from ...launches import Launcher, cdiv, strides
 from ..rules.sums import Sums
 from .form import AnchorSettings, BlockAnchors
 from .hopper import WARPGROUPS, anchors_hopper_kernel
@@ -50,21 +50,15 @@ def launch(
     tiles = cdiv(blocks * x.group, plan.units * WARPGROUPS.value)
     steps = (x.first_block + first_row + blocks) // plan.blocks
     splits = splits_of(tiles * batch * kv_heads, steps, multiprocessors(x.q_BHTD.device))
+    tables = (keys.first_BGMA, queries.vector_BGMAD, queries.first_BGMA, queries.count_BGMA)
+    sizes = (kv_heads, x.group, x.query_blocks, x.first_block, first_row, blocks)
     _score[(tiles, batch * kv_heads, splits)](
         *key_tiles(keys),
-        keys.first_BGMA,
-        queries.vector_BGMAD,
-        queries.first_BGMA,
-        queries.count_BGMA,
+        *tables,
         part,
-        *keys.count_BGMA.stride()[:2],
-        *part.stride()[:4],
-        kv_heads,
-        x.group,
-        x.query_blocks,
-        x.first_block,
-        first_row,
-        blocks,
+        *strides(keys.count_BGMA, dims=2),
+        *strides(part, dims=4),
+        *sizes,
         x.scale * LOG2E,
         PLAN=plan,
         num_warps=4,

@@ -15,6 +15,7 @@ import triton.language as tl
 from ...constants import BLOCK, LOG2E
 from ...hopper.device import is_hopper
 from ...interface import AttentionInput
+from ...launches import strides
 from ..rules.kernel import fast_log2, in_16_bits
 from ..rules.sums import Sums, empty_parts
 from . import hopper_launch
@@ -130,24 +131,16 @@ def score_sums(
     tiles = triton.cdiv(blocks * x.group * form.q.cap, _TILE)
     steps = columns * form.k.cap // _TILE
     splits = max(1, min(_PROGRAMS // (tiles * batch * kv_heads), steps // _LEAST_STEPS))
+    tables = (queries.vector_BGMAD, queries.first_BGMA, queries.count_BGMA)
+    tables += (keys.vector_BGMAD, keys.first_BGMA, keys.count_BGMA)
+    table_strides = (*strides(keys.vector_BGMAD, keys.count_BGMA, dims=2), *strides(part, dims=4))
+    sizes = (kv_heads, x.group, x.query_blocks, x.first_block, first_row, blocks)
     for diagonal in (False, True):
         _score_kernel[(tiles, batch * kv_heads, 1 if diagonal else splits)](
-            queries.vector_BGMAD,
-            queries.first_BGMA,
-            queries.count_BGMA,
-            keys.vector_BGMAD,
-            keys.first_BGMA,
-            keys.count_BGMA,
+            *tables,
             part,
-            *keys.vector_BGMAD.stride()[:2],
-            *keys.count_BGMA.stride()[:2],
-            *part.stride()[:4],
-            kv_heads,
-            x.group,
-            x.query_blocks,
-            x.first_block,
-            first_row,
-            blocks,
+            *table_strides,
+            *sizes,
             x.scale * LOG2E,
             D=dim,
             Q_SLOTS=form.q.cap,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...anchor_scan import check_head_dim
 from ...constants import BLOCK
-from ...launches import Launcher, cdiv
+from ...launches import Launcher, cdiv, strides
 from .form import BlockAnchors, SideSettings
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -146,15 +146,15 @@ def kernel_summarise(
     next_ZR = torch.empty((levels * lanes, BLOCK), dtype=torch.uint8, device=x_BGSD.device)
     start_ZR = torch.empty_like(next_ZR)
     runs_Z = torch.empty((levels * lanes,), dtype=torch.int32, device=x_BGSD.device)
+    loose_cos = cos if side.relax is None else cos - side.relax
+    sizes = (kv_heads, rows, blocks)
     _find_next[(blocks, batch * kv_heads)](
         x_BGSD,
         next_ZR,
-        *x_BGSD.stride()[:3],
-        kv_heads,
-        rows,
-        blocks,
+        *strides(x_BGSD),
+        *sizes,
         cos,
-        cos if side.relax is None else cos - side.relax,
+        loose_cos,
         lanes * BLOCK,
         D=dim,
         LEVELS=levels,
@@ -163,19 +163,12 @@ def kernel_summarise(
     )
     _find_runs[(cdiv(levels * lanes, 32),)](next_ZR, start_ZR, runs_Z, levels * lanes, Z=32, num_warps=1)
     vector, count = table.vector_BGMAD[:, :, place:], table.count_BGMA[:, :, place:]
+    tensors = (x_BGSD, start_ZR, runs_Z, vector, table.first_BGMA[:, :, place:], count)
     _fill[(blocks, batch * kv_heads)](
-        x_BGSD,
-        start_ZR,
-        runs_Z,
-        vector,
-        table.first_BGMA[:, :, place:],
-        count,
-        *x_BGSD.stride()[:3],
-        *vector.stride()[:2],
-        *count.stride()[:2],
-        kv_heads,
-        rows,
-        blocks,
+        *tensors,
+        *strides(x_BGSD),
+        *strides(vector, count, dims=2),
+        *sizes,
         lanes,
         first_block,
         D=dim,

@@ -126,6 +126,8 @@ def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
     width = q_XF.shape[1]
     per_load = min(width, 128 // q_XF.element_size())
     own = groups.own_BHI
+    padded = (q_XF.shape[0] // lanes, groups.k_XF.shape[0] // (lanes // groups.group))
+    slab_groups = (first_row * per_block, (first_row + blocks) * per_block)
     _grouped_kernel[(lanes, triton.cdiv(blocks * per_block, _TILE_X))](
         TensorDescriptor.from_tensor(q_XF, [_TILE_X, per_load]),
         TensorDescriptor.from_tensor(groups.k_XF, [_TILE_Y, per_load]),
@@ -136,12 +138,10 @@ def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
         heads,
         groups.group,
         rows,
-        q_XF.shape[0] // lanes,
-        groups.k_XF.shape[0] // (lanes // groups.group),
+        *padded,
         0 if own is None else own.shape[2],
         groups.start,
-        first_row * per_block,
-        (first_row + blocks) * per_block,
+        *slab_groups,
         groups.scale * LOG2E,
         STEP=grouping.step,
         SLOTS=grouping.slots,

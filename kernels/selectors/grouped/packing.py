@@ -13,6 +13,7 @@ import triton.language as tl
 from ...anchor_scan import check_head_dim
 from ...constants import BLOCK, LOG2E
 from ...interface import AttentionInput
+from ...launches import strides
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -91,7 +92,7 @@ def packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: 
     _pack_kernel[(triton.cdiv(padded * grouping.slots, 64), batch * heads)](
         x_BGSD,
         out_XF,
-        *x_BGSD.stride()[:3],
+        *strides(x_BGSD),
         heads,
         rows,
         padded,
@@ -112,17 +113,13 @@ def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
     check_head_dim(dim)
     row_groups = x.query_blocks * (BLOCK // step)
     own_BHI = torch.empty((batch, heads, row_groups), dtype=torch.float32, device=x.q_BHTD.device)
+    sizes = (heads, x.group, rows, x.q_start, row_groups)
     _own_kernel[(triton.cdiv(row_groups, 32), batch * heads)](
         x.q_BHTD,
         x.k_BGSD,
         own_BHI,
-        *x.q_BHTD.stride()[:3],
-        *x.k_BGSD.stride()[:3],
-        heads,
-        x.group,
-        rows,
-        x.q_start,
-        row_groups,
+        *strides(x.q_BHTD, x.k_BGSD),
+        *sizes,
         x.scale * LOG2E,
         D=dim,
         STEP=step,
