@@ -36,8 +36,7 @@ from ..kernels.options import (
 )
 from ..kernels.selectors.anchors.selector import AnchorsSelector, ThesisAnchorsSelector
 from ..kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from ..kernels.selectors.grouped.block_pool import BlockPoolSelector
-from ..kernels.selectors.grouped.naive import NaiveSelector
+from ..kernels.selectors.grouped.selector import BlockPoolSelector, NaiveSelector
 from ..kernels.selectors.scored import ScoredSelector
 from .harness import commit_of, write_json
 from .testing import spec_of

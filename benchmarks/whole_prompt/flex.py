@@ -10,7 +10,7 @@ import torch
 from ...kernels.constants import BLOCK
 from ...kernels.interface import AttentionInput, KernelInputError, no_phase
 from ...kernels.options import BlockPoolOptions
-from ...kernels.selectors.grouped.block_pool import BlockPoolSelector
+from ...kernels.selectors.grouped.selector import BlockPoolSelector
 from .line_selector import LineSelector
 from .lines import cpu_line_masses, heaviest_share, tiles_of_lines
 from .lines_kernel import kernel_line_masses

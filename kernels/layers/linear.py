@@ -38,17 +38,13 @@ def swiglu_linear(
 
 def compile_products(weight_OI: torch.Tensor) -> None:
     """Compile our product with weights like these, if they fit it. The number of rows decides later."""
-    if not weight_OI.is_cuda:
-        return
-    if fits(weight_OI):
+    if weight_OI.is_cuda and fits(weight_OI):
         for gated in (False, True):
             launch(torch.zeros_like(weight_OI[:1]), weight_OI, gated=gated)
 
 
 def _is_ours(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
-    if not x_TI.is_cuda:
-        return False
-    return takes(x_TI, weight_OI, gated=gated)
+    return x_TI.is_cuda and takes(x_TI, weight_OI, gated=gated)
 
 
 def _check(name: str, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> None:

@@ -42,15 +42,8 @@ class SamplingRows:
         )
 
     def first(self, count: int, *, draws: bool, filters: bool) -> SamplingRows:
-        return SamplingRows(
-            self.drawn_R[:count],
-            self.temperature_R1[:count],
-            self.seed_R[:count],
-            self.top_k_R[:count],
-            self.top_p_R1[:count],
-            draws=draws,
-            filters=filters,
-        )
+        rows = (self.drawn_R, self.temperature_R1, self.seed_R, self.top_k_R, self.top_p_R1)
+        return SamplingRows(*(x[:count] for x in rows), draws=draws, filters=filters)
 
 
 def sample(

@@ -97,11 +97,12 @@ class ScoredSelector(ABC):
     def kernel_select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
         parts, slab_sums = self.slab_sums(x, state, phase)
         mask = kernel.empty_mask(x, self.with_scores)
+        tables = (mask.index_BHNM, mask.count_BHN, mask.score_BHNM)
         for first, blocks in slabs(x, parts):
             with phase("scoring"):
                 sums = slab_sums(first, blocks)
             with phase("selection"):
-                kernel.select_from_sums(x, sums, state.rule, mask)
+                kernel.apply_to_sums(x, sums, state.rule, *tables)
         return mask
 
     def kernel_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
@@ -110,5 +111,5 @@ class ScoredSelector(ABC):
         score_BHNM = torch.empty(shape, dtype=torch.float32, device=x.q_BHTD.device)
         for first, blocks in slabs(x, parts):
             with phase("scoring"):
-                kernel.scores_from_sums(x, slab_sums(first, blocks), score_BHNM)
+                kernel.apply_to_sums(x, slab_sums(first, blocks), None, None, None, score_BHNM)
         return score_BHNM

@@ -55,18 +55,13 @@ class AnchorsSelector(ScoredSelector):
         blocks = -(-spec.max_tokens // BLOCK)
         tiles = -(-blocks * self.form.k.cap // BLOCK)
         shape = (spec.batch, spec.kv_heads, tiles * BLOCK // self.form.k.cap, self.form.k.cap)
+        dtype = slot_dtype(spec.device, spec.dtype, spec.head_dim, self.form)
         table = BlockAnchors(
-            vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=self._slot_dtype(spec), device=spec.device),
+            vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=dtype, device=spec.device),
             first_BGMA=torch.zeros(shape, dtype=torch.int32, device=spec.device),
             count_BGMA=torch.zeros(shape, dtype=torch.float32, device=spec.device),
         )
         return KeyAnchors(self.layer_rule(spec), spec.dtype, table, blocks)
-
-    def _slot_dtype(self, spec: StateSpec) -> torch.dtype:
-        if spec.device.type != "cuda":
-            return spec.dtype
-
-        return slot_dtype(spec.device, spec.dtype, spec.head_dim, self.form)
 
     def cpu_scores(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> torch.Tensor:
         with phase("anchors"):

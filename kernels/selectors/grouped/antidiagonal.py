@@ -9,16 +9,14 @@ import torch
 from torch.nn import functional
 
 from ...constants import BLOCK
-from ...interface import AttentionInput, KernelInputError, Phase
+from ...interface import AttentionInput, KernelInputError
 from ...options import AntidiagonalOptions
-from ..rules.sums import Sums
-from ..scored import ScoredSelector, SlabSums
-from .cpu import per_query_head, tile_scores
-from .kernel import log_sums, pack
+from .kernel import Groups, pack
 from .packing import Grouping, own_logits
+from .selector import GroupedSelector, per_query_head, tile_scores
 
 
-class AntidiagonalSelector(ScoredSelector):
+class AntidiagonalSelector(GroupedSelector):
     name = "antidiagonal"
 
     def __init__(self, options: AntidiagonalOptions, *, with_scores: bool = False) -> None:
@@ -28,17 +26,13 @@ class AntidiagonalSelector(ScoredSelector):
             raise KernelInputError(f"stride {self.stride} is not 4, 8 or 16")
         self.sampled = 1.0 / self.stride
 
-    def cpu_scores(self, x: AttentionInput, state: object, phase: Phase) -> torch.Tensor:
-        with phase("scoring"):
-            return cpu_scores(x, self.stride)
+    def groups(self, x: AttentionInput) -> Groups:
+        grouping = Grouping(self.stride, self.stride, BLOCK // self.stride)
+        own_BHI = own_logits(x, self.stride)
+        return pack(x.q_BHTD, x.k_BGSD, x.q_start, x.scale, grouping, own_BHI)
 
-    def slab_sums(self, x: AttentionInput, state: object, phase: Phase) -> tuple[int, SlabSums]:
-        per_block = BLOCK // self.stride
-        grouping = Grouping(self.stride, self.stride, per_block)
-        with phase("scoring"):
-            own_BHI = own_logits(x, self.stride)
-            groups = pack(x.q_BHTD, x.k_BGSD, x.q_start, x.scale, grouping, own_BHI)
-        return per_block, lambda first, blocks: Sums(log_sums(groups, first, blocks), first)
+    def cpu_form(self, x: AttentionInput) -> torch.Tensor:
+        return cpu_scores(x, self.stride)
 
 
 def scoring_selector(options: AntidiagonalOptions) -> AntidiagonalSelector:
@@ -53,7 +47,6 @@ def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
     the causal key groups, then sums over tiles. Unlike the authors' code, a group's own cell counts only keys
     up to the query, and a ragged group only rows that exist.
     """
-
     rows, dim = x.q_BHTD.shape[2:]
     per_block = BLOCK // stride
     q_BHTD, k_BGSD = _padded(x.q_BHTD), _padded(x.k_BGSD)

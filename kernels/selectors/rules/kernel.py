@@ -8,13 +8,16 @@ keep their order), rounded up to a power of two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ...constants import BLOCK
 from ...interface import AttentionInput, KernelInputError, TileMask
-from ...launches import Launcher, next_power_of_2
+from ...launches import Launcher, next_power_of_2, strides
 from .rule import LARGER, LEVELS, MAX_BLOCKS, ROUNDING, TINY, Rule, check_scores
 from .sums import Sums
 
@@ -118,18 +121,10 @@ def _score_of_sums(
     return score_W
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_mb",
-        "stride_mh",
-        "stride_mn",
-        "stride_cb",
-        "stride_ch",
-        "first_block",
-        "sink_blocks",
-        "window_blocks",
-    ]
-)
+_VARYING = "stride_mb stride_mh stride_mn stride_cb stride_ch first_block sink_blocks window_blocks".split()
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _rule_kernel(
     in_ptr, threshold_ptr, index_ptr, count_ptr, score_ptr, stride_ib, stride_ih, stride_in, stride_ir,
     stride_mb, stride_mh, stride_mn, stride_cb, stride_ch, heads, first_block, sink_blocks, window_blocks,
@@ -184,15 +179,7 @@ def width_of(prompt_tokens: int) -> int:
     return max(16, next_power_of_2(blocks))
 
 
-def select_from_sums(x: AttentionInput, sums: Sums, rule: Rule, out: TileMask) -> None:
-    _launch(x, sums, rule, out.index_BHNM, out.count_BHN, out.score_BHNM)
-
-
-def scores_from_sums(x: AttentionInput, sums: Sums, score_BHNM: torch.Tensor) -> None:
-    _launch(x, sums, None, None, None, score_BHNM)
-
-
-def _launch(
+def apply_to_sums(
     x: AttentionInput,
     sums: Sums,
     rule: Rule | None,
@@ -200,38 +187,48 @@ def _launch(
     count_BHN: torch.Tensor | None,
     score_BHNM: torch.Tensor | None,
 ) -> None:
+    """Write the slab's rows of those tables that are given. Without a rule: scores alone."""
+    given = (index_BHNM, count_BHN, score_BHNM)
+    tables = [None if table is None else table[:, :, sums.first_row :] for table in given]
     part = sums.part_BHNRM
-    batch, heads, rows, parts = part.shape[:4]
+    form = {
+        "R": part.shape[3],
+        "W": width_of(x.prompt_tokens),
+        "NORM": sums.normalised,
+        "LARGEST": sums.largest,
+    }
+    _launch(part, part.stride()[:4], rule, x.first_block + sums.first_row, tables, form)
+
+
+def _launch(
+    scores: torch.Tensor,
+    score_strides: Sequence[int],
+    rule: Rule | None,
+    first_block: int,
+    tables: Sequence[torch.Tensor | None],
+    form: dict[str, Any],
+) -> None:
+    batch, heads, rows = scores.shape[:3]
+    index_BHNM, count_BHN, score_BHNM = tables
     table = score_BHNM if index_BHNM is None else index_BHNM
     assert table is not None
-    threshold_H = None if rule is None else rule.thresholds(heads, part.device)
-    width = width_of(x.prompt_tokens)
-
-    def at(table: torch.Tensor | None) -> torch.Tensor | None:
-        return None if table is None else table[:, :, sums.first_row :]
-
     _apply[(rows, batch * heads)](
-        part,
-        threshold_H,
-        at(index_BHNM),
-        at(count_BHN),
-        at(score_BHNM),
-        *part.stride()[:4],
-        *table.stride()[:3],
+        scores,
+        None if rule is None else rule.thresholds(heads, scores.device),
+        *tables,
+        *score_strides,
+        *strides(table),
         *((0, 0) if count_BHN is None else count_BHN.stride()[:2]),
         heads,
-        x.first_block + sums.first_row,
+        first_block,
         1 if rule is None else rule.sink_blocks,
         1 if rule is None else rule.window_blocks,
-        R=parts,
-        W=width,
-        NORM=sums.normalised,
-        LARGEST=sums.largest,
+        **form,
         KIND=_SCORES_ONLY.value if rule is None else _KINDS[rule.kind],
         OUTSIDE=rule is not None and rule.outside,
         LEVELS=LEVELS,
         WITH_SCORES=rule is not None and score_BHNM is not None,
-        num_warps=_warps(width),
+        num_warps=min(16, max(1, form["W"] // 1024)),  # one warp needs no barrier in its sums
     )
 
 
@@ -240,39 +237,11 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
     check_scores(score_BHNM, first_block)
     if score_BHNM.stride(3) != 1:
         raise KernelInputError("scores must be contiguous along key blocks")
-    batch, heads, rows, columns = score_BHNM.shape
-    device = score_BHNM.device
+    columns, device = score_BHNM.shape[3], score_BHNM.device
     index_BHNM = torch.empty(score_BHNM.shape, dtype=torch.int16, device=device)
     count_BHN = torch.empty(score_BHNM.shape[:3], dtype=torch.int32, device=device)
     kept_BHNM = torch.empty_like(index_BHNM, dtype=torch.float32) if with_scores else None
-    width = max(16, next_power_of_2(columns))
-    _apply[(rows, batch * heads)](
-        score_BHNM,
-        rule.thresholds(heads, device),
-        index_BHNM,
-        count_BHN,
-        kept_BHNM,
-        *score_BHNM.stride()[:3],
-        0,
-        *index_BHNM.stride()[:3],
-        *count_BHN.stride()[:2],
-        heads,
-        first_block,
-        rule.sink_blocks,
-        rule.window_blocks,
-        R=0,
-        W=width,
-        NORM=True,
-        LARGEST=False,
-        KIND=_KINDS[rule.kind],
-        OUTSIDE=rule.outside,
-        LEVELS=LEVELS,
-        WITH_SCORES=with_scores,
-        num_warps=_warps(width),
-    )
-    return TileMask(index_BHNM, count_BHN, kept_BHNM)
-
-
-def _warps(width: int) -> int:
-    """One warp needs no barrier in its sums."""
-    return min(16, max(1, width // 1024))
+    form = {"R": 0, "W": max(16, next_power_of_2(columns)), "NORM": True, "LARGEST": False}
+    tables = (index_BHNM, count_BHN, kept_BHNM)
+    _launch(score_BHNM, (*score_BHNM.stride()[:3], 0), rule, first_block, tables, form)
+    return TileMask(*tables)

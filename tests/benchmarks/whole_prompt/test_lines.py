@@ -26,8 +26,7 @@ from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
 from deltafront.kernels.methods import PRESETS, method_spec, reads_whole_prompts
 from deltafront.kernels.options import BlockPoolOptions, Value
-from deltafront.kernels.selectors.grouped import block_pool
-from deltafront.kernels.selectors.grouped.block_pool import BlockPoolSelector
+from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector
 from deltafront.kernels.selectors.rules import cpu as rules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -155,7 +154,9 @@ def test_masks_follow_from_the_masses() -> None:
     kept_BHNM = flex.choose(*kernel_masses(x, 128), score_BHNM, 0.7, 0.47)
     assert tiles(mixed) == tiles(rules.select(lines.kept_scores(kept_BHNM), lines.KEPT, 0))
     wide = replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float())
-    assert_rows_close(score_BHNM, block_pool.cpu_scores(wide), dtype=torch.float16, factor=2)
+    assert_rows_close(
+        score_BHNM, BlockPoolSelector(BlockPoolOptions()).cpu_form(wide), dtype=torch.float16, factor=2
+    )
 
 
 def test_flex_mixes_patterns() -> None:

@@ -33,8 +33,7 @@ from deltafront.kernels.selectors.anchors.cpu import cpu_summarise
 from deltafront.kernels.selectors.anchors.form import SideSettings
 from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
 from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from deltafront.kernels.selectors.grouped.block_pool import BlockPoolSelector
-from deltafront.kernels.selectors.grouped.naive import NaiveSelector
+from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector, NaiveSelector
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.kernels.selectors.streaming import StreamingSelector

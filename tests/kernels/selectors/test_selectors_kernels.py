@@ -30,8 +30,7 @@ from deltafront.kernels.selectors.anchors.form import SideSettings
 from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
 from deltafront.kernels.selectors.anchors.summary import empty_table, kernel_summarise
 from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from deltafront.kernels.selectors.grouped.block_pool import BlockPoolSelector
-from deltafront.kernels.selectors.grouped.naive import NaiveSelector
+from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector, NaiveSelector
 from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules import sums
 from deltafront.kernels.selectors.scored import ScoredSelector

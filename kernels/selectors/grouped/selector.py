@@ -1,0 +1,127 @@
+"""The base of selectors that score groups of rows, and the two ablations: strided rows and block means.
+
+Suffixes: I, J query and key groups.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ...constants import BLOCK
+from ...interface import AttentionInput, KernelInputError, Phase
+from ...options import NaiveOptions
+from ..rules.sums import Sums
+from ..scored import ScoredSelector, SlabSums
+from .kernel import Groups, log_sums, pack
+from .packing import Grouping
+
+
+class GroupedSelector(ScoredSelector):
+    @abstractmethod
+    def cpu_form(self, x: AttentionInput) -> torch.Tensor:
+        """float32 score_BHNM in torch."""
+
+    @abstractmethod
+    def groups(self, x: AttentionInput) -> Groups: ...
+
+    def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
+        with phase("scoring"):
+            return self.cpu_form(x)
+
+    def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
+        with phase("scoring"):
+            groups = self.groups(x)
+        return groups.grouping.per_block, lambda first, blocks: Sums(log_sums(groups, first, blocks), first)
+
+
+class NaiveSelector(GroupedSelector):
+    """Tiles ranked by every stride-th row of q and k."""
+
+    name = "naive"
+
+    def __init__(self, options: NaiveOptions) -> None:
+        super().__init__(options)
+        self.stride = options.stride
+        if self.stride not in (2, 4, 8, 16):
+            raise KernelInputError(f"stride {self.stride} is not 2, 4, 8 or 16")
+        self.sampled = 1.0 / self.stride**2
+
+    def groups(self, x: AttentionInput) -> Groups:
+        grouping = Grouping(self.stride, 1, BLOCK // self.stride)
+        return pack(x.q_BHTD, x.k_BGSD, x.q_start, x.scale, grouping)
+
+    def cpu_form(self, x: AttentionInput) -> torch.Tensor:
+        """The attention of sampled query rows over sampled keys up to each, added up in tiles."""
+        per_block = BLOCK // self.stride
+        q_BHID, k_BGJD = _sampled(x.q_BHTD, self.stride), _sampled(x.k_BGSD, self.stride)
+        logit_BHIJ = per_query_head(k_BGJD, q_BHID) * x.scale
+        own_I = torch.arange(q_BHID.shape[2], device=q_BHID.device)
+        valid_I = own_I * self.stride < x.q_BHTD.shape[2]
+        own_I = own_I + x.first_block * per_block
+        column_J = torch.arange(k_BGJD.shape[2], device=q_BHID.device)
+        return tile_scores(logit_BHIJ, (column_J <= own_I[:, None]) & valid_I[:, None], per_block)
+
+
+def _sampled(x: torch.Tensor, stride: int) -> torch.Tensor:
+    """float32 rows 0, stride, 2 stride, ..., filled up with zeros to whole blocks."""
+    return functional.pad(x[:, :, ::stride].float(), (0, 0, 0, (-x.shape[2] % BLOCK) // stride))
+
+
+class BlockPoolSelector(GroupedSelector):
+    """Tiles ranked by mean query against mean key."""
+
+    name = "block_pool"
+    sampled = 1.0 / BLOCK**2
+
+    def groups(self, x: AttentionInput) -> Groups:
+        q_BHND, k_BGMD = _read_once(x.q_BHTD), _read_once(x.k_BGSD)
+        return pack(q_BHND, k_BGMD, x.first_block, x.scale, Grouping(1, 1, 1))
+
+    def cpu_form(self, x: AttentionInput) -> torch.Tensor:
+        """Softmax over the causal key blocks of mean(q) . mean(k)."""
+        q_BHND, k_BGMD = block_means(x.q_BHTD), block_means(x.k_BGSD)
+        row_N = torch.arange(x.query_blocks, device=q_BHND.device) + x.first_block
+        column_M = torch.arange(x.key_blocks, device=q_BHND.device)
+        return tile_scores(per_query_head(k_BGMD, q_BHND) * x.scale, column_M <= row_N[:, None], 1)
+
+
+def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
+    """float32 mean of each block of rows, over the rows that exist."""
+    batch, heads, rows, dim = x_BGSD.shape
+    padded = functional.pad(x_BGSD.float(), (0, 0, 0, -rows % BLOCK)).view(batch, heads, -1, BLOCK, dim)
+    start_M = torch.arange(padded.shape[2], device=x_BGSD.device) * BLOCK
+    return padded.sum(3) / torch.clamp(rows - start_M, max=BLOCK)[:, None]
+
+
+def _read_once(x_BGSD: torch.Tensor) -> torch.Tensor:
+    """`block_means` without a float32 copy of x. Means stay float32, so that small numbers are not rounded
+    further."""
+    full_rows = x_BGSD.shape[2] // BLOCK * BLOCK
+    batch, heads, _, dim = x_BGSD.shape
+    blocks = x_BGSD[:, :, :full_rows].reshape(batch, heads, -1, BLOCK, dim)
+    parts = [blocks.mean(3, dtype=torch.float32)]
+    if full_rows < x_BGSD.shape[2]:
+        parts.append(block_means(x_BGSD[:, :, full_rows:]))
+    return torch.cat(parts, dim=2).view(batch, heads, -1, dim)
+
+
+def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: int) -> torch.Tensor:
+    """Softmax every row over its allowed columns, then add up tiles of per_block x per_block groups: float32
+    score_BHNM. Rows without an allowed column give nothing."""
+    logit_BHIJ = logit_BHIJ.masked_fill(~allowed_IJ, float("-inf"))
+    mass_BHIJ = torch.softmax(logit_BHIJ, dim=-1).nan_to_num(0.0)
+    batch, heads, rows, columns = mass_BHIJ.shape
+    tiles = mass_BHIJ.view(batch, heads, rows // per_block, per_block, columns // per_block, per_block)
+    return tiles.sum(dim=(3, 5))
+
+
+def per_query_head(k_BGJX: torch.Tensor, q_BHIX: torch.Tensor) -> torch.Tensor:
+    """q . k for every query head against its key head: logit_BHIJ."""
+    batch, heads, rows, width = q_BHIX.shape
+    groups = k_BGJX.shape[1]
+    stacked = q_BHIX.reshape(batch, groups, heads // groups * rows, width)
+    return (stacked @ k_BGJX.transpose(2, 3)).view(batch, heads, rows, k_BGJX.shape[2])
