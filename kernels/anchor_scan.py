@@ -20,7 +20,7 @@ from torch.nn import functional
 from .constants import BLOCK
 from .interface import KernelInputError
 
-METRICS = ("cosine", "euclidean")
+METRICS = {"cosine": 0, "euclidean": 1}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) 
     if chunk <= 0 or chunk % BLOCK:
         raise KernelInputError(f"chunk {chunk} is not a positive multiple of {BLOCK}")
     if metric not in METRICS:
-        raise KernelInputError(f"metric {metric!r} is not one of {METRICS}")
+        raise KernelInputError(f"metric {metric!r} is not one of {tuple(METRICS)}")
     if math.isnan(threshold) or (metric == "euclidean" and threshold < 0):
         raise KernelInputError(f"threshold {threshold} is not usable with the {metric} metric")
 
@@ -122,9 +122,7 @@ def runs_of(is_anchor_BGS: torch.Tensor, chunk: int) -> AnchorRuns:
 
 
 _BLOCK = tl.constexpr(BLOCK)
-_COSINE = tl.constexpr(0)
-_EUCLIDEAN = tl.constexpr(1)
-_METRICS = {"cosine": _COSINE.value, "euclidean": _EUCLIDEAN.value}
+_EUCLIDEAN = tl.constexpr(METRICS["euclidean"])
 
 
 @triton.jit
@@ -212,7 +210,7 @@ def kernel_find_anchors(
         threshold,
         CHUNK=chunk,
         D=dim,
-        METRIC=_METRICS[metric],
+        METRIC=METRICS[metric],
         num_warps=4,
     )
     return is_anchor_BGS.view(torch.bool)

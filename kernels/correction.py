@@ -166,12 +166,6 @@ def kernel_add_differences(
     difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)
     sizes = (heads, rows, difference_BHRD.shape[2], first, gamma)
     add_kernel[(triton.cdiv(rows, 64), batch * heads)](
-        out_BHTD,
-        difference_BHRD,
-        *strides(out_BHTD),
-        *sizes,
-        D=dim,
-        ROWS=64,
-        num_warps=4,
+        out_BHTD, difference_BHRD, *strides(out_BHTD), *sizes, D=dim, ROWS=64, num_warps=4
     )
     return difference_BHRD[:, :, -1].clone()

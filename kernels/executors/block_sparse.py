@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..constants import BLOCK
 from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
-from .inputs import QueryRows, check_mask, new_output
+from .inputs import QueryRows, attend_keys, check_mask, new_output
 from .launch import launch
 
 
 class BlockSparseExecutor:
     def __init__(self, options: object = None) -> None:
-        del options
+        """It takes none."""
 
     def new_state(self, spec: StateSpec) -> None:
-        del spec
+        return None
 
     def attend(self, x: AttentionInput, mask: TileMask | None, state: None, phase: Phase) -> torch.Tensor:
-        del state
         kept = check_mask(x, mask, "block_sparse")
         with phase("attention"):
             return cpu_attend(x, kept) if runs_on_cpu(x.q_BHTD, "block_sparse") else kernel_attend(x, kept)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
-        del state
         return check_mask(x, mask, "block_sparse").count_BHN.sum(dtype=torch.float64)
 
 
@@ -49,14 +46,9 @@ def _attend_block(
     key_J = keys_of(tile_M, x.q_start + end)
     position_T1 = torch.arange(x.q_start + begin, x.q_start + end)[:, None]
     g = h // x.group
-    out_BHTD = scaled_dot_product_attention(
-        x.q_BHTD[b : b + 1, h : h + 1, begin:end].float(),
-        x.k_BGSD[b, g].index_select(0, key_J)[None, None].float(),
-        x.v_BGSD[b, g].index_select(0, key_J)[None, None].float(),
-        attn_mask=key_J <= position_T1,
-        scale=x.scale,
-    )
-    return out_BHTD[0, 0].to(x.q_BHTD.dtype)
+    k_JD, v_JD = (kv[b, g].index_select(0, key_J) for kv in (x.k_BGSD, x.v_BGSD))
+    out_HTD = attend_keys(x.q_BHTD[b, h : h + 1, begin:end], k_JD, v_JD, key_J <= position_T1, x.scale)
+    return out_HTD[0].to(x.q_BHTD.dtype)
 
 
 def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:

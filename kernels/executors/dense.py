@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
-from .inputs import QueryRows, causal_tiles, new_output, scalar
+from .inputs import QueryRows, causal_tiles, new_output
 from .launch import launch
 
 ROWS = 512
@@ -17,19 +17,17 @@ class DenseExecutor:
     """Takes no mask, and any q_start."""
 
     def __init__(self, options: object = None) -> None:
-        del options
+        """It takes none."""
 
     def new_state(self, spec: StateSpec) -> None:
-        del spec
+        return None
 
     def attend(self, x: AttentionInput, mask: TileMask | None, state: None, phase: Phase) -> torch.Tensor:
-        del mask, state
         with phase("attention"):
             return cpu_attend(x) if runs_on_cpu(x.q_BHTD, "dense") else kernel_attend(x)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
-        del mask, state
-        return scalar(causal_tiles(x), x)
+        return torch.full((), causal_tiles(x), dtype=torch.float64, device=x.q_BHTD.device)
 
 
 def cpu_attend(x: AttentionInput) -> torch.Tensor:

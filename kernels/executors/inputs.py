@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..constants import PREFILL_HEAD_DIMS
 from ..interface import AttentionInput, KernelInputError, TileMask
@@ -65,9 +66,13 @@ def causal_tiles(x: AttentionInput) -> int:
     return batch * heads * (blocks * (x.first_block + 1) + blocks * (blocks - 1) // 2)
 
 
-def scalar(value: float, x: AttentionInput) -> torch.Tensor:
-    """A float64 scalar on x's device, without a host sync."""
-    return torch.full((), value, dtype=torch.float64, device=x.q_BHTD.device)
+def attend_keys(
+    q_HTD: torch.Tensor, k_JD: torch.Tensor, v_JD: torch.Tensor, mask_TJ: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """On the CPU, heads that read the same J keys: float32 out_HTD. mask_TJ: as SDPA takes it."""
+    shape = (1, q_HTD.shape[0], *k_JD.shape)
+    k, v = k_JD.float().expand(shape), v_JD.float().expand(shape)
+    return scaled_dot_product_attention(q_HTD[None].float(), k, v, attn_mask=mask_TJ, scale=scale)[0]
 
 
 def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from ...constants import BLOCK
 from ...interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 from ...options import DeltaKVOptions
-from ..inputs import QueryRows, new_output
+from ..inputs import QueryRows, attend_keys, new_output
 from ..launch import launch
 from .pack import pack
 from .runs import PackedRuns, packed_chunks
@@ -41,7 +40,6 @@ class DeltaKVExecutor:
     def attend(
         self, x: AttentionInput, mask: TileMask | None, state: PackedRuns, phase: Phase
     ) -> torch.Tensor:
-        del mask
         x.require_aligned("delta_kv")
         state.check(x, "delta_kv")
         with phase("anchors"):
@@ -52,7 +50,6 @@ class DeltaKVExecutor:
             return kernel_attend(x, state, **self._how)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        del mask
         row_N = x.first_block + torch.arange(x.query_blocks, device=x.q_BHTD.device)
         chunks_N = (row_N * BLOCK - self.critical).clamp(min=0) // CHUNK
         exact_N = row_N + 1 - chunks_N * (CHUNK // BLOCK)
@@ -118,25 +115,17 @@ def _attend_block(
 ) -> torch.Tensor:
     """One query block of a group's heads: packed rows, then exact keys exact_from .. the last row's own."""
     end = x.q_start + rows.stop
-    k_JD, v_JD = x.k_BGSD[b, g, exact_from:end].float(), x.v_BGSD[b, g, exact_from:end].float()
+    k_JD, v_JD = x.k_BGSD[b, g, exact_from:end], x.v_BGSD[b, g, exact_from:end]
     position_T1 = torch.arange(x.q_start + rows.start, end)[:, None]
     seen = torch.arange(exact_from, end) <= position_T1
     bias_TJ = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
     if packed is not None:
         keys_PD, values_PD, length_P = packed
-        k_JD, v_JD = torch.cat([keys_PD, k_JD]), torch.cat([values_PD, v_JD])
+        k_JD, v_JD = torch.cat([keys_PD, k_JD.float()]), torch.cat([values_PD, v_JD.float()])
         weight_P = length_P.log() if counts else torch.zeros_like(length_P)
         bias_TJ = torch.cat([weight_P.expand(seen.shape[0], -1), bias_TJ], dim=1)
     heads = slice(g * x.group, (g + 1) * x.group)
-    q_HTD = x.q_BHTD[b, heads, rows].float()
-    shape = (1, x.group, *k_JD.shape)
-    return scaled_dot_product_attention(
-        q_HTD[None],
-        k_JD[None, None].expand(shape),
-        v_JD[None, None].expand(shape),
-        attn_mask=bias_TJ,
-        scale=x.scale,
-    )[0]
+    return attend_keys(x.q_BHTD[b, heads, rows], k_JD, v_JD, bias_TJ, x.scale)
 
 
 def kernel_attend(

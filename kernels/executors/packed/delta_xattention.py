@@ -9,14 +9,13 @@ import math
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from ...constants import BLOCK
 from ...interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask, runs_on_cpu
 from ...options import DeltaXAttentionOptions
 from ...selectors.rules.rule import ROUNDING
 from ..block_sparse import keys_of
-from ..inputs import check_mask
+from ..inputs import attend_keys, check_mask
 from .delta_kv import cpu_pack_head
 from .delta_xattention_kernel import kernel_attend, kernel_exact_table
 from .runs import PackedRuns
@@ -74,32 +73,27 @@ class DeltaXAttentionExecutor:
 
 
 def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """bool, laid out as the mask's index: exact entries. Undefined past the count."""
+    """bool, laid out as the mask's index: a list's diagonal (last), and others that score like the
+    ceil(exact_share * others)-th highest. Undefined past the count."""
     assert mask.score_BHNM is not None
     exact_BHNM = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
-    for b, h, n in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():
-        count = int(mask.count_BHN[b, h, n])
-        exact_BHNM[b, h, n, :count] = exact_entries(mask.score_BHNM[b, h, n, :count], exact_share)
+    lists = zip(
+        exact_BHNM.flatten(0, 2), mask.score_BHNM.flatten(0, 2), mask.count_BHN.flatten(), strict=True
+    )
+    for exact_M, score_M, count in lists:
+        others = int(count) - 1
+        exact_M[others] = True
+        wanted = math.ceil(exact_share * others * ROUNDING)
+        if wanted > 0:
+            exact_M[:others] = score_M[:others] >= score_M[:others].topk(wanted).values[-1]
     return exact_BHNM
-
-
-def exact_entries(score_M: torch.Tensor, exact_share: float) -> torch.Tensor:
-    """bool (entries): a list's exact tiles. These are the diagonal (last) and others that score like the
-    ceil(exact_share * others)-th highest."""
-    exact_M = torch.zeros(score_M.shape, dtype=torch.bool)
-    exact_M[-1] = True
-    others = score_M.numel() - 1
-    wanted = math.ceil(exact_share * others * ROUNDING)
-    if wanted > 0:
-        exact_M[:-1] = score_M[:-1] >= score_M[:-1].topk(wanted).values[-1]
-    return exact_M
 
 
 def cpu_attend(
     x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float, means: bool
 ) -> torch.Tensor:
     """Kept tiles: `exact_share` of them and the diagonal exact, the rest over their runs."""
-    assert mask.score_BHNM is not None
+    exact_BHNM = cpu_exact_table(mask, exact_share)
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()
     for b in range(x.q_BHTD.shape[0]):
@@ -111,7 +105,7 @@ def cpu_attend(
             for n in range(x.query_blocks):
                 count = counts[b][h][n]
                 tile_M = mask.index_BHNM[b, h, n, :count].long()
-                exact_M = exact_entries(mask.score_BHNM[b, h, n, :count], exact_share)
+                exact_M = exact_BHNM[b, h, n, :count]
                 rows = slice(n * BLOCK, min((n + 1) * BLOCK, x.q_BHTD.shape[2]))
                 lesser = _runs_of(tile_M[~exact_M], offset_M)
                 out = _attend_block(x, b, h, rows, tile_M[exact_M], [part[lesser] for part in packed])
@@ -144,11 +138,7 @@ def _attend_block(
     bias_TJ = torch.zeros(position_T1.numel(), key_J.numel())
     bias_TJ.masked_fill_(key_J > position_T1, float("-inf"))
     weight_TP = length_P.log().expand(position_T1.numel(), -1)
-    g = h // x.group
-    return scaled_dot_product_attention(
-        x.q_BHTD[b : b + 1, h : h + 1, rows].float(),
-        torch.cat([keys_PD, x.k_BGSD[b, g].index_select(0, key_J).float()])[None, None],
-        torch.cat([values_PD, x.v_BGSD[b, g].index_select(0, key_J).float()])[None, None],
-        attn_mask=torch.cat([weight_TP, bias_TJ], dim=1),
-        scale=x.scale,
-    )[0, 0]
+    k_JD, v_JD = (kv[b, h // x.group].index_select(0, key_J).float() for kv in (x.k_BGSD, x.v_BGSD))
+    k_JD, v_JD = torch.cat([keys_PD, k_JD]), torch.cat([values_PD, v_JD])
+    mask_TJ = torch.cat([weight_TP, bias_TJ], dim=1)
+    return attend_keys(x.q_BHTD[b, h : h + 1, rows], k_JD, v_JD, mask_TJ, x.scale)[0]

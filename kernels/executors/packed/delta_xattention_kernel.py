@@ -47,7 +47,7 @@ def exact_kernel(
 
 
 def kernel_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """`delta_xattention.exact_entries` of every list, laid out as the mask's index. No host sync."""
+    """`delta_xattention.cpu_exact_table` on the GPU, without a host sync."""
     assert mask.score_BHNM is not None
     score_BHNM = mask.score_BHNM.contiguous()
     exact_BHNM = torch.empty(score_BHNM.shape, dtype=torch.bool, device=score_BHNM.device)

@@ -19,8 +19,8 @@ SCAN = {
 }
 
 SCAN_CASES = [
-    (anchor_scan._scan_kernel, SCAN, {"CHUNK": BLOCK, "D": 64, "METRIC": anchor_scan._METRICS["euclidean"]}),
-    (anchor_scan._scan_kernel, SCAN, {"CHUNK": 512, "D": 128, "METRIC": anchor_scan._METRICS["cosine"]}),
+    (anchor_scan._scan_kernel, SCAN, {"CHUNK": BLOCK, "D": 64, "METRIC": anchor_scan.METRICS["euclidean"]}),
+    (anchor_scan._scan_kernel, SCAN, {"CHUNK": 512, "D": 128, "METRIC": anchor_scan.METRICS["cosine"]}),
 ]
 
 
