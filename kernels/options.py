@@ -40,20 +40,10 @@ def min_tokens() -> int:
     return option(4096, 0, 1 << 20, "prompts of at most this many tokens use dense attention")
 
 
-def _tau(default: float = 0.9) -> float:
-    return option(default, 0.01, 1.0, "cumulative probability mass of the kept tiles")
-
-
-def _outside(default: bool = False) -> bool:
-    return option(default, 0, 1, "count tau outside sink and window")
-
-
-def _sink(default: int = 1) -> int:
-    return option(default, 1, 1 << 20, "tokens at the start that every query attends to")
-
-
-def _window(default: int = 1) -> int:
-    return option(default, 1, 1 << 20, "most recent tokens that every query attends to")
+_TAU = 0.01, 1.0, "cumulative probability mass of the kept tiles"
+_OUTSIDE = 0, 1, "count tau outside sink and window"
+_SINK = 1, 1 << 20, "tokens at the start that every query attends to"
+_WINDOW = 1, 1 << 20, "most recent tokens that every query attends to"
 
 
 @dataclass(frozen=True)
@@ -65,8 +55,8 @@ class DenseOptions:
 class StreamingOptions:
     """StreamingLLM (Xiao et al. 2023), section 3.2. In tokens; a query may see up to 127 keys more."""
 
-    sink: int = _sink(128)
-    window: int = _window(2048)
+    sink: int = option(128, *_SINK)
+    window: int = option(2048, *_WINDOW)
     min_tokens: int = min_tokens()
 
 
@@ -81,12 +71,12 @@ class ScoredOptions:
         KernelInputError: both `share` and `density` are given.
     """
 
-    tau: float = _tau()
-    outside: bool = _outside()
+    tau: float = option(0.9, *_TAU)
+    outside: bool = option(False, *_OUTSIDE)
     density: float = option(0.0, 0.0, 1.0, "a level of the model's profile, in place of tau; 0: none")
     share: float = option(0.0, 0.0, 1.0, "of each row's causal tiles to keep, in place of tau; 0: by tau")
-    sink: int = _sink()
-    window: int = _window()
+    sink: int = option(1, *_SINK)
+    window: int = option(1, *_WINDOW)
     min_tokens: int = min_tokens()
 
     def __post_init__(self) -> None:
@@ -119,9 +109,9 @@ class AntidiagonalOptions(ScoredOptions):
 class AnchorsOptions(ScoredOptions):
     """DPXA (DeltaAttention, section 4.3) as docs/decisions/0003 and 0008 change it."""
 
-    tau: float = _tau(0.8)
-    outside: bool = _outside(True)
-    window: int = _window(512)
+    tau: float = option(0.8, *_TAU)
+    outside: bool = option(True, *_OUTSIDE)
+    window: int = option(512, *_WINDOW)
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
     q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
     k_anchors: int = option(32, 8, 64, "key anchors per block", (8, 16, 32, 64))

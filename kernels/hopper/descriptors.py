@@ -28,10 +28,3 @@ def layout_of(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
     types = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
     element = types[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(shape), element)
-
-
-def descriptor_type(dtype: torch.dtype, *shape: int) -> str:
-    """The type of such a descriptor in COMPILE_CASES."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    name = {**names, torch.float8_e4m3fn: "fp8e4nv"}[dtype]
-    return f"tensordesc<{name}{list(shape)},{layout_of(dtype, *shape)!r}>"

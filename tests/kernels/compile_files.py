@@ -1,7 +1,7 @@
 """Compiles files' COMPILE_CASES for sm_90 and prints what came out, one JSON line a case, or one with the
 error that a file's compilation ended with.
 
-Run as a script, without TRITON_INTERPRET, by test_compile_sm90.py: `compile_files.py FILE…`.
+Run without TRITON_INTERPRET by test_compile_sm90.py: `python -m tests.kernels.compile_files FILE…`.
 """
 
 from __future__ import annotations

@@ -70,9 +70,8 @@ def test_no_two_kernels_share_a_name() -> None:
 def records() -> list[dict[str, Any]]:
     """Of all files, compiled in one process: it imports torch and Triton once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_files.py")
-    command = [sys.executable, str(script), *map(str, CASES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.kernels.compile_files", *map(str, CASES)]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 

@@ -66,17 +66,16 @@ def cpu_pack_head(
     float32.
 
     Args:
-        start_P: first rows of the runs, which cover positions start_P[0] .. end-1. They are the anchors.
+        start_P: first rows of the runs, which cover positions 0 .. end-1. They are the anchors.
         means: of a run's rows; else the anchor's own (DeltaAttention, section 4.1.2).
     """
     length_P = torch.diff(start_P, append=start_P.new_tensor([end]))
     if not means:
         return k_SD[start_P.long()].float(), v_SD[start_P.long()].float(), length_P.float()
-    first = int(start_P[0])
     run_S = torch.repeat_interleave(torch.arange(start_P.numel()), length_P.long())
     zeros_PD = torch.zeros(start_P.numel(), k_SD.shape[1])
-    values_PD = (zeros_PD.index_add(0, run_S, v_SD[first:end].float()) / length_P[:, None]).to(v_SD.dtype)
-    keys_PD = (zeros_PD.index_add(0, run_S, k_SD[first:end].float()) / length_P[:, None]).to(k_SD.dtype)
+    values_PD = (zeros_PD.index_add(0, run_S, v_SD[:end].float()) / length_P[:, None]).to(v_SD.dtype)
+    keys_PD = (zeros_PD.index_add(0, run_S, k_SD[:end].float()) / length_P[:, None]).to(k_SD.dtype)
     return keys_PD.float(), values_PD.float(), length_P.float()
 
 
@@ -90,14 +89,11 @@ def cpu_attend(
         for g in range(x.k_BGSD.shape[1]):
             heads = slice(g * x.group, (g + 1) * x.group)
             offset_C = state.offset_BGC[b, g].tolist()
-            packed = None
-            if chunks_N[-1] > 0:
-                start_P = state.start_BGP[b, g, : offset_C[chunks_N[-1]]]
-                end = chunks_N[-1] * chunk
-                packed = cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end, means=means)
+            start_P, end = state.start_BGP[b, g, : offset_C[chunks_N[-1]]], chunks_N[-1] * chunk
+            packed = cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end, means=means)
             for n, done in enumerate(chunks_N):
                 rows = slice(n * BLOCK, min((n + 1) * BLOCK, x.q_BHTD.shape[2]))
-                kept = None if packed is None else tuple(part[: offset_C[done]] for part in packed)
+                kept = tuple(part[: offset_C[done]] for part in packed)
                 out = _attend_block(x, b, g, rows, exact_from=done * chunk, packed=kept, counts=counts)
                 out_BHTD[b, heads, rows] = out.to(out_BHTD.dtype)
     return out_BHTD
@@ -110,7 +106,7 @@ def _attend_block(
     rows: slice,
     *,
     exact_from: int,
-    packed: tuple[torch.Tensor, ...] | None,
+    packed: tuple[torch.Tensor, ...],
     counts: bool,
 ) -> torch.Tensor:
     """One query block of a group's heads: packed rows, then exact keys exact_from .. the last row's own."""
@@ -119,11 +115,10 @@ def _attend_block(
     position_T1 = torch.arange(x.q_start + rows.start, end)[:, None]
     seen = torch.arange(exact_from, end) <= position_T1
     bias_TJ = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
-    if packed is not None:
-        keys_PD, values_PD, length_P = packed
-        k_JD, v_JD = torch.cat([keys_PD, k_JD.float()]), torch.cat([values_PD, v_JD.float()])
-        weight_P = length_P.log() if counts else torch.zeros_like(length_P)
-        bias_TJ = torch.cat([weight_P.expand(seen.shape[0], -1), bias_TJ], dim=1)
+    keys_PD, values_PD, length_P = packed
+    k_JD, v_JD = torch.cat([keys_PD, k_JD.float()]), torch.cat([values_PD, v_JD.float()])
+    weight_P = length_P.log() if counts else torch.zeros_like(length_P)
+    bias_TJ = torch.cat([weight_P.expand(seen.shape[0], -1), bias_TJ], dim=1)
     heads = slice(g * x.group, (g + 1) * x.group)
     return attend_keys(x.q_BHTD[b, heads, rows], k_JD, v_JD, bias_TJ, x.scale)
 

@@ -101,7 +101,8 @@ def cpu_attend(
             g = h // x.group
             if h % x.group == 0:
                 offset_M = state.offset_BGC[b, g, : state.chunks + 1].long()
-                packed = _packed(x, state, b, g, int(offset_M[-1]), means)
+                start_P, end = state.start_BGP[b, g, : int(offset_M[-1])], state.chunks * BLOCK
+                packed = cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end, means=means)
             for n in range(x.query_blocks):
                 count = counts[b][h][n]
                 tile_M = mask.index_BHNM[b, h, n, :count].long()
@@ -111,17 +112,6 @@ def cpu_attend(
                 out = _attend_block(x, b, h, rows, tile_M[exact_M], [part[lesser] for part in packed])
                 out_BHTD[b, h, rows] = out.to(out_BHTD.dtype)
     return out_BHTD
-
-
-def _packed(
-    x: AttentionInput, state: PackedRuns, b: int, g: int, runs: int, means: bool
-) -> tuple[torch.Tensor, ...]:
-    if runs == 0:
-        nothing = torch.zeros(0, x.q_BHTD.shape[3])
-        return nothing, nothing, torch.zeros(0)
-    end = state.chunks * BLOCK
-    start_P = state.start_BGP[b, g, :runs]
-    return cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end, means=means)
 
 
 def _runs_of(tile_M: torch.Tensor, offset_M: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.hopper.descriptors import descriptor_type
 from deltafront.kernels.selectors.anchors import hopper_launch, scores, summary
+from tests.kernels.descriptor_types import descriptor_type
 
 
 def hopper_case(

@@ -11,8 +11,8 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.executors import flash
 from deltafront.kernels.executors.hopper import launch as hopper
 from deltafront.kernels.executors.packed import delta_xattention_kernel, pack
-from deltafront.kernels.hopper.descriptors import descriptor_type
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
+from tests.kernels.descriptor_types import descriptor_type
 
 FLASH_STRIDES = [f"stride_{name}" for name in "qb qh qr kb kg ks vb vg vs ob oh or pb pg pp ib ih in".split()]
 

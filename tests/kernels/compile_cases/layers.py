@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from deltafront.kernels.hopper.descriptors import descriptor_type
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
 from deltafront.kernels.layers import fp8, linear_hopper_launch, norm, rope, swiglu
+from tests.kernels.descriptor_types import descriptor_type
 
 FP8_TYPES = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 
