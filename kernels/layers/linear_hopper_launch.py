@@ -6,8 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..hopper.descriptors import TileDescriptor
-from ..hopper.device import is_hopper, multiprocessors
+from ..hopper.host import TileDescriptor, is_hopper, multiprocessors
 from ..hopper.layouts import WARPGROUP_ROWS
 from ..launches import Launcher, cdiv
 from .linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel

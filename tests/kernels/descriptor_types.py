@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from deltafront.kernels.hopper.descriptors import layout_of
+from deltafront.kernels.hopper.host import layout_of
 
 
 def descriptor_type(dtype: torch.dtype, *shape: int) -> str:

@@ -7,8 +7,7 @@ from functools import cache
 import torch
 
 from ...constants import BLOCK, LOG2E
-from ...hopper.descriptors import TileDescriptor
-from ...hopper.device import is_hopper, multiprocessors
+from ...hopper.host import TileDescriptor, is_hopper, multiprocessors
 from ...hopper.layouts import WARPGROUP_ROWS
 from ...interface import AttentionInput, TileMask
 from ...launches import Launcher, cdiv, next_power_of_2, strides

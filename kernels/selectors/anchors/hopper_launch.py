@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ...constants import BLOCK, LOG2E
-from ...hopper.descriptors import TileDescriptor
-from ...hopper.device import multiprocessors
+from ...hopper.host import TileDescriptor, multiprocessors
 from ...hopper.layouts import WARPGROUP_ROWS
 from ...interface import AttentionInput
 from ...launches import Launcher, cdiv, strides
@@ -76,9 +75,7 @@ def key_tiles(keys: BlockAnchors) -> tuple[TileDescriptor, TileDescriptor]:
     return TileDescriptor(vector, *in_pairs, pairs), TileDescriptor(count, *in_fours, fours)
 
 
-@cache
-def plan_of(dim: int, q_slots: int, k_slots: int, weighted: bool) -> ScorePlan:
-    return ScorePlan(dim, q_slots, k_slots, weighted)
+plan_of = cache(ScorePlan)
 
 
 def splits_of(programs: int, steps: int, multiprocessors: int) -> int:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...constants import BLOCK, LOG2E
-from ...hopper.device import is_hopper
+from ...hopper.host import is_hopper
 from ...interface import AttentionInput
 from ...launches import strides
 from ..rules.kernel import fast_log2, in_16_bits

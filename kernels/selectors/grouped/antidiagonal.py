@@ -11,8 +11,7 @@ from torch.nn import functional
 from ...constants import BLOCK
 from ...interface import AttentionInput, KernelInputError
 from ...options import AntidiagonalOptions
-from .kernel import Groups, pack
-from .packing import Grouping, own_logits
+from .kernel import Grouping, Groups, own_logits, pack
 from .selector import GroupedSelector, per_query_head, tile_scores
 
 

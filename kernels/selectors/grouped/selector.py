@@ -16,8 +16,7 @@ from ...interface import AttentionInput, KernelInputError, Phase
 from ...options import NaiveOptions
 from ..rules.sums import Sums
 from ..scored import ScoredSelector, SlabSums
-from .kernel import Groups, log_sums, pack
-from .packing import Grouping
+from .kernel import Grouping, Groups, log_sums, pack
 
 
 class GroupedSelector(ScoredSelector):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from deltafront.kernels import anchor_scan
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.selectors.grouped import kernel as grouped
-from deltafront.kernels.selectors.grouped import packing
 from deltafront.kernels.selectors.rules import kernel as rule
 from deltafront.kernels.selectors.rules.rule import LEVELS
 
@@ -66,11 +65,11 @@ OWN = {
 
 PACKING_CASES = [
     (
-        packing._pack_kernel,
+        grouped._pack_kernel,
         PACK,
         {"D": 128, "STEP": 8, "SLOTS": 8, "REVERSED": True, "LIMIT": 448.0, "ROWS": 64},
     ),
-    (packing._own_kernel, OWN, {"D": 128, "STEP": 8, "ROWS": 32}),
+    (grouped._own_kernel, OWN, {"D": 128, "STEP": 8, "ROWS": 32}),
 ]
 
 

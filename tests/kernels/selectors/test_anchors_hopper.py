@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.hopper.device import is_hopper
+from deltafront.kernels.hopper.host import is_hopper
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors, SideSettings
 from deltafront.kernels.selectors.anchors.hopper_launch import key_tiles, launch, splits_of

@@ -1,4 +1,5 @@
-"""Descriptors of tensors for Hopper's copy engine (TMA)."""
+"""What launches of Hopper kernels need on the host: answers about the device, and descriptors of tensors for
+the copy engine (TMA)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,16 @@ from functools import cache
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
