@@ -6,7 +6,7 @@ Noise depends on (seed, position, token id) alone, so a stream is the same in an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,8 +42,8 @@ class SamplingRows:
         )
 
     def first(self, count: int, *, draws: bool, filters: bool) -> SamplingRows:
-        rows = (self.drawn_R, self.temperature_R1, self.seed_R, self.top_k_R, self.top_p_R1)
-        return SamplingRows(*(x[:count] for x in rows), draws=draws, filters=filters)
+        rows = {name: x[:count] for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return replace(self, **rows, draws=draws, filters=filters)
 
 
 def sample(

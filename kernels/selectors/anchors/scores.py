@@ -131,13 +131,14 @@ def score_sums(
     tiles = triton.cdiv(blocks * x.group * form.q.cap, _TILE)
     steps = columns * form.k.cap // _TILE
     splits = max(1, min(_PROGRAMS // (tiles * batch * kv_heads), steps // _LEAST_STEPS))
-    tables = (queries.vector_BGMAD, queries.first_BGMA, queries.count_BGMA)
-    tables += (keys.vector_BGMAD, keys.first_BGMA, keys.count_BGMA)
+    query_tables = (queries.vector_BGMAD, queries.first_BGMA, queries.count_BGMA)
+    key_tables = (keys.vector_BGMAD, keys.first_BGMA, keys.count_BGMA)
     table_strides = (*strides(keys.vector_BGMAD, keys.count_BGMA, dims=2), *strides(part, dims=4))
     sizes = (kv_heads, x.group, x.query_blocks, x.first_block, first_row, blocks)
     for diagonal in (False, True):
         _score_kernel[(tiles, batch * kv_heads, 1 if diagonal else splits)](
-            *tables,
+            *query_tables,
+            *key_tables,
             part,
             *table_strides,
             *sizes,
