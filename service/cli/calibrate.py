@@ -233,11 +233,7 @@ def _show(calibration: Calibration, pages: dict[str, Any], as_json: bool) -> Non
 
 
 def _choose_delta_layers(
-    stack: LayerStack,
-    texts: list[Document],
-    pages: dict[str, Any],
-    layers: int,
-    dense_layers: int | None,
+    stack: LayerStack, texts: list[Document], pages: dict[str, Any], layers: int, dense_layers: int | None
 ) -> Calibration:
     from ...workers.calibration.delta_layer_search import refine
     from ...workers.calibration.delta_layers import calibrate
