@@ -50,7 +50,7 @@ def token() -> dict[str, str]:
 
 def loopback() -> dict[str, str]:
     """Variables that make Ray on one machine, and what its workers start, bind loopback."""
-    device = _loopback_device()
+    device = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USE_TLS": "0",
@@ -61,22 +61,16 @@ def loopback() -> dict[str, str]:
     }
 
 
-def _loopback_device() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
 @contextlib.contextmanager
 def at_loopback() -> Iterator[None]:
     """Apply the variables to this process's Ray, which may have been imported before they were set."""
+    from unittest.mock import patch
+
     from ray._private import ray_constants
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    read_token()
-    try:
+    with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        read_token()
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def read_token() -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from .ports import agent_ports
 
@@ -50,9 +51,9 @@ def slow_start(grpc_port: int) -> Iterator[None]:
         nodes.append(self)
 
     with (
-        _replaced(services, "get_node", get_node_patiently),
-        _replaced(parameter.RayParams, "__init__", init_with_ports),
-        _replaced(node.Node, "start_raylet", start_with_port_files),
+        patch.object(services, "get_node", get_node_patiently),
+        patch.object(parameter.RayParams, "__init__", init_with_ports),
+        patch.object(node.Node, "start_raylet", start_with_port_files),
     ):
         yield
 
@@ -76,20 +77,10 @@ def minimal_node() -> Iterator[None]:
         self.update(no_monitor=True)
 
     with (
-        _replaced(node.Node, "start_api_server", lambda *_args, **_kwargs: None),
-        _replaced(parameter.RayParams, "__init__", init_without_monitor),
+        patch.object(node.Node, "start_api_server", lambda *_args, **_kwargs: None),
+        patch.object(parameter.RayParams, "__init__", init_without_monitor),
     ):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def start_serve(http: Mapping[str, Any], grpc: Any) -> None:

@@ -1,8 +1,12 @@
-"""Waits until a service answers at its ports, or fails to start."""
+"""Waits until a service answers at its ports, or says in one line why it does not start.
+
+Serve reports a replica's error as nested tracebacks in a text. The last error in it is the reason.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -14,13 +18,26 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ..config import DoorConfig
 from ..listening import joined, reachable
 from .ports import public_ports
-from .start_errors import StartError, failure_reason, is_permanent
 
 _PERIOD_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(r"^(?P<kind>(?:\w+\.)*_*[A-Z]\w*(?:Error|Exception)): *(?!Traceback )(?P<message>\S.*)$")
+"""The last line of a traceback."""
+_OURS = "deltafront."
+_PERMANENT = set(
+    """AssertionError AttributeError FileNotFoundError ImportError KeyError MemoryError _ArrayMemoryError
+    ModuleNotFoundError NotImplementedError OutOfMemoryError TypeError ValueError""".split()
+)
+_DIED = {"ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError", "OwnerDiedError"}
+_LONGEST_REASON = 400
 
 Failure = Callable[[], str | None]
 """Says which of Ray's processes has ended."""
+
+
+class StartError(RuntimeError):
+    """The message is one line."""
 
 
 def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
@@ -87,3 +104,37 @@ def _accepts_connections(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def failure_reason(error: BaseException | str) -> str:
+    """The reason in one line."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    kind, message = _last_error(text)
+    if kind in _DIED:
+        return f"a process ended while the service started ({kind}); is there enough memory?"
+    if kind in ("GetTimeoutError", "RpcError"):
+        return f"Ray did not answer in time ({message})"
+    return message[:_LONGEST_REASON]
+
+
+def is_permanent(text: str) -> bool:
+    """Whether a retry would fail too: after our own errors and programming mistakes."""
+    errors = _errors(text)
+    return bool(errors) and (errors[-1][0].startswith(_OURS) or errors[-1][0].split(".")[-1] in _PERMANENT)
+
+
+def _last_error(text: str) -> tuple[str, str]:
+    """Kind and message. A third party's message begins with its kind."""
+    errors = _errors(text)
+    if not errors:
+        lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
+        return "", lines[-1] if lines else "no reason was given"
+    name, message = errors[-1]
+    kind = name.split(".")[-1].lstrip("_")
+    clear = name.startswith(_OURS) or kind in ("RuntimeError", "AssertionError")
+    return kind, message if clear else f"{kind}: {message}"
+
+
+def _errors(text: str) -> list[tuple[str, str]]:
+    lines = (line.strip() for line in _COLOUR.sub("", text).splitlines())
+    return [(match["kind"], match["message"]) for match in map(_ERROR.match, lines) if match]
