@@ -24,42 +24,31 @@ class WorkerState(NamedTuple):
 
 
 def state_of(stats: GroupStats | DecodeStats) -> WorkerState:
-    common = WorkerState(
-        usage=1 - stats.pages_free / stats.pages_total if stats.pages_total else 0.0,
-        pages_free=stats.pages_free,
-        pages_total=stats.pages_total,
-        running=stats.running,
-        waiting=stats.waiting,
-        up=1,
-        draining=int(stats.draining),
-    )
-    if isinstance(stats, DecodeStats):
-        return common._replace(sessions=stats.sessions)
-    return common._replace(queue_tokens=stats.waiting_tokens, tokens_per_second=stats.tokens_per_second)
+    known = {name: value for name, value in vars(stats).items() if name in WorkerState._fields}
+    usage = 1 - stats.pages_free / stats.pages_total if stats.pages_total else 0.0
+    return WorkerState(usage=usage, queue_tokens=getattr(stats, "waiting_tokens", 0), up=1, **known)
 
 
 class WorkerGauges:
-    def __init__(self, gauge: Callable[[str, str, tuple[str, ...]], Any]) -> None:
+    def __init__(self, gauge: Callable[..., Any]) -> None:
         self._gauge = gauge
         self._known: set[str] = set()
-        by = ("worker",)
         self._gauges = [  # in the order of WorkerState
-            self._gauge("kv_cache_usage_ratio", "K/V pages in use", by),
-            self._gauge("kv_pages_free", "K/V pages that nobody holds", by),
-            self._gauge("kv_pages", "K/V pages, held or not", by),
-            self._gauge("num_requests_running", "Requests that a worker computes", by),
-            self._gauge("num_requests_waiting", "Requests that wait in a worker", by),
-            self._gauge("sessions", "Sessions that a decode worker holds", by),
-            self._gauge("queue_tokens", "Prompt tokens that a prefill group has yet to read", by),
-            self._gauge("prefill_tokens_per_second", "How fast a prefill group reads, lately", by),
-            self._gauge("worker_up", "1 for a worker that answers, 0 for one that did", by),
-            self._gauge("worker_draining", "1 for a worker that ends what it has and goes", by),
+            self._gauge("kv_cache_usage_ratio", "K/V pages in use", "worker"),
+            self._gauge("kv_pages_free", "K/V pages that nobody holds", "worker"),
+            self._gauge("kv_pages", "K/V pages, held or not", "worker"),
+            self._gauge("num_requests_running", "Requests that a worker computes", "worker"),
+            self._gauge("num_requests_waiting", "Requests that wait in a worker", "worker"),
+            self._gauge("sessions", "Sessions that a decode worker holds", "worker"),
+            self._gauge("queue_tokens", "Prompt tokens that a prefill group has yet to read", "worker"),
+            self._gauge("prefill_tokens_per_second", "How fast a prefill group reads, lately", "worker"),
+            self._gauge("worker_up", "1 for a worker that answers, 0 for one that did", "worker"),
+            self._gauge("worker_draining", "1 for a worker that ends what it has and goes", "worker"),
         ]
-
         self._compilations = self._gauge(
             "kernel_compilations",
             "Forms of kernels compiled, or loaded from disk: in warm-up, or while requests may wait",
-            ("worker", "phase"),
+            "worker phase",
         )
 
     def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:

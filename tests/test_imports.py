@@ -52,9 +52,8 @@ ROOMS = {
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.tracing workers.model.directory
         workers.model.calibrated""",
-    "service.metrics": "workers.messages service.errors service.gauges service.scrape",
+    "service.metrics": "workers.messages service.errors service.gauges",
     "service.gauges": "workers.messages",
-    "service.scrape": "",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
     "service.request": """workers.messages workers.roles workers.settings workers.model.directory
         workers.model.calibrated service.errors service.config service.metrics service.tracing
@@ -90,7 +89,7 @@ HOMES = {
     "grpc_health": "service.door service.local",
     "google": "service.door",
     "starlette": "service.door service.app",
-    "prometheus_client": "service.metrics service.scrape",
+    "prometheus_client": "service.metrics",
     "opentelemetry": "service.tracing workers.tracing",
     "PIL": "service.cli.drawing",
     "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",
