@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -72,7 +73,8 @@ class DecodedRows:
             sparse = layer not in delta_layers and layer not in dense
             out_RHD, weights_GJRS = self._attend(layer, q_RHD, k_RGD, v_RGD, selected_RS if sparse else None)
             if layer in delta_layers:
-                selected_RS = self._selected(weights_GJRS, budget, recency)
+                selected_RP = selected_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
+                selected_RS = selected_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
             return out_RHD
 
         hidden_RC = self._stack.forward(
@@ -106,28 +108,18 @@ class DecodedRows:
         out_GJRD += weights_GJRS[..., row_R, place_R][..., None] * changed_GRD[:, None]
         return out_GJRD.flatten(0, 1).transpose(0, 1).to(q_RHD.dtype), weights_GJRS
 
-    def _selected(self, weights_GJRS: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
-        selected_RP = selected_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
-        return selected_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
-
 
 def refine(
     stack: LayerStack,
     texts: Sequence[Document],
     calibration: Calibration,
     dense_layers: int,
-    *,
-    budget: int,
-    recency: int,
-    full_layers: Collection[int],
-    tell: Callable[[str], None] = lambda _what: None,
+    **options: Any,
 ) -> Calibration:
-    """Replace Δ-layers by those of a `search`. It keeps the K/V of all texts on the device."""
+    """Replace Δ-layers by those of a `search` with these options. All texts' K/V stays on the device."""
     read = [DecodedRows(stack, text) for text in texts]
     loss_LL = torch.tensor(calibration.losses, dtype=torch.float64)
-    delta_layers, cost = search(
-        read, loss_LL, dense_layers, budget=budget, recency=recency, full_layers=full_layers, tell=tell
-    )
+    delta_layers, cost = search(read, loss_LL, dense_layers, **options)
     return replace(calibration, delta_layers=delta_layers, divergence=cost)
 
 

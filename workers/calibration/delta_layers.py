@@ -56,16 +56,13 @@ def calibrate(
     """
     if not 0 < recency < budget:
         raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
-    read = [with_answers(text) for text in texts]
-    for ids, _answers in read:
-        if len(ids) > stack.config.positions:
-            raise ValueError(
-                f"{len(ids)} tokens are more than the model's {stack.config.positions} positions"
-            )
+    read, positions = [with_answers(text) for text in texts], stack.config.positions
+    if (longest := max(len(ids) for ids, _answers in read)) > positions:
+        raise ValueError(f"{longest} tokens are more than the model's {positions} positions")
     each = []
     for ids, answers in read:
-        positions = query_positions(len(ids), answers)
-        each.append(losses(attention_maps(stack, ids, positions), positions, budget, recency))
+        places = query_positions(len(ids), answers)
+        each.append(losses(attention_maps(stack, ids, places), places, budget, recency))
     mean_LL = torch.stack(each).mean(0)
     table = tuple(tuple(row) for row in mean_LL.tolist())
     return Calibration(choose(mean_LL, count, full_layers), table, tuple(len(ids) for ids, _answers in read))
