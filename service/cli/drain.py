@@ -35,7 +35,9 @@ def drain_command(
 ) -> None:
     """Have Ray move what runs on this node, and wait until nothing is left (a pod's preStop)."""
     try:
-        local = {node_id} if node_id else _local_nodes()
+        from ray._private.services import find_node_ids
+
+        local = {node_id} if node_id else set(find_node_ids())
         left = drain_node(RayHead(), local, deadline_s, _say)
     except DrainError as error:
         fail(str(error))
@@ -87,12 +89,6 @@ def _count_by_class(actors: Sequence[str]) -> str:
 
 def _say(line: str) -> None:
     err.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _local_nodes() -> set[str]:
-    from ray._private.services import find_node_ids
-
-    return set(find_node_ids())
 
 
 class RayHead:

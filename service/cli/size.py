@@ -8,9 +8,9 @@ from __future__ import annotations
 import json as json_format
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -31,23 +31,21 @@ RESERVE_GIB = 8.0
 """
 
 
-def _llama(layers: int, hidden: int, intermediate: int, q_heads: int) -> ModelConfig:
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        q_heads=q_heads,
-        kv_heads=8,
-        head_dim=128,
-        vocab=128_256,
-        positions=131_072,
-        rms_eps=1e-5,
-        rope=RopeConfig(500_000.0),
-    )
-
-
-SHAPES: Mapping[str, ModelConfig] = {"8b": _llama(32, 4096, 14_336, 32), "70b": _llama(80, 8192, 28_672, 64)}
+_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    layers=32,
+    hidden=4096,
+    intermediate=14_336,
+    q_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128_256,
+    positions=131_072,
+    rms_eps=1e-5,
+    rope=RopeConfig(500_000.0),
+)
+_70B = replace(_8B, layers=80, hidden=8192, intermediate=28_672, q_heads=64)
+SHAPES: Mapping[str, ModelConfig] = {"8b": _8B, "70b": _70B}
 """Llama 3.1. A name may stand for a model directory."""
 
 
@@ -227,14 +225,14 @@ def size_command(
         fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
     if quantisation is not None and quantisation not in get_args(Quantisation):
         fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
+    how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "stages": stages}
+    how["reserve_gib"] = reserve_gib
     try:
         sizings = [
-            sizing(name, _shape(name), length, concurrency, gpu_gib, dtype=cast(Dtype, dtype),
-                   quantisation=cast(Quantisation | None, quantisation), stages=stages,
-                   reserve_gib=reserve_gib)
+            sizing(name, _shape(name), length, concurrency, gpu_gib, **how)
             for name in models or SHAPES
             for length in tokens
-        ]  # fmt: skip
+        ]
     except (ModelError, ValueError) as error:
         fail(str(error))
     if json:
