@@ -45,14 +45,14 @@ from ..workers.tracing import CONSOLE
 
 _WARM_UP_TOKENS = 256
 
-_DOOR_FILES = ("tokens_file", "tls_certificate", "tls_key", "tls_client_ca")
-
 _ID_MARKS = "._:/+-"
 MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_ID_MARKS)}]*")
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Host = Annotated[str, AfterValidator(lambda given: str(ipaddress.ip_address(given)))]
 """An IP address of this machine; `0.0.0.0` or `::` for all."""
+File = Annotated[Path, AfterValidator(lambda path, info: Path((info.context or {}).get("folder", "")) / path)]
+"""A relative path begins at the configuration file's folder."""
 
 
 class ConfigError(ValueError):
@@ -93,16 +93,16 @@ class DoorConfig:
     """Requests that one door has not tokenised yet. They take six times as much memory. More get
     RESOURCE_EXHAUSTED. One caller's long texts get at most half.
     """
-    tokens_file: Path | None = None
+    tokens_file: File | None = None
     """Bearer tokens (`service/door/auth.py`). Without it anybody may call and use any session."""
     token_requests: Count | None = None
     """Prompts and answers that one bearer token may have at once, unless its line says otherwise."""
     token_tokens: Count | None = None
     """Tokens of K/V, sessions included, that one bearer token may hold, unless its line says otherwise."""
-    tls_certificate: Path | None = None
+    tls_certificate: File | None = None
     """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
+    tls_key: File | None = None
+    tls_client_ca: File | None = None
     """PEM. With it clients need a certificate that it signed."""
     tls_port: Port = 9443
     tls_only: bool = True
@@ -144,7 +144,7 @@ class ServiceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
-        problems = [*self._method_problems(), *self._replica_problems(), *self._contradictions()]
+        problems = [*self._method_problems(), *self._contradictions()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -178,15 +178,12 @@ class ServiceConfig(BaseModel):
             if options or name not in (*named, self.door.default_method):
                 yield "prefill.warm_up", name, options
 
-    def _replica_problems(self) -> Iterator[str]:
-        prefill, decode = self.prefill, self.decode
+    def _contradictions(self) -> Iterator[str]:
+        prefill, decode, door = self.prefill, self.decode, self.door
         if prefill.max_groups is not None and prefill.max_groups < prefill.groups:
             yield f"prefill.max_groups = {prefill.max_groups}: must be at least prefill.groups"
         if decode.max_workers is not None and decode.max_workers < decode.workers:
             yield f"decode.max_workers = {decode.max_workers}: must be at least decode.workers"
-
-    def _contradictions(self) -> Iterator[str]:
-        prefill, decode, door = self.prefill, self.decode, self.door
         if prefill.cache_tokens < prefill.chunk_tokens:
             yield f"prefill.cache_tokens = {prefill.cache_tokens}: must be at least prefill.chunk_tokens"
         if prefill.stall_s <= self.handoff.ack_timeout_s:
@@ -281,7 +278,7 @@ def parse(
         folder: Relative paths begin here.
     """
     try:
-        return ServiceConfig.model_validate(_with_profile(content, folder))
+        return ServiceConfig.model_validate(_with_profile(content, folder), context={"folder": folder or ""})
     except ModelError as error:
         raise ConfigError(f"{source}: model.profile: {error}") from None
     except ValidationError as error:
@@ -318,10 +315,7 @@ def load(path: Path) -> ServiceConfig:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys {', '.join(_keys(()))}")
-    config = parse(content, str(path), path.parent.resolve())
-    files = {key: getattr(config.door, key) for key in _DOOR_FILES}
-    absolute = {key: path.parent.resolve() / file for key, file in files.items() if file is not None}
-    return config.model_copy(update={"door": dataclasses.replace(config.door, **absolute)})
+    return parse(content, str(path), path.parent.resolve())
 
 
 def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:

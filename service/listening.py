@@ -91,11 +91,7 @@ def grpc_at_loopback() -> None:
     add = _server.Server.add_insecure_port
 
     def add_at_loopback(self: Any, address: str) -> int:
-        return int(add(self, _at_loopback(address)))
+        host, _, port = address.rpartition(":")
+        return int(add(self, f"{LOOPBACK}:{port}" if host.strip("[]") in _EVERYWHERE else address))
 
     _server.Server.add_insecure_port = add_at_loopback  # type: ignore[method-assign]
-
-
-def _at_loopback(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    return f"{LOOPBACK}:{port}" if host.strip("[]") in _EVERYWHERE else address
