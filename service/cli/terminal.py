@@ -72,11 +72,7 @@ def read_text(file: str) -> str:
     try:
         if file != "-":
             return Path(file).read_text(encoding="utf-8")
-        stdin = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
-        try:
-            return stdin.read()
-        finally:
-            stdin.detach()  # otherwise it closes standard input too
+        return io.StringIO(sys.stdin.buffer.read().decode(), newline=None).read()
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
 

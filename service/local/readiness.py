@@ -19,6 +19,7 @@ from ..config import DoorConfig
 from ..listening import joined, reachable
 from .ports import public_ports
 
+SERVING = health_pb2.HealthCheckResponse.SERVING
 _PERIOD_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -57,7 +58,7 @@ def wait_until_answering(door: DoorConfig, failure: Failure, start_s: float) -> 
     deadline = time.monotonic() + start_s
     address = joined(reachable(door.host), door.grpc_port)
     with grpc.insecure_channel(address) as channel:
-        while not _answers(channel):
+        while health(channel) is None:  # whether healthy or not
             _pause(failure, deadline, f"nothing answered at {address} for {start_s:g} s")
     for purpose, _key, host, port in public_ports(door):
         while not _accepts_connections(reachable(host), port):
@@ -88,14 +89,13 @@ def _deployment_failure(application: Any) -> str | None:
     return failure_reason(application.message) if failed else None
 
 
-def _answers(channel: grpc.Channel) -> bool:
-    """Whether a door answers, healthy or not."""
-    health = health_pb2_grpc.HealthStub(channel)
+def health(channel: grpc.Channel) -> int | None:
+    """A door's status. None if it does not answer."""
+    stub = health_pb2_grpc.HealthStub(channel)
     try:
-        health.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S).status)
     except grpc.RpcError:
-        return False
-    return True
+        return None
 
 
 def _accepts_connections(host: str, port: int) -> bool:
