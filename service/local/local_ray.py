@@ -108,7 +108,7 @@ def running(settings: ServiceConfig, make: Make | None = None) -> Iterator[RayPr
     prepare(settings)
     with (
         cleanup.service_folder() as folder,
-        _environment(ray_environment(settings, folder, haproxy_hosts(settings.door)) | listening.loopback()),
+        _environment(ray_environment(settings, folder) | listening.loopback()),
         listening.at_loopback(),
     ):
         import ray  # Ray reads its environment when it is imported
@@ -249,10 +249,8 @@ def check_gpus(settings: ServiceConfig, present: float) -> None:
         )
 
 
-def ray_environment(
-    settings: ServiceConfig, folder: Path, hosts: Mapping[int, str] = haproxy.AS_SERVE_SAYS
-) -> dict[str, str]:
-    """Variables to set before Ray starts. Writes HAProxy's program to `folder`, with these hosts."""
+def ray_environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
+    """Variables to set before Ray starts. Writes HAProxy's program to `folder`."""
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
         "SOCKET_PATH": "admin.sock",
@@ -260,7 +258,7 @@ def ray_environment(
         "SERVER_STATE_FILE": "server-state",
         "METRICS_SOCKET_PATH": "metrics.sock",
     }
-    haproxy.write(folder / "haproxy", hosts)
+    haproxy.write(folder / "haproxy", haproxy_hosts(settings.door))
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
