@@ -19,13 +19,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.messages.methods import (
-    DECODE_HEAD_DIMS,
-    PREFILL_HEAD_DIMS,
-    MethodError,
-    load_methods,
-    reads_whole_prompts,
-)
+from ..workers.messages import methods
 from ..workers.model.calibrated.levels import thresholds_for
 from ..workers.model.calibrated.profile import Profile
 from ..workers.model.directory.json_files import ModelError
@@ -152,16 +146,16 @@ class ServiceConfig(BaseModel):
     def _method_problems(self) -> Iterator[str]:
         for module in self.prefill.method_modules:  # these register names
             try:
-                load_methods(module)
-            except MethodError as error:
+                methods.load_methods(module)
+            except methods.MethodError as error:
                 yield f"prefill.method_modules: {error}"
         for key, name, options in self._named_methods:
             try:
                 spec = self.prefill.method(name, options)
-            except MethodError as error:
+            except methods.MethodError as error:
                 yield f"{key}: {error}"
             else:
-                if reads_whole_prompts(spec.name):
+                if methods.reads_whole_prompts(spec.name):
                     yield f"{key}: {name} reads whole prompts only, not chunks"
         for name in self.prefill.method_options:
             if "+" in name:
@@ -240,7 +234,15 @@ class ServiceConfig(BaseModel):
         problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
-        problems += self._head_problems(model.head_dim)
+        # A decode worker reads appended text with prefill's kernels.
+        heads = methods.PREFILL_HEAD_DIMS
+        both = tuple(dim for dim in methods.DECODE_HEAD_DIMS if dim in heads)
+        for key, part, dims in (("prefill", self.prefill, heads), ("decode", self.decode, both)):
+            if part.device == "cuda" and model.head_dim not in dims:
+                taken, own = ", ".join(map(str, dims)), model.head_dim
+                problems.append(
+                    f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {own}"
+                )
         widths = (model.hidden, model.intermediate, model.q_heads * model.head_dim)
         if self.model.quantisation is not None and any(width % 16 for width in widths):
             problems.append(f"model.quantisation: the model's widths {widths} must be multiples of 16")
@@ -251,18 +253,10 @@ class ServiceConfig(BaseModel):
         for key, name, options in self._named_methods:
             try:
                 thresholds_for(profile, self.prefill.method(name, options))
-            except MethodError as error:
+            except methods.MethodError as error:
                 problems.append(f"{key}: {error}")
         if problems:
             raise ConfigError("; ".join(problems))
-
-    def _head_problems(self, dim: int) -> Iterator[str]:
-        # A decode worker reads appended text with prefill's kernels.
-        both = tuple(dim for dim in DECODE_HEAD_DIMS if dim in PREFILL_HEAD_DIMS)
-        for key, part, dims in (("prefill", self.prefill, PREFILL_HEAD_DIMS), ("decode", self.decode, both)):
-            if part.device == "cuda" and dim not in dims:
-                taken = ", ".join(map(str, dims))
-                yield f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {dim}"
 
     def with_model(self, **changes: Any) -> ServiceConfig:
         return self.model_copy(update={"model": dataclasses.replace(self.model, **changes)})

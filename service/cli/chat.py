@@ -7,7 +7,6 @@ which failed and stopped questions are dropped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -49,8 +48,12 @@ def chat_command(
         conversation.read_document()
         try:
             while (question := _question()) is not None:
-                with _errors_shown(address):
+                try:
                     conversation.ask(question)
+                except DeltafrontError as error:
+                    terminal.show_error(terminal.with_advice(error, address))
+                except KeyboardInterrupt:
+                    err.print("\nstopped")
         finally:
             conversation.close()
 
@@ -121,16 +124,6 @@ def _question() -> str | None:
         except UnicodeDecodeError:
             terminal.fail("standard input cannot be read: it is not UTF-8 text")
     return question
-
-
-@contextlib.contextmanager
-def _errors_shown(address: str) -> Iterator[None]:
-    try:
-        yield
-    except DeltafrontError as error:
-        terminal.show_error(terminal.with_advice(error, address))
-    except KeyboardInterrupt:
-        err.print("\nstopped")
 
 
 def _message(role: str, content: str) -> Message:

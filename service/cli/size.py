@@ -114,7 +114,7 @@ def weight_bytes(
 def stage_bytes(
     model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
 ) -> int:
-    """Weights and K/V of the fullest prefill stage. Raises ModelError for more stages than layers."""
+    """Weights and K/V of the fullest stage. A decode worker is one. ModelError: more stages than layers."""
     room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
     sizes = []
     for stage, share in enumerate(model.split(stages)):
@@ -123,12 +123,6 @@ def stage_bytes(
         weights = weight_bytes(model, layers, dtype, quantisation, mlps=mlps, **ends)
         sizes.append(weights + room * model.kv_values(layers))
     return max(sizes)
-
-
-def decode_bytes(
-    model: ModelConfig, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
-) -> int:
-    return stage_bytes(model, 1, cache_tokens, dtype, quantisation)
 
 
 def sizing(
