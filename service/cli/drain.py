@@ -59,9 +59,7 @@ def drain_node(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Sequence[str]:
     """Drain the one node of `local` that Ray knows. Returns the classes of the actors left after deadline_s.
-
-    Raises:
-        DrainError: There is no such node, or several, or Ray refuses.
+    Raises DrainError if there is no such node, or several, or Ray refuses.
     """
     node, deadline, waiting_for = _find_node(head, local), clock() + deadline_s, ""
     if refusal := head.drain(node, deadline_s):

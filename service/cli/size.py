@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json as json_format
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -176,28 +176,22 @@ def sizing(
     )
 
 
-HEADER = (
-    "model", "context", "at once", "GPU GiB", "weights GiB", "K/V KiB a token", "pages", "K/V GiB",
-    "prefill", "decode", "GPUs",
-)  # fmt: skip
-
-
-def row(sized: Sizing) -> list[str]:
-    """The values under HEADER. Prefill is stages × GiB, decode is workers × GiB."""
+def row(sized: Sizing) -> dict[str, str]:
+    """Column → value. Prefill is stages × GiB, decode is workers × GiB."""
     workers, stage, decode = sized.decode_workers, sized.stage_bytes / GIB, sized.decode_bytes / GIB
-    return [
-        sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
-        f"{sized.tokens:,}",
-        str(sized.concurrency),
-        f"{sized.gpu_gib:g}",
-        f"{sized.weight_bytes / GIB:.1f}",
-        f"{sized.kv_token_bytes / 1024:g}",
-        f"{sized.pages:,}",
-        f"{sized.kv_bytes / GIB:.1f}",
-        f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
-        f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
-        "–" if sized.gpus is None else str(sized.gpus),
-    ]
+    return {
+        "model": sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
+        "context": f"{sized.tokens:,}",
+        "at once": str(sized.concurrency),
+        "GPU GiB": f"{sized.gpu_gib:g}",
+        "weights GiB": f"{sized.weight_bytes / GIB:.1f}",
+        "K/V KiB a token": f"{sized.kv_token_bytes / 1024:g}",
+        "pages": f"{sized.pages:,}",
+        "K/V GiB": f"{sized.kv_bytes / GIB:.1f}",
+        "prefill": f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
+        "decode": f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
+        "GPUs": "–" if sized.gpus is None else str(sized.gpus),
+    }
 
 
 def size_command(
@@ -234,15 +228,10 @@ def size_command(
             derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
             print(json_format.dumps(asdict(sized) | derived))
     else:
-        show(sizings)
-
-
-def show(sizings: Sequence[Sizing]) -> None:
-    """Print columns, since rows would be too wide for a terminal."""
-    table = Table(show_header=False)
-    for name, *values in zip(HEADER, *map(row, sizings), strict=True):
-        table.add_row(name, *values)
-    Console().print(table)
+        rows, table = [row(sized) for sized in sizings], Table(show_header=False)
+        for name in rows[0]:  # columns, since rows would be too wide for a terminal
+            table.add_row(name, *(values[name] for values in rows))
+        Console().print(table)
 
 
 def _shape(name: str) -> ModelConfig:

@@ -98,12 +98,7 @@ def running(settings: ServiceConfig, make: Make | None = None) -> Iterator[RayPr
 
     When one of Ray's processes has ended, leaving the block kills the others.
 
-    Args:
-        settings: From `wiring.local_model`.
-        make: By default `app.application`.
-
-    Raises:
-        ConfigError, StartError
+    settings: from `wiring.local_model`. make: by default `app.application`. Raises ConfigError or StartError.
     """
     prepare(settings)
     with (

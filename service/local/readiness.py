@@ -42,10 +42,8 @@ class StartError(RuntimeError):
 
 
 def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
-    """Wait until Serve's application runs, however long its model loads. status: `serve.status`.
-
-    Raises:
-        StartError: It cannot run any more.
+    """Wait until Serve's application runs, however long its model loads. status: `serve.status`. Raises
+    StartError once it cannot run any more.
     """
     while (application := status().applications.get(name)) is None or application.status != "RUNNING":
         if reason := _deployment_failure(application):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 
 _ADJECTIVES = """
@@ -94,20 +93,3 @@ def hide(text: str, needles: list[Needle], seed: int) -> str:
         parts += [text[last:place], needle.sentence, " "]
         last = place
     return "".join([*parts, text[last:]])
-
-
-def document(
-    text: str, needles: list[Needle], tokens: int, count_tokens: Callable[[str], int], seed: int
-) -> str:
-    """Return a document of at most `tokens` tokens with all needles. Raises ValueError for a short text."""
-    if count_tokens(hide(text, needles, seed)) < tokens:
-        raise ValueError(f"the text is too short for {tokens} tokens")
-    words = text.split(" ")
-    low, high = 1, len(words)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if count_tokens(hide(" ".join(words[:middle]), needles, seed)) <= tokens:
-            low = middle
-        else:
-            high = middle - 1
-    return hide(" ".join(words[:low]), needles, seed)

@@ -121,7 +121,7 @@ def test_fp8_halves_layers_and_leaves_ends_and_cache() -> None:
     plain, fp8 = (sizing("8b", SHAPES["8b"], 131_072, 1, 80, quantisation=kind) for kind in (None, "fp8"))
     ends = 2 * (2 * 128_256 + 1) * 4096
     assert fp8.weight_bytes - ends == pytest.approx((plain.weight_bytes - ends) / 2, rel=1e-3)
-    assert fp8.kv_bytes == plain.kv_bytes and size.row(fp8)[0] == "8b, fp8"
+    assert fp8.kv_bytes == plain.kv_bytes and size.row(fp8)["model"] == "8b, fp8"
     done = run("size", "8b", "--tokens", 131_072, "--json", "--quantisation", "fp8")
     assert json.loads(done.stdout)["weight_bytes"] == fp8.weight_bytes
     for options, problem in (
