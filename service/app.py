@@ -138,10 +138,8 @@ class DoorReplica(FrontDoor):
 
 
 def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[str, Any]:
-    """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError.
-
-    Args:
-        host: Where Serve's ports listen, instead of at door.host.
+    """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError. host:
+    where Serve's ports listen, instead of at door.host.
     """
     door, builder = parse(content).door, f"{build.__module__}:{build.__name__}"
     return {

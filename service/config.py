@@ -265,11 +265,8 @@ class ServiceConfig(BaseModel):
 def parse(
     content: Mapping[str, Any], source: str = "configuration", folder: Path | None = None
 ) -> ServiceConfig:
-    """Check plain data, from YAML or Serve's `args`. Raises ConfigError.
-
-    Args:
-        source: Names the data in errors.
-        folder: Relative paths begin here.
+    """Check plain data, from YAML or Serve's `args`. source: names it in errors. folder: relative paths begin
+    here. Raises ConfigError.
     """
     try:
         return ServiceConfig.model_validate(_with_profile(content, folder), context={"folder": folder or ""})

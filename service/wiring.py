@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..workers.messages.methods import PRESETS
-from ..workers.messages.states import DecodeStats, GroupStats
+from ..workers.messages.states import WorkerStats
 from ..workers.model.calibrated.profile import Profile, load_profile
 from ..workers.model.directory.fp8_checkpoint import holds_fp8
 from ..workers.model.directory.headers import check_weights
@@ -24,8 +24,7 @@ from .door.auth import Authenticator, TokenFile
 from .door.tls import Gate, TlsFiles
 from .fleet.fleet import Fleet
 from .fleet.fleet_view import FleetView
-from .gauges import state_of
-from .metrics import Metrics
+from .metrics import Metrics, state_of
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.callers import Callers, Quota
 from .request.check import Limits
@@ -230,7 +229,7 @@ def observer(metrics: Metrics) -> Callable[[FleetView], None]:
     """Return a function that shows the workers' states as gauges."""
 
     def observe(view: FleetView) -> None:
-        every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
+        every: list[WorkerStats] = [*view.groups.values(), *view.workers.values()]
         metrics.workers.update({stats.name: state_of(stats) for stats in every})
         for stats in every:
             metrics.workers.compiled(stats.name, stats.compilations)

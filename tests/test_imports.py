@@ -52,8 +52,7 @@ ROOMS = {
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.tracing workers.model.directory
         workers.model.calibrated""",
-    "service.metrics": "workers.messages service.errors service.gauges",
-    "service.gauges": "workers.messages",
+    "service.metrics": "workers.messages service.errors",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
     "service.request": """workers.messages workers.roles workers.settings workers.model.directory
         workers.model.calibrated service.errors service.config service.metrics service.tracing
@@ -61,7 +60,7 @@ ROOMS = {
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.tracing workers.model.directory
-        workers.model.calibrated service.config service.gauges service.metrics service.fleet service.request
+        workers.model.calibrated service.config service.metrics service.fleet service.request
         service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.listening": "",

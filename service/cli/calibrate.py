@@ -212,11 +212,7 @@ class _Documents:
         """Make documents of the texts, to choose Δ-layers by. Raises ValueError if one is too short.
 
         With questions there are three more: facts alone, where all pages look alike; several values for one
-        key; and chains of variables.
-
-        Args:
-            budget: In pages.
-            tokens: A document's; by default four times the budget.
+        key; and chains of variables. budget: in pages. tokens: a document's; by default four budgets.
         """
         from ...workers.calibration.delta_layers import shortest_text
 

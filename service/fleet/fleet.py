@@ -46,10 +46,8 @@ class Directory(Protocol):
 
 
 class Fleet:
-    """Polls workers, and renews and cancels requests on them.
-
-    Args:
-        pairing: `workers.settings.pairing`. Workers of other configurations are left alone.
+    """Polls workers, and renews and cancels requests on them. pairing: `workers.settings.pairing`. Workers of
+    other configurations are left alone.
     """
 
     def __init__(

@@ -59,11 +59,8 @@ class DecodedRows:
     @torch.inference_mode()
     def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
         """Return the rows' mean KL(dense | selected pages) of next-token distributions, over dense K/V of
-        earlier tokens.
-
-        Args:
-            dense: Layers behind the first Δ-layer that attend to everything too.
-            budget, recency: In pages.
+        earlier tokens. dense: layers behind the first Δ-layer that attend to everything too. budget, recency:
+        in pages.
         """
         first = delta_layers[0]
         selected_RS: torch.Tensor | None = None
@@ -137,13 +134,8 @@ def search(
     and `full_layers` behind it.
 
     Each first Δ-layer has a start (`choose`). From the best, one Δ-layer at a time moves to the least
-    divergence, until no move helps.
-
-    Returns:
-        Δ-layers, and the mean divergence of texts.
-
-    Raises:
-        ValueError: No choice has so many dense layers.
+    divergence, until no move helps. Returns Δ-layers and the mean divergence of texts. Raises ValueError if
+    no choice has so many dense layers.
     """
     layers = loss_LL.shape[0]
 
