@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -285,14 +286,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen = set[str]()
-        for key, _value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.composer.ComposerError(
-                        problem=f"key {key.value!r} is there twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
+        keys = [key for key, _value in node.value if isinstance(key, yaml.ScalarNode)]
+        for before, key in itertools.combinations(keys, 2):
+            if before.value == key.value:
+                raise yaml.composer.ComposerError(
+                    problem=f"key {key.value!r} is there twice", problem_mark=key.start_mark
+                )
         return node
 
 
