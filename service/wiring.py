@@ -17,7 +17,7 @@ from ..workers.model.directory.fp8_checkpoint import holds_fp8
 from ..workers.model.directory.headers import check_weights
 from ..workers.model.directory.model_config import ModelConfig, read_config
 from ..workers.model.directory.store import adapter_directory, model_directory
-from ..workers.settings import ModelSpec, PrefillConfig
+from ..workers.settings import ModelSpec
 from ..workers.tracing import SpanSink, provider
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
@@ -137,7 +137,12 @@ def _server_info(
         max_positions=model.positions,
         vocabulary=model.vocab,
         default_method=door.default_method,
-        methods=_methods(prefill),
+        methods=[
+            MethodInfo(name, preset.source, {key: float(values[key]) for key in preset.options})
+            for name, preset in PRESETS.items()
+            if not preset.whole_prompt
+            for values in [prefill.method(name).values]
+        ],
         prefill_stages=prefill.stages,
         chunk_tokens=prefill.chunk_tokens,
         metrics_address=metrics_address,
@@ -148,15 +153,6 @@ def _server_info(
         profile=None if profile is None else _profile(profile),
         recompute_blocks=decode.recompute_blocks,
     )
-
-
-def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
-    return [
-        MethodInfo(name, preset.source, {key: float(values[key]) for key in preset.options})
-        for name, preset in PRESETS.items()
-        if not preset.whole_prompt
-        for values in [prefill.method(name).values]
-    ]
 
 
 def _profile(profile: Profile) -> ProfileInfo:

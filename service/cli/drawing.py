@@ -31,21 +31,16 @@ _PARTS = ((24, 71, 133), (217, 119, 6), (22, 128, 89), (190, 50, 50), (112, 72, 
 def to_terminal(console: Console, tiles: TilesRead, title: str) -> None:
     """Print the mean map of all heads, then a shade for each head."""
     console.print(title, highlight=False)
-    for row in _mean_map(tiles):
-        console.print("".join(_shade(share) * 2 for share in row), highlight=False)
+    mean_NM = tiles.read_LHNM.mean((0, 1), dtype=np.float32)
+    read_NM, causal_NM = _shrink(mean_NM), _shrink(np.tri(len(mean_NM), dtype=np.float32))
+    for row in zip(read_NM.tolist(), causal_NM.tolist(), strict=True):
+        shares = [read / causal if causal else None for read, causal in zip(*row, strict=True)]
+        console.print("".join(_shade(share) * 2 for share in shares), highlight=False)
     table = Table("layer", "tiles read", "heads")
     for layer, density_H in enumerate(tiles.density_LH.tolist()):
         mean = sum(density_H) / len(density_H)
         table.add_row(str(layer), f"{mean:.1%}", "".join(_shade(share) * 2 for share in density_H))
     console.print(table)
-
-
-def _mean_map(tiles: TilesRead) -> list[list[float | None]]:
-    """Mean share of causal tiles that is read. None above the diagonal."""
-    mean_NM = tiles.read_LHNM.mean((0, 1), dtype=np.float32)
-    read_NM, causal_NM = _shrink(mean_NM), _shrink(np.tri(len(mean_NM), dtype=np.float32))
-    rows = zip(read_NM.tolist(), causal_NM.tolist(), strict=True)
-    return [[read / causal if causal else None for read, causal in zip(*row, strict=True)] for row in rows]
 
 
 def _shrink(x_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -54,6 +49,7 @@ def _shrink(x_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _shade(share: float | None) -> str:
+    """None: above the diagonal."""
     if share is None:
         return " "
     return _SHADES[0] if share <= 0 else _SHADES[min(1 + int(share * (len(_SHADES) - 1)), len(_SHADES) - 1)]

@@ -107,11 +107,7 @@ class DecodedRows:
 
 
 def refine(
-    stack: LayerStack,
-    texts: Sequence[Document],
-    calibration: Calibration,
-    dense_layers: int,
-    **options: Any,
+    stack: LayerStack, texts: Sequence[Document], calibration: Calibration, dense_layers: int, **options: Any
 ) -> Calibration:
     """Replace Δ-layers by those of a `search` with these options. All texts' K/V stays on the device."""
     read = [DecodedRows(stack, text) for text in texts]
