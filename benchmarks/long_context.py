@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -92,12 +92,29 @@ def run_method(
     }
 
 
+def document_with(
+    text: str, needles: list[hay.Needle], tokens: int, count_tokens: Callable[[str], int], seed: int
+) -> str:
+    """Return a document of at most `tokens` tokens with all needles. Raises ValueError for a short text."""
+    if count_tokens(hay.hide(text, needles, seed)) < tokens:
+        raise ValueError(f"the text is too short for {tokens} tokens")
+    words = text.split(" ")
+    low, high = 1, len(words)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count_tokens(hay.hide(" ".join(words[:middle]), needles, seed)) <= tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return hay.hide(" ".join(words[:low]), needles, seed)
+
+
 def make_document(
     text: Path, arguments: argparse.Namespace, seed: int, tokenizer: Tokenizer
 ) -> tuple[str, Sequence[hay.Needle]]:
     """A document and the needles to ask for. The question and its answer follow it within the positions."""
     needles = hay.make_needles(arguments.needles, seed)
-    document = hay.document(
+    document = document_with(
         text.read_text(), needles, arguments.tokens - 128, lambda t: len(tokenizer.encode(t).ids), seed
     )
     return document, needles[: arguments.questions]  # hide() spreads them at random over the document

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ..service.cli.size import GIB, SHAPES, decode_bytes, stage_bytes
+from ..service.cli.size import GIB, SHAPES, stage_bytes
 from ..service.config import ServiceConfig, load
 from ..workers.settings import Quantisation
 from . import layout as layouts
@@ -144,7 +144,7 @@ def row(overlay: Overlay) -> list[str]:
     shape = next((shape for name, shape in SHAPES.items() if name in model.path), None)
     if shape is not None:
         stage = stage_bytes(shape, prefill.stages, prefill.cache_tokens, model.dtype, model.quantisation)
-        worker = decode_bytes(shape, decode.cache_tokens, model.dtype, model.quantisation)
+        worker = stage_bytes(shape, 1, decode.cache_tokens, model.dtype, model.quantisation)
         stages, workers = f"{stages} × {stage / GIB:.1f} GiB", f"{workers} × {worker / GIB:.1f} GiB"
     return [
         f"`{overlay.name}`",

@@ -191,7 +191,7 @@ def sizing() -> str:
         for gpu in GPUS_GIB
         for concurrency in (1, 8)
     ]
-    return markdown(size.HEADER, rows)
+    return markdown(list(rows[0]), [list(row.values()) for row in rows])
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {

@@ -19,7 +19,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from ..workers.settings import pairing
-from .config import DoorConfig, ServiceConfig, parse
+from .config import ServiceConfig, parse
 from .door.grpc_door import FrontDoor
 from .door.http_door import HttpDoor
 from .door.registration import MESSAGE_SIZE_VARIABLE
@@ -70,26 +70,26 @@ class DoorReplica(FrontDoor):
     async def __init__(self, config: dict[str, Any], metrics_directory: str, *_workers: Any) -> None:  # type: ignore[misc]
         logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
         settings = parse(config)
+        door = settings.door
         self._id = secrets.token_hex(4)
-        metrics = Metrics(Path(metrics_directory), settings.door.model_name or settings.model.path)
+        metrics = Metrics(Path(metrics_directory), door.model_name or settings.model.path)
         fleet = Fleet(
             RayDirectory(),
             observer(metrics),
-            refresh_s=settings.door.refresh_s,
-            renew_s=settings.door.renew_s,
+            refresh_s=door.refresh_s,
+            renew_s=door.renew_s,
             pairing=pairing(settings.model, settings.handoff),
         )
-        host = settings.door.metrics_at
+        host = door.metrics_at
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
-        address = joined(shown, settings.door.metrics_port)
-        gate = Gate(settings.door.tls_port) if settings.door.tls_certificate else None
-        self._tracing = make_tracing(settings.door, self._id)
+        gate, files = Gate(door.tls_port) if door.tls_certificate else None, tls_files(door)
+        self._tracing = make_tracing(door, self._id)
         super().__init__(
             request_handler(
                 settings,
                 fleet,
                 metrics,
-                metrics_address=address,
+                metrics_address=joined(shown, door.metrics_port),
                 door_id=self._id,
                 cancel_at_other_doors=self._cancel_at_other_doors,
                 gate=gate,
@@ -98,21 +98,16 @@ class DoorReplica(FrontDoor):
         )
         self._fleet = fleet
         fleet.start()
-        self._http = HttpDoor(self._requests, settings.door.max_message_bytes)
-        self._exporter = Exporter(metrics, host, settings.door.metrics_port)
+        self._http = HttpDoor(self._requests, door.max_message_bytes)
+        self._exporter = Exporter(metrics, host, door.metrics_port)
         self._exporter.start()
-        self._tls = self._tls_port(settings.door, gate)
-        self._drain_s = _DOOR_SHUTDOWN_S + settings.door.drain_s
+        self._tls: TlsPort | None = None
+        self._drain_s = _DOOR_SHUTDOWN_S + door.drain_s
         await fleet.wait_to_take_over()
-        if self._tls is not None:
+        if files is not None and gate is not None:
+            at, calls = joined(door.host, door.tls_port), door.max_requests + _OTHER_CALLS
+            self._tls = TlsPort(self, files, gate, at, door.max_message_bytes, calls)
             await self._tls.start()
-
-    def _tls_port(self, door: DoorConfig, gate: Gate | None) -> TlsPort | None:
-        files = tls_files(door)
-        if files is None or gate is None:
-            return None
-        address = joined(door.host, door.tls_port)
-        return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests + _OTHER_CALLS)
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
         """Serve calls all doors. `door` is the one that asks."""
@@ -143,18 +138,10 @@ class DoorReplica(FrontDoor):
 
 
 def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[str, Any]:
-    """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError.
-
-    Args:
-        host: Where Serve's ports listen, instead of at door.host.
+    """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError. host:
+    where Serve's ports listen, instead of at door.host.
     """
-    door = parse(content).door
-    application = {
-        "name": APP_NAME,
-        "import_path": f"{build.__module__}:{build.__name__}",
-        "route_prefix": "/",
-        "args": dict(content),
-    }
+    door, builder = parse(content).door, f"{build.__module__}:{build.__name__}"
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": host or door.host, "port": door.http_port},
@@ -163,7 +150,9 @@ def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[st
             "grpc_servicer_functions": list(SERVICERS),
             "enable_reflection": True,
         },
-        "applications": [application],
+        "applications": [
+            {"name": APP_NAME, "import_path": builder, "route_prefix": "/", "args": dict(content)}
+        ],
     }
 
 
@@ -219,23 +208,20 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
 
 def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application) -> serve.Application:
     """The workers are bound to the door so that Serve starts them."""
-    directory = scratch / f"deltafront-metrics-{secrets.token_hex(6)}"
-    environment = {
-        DIRECTORY_VARIABLE: str(directory),
-        MESSAGE_SIZE_VARIABLE: str(settings.door.max_message_bytes),
-    }
-    options: dict[str, Any] = {"num_cpus": settings.door.cpus, "runtime_env": {"env_vars": environment}}
-    if settings.door.node_labels:
-        options["label_selector"] = dict(settings.door.node_labels)
-    door = serve.deployment(
+    door, directory = settings.door, str(scratch / f"deltafront-metrics-{secrets.token_hex(6)}")
+    environment = {DIRECTORY_VARIABLE: directory, MESSAGE_SIZE_VARIABLE: str(door.max_message_bytes)}
+    options: dict[str, Any] = {"num_cpus": door.cpus, "runtime_env": {"env_vars": environment}}
+    if door.node_labels:
+        options["label_selector"] = dict(door.node_labels)
+    deployment = serve.deployment(
         name="FrontDoor",
-        num_replicas=settings.door.replicas,
-        max_replicas_per_node=settings.door.per_node,
-        max_ongoing_requests=settings.door.max_requests + _OTHER_CALLS,
+        num_replicas=door.replicas,
+        max_replicas_per_node=door.per_node,
+        max_ongoing_requests=door.max_requests + _OTHER_CALLS,
         ray_actor_options=options,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_DOOR_TIMEOUT_S,
-        max_surge_percent=_SURGE_PERCENT if settings.door.per_node is None else 0,
-        graceful_shutdown_timeout_s=_DOOR_SHUTDOWN_S + settings.door.drain_s,
+        max_surge_percent=_SURGE_PERCENT if door.per_node is None else 0,
+        graceful_shutdown_timeout_s=_DOOR_SHUTDOWN_S + door.drain_s,
     )(serve.ingress()(DoorReplica))
-    return door.bind(settings.model_dump(mode="json"), str(directory), *workers)
+    return deployment.bind(settings.model_dump(mode="json"), directory, *workers)

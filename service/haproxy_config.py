@@ -28,28 +28,19 @@ _MARK = " # deltafront"
 
 def rewrite(config: str, folder: Path) -> str:
     """Change Serve's configuration. Idempotent. folder: where HAProxy finds the bodies of refusals."""
-    lines = []
+    lines, settings = [], ("errorfile ", "tune.bufsize ", "timeout http-request ")
     for line in config.splitlines():
-        if not _is_dropped(line):
+        if not line.endswith(_MARK) and not line.lstrip().startswith(settings):
             lines += [line, *(f"    {ours}{_MARK}" for ours in _added_after(line.strip(), folder))]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _is_dropped(line: str) -> bool:
-    ours = ("errorfile ", "tune.bufsize ", "timeout http-request ")
-    return line.endswith(_MARK) or line.lstrip().startswith(ours)
 
 
 def _added_after(line: str, folder: Path) -> list[str]:
     if line == "global":
         return [f"tune.bufsize {_BUFFER}"]
     if line == "defaults":
-        bad, unavailable = folder / "400.http", folder / "503.http"
-        answers = [
-            f"errorfile 400 {bad}",
-            *(f"errorfile {status} {unavailable}" for status in (502, 503, 504)),
-        ]
-        return [f"timeout http-request {RECEIVE_S}s", *answers]
+        unavailable = [f"errorfile {status} {folder / '503.http'}" for status in (502, 503, 504)]
+        return [f"timeout http-request {RECEIVE_S}s", f"errorfile 400 {folder / '400.http'}", *unavailable]
     if line == _HTTP:
         too_long = f"the headers are longer than {LONGEST_HEADERS} bytes"
         other = "!{ res.hdr(content-type) -m beg application/json }"

@@ -50,7 +50,7 @@ def token() -> dict[str, str]:
 
 def loopback() -> dict[str, str]:
     """Variables that make Ray on one machine, and what its workers start, bind loopback."""
-    device = _loopback_device()
+    device = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USE_TLS": "0",
@@ -61,22 +61,16 @@ def loopback() -> dict[str, str]:
     }
 
 
-def _loopback_device() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
 @contextlib.contextmanager
 def at_loopback() -> Iterator[None]:
     """Apply the variables to this process's Ray, which may have been imported before they were set."""
+    from unittest.mock import patch
+
     from ray._private import ray_constants
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    read_token()
-    try:
+    with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        read_token()
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def read_token() -> None:
@@ -97,11 +91,7 @@ def grpc_at_loopback() -> None:
     add = _server.Server.add_insecure_port
 
     def add_at_loopback(self: Any, address: str) -> int:
-        return int(add(self, _at_loopback(address)))
+        host, _, port = address.rpartition(":")
+        return int(add(self, f"{LOOPBACK}:{port}" if host.strip("[]") in _EVERYWHERE else address))
 
     _server.Server.add_insecure_port = add_at_loopback  # type: ignore[method-assign]
-
-
-def _at_loopback(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    return f"{LOOPBACK}:{port}" if host.strip("[]") in _EVERYWHERE else address

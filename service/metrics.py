@@ -1,20 +1,24 @@
 """All metrics. Only doors observe them.
 
 prometheus_client in multiprocess mode keeps exact sums in files that outlive a process. The doors of a node
-share a directory, and the one that has the scrape port reports all.
+share a directory. The one that has the scrape port reports all, and dead ones' counts.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
+from prometheus_client.registry import Collector
 
 from ..workers.messages.events import DecodeReport, FinishReason, LayerDensity, PrefillReport
-from . import scrape
+from ..workers.messages.states import WorkerStats
 from .errors import Code
-from .gauges import WorkerGauges
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 FINISHED = "finished"
@@ -44,14 +48,10 @@ class Metrics:
     def __init__(self, directory: Path, model_name: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True)
         os.environ[DIRECTORY_VARIABLE] = str(directory)
-        import prometheus_client as prometheus  # it reads the variable at import
-        from prometheus_client import values
-
-        # If it was imported earlier, its values would be in this process's memory only.
+        # It looked for the variable when it was imported, and kept values in this process's memory only.
         values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
-        self.directory = directory
+        self._directory = directory
         self._model_name = model_name
-        self._prometheus = prometheus
         self._declare_latencies()
         self._declare_tokens()
         self._declare_attention()
@@ -59,17 +59,17 @@ class Metrics:
         self._declare_outcomes()
         self.workers = WorkerGauges(self._gauge)
 
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
-    ) -> Any:
-        return self._prometheus.Histogram(f"deltafront_{name}", text, labels, buckets=buckets, registry=None)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: str = "") -> Any:
+        return prometheus_client.Histogram(
+            f"deltafront_{name}", text, labels.split(), buckets=buckets, registry=None
+        )
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
-        return self._prometheus.Counter(f"deltafront_{name}", text, labels, registry=None)
+    def _counter(self, name: str, text: str, labels: str = "") -> Any:
+        return prometheus_client.Counter(f"deltafront_{name}", text, labels.split(), registry=None)
 
-    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
-        return self._prometheus.Gauge(
-            f"deltafront_{name}", text, labels, registry=None, multiprocess_mode="livemostrecent"
+    def _gauge(self, name: str, text: str, labels: str = "") -> Any:
+        return prometheus_client.Gauge(
+            f"deltafront_{name}", text, labels.split(), registry=None, multiprocess_mode="livemostrecent"
         )
 
     def _declare_latencies(self) -> None:
@@ -77,15 +77,15 @@ class Metrics:
             "time_to_first_token_seconds",
             "From the request's arrival to its first token; prompt: at most so many tokens were read",
             _SECONDS,
-            ("prompt",),
+            "prompt",
         )
         self._parts = self._counter(
             "ttft_part_seconds_total",
             "Parts of the time to first token; they add up to its sum",
-            ("part", "prompt"),
+            "part prompt",
         )
         self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the last event", _SECONDS, ("method_rpc",)
+            "e2e_request_latency_seconds", "From arrival to the last event", _SECONDS, "method_rpc"
         )
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for a prefill group", _SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "Reading the prompt", _SECONDS)
@@ -109,34 +109,33 @@ class Metrics:
 
     def _declare_attention(self) -> None:
         self._density = self._histogram(
-            "attention_density_ratio", "Causal tiles computed, by prompt", _SHARES, ("method",)
+            "attention_density_ratio", "Causal tiles computed, by prompt", _SHARES, "method"
         )
         self._tiles = self._counter(
-            "attention_tiles_computed_total", "128 x 128 tiles of attention computed", ("method", "layer")
+            "attention_tiles_computed_total", "128 x 128 tiles of attention computed", "method layer"
         )
         self._causal = self._counter(
-            "attention_tiles_causal_total", "Tiles that dense attention would compute", ("method", "layer")
+            "attention_tiles_causal_total", "Tiles that dense attention would compute", "method layer"
         )
         self._layer_seconds = self._counter(
             "attention_layer_seconds_total",
             "Time of attention by layer; phase: attention, or choosing its tiles",
-            ("method", "layer", "phase"),
+            "method layer phase",
         )
         self._overhead = self._histogram(
-            "scoring_overhead_ratio", "Time of scoring over time of attention", _RATIOS, ("method",)
+            "scoring_overhead_ratio", "Time of scoring over time of attention", _RATIOS, "method"
         )
 
     def _declare_prefill(self) -> None:
-        by = ("method",)
-        self._prompts = self._counter("prefill_prompts_total", "Prompts read by prefill groups", by)
-        self._read = self._counter("prefill_tokens_total", "Prompt tokens read by prefill groups", by)
+        self._prompts = self._counter("prefill_prompts_total", "Prompts read by prefill groups", "method")
+        self._read = self._counter("prefill_tokens_total", "Prompt tokens read by prefill groups", "method")
         self._phases = self._counter(
-            "stage_seconds_total", "Time of the stages by phase", ("stage", "phase", "method")
+            "stage_seconds_total", "Time of the stages by phase", "stage phase method"
         )
         self._launch_bound = self._counter(
             "stage_launch_bound_seconds_total",
             "Time of the stages with chunks in which GPUs waited for their hosts' launches",
-            ("stage", "method"),
+            "stage method",
         )
         self._handoff_bytes = self._counter("handoff_bytes_total", "K/V handed to decode workers")
         self._handoff_seconds = self._histogram("handoff_seconds", "Pulling one prompt's K/V", _SECONDS)
@@ -145,10 +144,8 @@ class Metrics:
         )
 
     def _declare_outcomes(self) -> None:
-        self._requests = self._counter(
-            "requests_total", "Requests by how they ended", ("outcome", "method_rpc")
-        )
-        self._reasons = self._counter("finish_reasons_total", "Answers by why they ended", ("reason",))
+        self._requests = self._counter("requests_total", "Requests by how they ended", "outcome method_rpc")
+        self._reasons = self._counter("finish_reasons_total", "Answers by why they ended", "reason")
         self._replays = self._counter("replays_total", "Attempts repeated after a worker failed")
         self._again = self._counter(
             "tokens_read_again_total", "Prompt tokens that a group had read when a worker's death undid it"
@@ -227,11 +224,92 @@ class Metrics:
             self._rows.inc(report.steps)
             self._recomputed.inc(report.recomputed_tokens)
 
-    def registry(self) -> Any:
-        return scrape.registry(self.directory, self._model_name)
+    def registry(self) -> CollectorRegistry:
+        collectors = CollectorRegistry()
+        collectors.register(_NodeCollector(self._directory, self._model_name))
+        return collectors
 
     def expose(self) -> bytes:
-        return scrape.expose(self.directory, self._model_name)
+        return generate_latest(self.registry())
+
+
+class WorkerState(NamedTuple):
+    """usage: the share of pages in use. queue_tokens: not yet read."""
+
+    usage: float = 0.0
+    pages_free: int = 0
+    pages_total: int = 0
+    running: int = 0
+    waiting: int = 0
+    sessions: int = 0
+    queue_tokens: int = 0
+    tokens_per_second: float = 0.0
+    up: int = 0
+    draining: int = 0
+
+
+def state_of(stats: WorkerStats) -> WorkerState:
+    known = {name: value for name, value in vars(stats).items() if name in WorkerState._fields}
+    usage = 1 - stats.pages_free / stats.pages_total if stats.pages_total else 0.0
+    return WorkerState(usage=usage, queue_tokens=getattr(stats, "waiting_tokens", 0), up=1, **known)
+
+
+class WorkerGauges:
+    """Workers' states. Each door reports all, so queries take `max by (worker)` first."""
+
+    def __init__(self, gauge: Callable[..., Any]) -> None:
+        self._gauge = gauge
+        self._known: set[str] = set()
+        self._gauges = [  # in the order of WorkerState
+            self._gauge("kv_cache_usage_ratio", "K/V pages in use", "worker"),
+            self._gauge("kv_pages_free", "K/V pages that nobody holds", "worker"),
+            self._gauge("kv_pages", "K/V pages, held or not", "worker"),
+            self._gauge("num_requests_running", "Requests that a worker computes", "worker"),
+            self._gauge("num_requests_waiting", "Requests that wait in a worker", "worker"),
+            self._gauge("sessions", "Sessions that a decode worker holds", "worker"),
+            self._gauge("queue_tokens", "Prompt tokens that a prefill group has yet to read", "worker"),
+            self._gauge("prefill_tokens_per_second", "How fast a prefill group reads, lately", "worker"),
+            self._gauge("worker_up", "1 for a worker that answers, 0 for one that did", "worker"),
+            self._gauge("worker_draining", "1 for a worker that ends what it has and goes", "worker"),
+        ]
+        self._compilations = self._gauge(
+            "kernel_compilations",
+            "Forms of kernels compiled, or loaded from disk: in warm-up, or while requests may wait",
+            "worker phase",
+        )
+
+    def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
+        """Kernels compiled so far, by phase. Counters would be added up over doors."""
+        for phase, count in phases:
+            self._compilations.labels(worker, phase).set(count)
+
+    def update(self, workers: Mapping[str, WorkerState]) -> None:
+        """workers: all live ones."""
+        gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # series cannot be removed
+        for worker, state in {**gone, **workers}.items():
+            for gauge, value in zip(self._gauges, state, strict=True):
+                gauge.labels(worker).set(value)
+        self._known |= workers.keys()
+
+
+class _NodeCollector(Collector):
+    """Collects what all doors of a node have observed. model_name: a label of every sample, unless empty."""
+
+    def __init__(self, directory: Path, model_name: str) -> None:
+        self._directory = directory
+        self._label = {"model_name": model_name} if model_name else {}
+        self._all = multiprocess.MultiProcessCollector(None, str(directory))  # type: ignore[no-untyped-call]
+
+    def collect(self) -> Iterator[Any]:
+        gauges = (re.search(r"_(\d+)\.db", file.name) for file in self._directory.glob("gauge_live*.db"))
+        for pid in {int(match[1]) for match in gauges if match}:
+            if not Path(f"/proc/{pid}").exists():
+                multiprocess.mark_process_dead(pid, str(self._directory))  # type: ignore[no-untyped-call]
+        for metric in self._all.collect():  # type: ignore[no-untyped-call]
+            metric.samples = [
+                sample._replace(labels={**sample.labels, **self._label}) for sample in metric.samples
+            ]
+            yield metric
 
 
 def density(layers: tuple[LayerDensity, ...]) -> float:

@@ -66,7 +66,11 @@ class Tracing:
 
     def begin(self, rpc: str, headers: Iterable[tuple[str, str | bytes]], clock: Clock) -> Trace:
         """Continue the caller's W3C `traceparent`. clock: seconds since arrival."""
-        carrier = {name: _text(value) for name, value in headers if name in ("traceparent", "tracestate")}
+        carrier = {
+            name: value if isinstance(value, str) else value.decode("ascii", "replace")
+            for name, value in headers
+            if name in ("traceparent", "tracestate")
+        }
         if self._tracer is None:
             parent = _PARENT.fullmatch(carrier.get("traceparent", ""))
             return Trace(parent[1] if parent else "")
@@ -81,7 +85,3 @@ class Tracing:
     def stop(self) -> None:
         if self._provider is not None:
             self._provider.shutdown()
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode("ascii", "replace")

@@ -11,21 +11,20 @@ from pathlib import Path
 
 from .. import __version__
 from ..workers.messages.methods import PRESETS
-from ..workers.messages.states import DecodeStats, GroupStats
+from ..workers.messages.states import WorkerStats
 from ..workers.model.calibrated.profile import Profile, load_profile
 from ..workers.model.directory.fp8_checkpoint import holds_fp8
 from ..workers.model.directory.headers import check_weights
 from ..workers.model.directory.model_config import ModelConfig, read_config
 from ..workers.model.directory.store import adapter_directory, model_directory
-from ..workers.settings import ModelSpec, PrefillConfig
+from ..workers.settings import ModelSpec
 from ..workers.tracing import SpanSink, provider
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
 from .door.tls import Gate, TlsFiles
 from .fleet.fleet import Fleet
 from .fleet.fleet_view import FleetView
-from .gauges import state_of
-from .metrics import Metrics
+from .metrics import Metrics, state_of
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.callers import Callers, Quota
 from .request.check import Limits
@@ -38,10 +37,8 @@ log = logging.getLogger(__name__)
 
 
 def local_model(settings: ServiceConfig) -> ServiceConfig:
-    """Get model and adapter as directories, downloaded or converted, and check everything.
-
-    Raises:
-        ModelError, ConfigError
+    """Get model and adapter as directories, downloaded or converted, and check everything. Raises ModelError
+    or ConfigError.
     """
     spec = settings.model
     adapter = None if spec.adapter is None else str(adapter_directory(spec.adapter))
@@ -75,10 +72,8 @@ def request_handler(
     gate: Gate | None = None,
     tracing: Tracing | None = None,
 ) -> RequestHandler:
-    """Make what an edge hands requests to. door_id: tells this door from others.
-
-    Raises:
-        ModelError, FileNotFoundError, ConfigError
+    """Make what an edge hands requests to. door_id: tells this door from others. Raises ModelError,
+    FileNotFoundError or ConfigError.
     """
     directory, door = Path(settings.model.path), settings.door
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
@@ -142,7 +137,12 @@ def _server_info(
         max_positions=model.positions,
         vocabulary=model.vocab,
         default_method=door.default_method,
-        methods=_methods(prefill),
+        methods=[
+            MethodInfo(name, preset.source, {key: float(values[key]) for key in preset.options})
+            for name, preset in PRESETS.items()
+            if not preset.whole_prompt
+            for values in [prefill.method(name).values]
+        ],
         prefill_stages=prefill.stages,
         chunk_tokens=prefill.chunk_tokens,
         metrics_address=metrics_address,
@@ -155,26 +155,11 @@ def _server_info(
     )
 
 
-def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
-    return [
-        MethodInfo(name, preset.source, {key: float(values[key]) for key in preset.options})
-        for name, preset in PRESETS.items()
-        if not preset.whole_prompt
-        for values in [prefill.method(name).values]
-    ]
-
-
 def _profile(profile: Profile) -> ProfileInfo:
-    levels = [
-        ProfileLevel(
-            method.method,
-            {key: float(value) for key, value in method.options.items()},
-            level.density,
-            level.tokens,
-        )
-        for method in profile.prefill
-        for level in method.levels
-    ]
+    levels = []
+    for method in profile.prefill:
+        options = {key: float(value) for key, value in method.options.items()}
+        levels += [ProfileLevel(method.method, options, each.density, each.tokens) for each in method.levels]
     return ProfileInfo(profile.model.name, levels, json.dumps(profile.figures) if profile.figures else "")
 
 
@@ -240,7 +225,7 @@ def observer(metrics: Metrics) -> Callable[[FleetView], None]:
     """Return a function that shows the workers' states as gauges."""
 
     def observe(view: FleetView) -> None:
-        every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
+        every: list[WorkerStats] = [*view.groups.values(), *view.workers.values()]
         metrics.workers.update({stats.name: state_of(stats) for stats in every})
         for stats in every:
             metrics.workers.compiled(stats.name, stats.compilations)

@@ -52,9 +52,7 @@ ROOMS = {
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.tracing workers.model.directory
         workers.model.calibrated""",
-    "service.metrics": "workers.messages service.errors service.gauges service.scrape",
-    "service.gauges": "workers.messages",
-    "service.scrape": "",
+    "service.metrics": "workers.messages service.errors",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
     "service.request": """workers.messages workers.roles workers.settings workers.model.directory
         workers.model.calibrated service.errors service.config service.metrics service.tracing
@@ -62,7 +60,7 @@ ROOMS = {
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.tracing workers.model.directory
-        workers.model.calibrated service.config service.gauges service.metrics service.fleet service.request
+        workers.model.calibrated service.config service.metrics service.fleet service.request
         service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.listening": "",
@@ -91,7 +89,7 @@ HOMES = {
     "grpc_health": "service.door service.local",
     "google": "service.door",
     "starlette": "service.door service.app",
-    "prometheus_client": "service.metrics service.scrape",
+    "prometheus_client": "service.metrics",
     "opentelemetry": "service.tracing workers.tracing",
     "PIL": "service.cli.drawing",
     "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",

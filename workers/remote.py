@@ -49,7 +49,7 @@ def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
                 setattr(actor_class, name, _forwarding(name, form))
         actor_class.forms = forms(role)
         if Form.DEFERRED in actor_class.forms.values():
-            actor_class.end_begun = _finish_deferred
+            actor_class.end_begun = _end_begun
         return actor_class
 
     return complete
@@ -68,11 +68,7 @@ def _forwarding(name: str, form: Form) -> Callable[..., Any]:
         return getattr(self.hosted, name)(*arguments)
 
     def begin(self: Host[Any], key: str, *arguments: Any) -> None:
-        begun = _deferred_of(self)
-        try:
-            begun.began(key, getattr(self.hosted, name)(*arguments))
-        except Exception as error:
-            begun.failed(key, error)
+        DeferredWork.of(self).begin(key, partial(getattr(self.hosted, name), *arguments))
 
     made: dict[Form, Callable[..., Any]] = {Form.CALL: call, Form.STREAM: stream, Form.DEFERRED: begin}
     return made.get(form, run)
@@ -85,32 +81,32 @@ class DeferredWork:
         self._lock = Lock()
         self._works: dict[str, Future[Callable[[], Any]]] = {}
 
-    def began(self, key: str, end: Callable[[], Any]) -> None:
-        self._of(key).set_result(end)
-
-    def failed(self, key: str, error: BaseException) -> None:
-        self._of(key).set_exception(error)
+    def begin(self, key: str, first_part: Callable[[], Callable[[], Any]]) -> None:
+        try:
+            self._work(key).set_result(first_part())
+        except Exception as error:
+            self._work(key).set_exception(error)
 
     def end(self, key: str) -> Any:
-        work = self._of(key)
+        work = self._work(key)
         try:
             return work.result()()
         finally:
             with self._lock:
                 self._works.pop(key, None)
 
-    def _of(self, key: str) -> Future[Callable[[], Any]]:
+    def _work(self, key: str) -> Future[Callable[[], Any]]:
         with self._lock:
             return self._works.setdefault(key, Future())
 
+    @staticmethod
+    def of(actor: Any) -> DeferredWork:
+        begun: DeferredWork = vars(actor).setdefault("_begun_work", DeferredWork())
+        return begun
 
-def _deferred_of(actor: Any) -> DeferredWork:
-    begun: DeferredWork = vars(actor).setdefault("_begun_work", DeferredWork())
-    return begun
 
-
-def _finish_deferred(self: Any, key: str) -> Any:
-    return _deferred_of(self).end(key)
+def _end_begun(self: Any, key: str) -> Any:
+    return DeferredWork.of(self).end(key)
 
 
 # --- calling ----------------------------------------------------------------------------------------------

@@ -17,26 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from enum import Enum
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
-from .messages.events import (
-    ChunkRead,
-    FinishEvent,
-    FirstTokenTimings,
-    PrefillDone,
-    Prefix,
-    SessionKept,
-    Token,
-)
-from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reservation, Reserved
-from .messages.stages import (
-    ChunkCommand,
-    ChunkReport,
-    FirstLogits,
-    HostKV,
-    KVAnnouncement,
-    KVRange,
-    OpenRequest,
-)
-from .messages.states import DecodeStats, GroupStats
+from .messages import events, requests, stages, states
 
 T = TypeVar("T")
 Role = TypeVar("Role")
@@ -46,18 +27,18 @@ Answer: TypeAlias = T | Awaitable[T]
 Deferred: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "deferred"]
 """Callable from the plain class, awaitable from afar."""
 
-PrefillEvent = ChunkRead | PrefillDone | Refused
-GenerateEvent = FirstTokenTimings | Token | FinishEvent
+PrefillEvent = events.ChunkRead | events.PrefillDone | requests.Refused
+GenerateEvent = events.FirstTokenTimings | events.Token | events.FinishEvent
 
 
 class Stage(Protocol):
     """As its controller sees it. RequestFailed concerns one request; any other error of a command ends the
     group."""
 
-    def open(self, request: OpenRequest) -> Answer[None]:
+    def open(self, request: stages.OpenRequest) -> Answer[None]:
         """Prepare for a request's chunks. A resumed one gets back the K/V of earlier chunks."""
 
-    def run_chunk(self, command: ChunkCommand) -> Deferred[ChunkReport]:
+    def run_chunk(self, command: stages.ChunkCommand) -> Deferred[stages.ChunkReport]:
         """The first part ends when everything is launched, so that the next chunk's launches need not
         wait."""
 
@@ -89,35 +70,35 @@ class Leased(Protocol):
 
 
 class Group(Leased, Protocol):
-    def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
+    def prefill(self, job: requests.PrefillJob) -> AsyncIterator[PrefillEvent]:
         """Returns: ChunkRead …, then one PrefillDone; or one Refused. The stream ends when every stage has
         freed its pages.
         Raises: PrefillFailed, or PrefillCancelled.
         """
 
-    async def queue_refusal(self, tokens: int) -> Refused | None:
+    async def queue_refusal(self, tokens: int) -> requests.Refused | None:
         """Say why the queue does not take a prompt of so many tokens now; None if it has a place. Raises
         PrefillFailed."""
 
-    async def stats(self) -> GroupStats:
+    async def stats(self) -> states.GroupStats:
         """Raises PrefillFailed once the group is lost."""
 
 
 class KVReceiver(Protocol):
     """A decode worker, as stages see it. It ignores unknown requests."""
 
-    async def announce(self, announcement: KVAnnouncement) -> None: ...
+    async def announce(self, announcement: stages.KVAnnouncement) -> None: ...
 
-    async def first_logits(self, message: FirstLogits) -> None: ...
+    async def first_logits(self, message: stages.FirstLogits) -> None: ...
 
-    async def kv(self, wanted: KVRange) -> HostKV:
+    async def kv(self, wanted: stages.KVRange) -> stages.HostKV:
         """Return K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed."""
 
 
 class DecodeWorker(Leased, KVReceiver, Protocol):
     """As doors and stages see it."""
 
-    async def reserve(self, reservation: Reservation) -> Reserved | Refused: ...
+    async def reserve(self, reservation: requests.Reservation) -> requests.Reserved | requests.Refused: ...
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         """Begin another attempt to read a prompt whose group is gone. K/V after the returned point is
@@ -127,23 +108,23 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
         Raises: DecodeFailed for a request whose prompt is not being read.
         """
 
-    def generate(self, job: GenerateJob) -> AsyncIterator[GenerateEvent]:
+    def generate(self, job: requests.GenerateJob) -> AsyncIterator[GenerateEvent]:
         """Yield FirstTokenTimings, Token …, one FinishEvent."""
 
-    async def keep(self, job: KeepSession) -> SessionKept | Refused:
+    async def keep(self, job: requests.KeepSession) -> events.SessionKept | requests.Refused:
         """Turn a prefilled request into a session once all its K/V is here.
 
         Returns: Refused for an unknown or cancelled request and for a passed deadline.
         Raises: HandoffFailed if K/V cannot come any more; ValueError for ids of another prompt.
         """
 
-    async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
+    async def find_prefix(self, owner: str, chain: bytes) -> events.Prefix | None:
         """Find the owner's session that holds most of a prompt with this chain; None: not a page."""
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         """False if the owner has no such session."""
 
-    async def stats(self) -> DecodeStats: ...
+    async def stats(self) -> states.DecodeStats: ...
 
 
 # --- how a role's methods travel ------------------------------------------------------------------------

@@ -74,40 +74,47 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig:
-    """A prefill group. cache_tokens: each stage's room for K/V. chunk_tokens: of the longest chunk; several
-    GPU stages get shorter ones."""
+class WorkerConfig:
+    """What prefill groups and decode workers share."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    drain_s: NonNegative = 0.0
+    """Seconds for a worker that goes to end what it reads, its requests and sessions; 0: none."""
+    surge: bool = False
+    """On a cluster, new workers start before old ones go, one after the other. It needs room for one more."""
+    device: Device = "cpu"
+    threads: Count = 1
+    node_labels: Labels = field(default_factory=dict)
+    """Where stages or decode workers may run; none: anywhere."""
+    stream_lease_s: Positive = 5.0
+    """A request that its door has not renewed for so long is cancelled."""
+    kernel_cache: Directory | None = None
+    """Where compiled kernels are kept for the next start. None: where Triton keeps them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """A prefill group. cache_tokens: each stage's room for K/V. chunk_tokens: of the longest chunk; several
+    GPU stages get shorter ones."""
 
     groups: Count = 1
     max_groups: Count | None = None
     """On a cluster, most groups, for which the backlog asks. None: always `groups`."""
     backlog_s: Positive = 30.0
     """With max_groups: seconds in which groups should read what waits."""
-    drain_s: NonNegative = 0.0
-    """Seconds for a group that goes to end what it reads; 0: none."""
-    surge: bool = False
-    """On a cluster, new groups start before old ones go, one after the other. It needs room for one more
-    group."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     activations: Literal["copied", "distributed"] = "copied"
     """`copied`: the next stage copies from its neighbour's memory if all stages have GPUs of one host.
     Otherwise torch.distributed sends, as always with `distributed`."""
     cache_tokens: Room = 32_768
-    device: Device = "cpu"
-    threads: Count = 1
     cpus_per_stage: NonNegative = 0.5
     gpus_per_stage: NonNegative = 0.0
-    node_labels: Labels = field(default_factory=dict)
-    """Where stages may run; none: anywhere."""
     max_waiting: Count = 64
     """Prompts that may wait in a group."""
     ageing_tokens_per_second: NonNegative = 256.0
     """A waiting request counts as so many tokens shorter for each second."""
-    stream_lease_s: Positive = 5.0
-    """A request that its door has not renewed for so long is cancelled."""
     chunk_slack_s: Positive = 1.0
     """A stage whose chunk takes so much longer than twice the request's last one is asked for a sign of life.
     It is replaced if it gives none in 3 s."""
@@ -120,8 +127,6 @@ class PrefillConfig:
     warm_up: tuple[WarmedUp, ...] = ()
     """Methods that every stage runs before it takes requests, because a GPU compiles at first use. Some
     options are compiled in, such as `{dpxa: {q_anchors: 32}}`."""
-    kernel_cache: Directory | None = None
-    """Where compiled kernels are kept for the next start. None: where Triton keeps them."""
 
     @property
     def warmed_up(self) -> list[tuple[str, Mapping[str, float]]]:
@@ -135,7 +140,7 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig:
+class DecodeConfig(WorkerConfig):
     """A decode worker and its page selection (DELTA, Algorithm 2).
 
     page_selection: the default of requests. page_budget: K, pages that a sparse layer reads. recency: L, last
@@ -143,16 +148,11 @@ class DecodeConfig:
     any, `delta` is refused.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-
     workers: Count = 1
     max_workers: Count | None = None
     """On a cluster, most workers, for which pages and requests ask. None: always `workers`."""
     usage: Fraction = 0.8
     """With max_workers: the largest share of pages that should be in use."""
-    drain_s: NonNegative = 0.0
-    """Seconds for a worker that goes to end its requests and sessions; 0: none."""
-    surge: bool = False
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
@@ -167,16 +167,11 @@ class DecodeConfig:
     full_layers: tuple[Layer, ...] = (0, 1)
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
-    stream_lease_s: Positive = 5.0
-    device: Device = "cpu"
-    threads: Count = 1
     cpus: NonNegative = 0.5
     gpus: NonNegative = 0.0
-    node_labels: Labels = field(default_factory=dict)
     warm_up: bool = False
     """Decode made-up requests first: a GPU compiles at first use, and only then are decode steps CUDA
     graphs."""
-    kernel_cache: Directory | None = None
 
     def contradictions(self) -> Iterator[str]:
         if self.recency > self.page_budget:

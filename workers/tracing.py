@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer as OtelTracer
 
 CONSOLE = "console"
@@ -78,7 +78,10 @@ class Span:
         """finish: how, in a word. error: what the service failed in, in a line."""
         if self._span is not None:
             self._span.set_attributes(_named({"finish": finish, **attributes}))
-            _fail(self._span, error)
+            if error:
+                from opentelemetry.trace import Status, StatusCode
+
+                self._span.set_status(Status(StatusCode.ERROR, error))
             self._span.end(self._moment(self._clock()))
 
     def _below(self) -> Any:
@@ -98,28 +101,20 @@ class Tracer:
         self._tracer = None if provider is None else provider.get_tracer("deltafront")
 
     def begin(self, name: str, parent: str, clock: Clock, since: float, **attributes: Any) -> Span:
-        context = self._context(parent)
-        if self._tracer is None or context is None:
+        if self._tracer is None or not parent:
             return NO_SPAN
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        context = TraceContextTextMapPropagator().extract({"traceparent": parent})
         began, about = wall_ns(clock() - since), _named(attributes)
         span = self._tracer.start_span(name, context, attributes=about, start_time=began)
         return Span(self._tracer, span, clock, since) if span.is_recording() else NO_SPAN
 
-    def done(self, name: str, parent: str, seconds: float, error: str = "", **attributes: Any) -> None:
-        context = self._context(parent)
-        if self._tracer is None or context is None:
-            return
-        began, about = wall_ns(seconds), _named(attributes)
-        span = self._tracer.start_span(name, context, attributes=about, start_time=began)
-        _fail(span, error)
-        span.end(began + round(seconds * _NS))
-
-    def _context(self, parent: str) -> Any:
-        if self._tracer is None or not parent:
-            return None
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        return TraceContextTextMapPropagator().extract({"traceparent": parent})
+    def done(
+        self, name: str, parent: str, seconds: float, error: str = "", finish: str = "", **attributes: Any
+    ) -> None:
+        """Record work that took so long and ends now."""
+        self.begin(name, parent, lambda: seconds, 0.0, **attributes).end(finish, error)
 
 
 NO_TRACER = Tracer()
@@ -141,7 +136,9 @@ def provider(sink: SpanSink, instance: str) -> TracerProvider | None:
 
     exporter: SpanExporter
     if sink.target == CONSOLE:
-        exporter = ConsoleSpanExporter(out=sys.stdout, formatter=_line)
+        exporter = ConsoleSpanExporter(
+            out=sys.stdout, formatter=lambda span: span.to_json(indent=None) + "\n"
+        )
     else:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -158,17 +155,5 @@ def provider(sink: SpanSink, instance: str) -> TracerProvider | None:
     return made
 
 
-def _line(span: ReadableSpan) -> str:
-    text: str = span.to_json(indent=None)
-    return text + "\n"
-
-
 def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {f"deltafront.{name}": value for name, value in attributes.items()}
-
-
-def _fail(span: Any, error: str) -> None:
-    if error:
-        from opentelemetry.trace import Status, StatusCode
-
-        span.set_status(Status(StatusCode.ERROR, error))

@@ -8,20 +8,19 @@ from __future__ import annotations
 import json as json_format
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ...kernels.methods import MethodError, MethodSpec, method_spec
+from ...kernels.methods import MethodError, method_spec
 from ...workers.calibration import probes
 from ...workers.calibration.probes import ANSWER_WEIGHT, Document, Text
 from ...workers.messages.methods import PAGE_TOKENS
 from ...workers.model.calibrated.profile import (
     DecodePages,
-    MethodLevels,
     Profile,
     ProfiledModel,
     ProfiledText,
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from ...workers.calibration.delta_layers import Calibration
-    from ...workers.calibration.method_levels import Allocation
     from ...workers.model.decoder.stack import LayerStack
 
 ANSWER_TOKENS = 128
@@ -95,6 +93,8 @@ def calibrate_command(
     """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
     _check_options(context, profile)
     pages: dict[str, Any] = {"budget": budget, "recency": recency, "full_layers": full_layer}
+    served = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
+    calibration: Calibration | None = None
     try:
         path, old = str(model_directory(model)), str(profile) if add else None
         rope: dict[str, Any] = {"rope_theta": rope_theta, "max_position_embeddings": positions}
@@ -104,61 +104,35 @@ def calibrate_command(
         documents = _Documents(_tokenizer(Path(path)), {file: read_text(file) for file in text}, questions)
         texts = [] if add else documents.for_pages(budget, tokens)
         by_length = {tokens: documents.of_length(tokens) for tokens in sorted(set(length))}
-        levels = _Levels(attention, density, by_length, cast("Allocation", allocation), answers)
-        levels.check()
+        if density:
+            from ...workers.calibration import method_levels as levels
+
+            levels.require_thresholds(attention)
         stack = _load(spec, device, length, [] if add else full_layer)
-        calibration = None if add else _choose_delta_layers(stack, texts, pages, layers, dense_layers)
+        if not add:
+            calibration = _choose_delta_layers(stack, texts, pages, layers, dense_layers)
         profiled = documents.profiled(max([*length, 0 if calibration is None else calibration.tokens[0]]))
         if calibration is not None:
             name = shown_name(ModelSpec(path=model, adapter=adapter))
             described = ProfiledModel(name=name, digest=model_digest(spec))
-            decode = _decode_pages(calibration, pages, serving_budget)
+            chosen = {"delta_layers": calibration.delta_layers, "page_budget": serving_budget or budget}
+            decode = DecodePages.model_validate({**served, **chosen})
+            figures = {"allocation": allocation} if density else {}
             new = Profile(
-                format=1, model=described, texts=profiled, prefill=(), decode=decode, figures=levels.figures
+                format=1, model=described, texts=profiled, prefill=(), decode=decode, figures=figures
             )
         if density and new is not None:
-            new = new.plus(levels.make(stack, new), profiled)
+            how: dict[str, Any] = {"allocation": allocation, "answer_weight": answers, "profile": new}
+            made = levels.method_levels(stack, by_length, attention, density, tell=_tell, **how)
+            new = new.plus(made, profiled)
         if profile is not None and new is not None:
             new.write(profile)
     except (ModelError, MethodError, ValueError) as error:
         fail(str(error))
-    if calibration is not None:
-        _show(calibration, pages, json)
-
-
-@dataclass(frozen=True)
-class _Levels:
-    """The levels to make. Without densities there are none."""
-
-    method: MethodSpec
-    densities: list[float]
-    documents: Mapping[int, Sequence[Document]]
-    allocation: Allocation
-    answer_weight: float
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        return {"allocation": self.allocation} if self.densities else {}
-
-    def check(self) -> None:
-        from ...workers.calibration.method_levels import require_thresholds
-
-        if self.densities:
-            require_thresholds(self.method)
-
-    def make(self, stack: LayerStack, profile: Profile) -> MethodLevels:
-        from ...workers.calibration.method_levels import method_levels
-
-        return method_levels(
-            stack,
-            self.documents,
-            self.method,
-            self.densities,
-            tell=_tell,
-            allocation=self.allocation,
-            answer_weight=self.answer_weight,
-            profile=profile,
-        )
+    if calibration is not None and json:
+        print(json_format.dumps({**asdict(calibration), **served}))
+    elif calibration is not None:
+        print(f"delta_layers: {list(calibration.delta_layers)}")
 
 
 def _load(spec: ModelSpec, device: str, lengths: list[int], full_layers: list[int]) -> LayerStack:
@@ -172,12 +146,6 @@ def _load(spec: ModelSpec, device: str, lengths: list[int], full_layers: list[in
     return stack
 
 
-def _decode_pages(calibration: Calibration, pages: dict[str, Any], serving_budget: int | None) -> DecodePages:
-    budget, recency = serving_budget or pages["budget"], pages["recency"]
-    values = {"page_budget": budget, "recency": recency, "full_layers": pages["full_layers"]}
-    return DecodePages.model_validate({"delta_layers": calibration.delta_layers, **values})
-
-
 def _check_options(context: typer.Context, profile: Path | None) -> None:
     given = context.params
     density, length = given["density"], given["length"]
@@ -189,13 +157,21 @@ def _check_options(context: typer.Context, profile: Path | None) -> None:
         fail("--density needs --length and --profile: levels are kept in a profile")
     if length and not density:
         fail("--length needs --density: it is of the prompts that levels are for")
-    for problem in _out_of_bounds(density, length, given["serving_budget"], given["recency"]):
-        fail(problem)
+    for each in density:
+        if not 0 < each <= 1:
+            fail(f"--density {each:g}: must be above 0 and at most 1")
+    if length and min(length) < 1:
+        fail(f"--length {min(length)}: must be at least 1")
+    if (served := given["serving_budget"]) is not None and served < given["recency"]:
+        fail(f"--serving-budget {served}: must be at least --recency, {given['recency']}")
     if (allocation := given["allocation"]) not in ("marginal", "threshold"):
         fail(f"--allocation {allocation}: must be marginal or threshold")
-    if not given["add"]:
-        return
-    if not density:
+    if given["add"]:
+        _check_add(context)
+
+
+def _check_add(context: typer.Context) -> None:
+    if not context.params["density"]:
         fail("--add needs --density: it adds levels to what --profile has")
     for name in (*PAGE_OPTIONS, "allocation"):  # the old profile's figures name its allocation
         source = context.get_parameter_source(name)
@@ -203,41 +179,8 @@ def _check_options(context: typer.Context, profile: Path | None) -> None:
             fail(f"--add makes levels and nothing else: leave out --{name.replace('_', '-')}")
 
 
-def _out_of_bounds(
-    densities: list[float], lengths: list[int], serving_budget: int | None, recency: int
-) -> Iterator[str]:
-    for density in densities:
-        if not 0 < density <= 1:
-            yield f"--density {density:g}: must be above 0 and at most 1"
-    if lengths and min(lengths) < 1:
-        yield f"--length {min(lengths)}: must be at least 1"
-    if serving_budget is not None and serving_budget < recency:
-        yield f"--serving-budget {serving_budget}: must be at least --recency, {recency}"
-
-
-def _show(calibration: Calibration, pages: dict[str, Any], as_json: bool) -> None:
-    if not as_json:
-        print(f"delta_layers: {list(calibration.delta_layers)}")
-        return
-    values = {
-        "page_budget": pages["budget"],
-        "recency": pages["recency"],
-        "full_layers": pages["full_layers"],
-    }
-    figures = {
-        "tokens": calibration.tokens,
-        "losses": calibration.losses,
-        "divergence": calibration.divergence,
-    }
-    print(json_format.dumps({"delta_layers": calibration.delta_layers, **values, **figures}))
-
-
 def _choose_delta_layers(
-    stack: LayerStack,
-    texts: list[Document],
-    pages: dict[str, Any],
-    layers: int,
-    dense_layers: int | None,
+    stack: LayerStack, texts: list[Document], pages: dict[str, Any], layers: int, dense_layers: int | None
 ) -> Calibration:
     from ...workers.calibration.delta_layer_search import refine
     from ...workers.calibration.delta_layers import calibrate
@@ -269,11 +212,7 @@ class _Documents:
         """Make documents of the texts, to choose Δ-layers by. Raises ValueError if one is too short.
 
         With questions there are three more: facts alone, where all pages look alike; several values for one
-        key; and chains of variables.
-
-        Args:
-            budget: In pages.
-            tokens: A document's; by default four times the budget.
+        key; and chains of variables. budget: in pages. tokens: a document's; by default four budgets.
         """
         from ...workers.calibration.delta_layers import shortest_text
 

@@ -7,7 +7,7 @@ which failed and stopped questions are dropped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -39,79 +39,76 @@ def chat_command(
     if file == "-":
         terminal.fail("standard input is for questions: give the document as a file")
     opening = [_message("system", system)] if system else []
-    document = None if file is None else terminal.read_text(file)
+    if file is not None:
+        opening.append(_message("user", terminal.read_text(file)))
     prefill = {"method": method, "options": terminal.read_options(option)}
     decode = {"max_tokens": max_tokens, "temperature": temperature, "recompute_blocks": recompute}
     with terminal.connect(address, token, tls) as client:
-        conversation = Conversation(client, opening, document, prefill, decode, keep)
+        conversation = Conversation(client, opening, file is not None, prefill, decode, keep)
         conversation.read_document()
         try:
             while (question := _question()) is not None:
-                with _errors_shown(address):
+                try:
                     conversation.ask(question)
+                except DeltafrontError as error:
+                    terminal.show_error(terminal.with_advice(error, address))
+                except KeyboardInterrupt:
+                    err.print("\nstopped")
         finally:
             conversation.close()
 
 
+@dataclass
 class Conversation:
-    """opening: messages before the document. prefill, decode: the client's options. keep: seconds."""
+    """opening: messages before the questions, with the document. prefill, decode: options. keep: seconds."""
 
-    def __init__(
-        self,
-        client: DeltafrontClient,
-        opening: list[Message],
-        document: str | None,
-        prefill: dict[str, Any],
-        decode: dict[str, Any],
-        keep: float | None,
-    ) -> None:
-        self._client = client
-        self._opening = opening if document is None else [*opening, _message("user", document)]
-        self._has_document = document is not None
-        self._prefill = prefill
-        self._decode = decode
-        self._keep = keep
-        self._session: str | None = None
-        self._turns: list[Message] = []
+    client: DeltafrontClient
+    opening: list[Message]
+    has_document: bool
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+    keep: float | None
+    session: str | None = None
+    turns: list[Message] = field(default_factory=list)
 
     def read_document(self) -> None:
-        if not self._has_document:
+        if not self.has_document:
             return
-        with terminal.progress_bar(err) as bar:
-            for event in self._client.prefill(self._opening, session_ttl_s=self._keep, **self._prefill):
+        with terminal.ProgressBar(err) as bar:
+            for event in self.client.prefill(self.opening, session_ttl_s=self.keep, **self.prefill):
                 if isinstance(event, PrefillFinished):
-                    self._session = event.session.session_id
+                    self.session = event.session.session_id
                 else:
                     bar.show(event)
 
     def ask(self, question: str) -> None:
         """Print the answer. If the session is gone, read the document again first."""
-        turns = [*self._turns, _message("user", question)]
+        turns = [*self.turns, _message("user", question)]
         try:
             text = self._answer(turns)
         except NotFound:
-            if self._session is None:
+            if self.session is None:
                 raise
             err.print("The session is gone; reading the document again.")
             self.read_document()
             text = self._answer(turns)
-        self._turns = [*turns, _message("assistant", text)]
+        self.turns = [*turns, _message("assistant", text)]
 
     def _answer(self, turns: list[Message]) -> str:
-        if self._session is None:
-            source: dict[str, Any] = {"prompt": [*self._opening, *turns], **self._prefill}
+        if self.session is None:
+            source: dict[str, Any] = {"prompt": [*self.opening, *turns], **self.prefill}
         else:
-            source = {"session_id": self._session, "append": turns}
-        text, finish = terminal.stream_answer(self._client, {**source, **self._decode}, quiet=False)
+            source = {"session_id": self.session, "append": turns}
+        text, finish = terminal.stream_answer(self.client, {**source, **self.decode}, quiet=False)
         usage, ttft_s = finish.usage, finish.timings.ttft_seconds
         read, cached = usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens
         err.print(f"{read} tokens read, {cached} kept; first token after {ttft_s:.2f} s", style="dim")
         return text
 
     def close(self) -> None:
-        if self._session is not None:
+        if self.session is not None:
             with contextlib.suppress(DeltafrontError):
-                self._client.release(self._session)
+                self.client.release(self.session)
 
 
 def _question() -> str | None:
@@ -127,16 +124,6 @@ def _question() -> str | None:
         except UnicodeDecodeError:
             terminal.fail("standard input cannot be read: it is not UTF-8 text")
     return question
-
-
-@contextlib.contextmanager
-def _errors_shown(address: str) -> Iterator[None]:
-    try:
-        yield
-    except DeltafrontError as error:
-        terminal.show_error(terminal.with_advice(error, address))
-    except KeyboardInterrupt:
-        err.print("\nstopped")
 
 
 def _message(role: str, content: str) -> Message:

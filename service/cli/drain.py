@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Annotated, Any
 
 import typer
@@ -34,11 +34,17 @@ def drain_command(
     ] = "",
 ) -> None:
     """Have Ray move what runs on this node, and wait until nothing is left (a pod's preStop)."""
+    from ray._private.services import find_node_ids
+    from ray.exceptions import RayError
+
     try:
-        local = {node_id} if node_id else _local_nodes()
-        left = drain_node(RayHead(), local, deadline_s, _say)
+        head = RayHead()
+        left = drain_node(head, {node_id} if node_id else set(find_node_ids()), deadline_s, _say)
     except DrainError as error:
         fail(str(error))
+    except (RayError, TimeoutError) as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fail(f"Ray's head at {head.address} does not answer: {line}")
     if left:
         fail(f"not drained after {deadline_s} s: {_count_by_class(left)}")
     _say("Drained: nothing runs here any more.")
@@ -53,9 +59,7 @@ def drain_node(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Sequence[str]:
     """Drain the one node of `local` that Ray knows. Returns the classes of the actors left after deadline_s.
-
-    Raises:
-        DrainError: There is no such node, or several, or Ray refuses or does not answer.
+    Raises DrainError if there is no such node, or several, or Ray refuses.
     """
     node, deadline, waiting_for = _find_node(head, local), clock() + deadline_s, ""
     if refusal := head.drain(node, deadline_s):
@@ -89,36 +93,31 @@ def _say(line: str) -> None:
     err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _local_nodes() -> set[str]:
-    from ray._private.services import find_node_ids
-
-    return set(find_node_ids())
-
-
 class RayHead:
     """The head of this machine's Ray cluster, asked as `ray drain-node` does. Nodes are ids in hex.
 
-    Methods raise DrainError if there is none, or it does not answer.
+    Methods raise RayError or TimeoutError if it does not answer. Raises DrainError if there is none.
     """
 
     def __init__(self) -> None:
         from ray._private.services import canonicalize_bootstrap_address_or_die
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
         try:
-            address = canonicalize_bootstrap_address_or_die("auto")
+            self.address = canonicalize_bootstrap_address_or_die("auto")
         except (ConnectionError, ValueError) as error:
             raise DrainError(f"no Ray runs here: {error}") from None
-        with _drain_errors(address):
-            self._client = GcsClient(address=address)
-        self._address = address
+
+    @cached_property
+    def _client(self) -> Any:
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+        return GcsClient(address=self.address)
 
     def nodes(self) -> dict[str, bool]:
         """Living nodes, and whether each is the head's."""
         from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
-        with _drain_errors(self._address):
-            nodes = self._client.get_all_node_info(timeout=_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
+        nodes = self._client.get_all_node_info(timeout=_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
         return {node.node_id.hex(): node.is_head_node for node in nodes.values()}
 
     def drain(self, node: str, deadline_s: float) -> str | None:
@@ -126,10 +125,9 @@ class RayHead:
         from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
         deadline_ms = int((time.time() + deadline_s) * 1000)
-        with _drain_errors(self._address):
-            accepted, reason = self._client.drain_node(
-                node, DRAIN_NODE_REASON_PREEMPTION, "it is taken away", deadline_ms, timeout=_TIMEOUT_S
-            )
+        accepted, reason = self._client.drain_node(
+            node, DRAIN_NODE_REASON_PREEMPTION, "it is taken away", deadline_ms, timeout=_TIMEOUT_S
+        )
         return None if accepted else reason or "it does not say why"
 
     def actors(self, node: str) -> list[str]:
@@ -138,17 +136,5 @@ class RayHead:
         async def living() -> Any:
             return await self._client.async_get_all_actor_info(actor_state_name="ALIVE", timeout=_TIMEOUT_S)
 
-        with _drain_errors(self._address):
-            actors = asyncio.run(living())
+        actors = asyncio.run(living())
         return [actor.class_name for actor in actors.values() if actor.address.node_id.hex() == node]
-
-
-@contextmanager
-def _drain_errors(address: str) -> Iterator[None]:
-    from ray.exceptions import RayError
-
-    try:
-        yield
-    except (RayError, TimeoutError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DrainError(f"Ray's head at {address} does not answer: {line}") from None

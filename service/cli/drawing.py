@@ -31,21 +31,16 @@ _PARTS = ((24, 71, 133), (217, 119, 6), (22, 128, 89), (190, 50, 50), (112, 72, 
 def to_terminal(console: Console, tiles: TilesRead, title: str) -> None:
     """Print the mean map of all heads, then a shade for each head."""
     console.print(title, highlight=False)
-    for row in _mean_map(tiles):
-        console.print("".join(_shade(share) * 2 for share in row), highlight=False)
+    mean_NM = tiles.read_LHNM.mean((0, 1), dtype=np.float32)
+    read_NM, causal_NM = _shrink(mean_NM), _shrink(np.tri(len(mean_NM), dtype=np.float32))
+    for row in zip(read_NM.tolist(), causal_NM.tolist(), strict=True):
+        shares = [read / causal if causal else None for read, causal in zip(*row, strict=True)]
+        console.print("".join(_shade(share) * 2 for share in shares), highlight=False)
     table = Table("layer", "tiles read", "heads")
     for layer, density_H in enumerate(tiles.density_LH.tolist()):
         mean = sum(density_H) / len(density_H)
         table.add_row(str(layer), f"{mean:.1%}", "".join(_shade(share) * 2 for share in density_H))
     console.print(table)
-
-
-def _mean_map(tiles: TilesRead) -> list[list[float | None]]:
-    """Mean share of causal tiles that is read. None above the diagonal."""
-    mean_NM = tiles.read_LHNM.mean((0, 1), dtype=np.float32)
-    read_NM, causal_NM = _shrink(mean_NM), _shrink(np.tri(len(mean_NM), dtype=np.float32))
-    rows = zip(read_NM.tolist(), causal_NM.tolist(), strict=True)
-    return [[read / causal if causal else None for read, causal in zip(*row, strict=True)] for row in rows]
 
 
 def _shrink(x_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -54,6 +49,7 @@ def _shrink(x_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _shade(share: float | None) -> str:
+    """None: above the diagonal."""
     if share is None:
         return " "
     return _SHADES[0] if share <= 0 else _SHADES[min(1 + int(share * (len(_SHADES) - 1)), len(_SHADES) - 1)]
@@ -68,16 +64,17 @@ def to_image(tiles: TilesRead, title: str, timings: Timings | None) -> Image.Ima
     below = top + layers * (side + _GAP) + _GAP
     width = max(2 * _MARGIN + _LABEL + heads * (side + _GAP), 640)
     image = Image.new("RGB", (width, below + (len(parts) + 4) * _LINE * bool(parts) + _MARGIN), _PAPER)
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
-    draw.text((_MARGIN, _MARGIN), title + "; a row a layer, a column a head", _INK, font)
+    draw = ImageDraw.Draw(image)
+    draw.font = ImageFont.load_default(13)
+    draw.text((_MARGIN, _MARGIN), title + "; a row a layer, a column a head", _INK)
     for layer, density_H in enumerate(tiles.density_LH.tolist()):
         y = top + layer * (side + _GAP)
-        draw.text((_MARGIN, y), f"layer {layer}", _INK, font)
-        draw.text((_MARGIN, y + _LINE), f"{sum(density_H) / heads:.1%}", _INK, font)
+        draw.text((_MARGIN, y), f"layer {layer}", _INK)
+        draw.text((_MARGIN, y + _LINE), f"{sum(density_H) / heads:.1%}", _INK)
         for head in range(heads):
             image.paste(_map(tiles, layer, head, side), (_MARGIN + _LABEL + head * (side + _GAP), y))
     if timings is not None:
-        _draw_timings(draw, font, timings, parts, (_MARGIN, below, width - _MARGIN))
+        _draw_timings(draw, timings, parts, (_MARGIN, below, width - _MARGIN))
     return image
 
 
@@ -92,15 +89,11 @@ def _map(tiles: TilesRead, layer: int, head: int, side: int) -> Image.Image:
 
 
 def _draw_timings(
-    draw: ImageDraw.ImageDraw,
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
-    timings: Timings,
-    parts: list[tuple[str, float]],
-    box: tuple[int, int, int],
+    draw: ImageDraw.ImageDraw, timings: Timings, parts: list[tuple[str, float]], box: tuple[int, int, int]
 ) -> None:
     """Draw a bar, and a line for each part. box: left, top, right."""
     left, top, right = box
-    draw.text((left, top), f"time to first token: {timings.ttft_seconds:.3f} s", _INK, font)
+    draw.text((left, top), f"time to first token: {timings.ttft_seconds:.3f} s", _INK)
     x, y = float(left), top + 3 * _LINE
     for number, (name, seconds) in enumerate(parts):
         colour, share = _PARTS[number % len(_PARTS)], seconds / timings.ttft_seconds
@@ -108,5 +101,5 @@ def _draw_timings(
         draw.rectangle((x, top + _LINE, end, top + 2 * _LINE), colour)
         line = y + number * _LINE
         draw.rectangle((left, line + 3, left + 10, line + 13), colour)
-        draw.text((left + _LINE, line), f"{name}  {seconds:.3f} s  {share:.1%}", _INK, font)
+        draw.text((left + _LINE, line), f"{name}  {seconds:.3f} s  {share:.1%}", _INK)
         x = end

@@ -72,7 +72,7 @@ def prefill(
 ) -> None:
     """Read a document and keep it; prints the session's id."""
     text = terminal.read_text(file)
-    with terminal.connect(address, token, tls) as client, terminal.progress_bar(err) as bar:
+    with terminal.connect(address, token, tls) as client, terminal.ProgressBar(err) as bar:
         result: PrefillFinished | None = None
         for event in client.prefill(
             _prompt(text, _uses_messages(client, chat)),

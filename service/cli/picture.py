@@ -45,7 +45,8 @@ def picture_command(
     try:
         settings = local_model(load(config))
         spec = settings.prefill.method(method or settings.door.default_method, options)
-        ids = _ids(settings, text)[:tokens]
+        packed = TextTokenizer.load(Path(settings.model.path)).encode(text, add_bos=True)
+        ids = memoryview(packed).cast("I").tolist()[:tokens]
         timings = None
         if ask:
             request = {"prompt": ids, "method": spec.name, "options": options, "max_tokens": 1}
@@ -57,23 +58,16 @@ def picture_command(
     _show(tiles, spec.name, timings, png)
 
 
-def _ids(settings: ServiceConfig, text: str) -> list[int]:
-    packed = TextTokenizer.load(Path(settings.model.path)).encode(text, add_bos=True)
-    return [int.from_bytes(packed[place : place + 4], "little") for place in range(0, len(packed), 4)]
-
-
 def _read(settings: ServiceConfig, ids: list[int], spec: MethodSpec) -> TilesRead:
     from ...workers.calibration.tiles import tiles_read
 
-    with terminal.progress_bar(err) as bar:
-        return tiles_read(
-            settings.model,
-            ids,
-            spec,
-            settings.prefill.chunk_tokens,
-            device=settings.prefill.device,
-            progress=lambda done: bar.show(Progress(tokens_done=done, tokens_total=len(ids))),
-        )
+    with terminal.ProgressBar(err) as bar:
+
+        def show(done: int) -> None:
+            bar.show(Progress(tokens_done=done, tokens_total=len(ids)))
+
+        chunk_tokens, device = settings.prefill.chunk_tokens, settings.prefill.device
+        return tiles_read(settings.model, ids, spec, chunk_tokens, device=device, progress=show)
 
 
 def _show(tiles: TilesRead, method: str, timings: Timings | None, png: Path | None) -> None:

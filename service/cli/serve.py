@@ -15,7 +15,7 @@ from ...workers.model.directory.json_files import ModelError
 from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..local.log_file import default_log, output_to
-from ..local.start_errors import StartError
+from ..local.readiness import StartError
 from ..wiring import local_model
 from .terminal import err, fail
 

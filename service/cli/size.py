@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json as json_format
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -31,23 +31,21 @@ RESERVE_GIB = 8.0
 """
 
 
-def _llama(layers: int, hidden: int, intermediate: int, q_heads: int) -> ModelConfig:
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        q_heads=q_heads,
-        kv_heads=8,
-        head_dim=128,
-        vocab=128_256,
-        positions=131_072,
-        rms_eps=1e-5,
-        rope=RopeConfig(500_000.0),
-    )
-
-
-SHAPES: Mapping[str, ModelConfig] = {"8b": _llama(32, 4096, 14_336, 32), "70b": _llama(80, 8192, 28_672, 64)}
+_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    layers=32,
+    hidden=4096,
+    intermediate=14_336,
+    q_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128_256,
+    positions=131_072,
+    rms_eps=1e-5,
+    rope=RopeConfig(500_000.0),
+)
+_70B = replace(_8B, layers=80, hidden=8192, intermediate=28_672, q_heads=64)
+SHAPES: Mapping[str, ModelConfig] = {"8b": _8B, "70b": _70B}
 """Llama 3.1. A name may stand for a model directory."""
 
 
@@ -116,7 +114,7 @@ def weight_bytes(
 def stage_bytes(
     model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
 ) -> int:
-    """Weights and K/V of the fullest prefill stage. Raises ModelError for more stages than layers."""
+    """Weights and K/V of the fullest stage. A decode worker is one. ModelError: more stages than layers."""
     room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
     sizes = []
     for stage, share in enumerate(model.split(stages)):
@@ -125,12 +123,6 @@ def stage_bytes(
         weights = weight_bytes(model, layers, dtype, quantisation, mlps=mlps, **ends)
         sizes.append(weights + room * model.kv_values(layers))
     return max(sizes)
-
-
-def decode_bytes(
-    model: ModelConfig, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
-) -> int:
-    return stage_bytes(model, 1, cache_tokens, dtype, quantisation)
 
 
 def sizing(
@@ -184,28 +176,22 @@ def sizing(
     )
 
 
-HEADER = (
-    "model", "context", "at once", "GPU GiB", "weights GiB", "K/V KiB a token", "pages", "K/V GiB",
-    "prefill", "decode", "GPUs",
-)  # fmt: skip
-
-
-def row(sized: Sizing) -> list[str]:
-    """The values under HEADER. Prefill is stages × GiB, decode is workers × GiB."""
+def row(sized: Sizing) -> dict[str, str]:
+    """Column → value. Prefill is stages × GiB, decode is workers × GiB."""
     workers, stage, decode = sized.decode_workers, sized.stage_bytes / GIB, sized.decode_bytes / GIB
-    return [
-        sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
-        f"{sized.tokens:,}",
-        str(sized.concurrency),
-        f"{sized.gpu_gib:g}",
-        f"{sized.weight_bytes / GIB:.1f}",
-        f"{sized.kv_token_bytes / 1024:g}",
-        f"{sized.pages:,}",
-        f"{sized.kv_bytes / GIB:.1f}",
-        f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
-        f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
-        "–" if sized.gpus is None else str(sized.gpus),
-    ]
+    return {
+        "model": sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
+        "context": f"{sized.tokens:,}",
+        "at once": str(sized.concurrency),
+        "GPU GiB": f"{sized.gpu_gib:g}",
+        "weights GiB": f"{sized.weight_bytes / GIB:.1f}",
+        "K/V KiB a token": f"{sized.kv_token_bytes / 1024:g}",
+        "pages": f"{sized.pages:,}",
+        "K/V GiB": f"{sized.kv_bytes / GIB:.1f}",
+        "prefill": f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
+        "decode": f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
+        "GPUs": "–" if sized.gpus is None else str(sized.gpus),
+    }
 
 
 def size_command(
@@ -227,14 +213,14 @@ def size_command(
         fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
     if quantisation is not None and quantisation not in get_args(Quantisation):
         fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
+    how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "stages": stages}
+    how["reserve_gib"] = reserve_gib
     try:
         sizings = [
-            sizing(name, _shape(name), length, concurrency, gpu_gib, dtype=cast(Dtype, dtype),
-                   quantisation=cast(Quantisation | None, quantisation), stages=stages,
-                   reserve_gib=reserve_gib)
+            sizing(name, _shape(name), length, concurrency, gpu_gib, **how)
             for name in models or SHAPES
             for length in tokens
-        ]  # fmt: skip
+        ]
     except (ModelError, ValueError) as error:
         fail(str(error))
     if json:
@@ -242,15 +228,10 @@ def size_command(
             derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
             print(json_format.dumps(asdict(sized) | derived))
     else:
-        show(sizings)
-
-
-def show(sizings: Sequence[Sizing]) -> None:
-    """Print columns, since rows would be too wide for a terminal."""
-    table = Table(show_header=False)
-    for name, *values in zip(HEADER, *map(row, sizings), strict=True):
-        table.add_row(name, *values)
-    Console().print(table)
+        rows, table = [row(sized) for sized in sizings], Table(show_header=False)
+        for name in rows[0]:  # columns, since rows would be too wide for a terminal
+            table.add_row(name, *(values[name] for values in rows))
+        Console().print(table)
 
 
 def _shape(name: str) -> ModelConfig:

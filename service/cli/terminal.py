@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -72,11 +72,7 @@ def read_text(file: str) -> str:
     try:
         if file != "-":
             return Path(file).read_text(encoding="utf-8")
-        stdin = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
-        try:
-            return stdin.read()
-        finally:
-            stdin.detach()  # otherwise it closes standard input too
+        return io.StringIO(sys.stdin.buffer.read().decode(), newline=None).read()
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
 
@@ -124,14 +120,11 @@ class ProgressBar:
             self._bar.stop()
         self._stopped = True
 
+    def __enter__(self) -> ProgressBar:
+        return self
 
-@contextlib.contextmanager
-def progress_bar(console: Console) -> Iterator[ProgressBar]:
-    bar = ProgressBar(console)
-    try:
-        yield bar
-    finally:
-        bar.stop()
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
 
 
 def stream_answer(
@@ -139,7 +132,7 @@ def stream_answer(
 ) -> tuple[str, GenerateFinished]:
     """Print an answer unless quiet. Returns the text and the last event."""
     text = ""
-    with progress_bar(err) as bar:
+    with ProgressBar(err) as bar:
         for event in client.generate(**request):
             if isinstance(event, Progress):
                 bar.show(event)
@@ -168,17 +161,14 @@ def show_timings(console: Console, timings: Timings) -> None:
     table.add_row("[bold]sum", f"[bold]{timings.ttft_seconds:.3f}", "100%")
     console.print(table)
     for begin in range(0, len(timings.stages), _STAGES_PER_TABLE):
-        _show_stages(console, timings.stages[begin : begin + _STAGES_PER_TABLE], begin)
-
-
-def _show_stages(console: Console, stages: Sequence[Mapping[str, float]], begin: int) -> None:
-    table = Table(title="Seconds by stage (stages overlap)")
-    table.add_column("phase", no_wrap=True)
-    for number in range(begin, begin + len(stages)):
-        table.add_column(f"stage {number}", justify="right", no_wrap=True)
-    for name in dict.fromkeys(name for stage in stages for name in stage):
-        table.add_row(name, *(f"{stage.get(name, 0.0):.3f}" for stage in stages))
-    console.print(table)
+        stages = timings.stages[begin : begin + _STAGES_PER_TABLE]
+        table = Table(title="Seconds by stage (stages overlap)")
+        table.add_column("phase", no_wrap=True)
+        for number in range(begin, begin + len(stages)):
+            table.add_column(f"stage {number}", justify="right", no_wrap=True)
+        for name in dict.fromkeys(name for stage in stages for name in stage):
+            table.add_row(name, *(f"{stage.get(name, 0.0):.3f}" for stage in stages))
+        console.print(table)
 
 
 def describe_usage(usage: Usage, asked_session: bool) -> str:
@@ -193,9 +183,8 @@ def describe_usage(usage: Usage, asked_session: bool) -> str:
 
 
 def show_info(console: Console, info: ServerInfo) -> None:
-    table = Table(
-        title=f"{escape(info.display_name or info.model)} (Deltafront {info.version})", show_header=False
-    )
+    name = escape(info.display_name or info.model)
+    table = Table(title=f"{name} (Deltafront {info.version})", show_header=False)
     table.add_row("model", escape(info.model))
     table.add_row("positions", f"{info.max_positions}")
     table.add_row("vocabulary", f"{info.vocabulary}")
@@ -233,14 +222,10 @@ def _show_profile(console: Console, profile: ProfileInfo) -> None:
         table.add_row(level.method, options, f"{level.density:g}", f"{level.tokens}")
     console.print(table)
     if profile.figures:
-        _show_figures(console, json.loads(profile.figures))
-
-
-def _show_figures(console: Console, figures: Mapping[str, Any]) -> None:
-    table = Table("figures", "", title="What it reached on texts held out")
-    for name, value in _figures(figures):
-        table.add_row(escape(name), escape(value))
-    console.print(table)
+        table = Table("figures", "", title="What it reached on texts held out")
+        for name, value in _figures(json.loads(profile.figures)):
+            table.add_row(escape(name), escape(value))
+        console.print(table)
 
 
 def _figures(figures: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
@@ -263,21 +248,17 @@ def as_json(result: Any) -> str:
 
 
 def with_advice(error: DeltafrontError, address: str) -> str:
-    advice = _advice(error, address)
-    return f"{error.message or error.code}" + (f" ({advice})" if advice else "")
-
-
-def _advice(error: DeltafrontError, address: str) -> str:
-    if isinstance(error, errors.InvalidArgument) and error.field in ("address", "tls"):
-        return ""
-    if isinstance(error, errors.InvalidArgument) and error.field.endswith(".messages"):
-        return "`deltafront generate --raw` sends text without the model's chat template"
-    if isinstance(error, errors.Overloaded):
-        return "" if error.retry_after_s is None else f"try again in {error.retry_after_s:.0f} s"
-    return {
+    advice = {
         errors.Unavailable: f"is a server running at {address}? `deltafront serve` starts one",
         errors.Unauthenticated: "give --token or set DELTAFRONT_TOKEN",
         errors.NotFound: "`deltafront prefill FILE` makes a new session",
         errors.DeadlineExceeded: "allow more time with --timeout",
         errors.InvalidArgument: "`deltafront info` shows what the server takes",
     }.get(type(error), "")
+    if isinstance(error, errors.InvalidArgument) and error.field in ("address", "tls"):
+        advice = ""
+    elif isinstance(error, errors.InvalidArgument) and error.field.endswith(".messages"):
+        advice = "`deltafront generate --raw` sends text without the model's chat template"
+    elif isinstance(error, errors.Overloaded) and error.retry_after_s is not None:
+        advice = f"try again in {error.retry_after_s:.0f} s"
+    return f"{error.message or error.code}" + (f" ({advice})" if advice else "")

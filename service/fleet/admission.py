@@ -76,7 +76,7 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
     rejections = [(g, _deadline_rejection(need, g)) for g in sorted(able, key=_group_rank)]
     in_time = [g for g, rejection in rejections if rejection is None]
     if not in_time:
-        return min((rejection for _, rejection in rejections if rejection is not None), key=_retry_after_s)
+        return min((r for _, r in rejections if r is not None), key=lambda r: r.retry_after_s or math.inf)
     fitting.sort(key=lambda w: _worker_rank(need, in_time[0], w))
     names = tuple(g.name for g in in_time)
     return Admitted(names, tuple(w.name for w in fitting), predicted_ttft(need, in_time[0]))
@@ -105,10 +105,6 @@ def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
         f"the first token is expected in {ttft:.1f} s, the deadline leaves {need.seconds_left:.1f} s",
         max(ttft - need.seconds_left, _SHORTEST_RETRY_S),
     )
-
-
-def _retry_after_s(rejection: Rejected) -> float:
-    return math.inf if rejection.retry_after_s is None else rejection.retry_after_s
 
 
 def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bool, float, int, str]:

@@ -7,16 +7,14 @@ import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from ...workers.messages.states import DecodeStats, GroupStats
 from ...workers.roles import DecodeWorker, Group, Leased
 from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
-from .directory import Directory, WorkerHandles
 from .fleet_view import Charge, FleetView, latest_states, without
 from .session_ids import NO_SESSION
-from .single_flight import SingleFlight
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
 _T = TypeVar("_T")
@@ -35,11 +33,21 @@ _DISCOVERY_FACTOR = 4
 """While a role has no worker, the door looks for one this many times as often."""
 
 
-class Fleet:
-    """Polls workers, and renews and cancels requests on them.
+@dataclass(frozen=True)
+class WorkerHandles:
+    """Workers by actor name. Their calls raise WorkerLost or WorkerFailed."""
 
-    Args:
-        pairing: `workers.settings.pairing`. Workers of other configurations are left alone.
+    groups: Mapping[str, Group]
+    workers: Mapping[str, DecodeWorker]
+
+
+class Directory(Protocol):
+    async def find(self) -> WorkerHandles: ...
+
+
+class Fleet:
+    """Polls workers, and renews and cancels requests on them. pairing: `workers.settings.pairing`. Workers of
+    other configurations are left alone.
     """
 
     def __init__(
@@ -228,20 +236,14 @@ class Fleet:
         """Renew held requests. A draining worker of last resort is renewed even without any, so that it
         stays."""
         workers: dict[str, Leased] = {**self._handles.groups, **self._handles.workers}
-        calls = [
-            _log_errors(
-                self._with_timeout(workers[name].renew(tuple(self._held.get(name, ())))), f"renew on {name}"
-            )
-            for name in self._held.keys() | self.view.last_resort
-            if name in workers
-        ]
-        await asyncio.gather(*calls)
+        names = workers.keys() & (self._held.keys() | self.view.last_resort)
 
-    async def _with_timeout(self, renewal: Awaitable[None]) -> None:
-        """A hanging worker must not delay the others' renewals."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._renew_s):
-                await renewal
+        async def renew(name: str) -> None:
+            with contextlib.suppress(TimeoutError):  # a hanging worker must not delay the others' renewals
+                async with asyncio.timeout(self._renew_s):
+                    await workers[name].renew(tuple(self._held.get(name, ())))
+
+        await asyncio.gather(*(_log_errors(renew(name), f"renew on {name}") for name in names))
 
     async def _states(
         self, stats: Mapping[str, Callable[[], Awaitable[_S]]], last: Mapping[str, _S], timeout_s: float
@@ -283,3 +285,29 @@ async def _log_errors(call: Awaitable[Any], description: str) -> None:
         await call
     except WorkerError as error:
         log.info("%s: %s", description, error.message)
+
+
+class SingleFlight:
+    """One run of some work for all who wait for it. start: starts a task and keeps a reference to it."""
+
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._work = work
+        self._start = start
+        self._running: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Wait for a run that began after this call, which concurrent callers share."""
+        if self._next is None:
+            self._next = self._start(self._run_after(self._running))
+        await asyncio.shield(self._next)
+
+    async def _run_after(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        self._running, self._next = self._next, None
+        await self._work()

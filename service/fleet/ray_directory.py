@@ -3,50 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import ray
 
 from ...workers.messages.stages import HandoffFailed
 from ...workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
 from ...workers.remote import Failure, remote
-from ...workers.roles import DecodeWorker, Group, Role
+from ...workers.roles import DecodeWorker, Group
 from ..errors import WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
-from .directory import WorkerHandles
+from .fleet import WorkerHandles
 
 
 class RayDirectory:
     def __init__(self) -> None:
-        self._groups = _Actors(Group, PREFILL_PREFIX)
-        self._workers = _Actors(DecodeWorker, DECODE_PREFIX)
+        self._known: dict[str, tuple[Any, Any]] = {}
+        """Actor's id and proxy, by name."""
 
     async def find(self) -> WorkerHandles:
         actors = await asyncio.to_thread(_list_actors)
-        return WorkerHandles(self._groups.select(actors), self._workers.select(actors))
+        self._known = {name: self._known_or_new(name, actor) for name, actor in actors.items()}
+        return WorkerHandles(self._named(PREFILL_PREFIX), self._named(DECODE_PREFIX))
 
-
-class _Actors(Generic[Role]):
-    def __init__(self, role: Callable[..., Role], prefix: str) -> None:
-        self._role = role
-        self._prefix = prefix
-        self._known: dict[str, tuple[Any, Role]] = {}
-
-    def select(self, actors: Mapping[str, Any]) -> dict[str, Role]:
-        self._known = {
-            name: self._known_or_new(name, actor)
-            for name, actor in actors.items()
-            if name.startswith(self._prefix)
-        }
-        return {name: worker for name, (_, worker) in self._known.items()}
-
-    def _known_or_new(self, name: str, actor: Any) -> tuple[Any, Role]:
+    def _known_or_new(self, name: str, actor: Any) -> tuple[Any, Any]:
         """A restarted worker has the same name but is another actor."""
         known = self._known.get(name)
         if known is not None and known[0] == actor._actor_id:
             return known
-        return actor._actor_id, remote(self._role, name, actor, partial(worker_error, name))
+        role: Any = Group if name.startswith(PREFILL_PREFIX) else DecodeWorker
+        return actor._actor_id, remote(role, name, actor, partial(worker_error, name))
+
+    def _named(self, prefix: str) -> dict[str, Any]:
+        return {name: worker for name, (_, worker) in self._known.items() if name.startswith(prefix)}
 
 
 def _list_actors() -> dict[str, Any]:

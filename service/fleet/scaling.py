@@ -56,10 +56,7 @@ class GroupsByBacklog:
         self._backlog_s = backlog_s
 
     def __call__(self, context: Any) -> Decision:
-        groups = [
-            Backlog(metrics["waiting_tokens"], metrics["tokens_per_second"])
-            for metrics in _by_replica(context, "waiting_tokens", "tokens_per_second")
-        ]
+        groups = [Backlog(*each) for each in _by_replica(context, "waiting_tokens", "tokens_per_second")]
         return groups_wanted(groups, context.target_num_replicas, self._backlog_s), {}
 
 
@@ -68,20 +65,16 @@ class WorkersByLoad:
         self._usage, self._max_batch = usage, max_batch
 
     def __call__(self, context: Any) -> Decision:
-        workers = [
-            Load(metrics["pages_total"] - metrics["pages_free"], metrics["pages_total"], metrics["decoding"])
-            for metrics in _by_replica(context, "pages_total", "pages_free", "decoding")
-        ]
+        each = _by_replica(context, "pages_total", "pages_free", "decoding")
+        workers = [Load(total - free, total, requests) for total, free, requests in each]
         return workers_wanted(workers, context.target_num_replicas, self._usage, self._max_batch), {}
 
 
-def _by_replica(context: Any, *names: str) -> list[dict[str, float]]:
-    """The metrics of each replica that has recorded all of them."""
+def _by_replica(context: Any, *names: str) -> list[tuple[float, ...]]:
+    """These metrics of each replica that has recorded all of them."""
     metrics = [context.aggregated_metrics.get(name, {}) for name in names]
     replicas = [replica for replica in metrics[0] if all(replica in values for values in metrics)]
-    return [
-        {name: values[replica] for name, values in zip(names, metrics, strict=True)} for replica in replicas
-    ]
+    return [tuple(values[replica] for values in metrics) for replica in replicas]
 
 
 def _ceil(share: float) -> int:

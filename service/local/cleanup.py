@@ -34,24 +34,17 @@ def service_folder() -> Iterator[Path]:
     with (folder / _UNLOCKED).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder / _UNLOCKED).rename(folder / _LOCK)  # nobody can see the file unlocked
-        reaper = _start_reaper(folder)
+        command = [sys.executable, "-I", "-S", __file__, str(folder)]
+        silent = subprocess.DEVNULL
+        reaper = subprocess.Popen(  # in its own session, so that it outlives the service's process group
+            command, stdin=silent, stdout=silent, stderr=silent, start_new_session=True
+        )
         try:
             yield folder
         finally:
             reaper.kill()
             reaper.wait()
             _clear(folder)
-
-
-def _start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """Start it in its own session, so that it outlives the service's process group."""
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def clean_up_killed_services() -> list[Path]:
@@ -104,11 +97,7 @@ def _writes_to(folder: Path, descriptor: os.DirEntry[str]) -> bool:
         return False
 
 
-def _reap(folder: Path) -> None:
-    with contextlib.suppress(FileNotFoundError), (folder / _LOCK).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        _clear(folder)
-
-
 if __name__ == "__main__":
-    _reap(Path(sys.argv[1]))
+    with contextlib.suppress(FileNotFoundError), Path(sys.argv[1], _LOCK).open() as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        _clear(Path(sys.argv[1]))

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,11 +24,13 @@ from . import cleanup
 from .machine import check_machine
 from .ports import check_ports, haproxy_hosts, serve_ports
 from .ray_patches import START_S, minimal_node, slow_start, start_serve
-from .ray_processes import REQUIRED, RayProcesses
-from .readiness import wait_until_answering, wait_until_running
-from .start_errors import StartError, failure_reason
+from .readiness import StartError, failure_reason, wait_until_answering, wait_until_running
 
 _OBJECT_STORE_BYTES = 2 << 30
+PERIOD_S = 0.5
+"""How often Ray's processes are looked at."""
+REQUIRED = {"gcs_server": "Ray's control store", "raylet": "Ray's node"}
+"""Ray's name → ours."""
 _OWNER_CPUS = 0.1
 _LOG_LINES = 20
 _RETRY_S = 0.2
@@ -56,25 +59,51 @@ _DEFAULTS = {
 """The caller's environment takes precedence over these."""
 
 
+Make = Callable[[ServiceConfig, Path], Any]
+"""Makes the Serve application."""
+
+
+class RayProcesses:
+    """Watches Ray's own processes: Ray notices a lost control store after a minute, and leaves HAProxy on the
+    ports."""
+
+    def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+        self._processes = dict(processes)
+
+    def failure(self) -> str | None:
+        """Which process has ended, and how."""
+        for name, process in self._processes.items():
+            if (code := process.poll()) is not None:
+                return f"{REQUIRED[name]} ({name}) {_describe_exit(code)}"
+        return None
+
+    def wait_for_failure(self) -> str:
+        while (failure := self.failure()) is None:
+            time.sleep(PERIOD_S)
+        return failure
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
 @contextlib.contextmanager
-def running(
-    settings: ServiceConfig, make: Callable[[ServiceConfig, Path], Any] | None = None
-) -> Iterator[RayProcesses]:
+def running(settings: ServiceConfig, make: Make | None = None) -> Iterator[RayProcesses]:
     """Start everything, wait until it answers, and stop it when the block ends.
 
     When one of Ray's processes has ended, leaving the block kills the others.
 
-    Args:
-        settings: From `wiring.local_model`.
-        make: Makes the Serve application; by default `app.application`.
-
-    Raises:
-        ConfigError, StartError
+    settings: from `wiring.local_model`. make: by default `app.application`. Raises ConfigError or StartError.
     """
     prepare(settings)
     with (
         cleanup.service_folder() as folder,
-        _environment(ray_environment(settings, folder, haproxy_hosts(settings.door)) | listening.loopback()),
+        _environment(ray_environment(settings, folder) | listening.loopback()),
         listening.at_loopback(),
     ):
         import ray  # Ray reads its environment when it is imported
@@ -84,7 +113,7 @@ def running(
         try:
             with _start_errors():
                 started = _start_ray(settings, folder)
-                _start_application(settings, (make or _application)(settings, folder), started)
+                _start_application(settings, folder, make, started)
             processes = started
             yield processes
         finally:
@@ -133,12 +162,6 @@ def check_socket_paths(temporary: str) -> None:
         )
 
 
-def _application(settings: ServiceConfig, folder: Path) -> Any:
-    from ..app import application
-
-    return application(settings, folder)
-
-
 def _start_ray(settings: ServiceConfig, folder: Path) -> RayProcesses:
     import ray
 
@@ -156,17 +179,19 @@ def _start_ray(settings: ServiceConfig, folder: Path) -> RayProcesses:
     return RayProcesses({name: started[name][0].process for name in REQUIRED})
 
 
-def _start_application(settings: ServiceConfig, application: Any, processes: RayProcesses) -> None:
+def _start_application(
+    settings: ServiceConfig, folder: Path, make: Make | None, processes: RayProcesses
+) -> None:
     import ray
     from ray import serve
     from ray.serve.config import gRPCOptions
 
-    from ..app import APP_NAME, serve_config
+    from ..app import APP_NAME, application, serve_config
 
     check_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
     options = serve_config(settings.model_dump(), LOOPBACK)
     start_serve(options["http_options"], gRPCOptions(**options["grpc_options"]))
-    target = serve.RunTarget(application, APP_NAME, "/")
+    target = serve.RunTarget((make or application)(settings, folder), APP_NAME, "/")
     serve.run_many([target], wait_for_applications_running=False)
     wait_until_running(serve.status, APP_NAME, processes.failure)
     wait_until_answering(settings.door, processes.failure, START_S)
@@ -219,11 +244,8 @@ def check_gpus(settings: ServiceConfig, present: float) -> None:
         )
 
 
-def ray_environment(
-    settings: ServiceConfig, folder: Path, hosts: Mapping[int, str] = haproxy.AS_SERVE_SAYS
-) -> dict[str, str]:
-    """Variables to set before Ray starts. Writes HAProxy's program to `folder`. hosts: for
-    `haproxy.write`."""
+def ray_environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
+    """Variables to set before Ray starts. Writes HAProxy's program to `folder`."""
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
         "SOCKET_PATH": "admin.sock",
@@ -231,7 +253,7 @@ def ray_environment(
         "SERVER_STATE_FILE": "server-state",
         "METRICS_SOCKET_PATH": "metrics.sock",
     }
-    haproxy.write(folder / "haproxy", hosts)
+    haproxy.write(folder / "haproxy", haproxy_hosts(settings.door))
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",

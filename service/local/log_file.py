@@ -28,9 +28,7 @@ def default_log(grpc_port: int) -> Path:
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[Console]:
     """Redirect the output of this process and its children to a new file. Yields a console on standard error.
-
-    Raises:
-        ConfigError: The file cannot be made.
+    Raises ConfigError if the file cannot be made.
     """
     try:
         path.unlink(missing_ok=True)  # somebody may still read the last start's log

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config import ConfigError, ServiceConfig
 
-_LIBRARIES = ("torch", "safetensors", "tokenizers", "transformers")
+_LIBRARIES = ("torch", "safetensors", "tokenizers")
 _DRIVER, _TORCH_CUDA = "libcuda.so.1", "libtorch_cuda.so"
 _CUDA_ERROR_NO_DEVICE = 100
 
@@ -26,11 +26,7 @@ def check_machine(settings: ServiceConfig) -> None:
 def _why_no_cuda() -> str | None:
     """Why no GPU can be used. It asks the driver, since torch takes seconds to load."""
     torch = importlib.util.find_spec("torch")
-    if (
-        torch is None
-        or torch.origin is None
-        or not (Path(torch.origin).parent / "lib" / _TORCH_CUDA).exists()
-    ):
+    if not (torch and torch.origin and (Path(torch.origin).parent / "lib" / _TORCH_CUDA).exists()):
         return "torch is a build without CUDA"
     try:
         driver = ctypes.CDLL(_DRIVER)

@@ -7,50 +7,31 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ..config import ConfigError, DoorConfig
 from ..listening import LOOPBACK, is_local, joined
 
 _FIRST_BLOCK, _BLOCKS, _BLOCK_PORTS = 20_000, 120, 100
 """The blocks lie between the ports of Ray's workers and those that the kernel gives to clients."""
-_SERVE_PORTS = (
-    "RAY_SERVE_HAPROXY_STATS_PORT",
-    "RAY_SERVE_HAPROXY_METRICS_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
-)
-_AGENT_PORTS = (
-    "metrics_agent_port",
-    "metrics_export_port",
-    "dashboard_agent_listen_port",
-    "runtime_env_agent_port",
-)
+_SERVE_PORTS = """RAY_SERVE_HAPROXY_STATS_PORT RAY_SERVE_HAPROXY_METRICS_PORT
+    RAY_SERVE_FALLBACK_PROXY_HTTP_PORT RAY_SERVE_FALLBACK_PROXY_GRPC_PORT""".split()
+_AGENT_PORTS = """metrics_agent_port metrics_export_port dashboard_agent_listen_port
+    runtime_env_agent_port""".split()
 
 
-class PublicPort(NamedTuple):
-    purpose: str
-    key: str
-    host: str
-    port: int
-
-
-def public_ports(door: DoorConfig) -> Iterator[PublicPort]:
-    """The configured ports. All others are at loopback."""
-    yield PublicPort("gRPC", "grpc_port", door.host, door.grpc_port)
-    yield PublicPort("OpenAI", "http_port", door.host, door.http_port)
+def public_ports(door: DoorConfig) -> Iterator[tuple[str, str, str, int]]:
+    """Purpose, key, host and port of the configured ports. All others are at loopback."""
+    yield "gRPC", "grpc_port", door.host, door.grpc_port
+    yield "OpenAI", "http_port", door.host, door.http_port
     if door.tls_certificate is not None:
-        yield PublicPort("gRPC with TLS", "tls_port", door.host, door.tls_port)
-    yield PublicPort("metrics", "metrics_port", door.metrics_at, door.metrics_port)
+        yield "gRPC with TLS", "tls_port", door.host, door.tls_port
+    yield "metrics", "metrics_port", door.metrics_at, door.metrics_port
 
 
 def describe_exposure(door: DoorConfig) -> str:
     """Say which addresses other machines can reach, and whether requests need a token."""
-    exposed = [
-        f"{purpose} {joined(host, port)}"
-        for purpose, _, host, port in public_ports(door)
-        if not is_local(host)
-    ]
+    ports = public_ports(door)
+    exposed = [f"{purpose} {joined(host, port)}" for purpose, _, host, port in ports if not is_local(host)]
     if not exposed:
         return "to this machine alone"
     access = "anybody may call" if door.tokens_file is None else "requests need a token"

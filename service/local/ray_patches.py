@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from .ports import agent_ports
 
@@ -21,10 +22,10 @@ def slow_start(grpc_port: int) -> Iterator[None]:
     Ray gives up if agents have not written their ports to files within 15 s, or a node has not registered
     after 30. So agents get fixed ports, their files are written here, and registration is retried.
     """
-    from ray._private import node, parameter, services
+    from ray._private import node, services
     from ray._raylet import persist_port  # type: ignore[attr-defined]
 
-    get_node, init, start = services.get_node, parameter.RayParams.__init__, node.Node.start_raylet
+    get_node, start = services.get_node, node.Node.start_raylet
     nodes: list[node.Node] = []
 
     def get_node_patiently(*args: Any, **kwargs: Any) -> Any:
@@ -39,10 +40,6 @@ def slow_start(grpc_port: int) -> Iterator[None]:
                     raise
                 time.sleep(_RETRY_S)
 
-    def init_with_ports(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.update(**agent_ports(grpc_port))
-
     def start_with_port_files(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, port in agent_ports(grpc_port).items():
             persist_port(self.get_session_dir_path(), self.node_id, name, port)
@@ -50,9 +47,9 @@ def slow_start(grpc_port: int) -> Iterator[None]:
         nodes.append(self)
 
     with (
-        _replaced(services, "get_node", get_node_patiently),
-        _replaced(parameter.RayParams, "__init__", init_with_ports),
-        _replaced(node.Node, "start_raylet", start_with_port_files),
+        patch.object(services, "get_node", get_node_patiently),
+        _node_parameters(**agent_ports(grpc_port)),
+        patch.object(node.Node, "start_raylet", start_with_port_files),
     ):
         yield
 
@@ -64,32 +61,27 @@ def _check_raylet(node: Any) -> None:
             raise RuntimeError(f"Ray's node ended while it started, with code {code}: {logs}/raylet.err")
 
 
-@contextmanager
-def minimal_node() -> Iterator[None]:
-    """Start Ray nodes without an API server, for which `ray.init` would wait, and without an autoscaler."""
-    from ray._private import node, parameter
+def _node_parameters(**changes: Any) -> Any:
+    """Start Ray nodes with these parameters in a block."""
+    from ray._private import parameter
 
     init = parameter.RayParams.__init__
 
-    def init_without_monitor(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_changed(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.update(no_monitor=True)
+        self.update(**changes)
 
-    with (
-        _replaced(node.Node, "start_api_server", lambda *_args, **_kwargs: None),
-        _replaced(parameter.RayParams, "__init__", init_without_monitor),
-    ):
-        yield
+    return patch.object(parameter.RayParams, "__init__", init_changed)
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
+def minimal_node() -> Iterator[None]:
+    """Start Ray nodes without an API server, for which `ray.init` would wait, and without an autoscaler."""
+    from ray._private import node
+
+    api_server = patch.object(node.Node, "start_api_server", lambda *_args, **_kwargs: None)
+    with api_server, _node_parameters(no_monitor=True):
         yield
-    finally:
-        setattr(owner, name, original)
 
 
 def start_serve(http: Mapping[str, Any], grpc: Any) -> None:

@@ -1,8 +1,12 @@
-"""Waits until a service answers at its ports, or fails to start."""
+"""Waits until a service answers at its ports, or says in one line why it does not start.
+
+Serve reports a replica's error as nested tracebacks in a text. The last error in it is the reason.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -14,20 +18,32 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ..config import DoorConfig
 from ..listening import joined, reachable
 from .ports import public_ports
-from .start_errors import StartError, failure_reason, is_permanent
 
+SERVING = health_pb2.HealthCheckResponse.SERVING
 _PERIOD_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(r"^(?P<kind>(?:\w+\.)*_*[A-Z]\w*(?:Error|Exception)): *(?!Traceback )(?P<message>\S.*)$")
+"""The last line of a traceback."""
+_OURS = "deltafront."
+_PERMANENT = set(
+    """AssertionError AttributeError FileNotFoundError ImportError KeyError MemoryError _ArrayMemoryError
+    ModuleNotFoundError NotImplementedError OutOfMemoryError TypeError ValueError""".split()
+)
+_DIED = {"ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError", "OwnerDiedError"}
+_LONGEST_REASON = 400
 
 Failure = Callable[[], str | None]
 """Says which of Ray's processes has ended."""
 
 
-def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
-    """Wait until Serve's application runs, however long its model loads. status: `serve.status`.
+class StartError(RuntimeError):
+    """The message is one line."""
 
-    Raises:
-        StartError: It cannot run any more.
+
+def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
+    """Wait until Serve's application runs, however long its model loads. status: `serve.status`. Raises
+    StartError once it cannot run any more.
     """
     while (application := status().applications.get(name)) is None or application.status != "RUNNING":
         if reason := _deployment_failure(application):
@@ -40,7 +56,7 @@ def wait_until_answering(door: DoorConfig, failure: Failure, start_s: float) -> 
     deadline = time.monotonic() + start_s
     address = joined(reachable(door.host), door.grpc_port)
     with grpc.insecure_channel(address) as channel:
-        while not _answers(channel):
+        while health(channel) is None:  # whether healthy or not
             _pause(failure, deadline, f"nothing answered at {address} for {start_s:g} s")
     for purpose, _key, host, port in public_ports(door):
         while not _accepts_connections(reachable(host), port):
@@ -71,14 +87,13 @@ def _deployment_failure(application: Any) -> str | None:
     return failure_reason(application.message) if failed else None
 
 
-def _answers(channel: grpc.Channel) -> bool:
-    """Whether a door answers, healthy or not."""
-    health = health_pb2_grpc.HealthStub(channel)
+def health(channel: grpc.Channel) -> int | None:
+    """A door's status. None if it does not answer."""
+    stub = health_pb2_grpc.HealthStub(channel)
     try:
-        health.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S).status)
     except grpc.RpcError:
-        return False
-    return True
+        return None
 
 
 def _accepts_connections(host: str, port: int) -> bool:
@@ -87,3 +102,37 @@ def _accepts_connections(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def failure_reason(error: BaseException | str) -> str:
+    """The reason in one line."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    kind, message = _last_error(text)
+    if kind in _DIED:
+        return f"a process ended while the service started ({kind}); is there enough memory?"
+    if kind in ("GetTimeoutError", "RpcError"):
+        return f"Ray did not answer in time ({message})"
+    return message[:_LONGEST_REASON]
+
+
+def is_permanent(text: str) -> bool:
+    """Whether a retry would fail too: after our own errors and programming mistakes."""
+    errors = _errors(text)
+    return bool(errors) and (errors[-1][0].startswith(_OURS) or errors[-1][0].split(".")[-1] in _PERMANENT)
+
+
+def _last_error(text: str) -> tuple[str, str]:
+    """Kind and message. A third party's message begins with its kind."""
+    errors = _errors(text)
+    if not errors:
+        lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
+        return "", lines[-1] if lines else "no reason was given"
+    name, message = errors[-1]
+    kind = name.split(".")[-1].lstrip("_")
+    clear = name.startswith(_OURS) or kind in ("RuntimeError", "AssertionError")
+    return kind, message if clear else f"{kind}: {message}"
+
+
+def _errors(text: str) -> list[tuple[str, str]]:
+    lines = (line.strip() for line in _COLOUR.sub("", text).splitlines())
+    return [(match["kind"], match["message"]) for match in map(_ERROR.match, lines) if match]

@@ -13,12 +13,13 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..config import load
 from ..listening import joined, reachable
+from .readiness import SERVING, health
 
 _STOP_S = 60.0
 _LOG_LINES = 30
@@ -35,11 +36,7 @@ class LocalService:
     """
 
     def __init__(
-        self,
-        config: Path | str,
-        *,
-        start_s: float = 240.0,
-        environment: dict[str, str] | None = None,
+        self, config: Path | str, *, start_s: float = 240.0, environment: dict[str, str] | None = None
     ) -> None:
         door = load(Path(config)).door
         self.address = joined(reachable(door.host), door.grpc_port)
@@ -63,13 +60,9 @@ class LocalService:
         with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port))):
             raise NotServing(f"{self.address} is taken: stop what serves there first")
         with self.log.open("wb") as log:
+            output: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
+                self._command, env=self._environment, start_new_session=True, **output
             )
         try:
             self._wait_until_healthy()
@@ -88,14 +81,11 @@ class LocalService:
         assert self._process is not None
         deadline = time.monotonic() + self._start_s
         with grpc.insecure_channel(self.address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 if (code := self._process.poll()) is not None:
                     raise NotServing(f"the service ended with code {code}:\n{self.log_tail()}")
-                with contextlib.suppress(grpc.RpcError):
-                    reply = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
-                    if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
+                if health(channel) == SERVING:
+                    return
                 time.sleep(0.5)
         raise NotServing(f"the service was not healthy within {self._start_s:.0f} s:\n{self.log_tail()}")
 

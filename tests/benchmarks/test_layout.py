@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deltafront.benchmarks.layout import HEADER, Layout, fit, row
-from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
+from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, stage_bytes
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.settings import Quantisation
 
@@ -32,8 +32,8 @@ def test_what_fits_has_room_and_what_does_not_has_none(
     assert found.prefill.stage_bytes == stage
     assert bool(found.prefill.stages) == (stage <= stage_room)
     each, pages = found.decode.contexts_per_worker, -(-tokens // 16) * 16
-    assert decode_bytes(model, (each + 1) * pages, "bfloat16", kind) > worker_room
-    assert not each or decode_bytes(model, each * pages, "bfloat16", kind) <= worker_room
+    assert stage_bytes(model, 1, (each + 1) * pages, "bfloat16", kind) > worker_room
+    assert not each or stage_bytes(model, 1, each * pages, "bfloat16", kind) <= worker_room
     assert found.contexts == layout.workers * each
     assert found.gpus == (layout.gpus if each and stage <= stage_room else None)
     whole = (layout.stage_gpu_gib - RESERVE_GIB) * GIB

@@ -8,7 +8,7 @@ import pytest
 
 from deltafront.benchmarks import overlays
 from deltafront.benchmarks.overlays import quantity
-from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
+from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, stage_bytes
 from deltafront.service.config import ServiceConfig
 
 from .manifests import OVERLAYS, container, ray_service, settings, worker_groups
@@ -55,7 +55,7 @@ def test_weights_and_kv_fit_the_gpus_that_are_asked_for(overlay: str) -> None:
     prefill, decode, dtype = config.prefill, config.decode, config.model.dtype
     needs = {"prefill": stage_bytes(shape, prefill.stages, prefill.cache_tokens, dtype) + RESERVE_GIB * GIB}
     group = dict(decode.node_labels)["ray.io/node-group"]
-    worker = decode_bytes(shape, decode.cache_tokens, dtype) + RESERVE_GIB * GIB
+    worker = stage_bytes(shape, 1, decode.cache_tokens, dtype) + RESERVE_GIB * GIB
     needs[group] = worker + (needs[group] if decode.gpus < 1 else 0)
     for name, need in needs.items():
         affinity = worker_groups(overlay)[name]["template"]["spec"]["affinity"]["nodeAffinity"]

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.long_context import document_with
 from deltafront.dashboards.prometheus import RAY_EXPORTS
 from deltafront.service.local.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
@@ -114,7 +115,7 @@ def haystack(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
         return len(tokenizer.encode(value).ids)
 
     needles = hay.make_needles(sizes.needles, seed=11)
-    value = hay.document(DEMO_TEXT.read_text(), needles, sizes.document - 64, count, seed=11)
+    value = document_with(DEMO_TEXT.read_text(), needles, sizes.document - 64, count, seed=11)
     return Haystack(value, needles, count(value))
 
 

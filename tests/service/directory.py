@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deltafront.service.fleet.directory import WorkerHandles
+from deltafront.service.fleet.fleet import WorkerHandles
 from deltafront.workers.roles import DecodeWorker, Group
 
 

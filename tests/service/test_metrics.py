@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
-from deltafront.service.gauges import WorkerState, state_of
-from deltafront.service.metrics import FINISHED, RPCS, Metrics
+from deltafront.service.metrics import FINISHED, RPCS, Metrics, WorkerState, state_of
 from deltafront.workers.messages.events import FinishReason, PrefillReport
 from deltafront.workers.messages.stages import HandoffFailed
 from deltafront.workers.messages.states import DecodeStats, GroupStats

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -58,11 +59,8 @@ class DecodedRows:
     @torch.inference_mode()
     def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
         """Return the rows' mean KL(dense | selected pages) of next-token distributions, over dense K/V of
-        earlier tokens.
-
-        Args:
-            dense: Layers behind the first Δ-layer that attend to everything too.
-            budget, recency: In pages.
+        earlier tokens. dense: layers behind the first Δ-layer that attend to everything too. budget, recency:
+        in pages.
         """
         first = delta_layers[0]
         selected_RS: torch.Tensor | None = None
@@ -72,7 +70,8 @@ class DecodedRows:
             sparse = layer not in delta_layers and layer not in dense
             out_RHD, weights_GJRS = self._attend(layer, q_RHD, k_RGD, v_RGD, selected_RS if sparse else None)
             if layer in delta_layers:
-                selected_RS = self._selected(weights_GJRS, budget, recency)
+                selected_RP = selected_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
+                selected_RS = selected_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
             return out_RHD
 
         hidden_RC = self._stack.forward(
@@ -106,28 +105,14 @@ class DecodedRows:
         out_GJRD += weights_GJRS[..., row_R, place_R][..., None] * changed_GRD[:, None]
         return out_GJRD.flatten(0, 1).transpose(0, 1).to(q_RHD.dtype), weights_GJRS
 
-    def _selected(self, weights_GJRS: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
-        selected_RP = selected_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
-        return selected_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
-
 
 def refine(
-    stack: LayerStack,
-    texts: Sequence[Document],
-    calibration: Calibration,
-    dense_layers: int,
-    *,
-    budget: int,
-    recency: int,
-    full_layers: Collection[int],
-    tell: Callable[[str], None] = lambda _what: None,
+    stack: LayerStack, texts: Sequence[Document], calibration: Calibration, dense_layers: int, **options: Any
 ) -> Calibration:
-    """Replace Δ-layers by those of a `search`. It keeps the K/V of all texts on the device."""
+    """Replace Δ-layers by those of a `search` with these options. All texts' K/V stays on the device."""
     read = [DecodedRows(stack, text) for text in texts]
     loss_LL = torch.tensor(calibration.losses, dtype=torch.float64)
-    delta_layers, cost = search(
-        read, loss_LL, dense_layers, budget=budget, recency=recency, full_layers=full_layers, tell=tell
-    )
+    delta_layers, cost = search(read, loss_LL, dense_layers, **options)
     return replace(calibration, delta_layers=delta_layers, divergence=cost)
 
 
@@ -145,13 +130,8 @@ def search(
     and `full_layers` behind it.
 
     Each first Δ-layer has a start (`choose`). From the best, one Δ-layer at a time moves to the least
-    divergence, until no move helps.
-
-    Returns:
-        Δ-layers, and the mean divergence of texts.
-
-    Raises:
-        ValueError: No choice has so many dense layers.
+    divergence, until no move helps. Returns Δ-layers and the mean divergence of texts. Raises ValueError if
+    no choice has so many dense layers.
     """
     layers = loss_LL.shape[0]
 

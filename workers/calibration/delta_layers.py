@@ -56,16 +56,13 @@ def calibrate(
     """
     if not 0 < recency < budget:
         raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
-    read = [with_answers(text) for text in texts]
-    for ids, _answers in read:
-        if len(ids) > stack.config.positions:
-            raise ValueError(
-                f"{len(ids)} tokens are more than the model's {stack.config.positions} positions"
-            )
+    read, positions = [with_answers(text) for text in texts], stack.config.positions
+    if (longest := max(len(ids) for ids, _answers in read)) > positions:
+        raise ValueError(f"{longest} tokens are more than the model's {positions} positions")
     each = []
     for ids, answers in read:
-        positions = query_positions(len(ids), answers)
-        each.append(losses(attention_maps(stack, ids, positions), positions, budget, recency))
+        places = query_positions(len(ids), answers)
+        each.append(losses(attention_maps(stack, ids, places), places, budget, recency))
     mean_LL = torch.stack(each).mean(0)
     table = tuple(tuple(row) for row in mean_LL.tolist())
     return Calibration(choose(mean_LL, count, full_layers), table, tuple(len(ids) for ids, _answers in read))
@@ -88,22 +85,17 @@ def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
 def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """Return maps_LQS (float32, CPU): DELTA's token score."""
     maps: list[torch.Tensor] = []
+    positions_Q = torch.tensor(positions, device=stack.device)
+    future_QS = torch.arange(len(ids), device=stack.device) > positions_Q[:, None]
 
     def hook(_layer: int, x: AttentionInput) -> None:
-        maps.append(_largest_weights(x, torch.tensor(positions, device=stack.device)).cpu())
+        q_GJQD = x.q_BHTD[0, :, positions_Q].float().view(-1, x.group, len(positions_Q), x.q_BHTD.shape[3])
+        logits_GJQS = q_GJQD @ x.k_BGSD[0].float().transpose(1, 2)[:, None] * x.scale
+        weights_GJQS = logits_GJQS.masked_fill(future_QS, float("-inf")).softmax(-1)
+        maps.append(weights_GJQS.amax((0, 1)).cpu())
 
     read_densely(stack, embedded(stack, ids), hook)
     return torch.stack(maps)
-
-
-def _largest_weights(x: AttentionInput, positions_Q: torch.Tensor) -> torch.Tensor:
-    tokens, dim = x.k_BGSD.shape[2:]
-    q_GJQD = x.q_BHTD[0, :, positions_Q].float().view(-1, x.group, len(positions_Q), dim)
-    logits_GJQS = q_GJQD @ x.k_BGSD[0].float().transpose(1, 2)[:, None] * x.scale
-    future_QS = torch.arange(tokens, device=positions_Q.device) > positions_Q[:, None]
-    weights_GJQS = logits_GJQS.masked_fill(future_QS, float("-inf")).softmax(-1)
-    map_QS: torch.Tensor = weights_GJQS.amax((0, 1))
-    return map_QS
 
 
 def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recency: int) -> torch.Tensor:

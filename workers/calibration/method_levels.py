@@ -62,10 +62,11 @@ def method_levels(
     levels = []
     for tokens, documents in sorted(probes.items()):
         measured, costs = [], []
-        for number, document in enumerate(documents):
-            tell(f"{tokens} tokens, document {number + 1} of {len(documents)}: errors of heads")
+        for number, document in enumerate(documents, 1):
+            which = f"{tokens} tokens, document {number} of {len(documents)}"
+            tell(f"{which}: errors of heads")
             measured.append(curves(stack, document, selector_of(costed)))
-            tell(f"{tokens} tokens, document {number + 1} of {len(documents)}: costs of layers")
+            tell(f"{which}: costs of layers")
             costs.append(layer_costs(stack, document, build(costed)))
         for density in densities:
             longest = max([*probes, *(level.tokens for level in old if level.density == density)])

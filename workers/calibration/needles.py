@@ -6,28 +6,25 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 
 _ADJECTIVES = """
-    amber ancient arctic autumn bashful blazing bitter brave breezy brisk bronze bumpy calm candid
-    careful charming chilly civic clever coastal copper cosmic crimson curious daring dapper dreamy
-    dusty eager earnest elastic electric elegant faded fancy fearless feisty floral foggy formal
-    frosty gentle giddy gilded glacial golden grumpy happy hasty hollow honest humble icy idle ivory
-    jagged jolly jovial keen kindly laconic lavish lazy leafy lively lonely loyal lucid lunar lush
-    magic marble mellow merry mighty misty modest mossy muddy musical narrow nimble noble noisy
-    northern oblong olive opal orderly pale patient peppery placid plucky polite proud quaint quiet
-    rapid royal rustic sandy scarlet
+    amber ancient arctic autumn bashful blazing bitter brave breezy brisk bronze bumpy calm candid careful
+    charming chilly civic clever coastal copper cosmic crimson curious daring dapper dreamy dusty eager
+    earnest elastic electric elegant faded fancy fearless feisty floral foggy formal frosty gentle giddy
+    gilded glacial golden grumpy happy hasty hollow honest humble icy idle ivory jagged jolly jovial keen
+    kindly laconic lavish lazy leafy lively lonely loyal lucid lunar lush magic marble mellow merry mighty
+    misty modest mossy muddy musical narrow nimble noble noisy northern oblong olive opal orderly pale patient
+    peppery placid plucky polite proud quaint quiet rapid royal rustic sandy scarlet
 """.split()
 _NOUNS = """
-    acorn anchor anvil apricot armour badger balloon banjo barley basket beacon bishop blanket
-    blossom bonfire bottle bramble bucket buffalo button cabin cactus camel candle canyon carpet
-    castle cavern cello chapel cherry chimney cobbler comet compass coral cottage cradle cricket
-    crystal curtain cymbal daisy desert dolphin donkey drummer eagle elbow falcon feather fiddle
-    finch forest fountain galaxy garden garlic ginger giraffe glacier glove goblet gondola granite
-    guitar hammer harbor harvest hazel helmet heron hickory island jasmine jigsaw kayak kettle
-    ladder lantern lemon lizard lobster locket magnet mango maple meadow mirror monsoon mustard
-    needle nutmeg orchard otter oyster paddle parrot pebble pelican pigeon piano
+    acorn anchor anvil apricot armour badger balloon banjo barley basket beacon bishop blanket blossom bonfire
+    bottle bramble bucket buffalo button cabin cactus camel candle canyon carpet castle cavern cello chapel
+    cherry chimney cobbler comet compass coral cottage cradle cricket crystal curtain cymbal daisy desert
+    dolphin donkey drummer eagle elbow falcon feather fiddle finch forest fountain galaxy garden garlic ginger
+    giraffe glacier glove goblet gondola granite guitar hammer harbor harvest hazel helmet heron hickory
+    island jasmine jigsaw kayak kettle ladder lantern lemon lizard lobster locket magnet mango maple meadow
+    mirror monsoon mustard needle nutmeg orchard otter oyster paddle parrot pebble pelican pigeon piano
 """.split()
 _KINDS = ("uuid", "number", "word")
 
@@ -73,10 +70,8 @@ def _words(count: int, rng: random.Random) -> tuple[list[str], list[str]]:
     adjectives = rng.sample(_ADJECTIVES, min(count, every))
     nouns = rng.sample(_NOUNS, min(count, every))
     size = len(nouns)
-    return (
-        [adjectives[i % size] for i in range(count)],
-        [nouns[(i + i // size) % size] for i in range(count)],
-    )
+    turned = [nouns[(i + i // size) % size] for i in range(count)]
+    return [adjectives[i % size] for i in range(count)], turned
 
 
 def _value(kind: str, rng: random.Random) -> str:
@@ -98,20 +93,3 @@ def hide(text: str, needles: list[Needle], seed: int) -> str:
         parts += [text[last:place], needle.sentence, " "]
         last = place
     return "".join([*parts, text[last:]])
-
-
-def document(
-    text: str, needles: list[Needle], tokens: int, count_tokens: Callable[[str], int], seed: int
-) -> str:
-    """Return a document of at most `tokens` tokens with all needles. Raises ValueError for a short text."""
-    if count_tokens(hide(text, needles, seed)) < tokens:
-        raise ValueError(f"the text is too short for {tokens} tokens")
-    words = text.split(" ")
-    low, high = 1, len(words)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if count_tokens(hide(" ".join(words[:middle]), needles, seed)) <= tokens:
-            low = middle
-        else:
-            high = middle - 1
-    return hide(" ".join(words[:low]), needles, seed)

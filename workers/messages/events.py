@@ -21,15 +21,10 @@ class LayerDensity:
 
 def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
     sums: dict[int, LayerDensity] = {}
-    for layer in layers:
-        before = sums.get(layer.layer, LayerDensity(layer=layer.layer, computed=0.0, causal=0.0))
-        sums[layer.layer] = LayerDensity(
-            layer=layer.layer,
-            computed=before.computed + layer.computed,
-            causal=before.causal + layer.causal,
-            attention=before.attention + layer.attention,
-            choosing=before.choosing + layer.choosing,
-        )
+    for added in layers:
+        before = sums.get(added.layer, LayerDensity(layer=added.layer, computed=0.0, causal=0.0))
+        values = {name: value + getattr(added, name) for name, value in vars(before).items()}
+        sums[added.layer] = LayerDensity(**{**values, "layer": added.layer})
     return tuple(sums[layer] for layer in sorted(sums))
 
 

@@ -11,13 +11,11 @@ RATE_LASTS_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupStats:
-    """A prefill group as admission sees it.
+class WorkerStats:
+    """A worker as admission sees it.
 
-    tokens_per_second: recent prefill rate; 0: unknown. waiting_tokens: admitted and not computed. nodes: of
-    its stages. draining: wants nothing new if others exist. compilations: kernels that its stages have
-    compiled, by phase (`warm_up`, `serving`). pairing: `settings.pairing` of its configuration; empty: it
-    goes with all. max_waiting: None: unknown. idle_s: since it last read.
+    draining: wants nothing new if others exist. compilations: kernels that it has compiled, by phase
+    (`warm_up`, `serving`). pairing: `settings.pairing` of its configuration; empty: it goes with all.
     """
 
     name: str
@@ -25,12 +23,20 @@ class GroupStats:
     pages_free: int
     running: int
     waiting: int
-    waiting_tokens: int
-    tokens_per_second: float
-    nodes: tuple[str, ...] = ()
     draining: bool = False
     compilations: tuple[tuple[str, int], ...] = ()
     pairing: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStats(WorkerStats):
+    """tokens_per_second: recent prefill rate; 0: unknown. waiting_tokens: admitted and not computed. nodes,
+    compilations: of all stages. max_waiting: None: unknown. idle_s: since it last read.
+    """
+
+    waiting_tokens: int
+    tokens_per_second: float
+    nodes: tuple[str, ...] = ()
     max_waiting: int | None = None
     idle_s: float = 0.0
 
@@ -56,33 +62,19 @@ class OwnerUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeStats:
-    """A decode worker as admission sees it.
-
-    waiting: also requests whose prompt is being read. decoding: requests that run or lack only a place in
-    the batch. draining: as a group's, its sessions still served. compilations, pairing: as a group's.
+class DecodeStats(WorkerStats):
+    """waiting: also requests whose prompt is being read. decoding: requests that run or lack only a place in
+    the batch. draining: its sessions are still served.
     """
 
-    name: str
-    pages_total: int
-    pages_free: int
-    running: int
-    waiting: int
     sessions: int
     page_tokens: int = PAGE_TOKENS
     uses: tuple[OwnerUse, ...] = ()
     node: str = ""
-    draining: bool = False
-    compilations: tuple[tuple[str, int], ...] = ()
-    pairing: str = ""
     decoding: int = 0
 
 
 NAMESPACE = "deltafront"
 """Ray's namespace of the actors."""
-
-
 PREFILL_PREFIX = "prefill:"
-
-
 DECODE_PREFIX = "decode:"

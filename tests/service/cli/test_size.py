@@ -44,7 +44,7 @@ def test_what_is_chosen_fits_and_nothing_less_would_do(
     ]
     assert found.stages == (fitting[0] if fitting else None)
     most = max(
-        (n for n in range(1, 60) if size.decode_bytes(model, 0, "bfloat16") + n * found.kv_bytes <= room),
+        (n for n in range(1, 60) if size.stage_bytes(model, 1, 0, "bfloat16") + n * found.kv_bytes <= room),
         default=0,
     )
     assert found.contexts_per_worker == min(most, concurrency)
@@ -60,8 +60,8 @@ def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
     model = SHAPES["70b"]
     stages = [size.stage_bytes(model, n, 131_072, "bfloat16") for n in (1, 2, 4, 8, 16)]
     assert stages == sorted(stages, reverse=True)
-    assert size.decode_bytes(model, 17, "bfloat16") == size.decode_bytes(model, 32, "bfloat16")
-    halves = size.decode_bytes(model, 32, "float32") / size.decode_bytes(model, 32, "bfloat16")
+    assert size.stage_bytes(model, 1, 17, "bfloat16") == size.stage_bytes(model, 1, 32, "bfloat16")
+    halves = size.stage_bytes(model, 1, 32, "float32") / size.stage_bytes(model, 1, 32, "bfloat16")
     assert halves == 2
 
 
@@ -121,7 +121,7 @@ def test_fp8_halves_layers_and_leaves_ends_and_cache() -> None:
     plain, fp8 = (sizing("8b", SHAPES["8b"], 131_072, 1, 80, quantisation=kind) for kind in (None, "fp8"))
     ends = 2 * (2 * 128_256 + 1) * 4096
     assert fp8.weight_bytes - ends == pytest.approx((plain.weight_bytes - ends) / 2, rel=1e-3)
-    assert fp8.kv_bytes == plain.kv_bytes and size.row(fp8)[0] == "8b, fp8"
+    assert fp8.kv_bytes == plain.kv_bytes and size.row(fp8)["model"] == "8b, fp8"
     done = run("size", "8b", "--tokens", 131_072, "--json", "--quantisation", "fp8")
     assert json.loads(done.stdout)["weight_bytes"] == fp8.weight_bytes
     for options, problem in (

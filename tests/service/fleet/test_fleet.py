@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from deltafront.service.errors import NotFound, WorkerLost
-from deltafront.service.fleet.directory import WorkerHandles
-from deltafront.service.fleet.fleet import Fleet
+from deltafront.service.fleet.fleet import Fleet, WorkerHandles
 from deltafront.service.fleet.fleet_view import Charge, FleetView
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 

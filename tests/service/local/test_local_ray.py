@@ -25,7 +25,7 @@ from deltafront.service.local.local_ray import (
     ray_environment,
 )
 from deltafront.service.local.ray_patches import START_S
-from deltafront.service.local.start_errors import StartError
+from deltafront.service.local.readiness import StartError
 
 from ..test_config import content
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,3 +95,9 @@ def test_a_missing_library_is_named(missing: str, monkeypatch: pytest.MonkeyPatc
 
 def test_every_library_that_is_looked_for_is_one_that_this_service_has() -> None:
     assert all(importlib.util.find_spec(name) for name in machine._LIBRARIES)
+
+
+def test_no_library_is_asked_for_that_the_package_does_not_bring() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    brought = {re.split("[^a-z_]", library)[0] for library in project["dependencies"]}
+    assert set(machine._LIBRARIES) <= brought

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltafront.service.local.ray_processes import RayProcesses
+from deltafront.service.local.local_ray import RayProcesses
 
 
 @pytest.fixture

@@ -12,8 +12,13 @@ import pytest
 
 from deltafront.service.config import parse
 from deltafront.service.local import readiness
-from deltafront.service.local.readiness import wait_until_answering, wait_until_running
-from deltafront.service.local.start_errors import StartError, failure_reason, is_permanent
+from deltafront.service.local.readiness import (
+    StartError,
+    failure_reason,
+    is_permanent,
+    wait_until_answering,
+    wait_until_running,
+)
 
 from ..inprocess import House
 from ..test_config import content
