@@ -27,6 +27,7 @@ from ..door.status import from_status, is_ours
 from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
 from ..request.calls import (
+    AttentionMethod,
     GenerateRequest,
     PrefillRequest,
     Prompt,
@@ -127,16 +128,14 @@ class DeltafrontClient:
         """
         request = PrefillRequest(
             prompt=_prompt(prompt, special_tokens, variables=chat_template_kwargs),
-            method=method,
-            options=options or {},
-            session_ttl_s=session_ttl_s,
+            attention=AttentionMethod(method, options or {}),
+            session_ttl=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
         )
-        message = wire.prefill_request(request)
-        read = wire.read_prefill_response
-        yield from self._stream(self._stub.Prefill, lambda _: message, read, request.deadline)
+        message = wire.write(pb.PrefillRequest, request)
+        yield from self._stream(self._stub.Prefill, lambda _: message, request.deadline)
 
     def generate(
         self,
@@ -179,12 +178,11 @@ class DeltafrontClient:
             prompt=None if prompt is None else parse(prompt),
             session_id=session_id,
             append=None if append is None else parse(append, name="append"),
-            method=method,
-            options=options or {},
+            attention=AttentionMethod(method, options or {}),
             sampling=sampling,
             page_selection=PageSelection(page_selection),
             recompute_blocks=recompute_blocks,
-            session_ttl_s=session_ttl_s,
+            session_ttl=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
@@ -193,7 +191,7 @@ class DeltafrontClient:
         def message(answered: list[int]) -> pb.GenerateRequest:
             return wire.generate_request(replace(request, answered_ids=pack_ids(answered)))
 
-        yield from self._stream(self._stub.Generate, message, wire.read_generate_response, request.deadline)
+        yield from self._stream(self._stub.Generate, message, request.deadline)
 
     def release(self, session_id: str) -> None:
         """Free a session's pages now. Raises NotFound."""
@@ -212,7 +210,7 @@ class DeltafrontClient:
         return int(answer.requests)
 
     def info(self) -> ServerInfo:
-        return wire.read_server_info(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        return wire.read(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))  # type: ignore[no-any-return]
 
     def _call(self, rpc: Any, request: Any, retries: Retries | None = None) -> Any:
         retries = retries or Retries(self._retry_s, None)
@@ -224,18 +222,12 @@ class DeltafrontClient:
             except grpc.RpcError as error:
                 retries.wait(self._translate(error))
 
-    def _stream(
-        self,
-        rpc: Any,
-        message: Callable[[list[int]], Any],
-        read: Callable[[Any], Any],
-        deadline: float | None,
-    ) -> Iterator[Any]:
+    def _stream(self, rpc: Any, message: Callable[[list[int]], Any], deadline: float | None) -> Iterator[Any]:
         """message: makes the request from the tokens of the answer so far."""
         retries, answered = Retries(self._retry_s, deadline), list[int]()
         while True:
             try:
-                for event in self._stream_once(rpc, message(answered), read, deadline):
+                for event in self._stream_once(rpc, message(answered), deadline):
                     retries.reset()
                     if isinstance(event, Token):
                         answered.append(event.token_id)
@@ -244,16 +236,14 @@ class DeltafrontClient:
             except DeltafrontError as error:
                 retries.wait(error)
 
-    def _stream_once(
-        self, rpc: Any, request: Any, read: Callable[[Any], Any], deadline: float | None
-    ) -> Iterator[Any]:
+    def _stream_once(self, rpc: Any, request: Any, deadline: float | None) -> Iterator[Any]:
         # The server enforces the deadline and says in which phase it passed. gRPC's is only a safety net.
         timeout = None if deadline is None else max(deadline - time.time(), 0.0) + 5.0
         stream, complete = rpc(request, metadata=self._metadata, timeout=timeout), False
         try:
             for response in stream:
                 self._answered = True
-                if (event := read(response)) is not None:
+                if (event := wire.read_response(response)) is not None:
                     complete = isinstance(event, PrefillFinished | GenerateFinished)
                     yield event
         except grpc.RpcError as error:

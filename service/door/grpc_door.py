@@ -22,13 +22,7 @@ from ..errors import DeltafrontError, NotFound, TooLong
 from ..request.handler import RequestHandler
 from .registration import SERVICE, UndecodedMessage
 from .status import details, status, trailers
-from .wire import (
-    generate_response,
-    prefill_response,
-    read_generate_request,
-    read_prefill_request,
-    server_info,
-)
+from .wire import read, response, write
 
 _HEALTH_WATCH_S = 1.0
 _M = TypeVar("_M", bound=Message)
@@ -55,10 +49,10 @@ class FrontDoor:
             async with self._requests.accept(
                 "Prefill", metadata, request_id=request_id, size=request.size
             ) as accepted:
-                stream = self._requests.prefill(accepted, read_prefill_request(self._message(request)))
+                stream = self._requests.prefill(accepted, read(self._message(request)))
                 async with contextlib.aclosing(stream) as events:
                     async for event in events:
-                        yield prefill_response(event)
+                        yield response(pb.PrefillResponse, event)
         yield pb.PrefillResponse()  # takes the status along
 
     async def Generate(
@@ -69,11 +63,11 @@ class FrontDoor:
             async with self._requests.accept(
                 "Generate", metadata, request_id=request_id, size=request.size
             ) as accepted:
-                stream = self._requests.generate(accepted, read_generate_request(self._message(request)))
+                stream = self._requests.generate(accepted, read(self._message(request)))
                 async with contextlib.aclosing(stream) as events:
                     async for event in events:
                         if not isinstance(event, Usage):
-                            yield generate_response(event)
+                            yield response(pb.GenerateResponse, event)
         yield pb.GenerateResponse()  # takes the status along
 
     async def CancelRequest(
@@ -101,7 +95,7 @@ class FrontDoor:
         with _StatusOn(grpc_context):
             async with self._requests.accept("GetServerInfo", grpc_context.invocation_metadata()):
                 self._message(request)
-                answer = server_info(await self._requests.server_info())
+                answer = write(pb.GetServerInfoResponse, await self._requests.server_info())
         return answer
 
     async def List(

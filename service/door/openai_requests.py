@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument, NotFound
-from ..request.calls import GenerateRequest, Prompt, SamplingParams, SpecialTokens, pack_ids
+from ..request.calls import AttentionMethod, GenerateRequest, Prompt, SamplingParams, SpecialTokens, pack_ids
 from ..request.check import check_count
 
 _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
@@ -165,8 +165,7 @@ def _request(
         prompt=prompt,
         session_id=fields.session_id,
         append=append,
-        method=fields.method,
-        options=fields.options,
+        attention=AttentionMethod(fields.method, fields.options),
         sampling=SamplingParams(
             temperature=fields.temperature,
             top_p=fields.top_p,
@@ -178,7 +177,7 @@ def _request(
         ),
         page_selection=PageSelection(fields.page_selection),
         recompute_blocks=fields.recompute_blocks,
-        session_ttl_s=fields.session_ttl_s,
+        session_ttl=fields.session_ttl_s,
         deadline=None if fields.timeout_s is None else time.time() + fields.timeout_s,
         request_id=request_id,
         cache_salt=fields.cache_salt,

@@ -54,7 +54,7 @@ class Limits:
 def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
     """Raises InvalidArgument or DeadlineExceeded."""
     _require(request.prompt is not None, "prompt", "is missing: give text, messages or token_ids")
-    ttl_s = limits.default_ttl_s if request.session_ttl_s is None else request.session_ttl_s
+    ttl_s = limits.default_ttl_s if request.session_ttl is None else request.session_ttl
     call = _common(request, owner, limits, Sampling(max_tokens=0))
     return replace(call, keep_ttl_s=_ttl(ttl_s, limits), deadline=_deadline(request.deadline))
 
@@ -71,7 +71,7 @@ def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
         stop=_stop(request.sampling.stop),
         page_selection=request.page_selection,
         recompute_blocks=_recompute_blocks(request.recompute_blocks, limits),
-        keep_ttl_s=0.0 if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
+        keep_ttl_s=0.0 if request.session_ttl is None else _ttl(request.session_ttl, limits),
         deadline=_deadline(request.deadline),
         answered=_answered(request, limits),
         fit_max_tokens=request.sampling.max_tokens is None,
@@ -85,7 +85,7 @@ def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampl
         request_id=_request_id(request.request_id),
         owner=owner,
         prompt=None if request.prompt is None else _prompt("prompt", request.prompt, limits),
-        method=_method(request.method, request.options, limits),
+        method=_method(request.attention.name, request.attention.options, limits),
         sampling=sampling,
         cache_salt=request.cache_salt,
     )
@@ -103,9 +103,9 @@ def _check_source(request: GenerateRequest) -> None:
     _require(request.prompt is None, "source", "is both a prompt and a session_id: give one of them")
     _require(request.append is not None, "append", "is missing: a session needs something to answer")
     no_ttl = "makes a session of a prompt; this request already has a session"
-    _require(request.session_ttl_s is None, "session_ttl", no_ttl)
+    _require(request.session_ttl is None, "session_ttl", no_ttl)
     no_method = "applies to a prompt; what is appended to a session is read densely"
-    _require(not (request.method or request.options), "attention", no_method)
+    _require(not (request.attention.name or request.attention.options), "attention", no_method)
 
 
 def _prompt(name: str, prompt: Prompt, limits: Limits) -> Prompt:
