@@ -87,7 +87,8 @@ def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
 
 def response(kind: type[_Message], event: RequestEvent) -> _Message:
     """Raises ValueError for an event that does not answer this rpc."""
-    return fill_message(kind, **{_EVENTS[type(event)]: event})
+    name, frequent = _EVENTS[type(event)], isinstance(event, Progress | Token)  # fields without forms
+    return kind(**{name: vars(event) if frequent else _to_wire(kind, name, event, name)})
 
 
 def read_response(message: pb.PrefillResponse | pb.GenerateResponse) -> Any:
