@@ -184,7 +184,7 @@ class _Completion:
         if isinstance(body, DeltafrontError):
             raise body
         request, options = self._reply.endpoint.read(body, self._reply.model, self._reply.request_id)
-        return options, self._requests.generate(accepted, request)
+        return options, self._requests.run(accepted, request)
 
     async def _send(
         self,

@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import grpc
 
@@ -73,6 +74,13 @@ def trailers(error: DeltafrontError) -> list[tuple[str, str]]:
     if isinstance(error, Overloaded):
         return [own, (PUSHBACK, "-1")]
     return [own]
+
+
+def set_status(context: Any, error: DeltafrontError) -> None:
+    """Give a call of gRPC or Serve the error's status."""
+    context.set_code(status(error))
+    context.set_details(details(error))
+    context.set_trailing_metadata(trailers(error))
 
 
 def is_ours(metadata: Iterable[tuple[str, str | bytes]]) -> bool:

@@ -125,7 +125,7 @@ def _to_wire(kind: type[Message], name: str, value: Any, path: str) -> Any:
         return _FORMS[name][0](value)
     if isinstance(value, Prompt):
         return _prompt(path, value)
-    inner = kind.DESCRIPTOR.fields_by_name[name].message_type
+    inner: Any = kind.DESCRIPTOR.fields_by_name[name].message_type
     if is_dataclass(value):
         return write(inner._concrete_class, value, path + ".")
     if isinstance(value, list):

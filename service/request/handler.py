@@ -3,7 +3,7 @@
 An edge (a protocol) does three things:
 
 1. It calls `accept`. The block that follows is the request's life.
-2. It reads the message for `prefill` or `generate`, and keeps no reference to the text.
+2. It reads the message for `run`, and keeps no reference to the text.
 3. It sends the events, and turns the block's DeltafrontError into a status. It closes the stream when its
 client leaves, which cancels the run.
 """
@@ -23,8 +23,8 @@ from .accepted import Accepted
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
 from .audit import Audit
 from .callers import Caller
-from .calls import Call, GenerateRequest, PrefillRequest
-from .check import Limits, generate_call, is_request_id, prefill_call
+from .calls import PrefillRequest
+from .check import Limits, checked_call, is_request_id
 from .resources import Resources
 from .run.request_run import RequestRun
 from .text.text_budget import TextBudget
@@ -133,13 +133,16 @@ class RequestHandler:
         finally:
             conclude(outcome)
 
-    def prefill(self, accepted: Accepted, request: PrefillRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Yield Progress …, PrefillFinished. Raises DeltafrontError, at once if the request is malformed."""
-        return self._start(accepted, prefill_call(request, accepted.owner, self._limits))
+    def run(self, accepted: Accepted, request: PrefillRequest) -> AsyncGenerator[RequestEvent, None]:
+        """Yield Progress …, then PrefillFinished, or Usage, Token … and GenerateFinished.
 
-    def generate(self, accepted: Accepted, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Yield Progress …, Usage, Token …, GenerateFinished. Raises as `prefill` does."""
-        return self._start(accepted, generate_call(request, accepted.owner, self._limits))
+        Raises DeltafrontError, at once if the request is malformed.
+        """
+        call = checked_call(request, accepted.owner, self._limits)
+        accepted.audit.request_id = call.request_id
+        accepted.audit.method = "" if call.prompt is None else call.method.name
+        call = replace(call, trace=accepted.trace.context)
+        return self._events(accepted, RequestRun(self._resources, call, accepted))
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:
         """Cancel at every door, and return how many. Raises InvalidArgument."""
@@ -182,12 +185,6 @@ class RequestHandler:
                 task.cancel()
             await asyncio.wait(self._tasks)
         self.text_budget.stop()
-
-    def _start(self, accepted: Accepted, call: Call) -> AsyncGenerator[RequestEvent, None]:
-        accepted.audit.request_id = call.request_id
-        accepted.audit.method = "" if call.prompt is None else call.method.name
-        call = replace(call, trace=accepted.trace.context)
-        return self._events(accepted, RequestRun(self._resources, call, accepted))
 
     async def _events(self, accepted: Accepted, run: RequestRun) -> AsyncGenerator[RequestEvent, None]:
         """Closing the stream cancels the run."""
