@@ -121,7 +121,8 @@ class _Completions:
             ) as accepted:
                 if isinstance(body, DeltafrontError):
                     raise body
-                generate, options = self._endpoint.read(body, reply.model, reply.request_id)
+                generate, options = self._endpoint.read(body, reply.model)
+                generate = replace(generate, request_id=reply.request_id)
                 events = self._requests.run(accepted, generate)
                 del body, generate  # the text is let go once it is tokenised
                 watched = until_disconnect(events, receive, self._keep_alive_s)

@@ -29,7 +29,7 @@ class Endpoint:
     object_type: str
     chunk_type: str
     source: str
-    read: Callable[[bytes, str, str], tuple[GenerateRequest, StreamOptions | None]]
+    read: Callable[[bytes, str], tuple[GenerateRequest, StreamOptions | None]]
     first_delta: Json | None
     answer: Callable[[str], Json]
     delta: Callable[[str], Json]
@@ -71,11 +71,8 @@ class Reply:
         )
 
     def first_chunks(self, usage: Usage | None) -> list[Json]:
-        return (
-            []
-            if self.endpoint.first_delta is None
-            else [self._chunk(_choice(self.endpoint.first_delta), usage)]
-        )
+        delta = self.endpoint.first_delta
+        return [] if delta is None else [self._chunk(_choice(delta), usage)]
 
     def chunk(self, text: str, usage: Usage | None) -> Json:
         return self._chunk(_choice(self.endpoint.delta(text)), usage)
