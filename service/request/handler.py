@@ -195,8 +195,6 @@ class RequestHandler:
         task.add_done_callback(lambda _: accepted.events.put_nowait(None))
         try:
             while (event := await accepted.events.get()) is not None:
-                if isinstance(event, PrefillFinished | GenerateFinished):
-                    event = replace(event, trace_id=accepted.trace.trace_id)
                 accepted.audit.note(event)
                 yield event
             accepted.outcome = await _outcome(task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ....workers.messages.events import (
     DecodeReport,
@@ -15,8 +16,9 @@ from ....workers.messages.events import (
     Token,
     Usage,
 )
+from ...metrics import density, scoring_overhead
 from ..accepted import Accepted
-from ..answers import GenerateFinished, PrefillFinished, density_of, timings_of
+from ..answers import Density, GenerateFinished, PrefillFinished, Timings
 from ..calls import Call
 from ..resources import Resources
 from ..text.detokenize import AnswerText, Match
@@ -53,9 +55,6 @@ class Answer:
     def prompt_tokens(self) -> int:
         return self.session_tokens + self.new_tokens
 
-    def streaming(self) -> bool:
-        return bool(self.ids)
-
     def finish_reason(self, tokens_left: int) -> FinishReason | None:
         """None while the answer is not complete. `tokens_left` may still be generated."""
         if not self.ids:
@@ -68,21 +67,22 @@ class Answer:
 
     def progress(self, event: Progress) -> None:
         """Never go back when a replay reads again."""
-        if event.tokens_done > self._tokens_shown and not self.streaming():
+        if event.tokens_done > self._tokens_shown and not self.ids:
             self._tokens_shown = event.tokens_done
             self._accepted.emit(event)
 
     def prompt_read(self, report: PrefillReport) -> None:
-        if not self.streaming():
+        if not self.ids:
             self._prefill = report
 
     def token(self, event: Token, report: DecodeReport) -> bool:
         """Return whether a stop string ended the answer."""
         now, index = time.monotonic(), len(self.ids)
         if not index:
-            self._accepted.clock.span(decode_parts(report))
-            parts = tuple(self._accepted.clock.parts().items())
-            self._metrics.first_token(parts, self.prompt_tokens - self.cached_tokens)
+            clock = self._accepted.clock
+            clock.span(decode_parts(report))
+            clock.stop()
+            self._metrics.first_token(tuple(clock.parts().items()), self.prompt_tokens - self.cached_tokens)
             self._measure_prefill(report)
             self._accepted.emit(Usage(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens))
         else:
@@ -108,36 +108,44 @@ class Answer:
         self._decoded.append(report)
         held = sum(report.pages_held for report in self._decoded)
         metrics, gaps = self._metrics, self._gaps
-        metrics.prompted(self.prompt_tokens, self.cached_tokens)
         metrics.answered(reason, len(self.ids), sum(gaps) / len(gaps) if gaps else None)
         metrics.decoded(self._decoded)
         finished = GenerateFinished(
             reason=reason,
             text=rest.text,
-            usage=Usage(
-                prompt_tokens=self.prompt_tokens,
-                completion_tokens=len(self.ids),
-                cached_tokens=self.cached_tokens,
-            ),
-            timings=timings_of(self._accepted.clock, self._prefill),
-            density=density_of(self._prefill),
             session=self.session,
             page_share=sum(report.pages_attended for report in self._decoded) / held if held else 1.0,
-            request_id=self._accepted.audit.request_id,
             recomputed_tokens=sum(report.recomputed_tokens for report in self._decoded),
+            **self._report(),
         )
         self._accepted.emit(finished)
 
     def finish_prefill(self, session: Session, report: DecodeReport) -> None:
-        clock = self._accepted.clock
-        clock.span(decode_parts(report))
+        self._accepted.clock.span(decode_parts(report))
         self._measure_prefill(report)
+        self._accepted.emit(PrefillFinished(session=session, **self._report()))
+
+    def _report(self) -> dict[str, Any]:
+        """Count the prompt, and make the fields of both last events."""
+        accepted, prompt, parts = self._accepted, self._prefill, self._accepted.clock.parts()
         self._metrics.prompted(self.prompt_tokens, self.cached_tokens)
-        finished = PrefillFinished(
-            session=session,
-            usage=Usage(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens),
-            timings=timings_of(clock, self._prefill),
-            density=density_of(self._prefill),
-            request_id=self._accepted.audit.request_id,
+        usage = Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=len(self.ids),
+            cached_tokens=self.cached_tokens,
         )
-        self._accepted.emit(finished)
+        return {
+            "usage": usage,
+            "timings": Timings(
+                sum(parts.values()), parts, [*prompt.stages] if prompt else [], accepted.clock.elapsed
+            ),
+            "density": _density(prompt) if prompt else Density(),
+            "request_id": accepted.audit.request_id,
+            "trace_id": accepted.trace.trace_id,
+        }
+
+
+def _density(report: PrefillReport) -> Density:
+    layers = {layer.layer: density((layer,)) for layer in report.density}
+    overhead = scoring_overhead(report)
+    return Density(report.method, density(report.density), layers, overhead, report.sampled_share)

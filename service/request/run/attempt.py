@@ -9,12 +9,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from ....workers.messages.events import PrefillReport
 from ....workers.roles import Leased
 from ...errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
 from ...fleet.fleet import Fleet
 from ..resources import Resources
-from ..timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
+from ..timings import REPLAY, TtftClock
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +64,11 @@ async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Time
 
 
 class Replays:
-    """Attempts a request again after a worker failed. Once it is streaming, lost time is not TTFT."""
+    """Attempts a request again after a worker failed."""
 
-    def __init__(self, resources: Resources, clock: TtftClock, streaming: Callable[[], bool]) -> None:
+    def __init__(self, resources: Resources, clock: TtftClock) -> None:
         self._resources = resources
-        self._clock = clock
-        self._streaming = streaming
+        self.clock = clock
         self._failures = 0
 
     async def run(self, attempt: Callable[[], Awaitable[None]]) -> None:
@@ -97,14 +95,4 @@ class Replays:
         if not fleet.view.ready:
             await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self._failures - 1))
             await fleet.refresh()
-        self.lap(REPLAY)
-
-    def lap(self, part: str) -> None:
-        if not self._streaming():
-            self._clock.lap(part)
-
-    def prefill_span(self, report: PrefillReport | None, *, lost: bool = False) -> None:
-        """If the group is lost, so is the time that it did not report."""
-        if not self._streaming():
-            parts = {} if report is None else prefill_parts(report)
-            self._clock.span(parts, REPLAY if lost else TRANSPORT)
+        self.clock.lap(REPLAY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
 from ....workers.roles import DecodeWorker
@@ -29,18 +29,13 @@ RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LA
 """Another worker may accept what one refuses for these."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Groups in the order to ask them, and the worker with the pages."""
-
-    groups: tuple[str, ...]
-    worker: DecodeWorker
-
-
 async def place(
     resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation, lap: Callable[[str], None]
-) -> Placement:
-    """Raises Overloaded, DeadlineExceeded or Unavailable."""
+) -> tuple[Sequence[str], DecodeWorker]:
+    """Return groups in the order to ask them, and the worker with the pages.
+
+    Raises Overloaded, DeadlineExceeded or Unavailable.
+    """
     fleet = resources.fleet
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
     lap("worker_wait")
@@ -49,27 +44,23 @@ async def place(
     worker, pages = await _reserve_on_any(resources, attempt, admitted.workers, reservation)
     fleet.charge(Charge(groups[0], plan.read_tokens, worker.name, pages))
     lap("admission")
-    return Placement(groups, worker)
+    return groups, worker
 
 
 async def admit(resources: Resources, plan: Plan, deadline: float | None) -> admission.Admitted:
     """Ask for the workers' state before refusing. Raises Overloaded, DeadlineExceeded or Unavailable."""
-    decision = await _decide(resources, plan, deadline)
-    if isinstance(decision, admission.Rejected):
-        await resources.fleet.poll_shared()
-        decision = await _decide(resources, plan, deadline)
-    if isinstance(decision, admission.Admitted):
-        return decision
+    for polled in (False, True):
+        view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
+        left = None if deadline is None else deadline - time.time()
+        need = admission.Need(plan.read_tokens, plan.answer_tokens, left, plan.recompute_tokens)
+        decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
+        if isinstance(decision, admission.Admitted):
+            return decision
+        if not polled:
+            await resources.fleet.poll_shared()
     if decision.reason is admission.Reason.TOO_SLOW:
         raise DeadlineExceeded(decision.message)
     raise Overloaded(decision.message, retry_after_s=decision.retry_after_s)
-
-
-async def _decide(resources: Resources, plan: Plan, deadline: float | None) -> admission.Decision:
-    view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
-    left = None if deadline is None else deadline - time.time()
-    need = admission.Need(plan.read_tokens, plan.answer_tokens, left, plan.recompute_tokens)
-    return admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
 
 
 async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:

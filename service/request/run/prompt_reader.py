@@ -7,31 +7,24 @@ over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from ....workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, summed_by_layer
 from ....workers.messages.methods import resume_step
 from ....workers.messages.requests import PrefillJob, RefusalReason, Refused
-from ....workers.roles import Group
+from ....workers.roles import DecodeWorker, Group
 from ...errors import WorkerError, WorkerFailed, WorkerLost
 from ...fleet.fleet_view import Charge
 from ..calls import Call
 from ..resources import Resources
+from ..timings import REPLAY, prefill_parts
 from .attempt import Attempt, Replays
-from .placement import RETRY_ELSEWHERE, Placement, admit, refusal_error, soonest
+from .placement import RETRY_ELSEWHERE, admit, refusal_error, soonest
 from .plan import Plan
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _ChunkReports:
-    """Reports up to a chunk: of the group that read it, and of all groups, without lost work."""
-
-    group: PrefillReport
-    all_groups: PrefillReport
 
 
 class PromptReader:
@@ -39,14 +32,16 @@ class PromptReader:
         self,
         resources: Resources,
         attempt: Attempt,
-        placement: Placement,
+        groups: Sequence[str],
+        worker: DecodeWorker,
         plan: Plan,
         call: Call,
         replays: Replays,
     ) -> None:
         self._resources = resources
         self._attempt = attempt
-        self._placement = placement
+        self._groups = groups
+        self._worker = worker
         self._plan = plan
         self._replays = replays
         self._resume_step = resume_step(call.method)
@@ -54,29 +49,28 @@ class PromptReader:
             request_id=attempt.request_id,
             token_ids=plan.read_ids,
             method=call.method,
-            decode_worker=placement.worker.name,
+            decode_worker=worker.name,
             deadline=call.deadline,
             wants_logits=plan.max_tokens > 0,
             trace=call.trace,
         )
-        self._reports: dict[int, _ChunkReports] = {}
-        """By the number of tokens read."""
+        self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
+        """Tokens read → reports of the group that read the last, and of all groups, without lost work."""
 
     async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
         """Raises DeltafrontError, or WorkerError if the reservation is lost."""
         fleet, settings = self._resources.fleet, self._resources.settings
-        groups = self._placement.groups
         while True:
             try:
-                report = await self._read_on_any(groups, progress)
+                report = await self._read_on_any(progress)
             except WorkerError as error:
                 await self._resume(error)
                 await fleet.wait_until_ready(settings.worker_wait_s)
-                self._replays.lap("worker_wait")
-                groups = (await admit(self._resources, self._plan, self._job.deadline)).groups
-                self._charge(groups[0])
+                self._replays.clock.lap("worker_wait")
+                self._groups = (await admit(self._resources, self._plan, self._job.deadline)).groups
+                self._charge(self._groups[0])
             else:
-                self._replays.prefill_span(report)
+                self._replays.clock.span(prefill_parts(report))
                 return self._of_all_groups(report)
 
     async def _resume(self, error: WorkerError) -> None:
@@ -89,28 +83,26 @@ class PromptReader:
         points = [done for done in self._reports if self._resume_step and done % self._resume_step == 0]
         read = max(self._reports, default=0)
         try:
-            start = await self._placement.worker.resume(self._job.request_id, points, self._job.attempt + 1)
+            start = await self._worker.resume(self._job.request_id, points, self._job.attempt + 1)
         except WorkerError:
             self._resources.metrics.read_again(read)
             raise
         self._resources.metrics.read_again(read - start)
         log.warning("%s: %s; going on at token %d", self._job.request_id, error.message, start)
-        report = self._reports[start].group if start > self._job.start else None
-        self._replays.prefill_span(report, lost=True)
+        parts = prefill_parts(self._reports[start][0]) if start > self._job.start else {}
+        self._replays.clock.span(parts, REPLAY)  # the time that the group did not report is lost
         await self._replays.back_off(error)
         self._reports = {done: reports for done, reports in self._reports.items() if done <= start}
         self._job = replace(self._job, start=start, attempt=self._job.attempt + 1)
 
     def _charge(self, group: str) -> None:
         tokens = self._plan.read_tokens - self._job.start
-        self._resources.fleet.charge(Charge(group, tokens, self._placement.worker.name, 0))
+        self._resources.fleet.charge(Charge(group, tokens, self._worker.name, 0))
 
-    async def _read_on_any(
-        self, groups: Iterable[str], progress: Callable[[Progress], None]
-    ) -> PrefillReport:
+    async def _read_on_any(self, progress: Callable[[Progress], None]) -> PrefillReport:
         """Read on the first group that accepts. If none does, raise the error of the soonest retry."""
         refused: list[Refused] = []
-        for name in groups:
+        for name in self._groups:
             if refused:
                 self._charge(name)
             group = self._resources.fleet.group(name)
@@ -143,12 +135,11 @@ class PromptReader:
 
     def _chunk_read(self, event: ChunkRead) -> None:
         if event.tokens_done < event.tokens_total:  # the last chunk is always read, for its logits
-            reports = _ChunkReports(event.so_far, self._of_all_groups(event.so_far))
-            self._reports[event.tokens_done] = reports
+            self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
 
     def _of_all_groups(self, report: PrefillReport) -> PrefillReport:
         before = self._reports.get(self._job.start)
-        return report if before is None else merge_reports(before.all_groups, report)
+        return report if before is None else merge_reports(before[1], report)
 
 
 def merge_reports(before: PrefillReport, after: PrefillReport) -> PrefillReport:

@@ -60,7 +60,7 @@ class RequestRun:
         self._call = call
         self._accepted = accepted
         self._answer = Answer(resources, call, accepted)
-        self._replays = Replays(resources, accepted.clock, self._answer.streaming)
+        self._replays = Replays(resources, accepted.clock)
         self._prompt_ids = self._append_ids = self._chain = b""
         self._kept: tuple[DecodeWorker, Session] | None = None
         """The client learns of it at the end."""
@@ -71,6 +71,8 @@ class RequestRun:
         async with callers.request(accepted.caller) as use, deadline_timeout(deadline) as timeout:
             await self._tokenize()
             accepted.clock.lap("tokenize")
+            if self._call.answered:
+                accepted.clock.stop()
             source = self._from_prompt if self._call.session_id is None else self._from_session
             try:
                 await self._replays.run(lambda: source(use, timeout))
@@ -123,13 +125,13 @@ class RequestRun:
         await use.set_tokens(plan.read_tokens + plan.answer_tokens)
         with Attempt(resources.fleet) as attempt:
             reservation = self._reservation(attempt, plan)
-            placement = await place(resources, attempt, plan, reservation, self._replays.lap)
-            reader = PromptReader(resources, attempt, placement, plan, self._call, self._replays)
+            groups, worker = await place(resources, attempt, plan, reservation, self._accepted.clock.lap)
+            reader = PromptReader(resources, attempt, groups, worker, plan, self._call, self._replays)
             self._answer.prompt_read(await reader.run(self._answer.progress))
             if self._call.prefill_only:
-                await self._keep(attempt, placement.worker, plan)
+                await self._keep(attempt, worker, plan)
             else:
-                await self._decode(attempt, placement.worker, self._job(attempt, plan), timeout)
+                await self._decode(attempt, worker, self._job(attempt, plan), timeout)
 
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
@@ -147,7 +149,7 @@ class RequestRun:
             if isinstance(await reserve(attempt, hit.worker, reservation), Refused):
                 return False
             self._answer.cached_tokens = hit.tokens
-            self._replays.lap("admission")
+            self._accepted.clock.lap("admission")
             job = hit.job(self._job(attempt, plan), plan.all_ids)
             await self._decode(attempt, hit.worker, job, timeout)
         return True
@@ -177,7 +179,7 @@ class RequestRun:
                 if isinstance(reserved, Refused):
                     raise refusal_error(reserved)
                 answer.session_tokens = answer.cached_tokens = reserved.session_tokens
-                self._replays.lap("admission")
+                self._accepted.clock.lap("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
             except WorkerLost as error:
                 fleet.forget(error.worker)
