@@ -25,18 +25,9 @@ from ...workers.messages.requests import PageSelection
 from ..door import wire
 from ..door.status import from_status, is_ours
 from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
+from ..request import calls
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
-from ..request.calls import (
-    AttentionMethod,
-    GenerateRequest,
-    PrefillRequest,
-    Prompt,
-    SamplingParams,
-    SpecialTokens,
-    pack_ids,
-)
-from .address import check_address, wrong_endpoint
-from .credentials import Tls
+from .endpoint import Tls, check_address, wrong_endpoint
 from .retries import Retries
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -126,9 +117,9 @@ class DeltafrontClient:
             chat_template_kwargs: Variables of the template for messages.
             special_tokens: `parse` reads control tokens in text, but never in messages.
         """
-        request = PrefillRequest(
+        request = calls.PrefillRequest(
             prompt=_prompt(prompt, special_tokens, variables=chat_template_kwargs),
-            attention=AttentionMethod(method, options or {}),
+            attention=calls.AttentionMethod(method, options or {}),
             session_ttl=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
@@ -170,15 +161,15 @@ class DeltafrontClient:
         if page_selection not in list(PageSelection):
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        sampling = SamplingParams(
+        sampling = calls.SamplingParams(
             temperature, top_p, top_k, seed, stop=stops, max_tokens=max_tokens, ignore_eos=ignore_eos
         )
         parse = partial(_prompt, special_tokens=special_tokens, variables=chat_template_kwargs)
-        request = GenerateRequest(
+        request = calls.GenerateRequest(
             prompt=None if prompt is None else parse(prompt),
             session_id=session_id,
             append=None if append is None else parse(append, name="append"),
-            attention=AttentionMethod(method, options or {}),
+            attention=calls.AttentionMethod(method, options or {}),
             sampling=sampling,
             page_selection=PageSelection(page_selection),
             recompute_blocks=recompute_blocks,
@@ -189,7 +180,7 @@ class DeltafrontClient:
         )
 
         def message(answered: list[int]) -> pb.GenerateRequest:
-            return wire.generate_request(replace(request, answered_ids=pack_ids(answered)))
+            return wire.generate_request(replace(request, answered_ids=calls.pack_ids(answered)))
 
         yield from self._stream(self._stub.Generate, message, request.deadline)
 
@@ -272,12 +263,12 @@ class DeltafrontClient:
 
 def _prompt(
     prompt: PromptLike, special_tokens: str, name: str = "prompt", variables: Mapping[str, Any] | None = None
-) -> Prompt:
+) -> calls.Prompt:
     """Raises InvalidArgument for a list of anything but ids or whole messages."""
-    if special_tokens not in list(SpecialTokens):
+    if special_tokens not in list(calls.SpecialTokens):
         raise InvalidArgument("special_tokens", f"{special_tokens!r} is not text or parse")
     if isinstance(prompt, str):
-        return Prompt(text=prompt, special_tokens=SpecialTokens(special_tokens))
+        return calls.Prompt(text=prompt, special_tokens=calls.SpecialTokens(special_tokens))
     if isinstance(prompt, bytes | bytearray):
         raise InvalidArgument(name, "is bytes: decode a text, and give token ids as numbers")
     parts = list(prompt)
@@ -292,9 +283,9 @@ def _prompt(
             for key, value in message.items():
                 if value is not None and key not in ("role", "content"):
                     raise InvalidArgument(f"{name}.messages[{index}].{key}", "must be left out")
-        return Prompt(messages=messages, chat_template_kwargs=variables or {})
+        return calls.Prompt(messages=messages, chat_template_kwargs=variables or {})
     try:
-        return Prompt(token_ids=pack_ids([operator.index(part) for part in parts]))  # type: ignore[arg-type]
+        return calls.Prompt(token_ids=calls.pack_ids([operator.index(part) for part in parts]))  # type: ignore[arg-type]
     except (TypeError, OverflowError) as error:
         raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers from 0 on") from None
 

@@ -21,16 +21,8 @@ from ...protos.v1 import deltafront_pb2 as pb
 from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument
-from ..request import answers
+from ..request import answers, calls
 from ..request.answers import Density, GenerateFinished, PrefillFinished, RequestEvent
-from ..request.calls import (
-    AttentionMethod,
-    GenerateRequest,
-    PrefillRequest,
-    Prompt,
-    SamplingParams,
-    SpecialTokens,
-)
 from ..request.check import check_count
 
 _Message = TypeVar("_Message", bound=Message)
@@ -42,9 +34,12 @@ _PAGE_SELECTIONS = {
     PageSelection.DELTA: pb.PAGE_SELECTION_DELTA,
 }
 _READ_PAGE_SELECTIONS = {number: selection for selection, number in _PAGE_SELECTIONS.items()}
-_SPECIAL_TOKENS = {SpecialTokens.TEXT: pb.SPECIAL_TOKENS_TEXT, SpecialTokens.PARSE: pb.SPECIAL_TOKENS_PARSE}
+_SPECIAL_TOKENS = {
+    calls.SpecialTokens.TEXT: pb.SPECIAL_TOKENS_TEXT,
+    calls.SpecialTokens.PARSE: pb.SPECIAL_TOKENS_PARSE,
+}
 _READ_SPECIAL_TOKENS = {
-    pb.SPECIAL_TOKENS_UNSPECIFIED: SpecialTokens.TEXT,
+    pb.SPECIAL_TOKENS_UNSPECIFIED: calls.SpecialTokens.TEXT,
     **{number: rule for rule, number in _SPECIAL_TOKENS.items()},
 }
 _REASONS = {
@@ -56,10 +51,10 @@ _REASONS = {
 _READ_REASONS = {number: reason for reason, number in _REASONS.items()}
 _EVENTS = {Progress: "progress", Token: "token", PrefillFinished: "result", GenerateFinished: "finish"}
 _KINDS: Mapping[type[Message], type[Any]] = {
-    pb.PrefillRequest: PrefillRequest,
-    pb.GenerateRequest: GenerateRequest,
-    pb.AttentionMethod: AttentionMethod,
-    pb.SamplingOptions: SamplingParams,
+    pb.PrefillRequest: calls.PrefillRequest,
+    pb.GenerateRequest: calls.GenerateRequest,
+    pb.AttentionMethod: calls.AttentionMethod,
+    pb.SamplingOptions: calls.SamplingParams,
     pb.Progress: Progress,
     pb.Token: Token,
     pb.PrefillResult: PrefillFinished,
@@ -78,7 +73,7 @@ _ALWAYS_READ = ("attention", "sampling", "usage", "timings", "density", "expires
 """Messages that are read as their defaults when they are not there. Others become None."""
 
 
-def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
+def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
     """Raises InvalidArgument, also for two sources, because a message can hold only one."""
     if request.prompt is not None and request.session_id is not None:
         raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
@@ -123,7 +118,7 @@ def _to_wire(kind: type[Message], name: str, value: Any, path: str) -> Any:
         return None
     if name in _FORMS:
         return _FORMS[name][0](value)
-    if isinstance(value, Prompt):
+    if isinstance(value, calls.Prompt):
         return _prompt(path, value)
     inner: Any = kind.DESCRIPTOR.fields_by_name[name].message_type
     if is_dataclass(value):
@@ -148,7 +143,7 @@ def _from_wire(message: Message, field: Any) -> Any:
     return [read(item) if field.message_type else item for item in value] if field.is_repeated else value
 
 
-def _prompt(name: str, prompt: Prompt) -> pb.Prompt:
+def _prompt(name: str, prompt: calls.Prompt) -> pb.Prompt:
     messages = None
     if prompt.messages is not None:
         chat = [
@@ -168,21 +163,21 @@ def _prompt(name: str, prompt: Prompt) -> pb.Prompt:
     )
 
 
-def _read_prompt(name: str, message: pb.Prompt) -> Prompt:
+def _read_prompt(name: str, message: pb.Prompt) -> calls.Prompt:
     form = message.WhichOneof("content")
     if form == "text":
         rule = _READ_SPECIAL_TOKENS.get(message.special_tokens)
         if rule is None:
             raise InvalidArgument(f"{name}.special_tokens", f"{message.special_tokens} is not a known value")
-        return Prompt(text=message.text, special_tokens=rule)
+        return calls.Prompt(text=message.text, special_tokens=rule)
     if form == "messages":
         chat = message.messages.messages
         check_count(f"{name}.messages", len(chat))
-        return Prompt(
+        return calls.Prompt(
             messages=tuple({"role": message.role, "content": message.content} for message in chat),
             chat_template_kwargs=_read_json(message.messages.chat_template_kwargs),
         )
-    return Prompt(token_ids=message.token_ids) if form == "token_ids" else Prompt()
+    return calls.Prompt(token_ids=message.token_ids) if form == "token_ids" else calls.Prompt()
 
 
 def _read_json(message: Struct) -> dict[str, Any]:

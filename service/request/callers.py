@@ -45,6 +45,7 @@ class RequestUse:
     caller: Caller
     _callers: Callers
     tokens: int = 0
+    requests: int = 1
 
     async def set_tokens(self, tokens: int) -> None:
         """Raises Overloaded."""
@@ -52,7 +53,7 @@ class RequestUse:
         if limit is not None:
             if tokens > limit:
                 raise Overloaded(f"{tokens} tokens are more than this token may hold at all, {limit}")
-            if callers.tokens_here(owner) - self.tokens + tokens <= limit:
+            if callers.tokens(owner, elsewhere=False) - self.tokens + tokens <= limit:
                 await callers.ask_workers()
             held = callers.tokens(owner) - self.tokens
             if held + tokens > limit:
@@ -87,7 +88,7 @@ class Callers:
         """Count a request while the block runs. Raises Overloaded."""
         limit = caller.quota.requests
         if limit is not None:
-            if self.requests_here(caller.owner) < limit:
+            if self.requests(caller.owner, elsewhere=False) < limit:
                 await self.ask_workers()
             if self.requests(caller.owner) >= limit:
                 message = f"this token has {limit} requests running, as many as it may"
@@ -102,17 +103,13 @@ class Callers:
         finally:
             self._running.discard(use)
 
-    def requests_here(self, owner: str) -> int:
-        return sum(use.caller.owner == owner for use in self._running)
+    def requests(self, owner: str, *, elsewhere: bool = True) -> int:
+        return sum(use.requests for use in self._uses(owner, elsewhere))
 
-    def requests(self, owner: str) -> int:
-        return self.requests_here(owner) + sum(use.requests for use in self._at_other_doors(owner))
+    def tokens(self, owner: str, *, elsewhere: bool = True) -> int:
+        return sum(use.tokens for use in self._uses(owner, elsewhere))
 
-    def tokens_here(self, owner: str) -> int:
-        return sum(use.tokens for use in self._running if use.caller.owner == owner)
-
-    def tokens(self, owner: str) -> int:
-        return self.tokens_here(owner) + sum(use.tokens for use in self._at_other_doors(owner))
-
-    def _at_other_doors(self, owner: str) -> Iterator[OwnerUse]:
-        return (use for use in self._worker_uses() if use.owner == owner and use.door != self._door)
+    def _uses(self, owner: str, elsewhere: bool) -> Iterator[RequestUse | OwnerUse]:
+        yield from (use for use in self._running if use.caller.owner == owner)
+        if elsewhere:
+            yield from (use for use in self._worker_uses() if use.owner == owner and use.door != self._door)

@@ -19,13 +19,12 @@ from dataclasses import replace
 from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound, WorkerLost
 from ..fleet.session_ids import NO_SESSION, worker_of
 from ..metrics import FINISHED
-from .accepted import Accepted
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
 from .audit import Audit
 from .callers import Caller
 from .calls import PrefillRequest
 from .check import Limits, checked_call, is_request_id
-from .resources import Resources
+from .context import Accepted, Resources
 from .run.request_run import RequestRun
 from .text.text_budget import TextBudget
 from .timings import TtftClock

@@ -82,10 +82,5 @@ def prefill_parts(report: PrefillReport) -> dict[str, float]:
 
 
 def decode_parts(report: DecodeReport) -> dict[str, float]:
-    return {
-        "handoff_exposed": report.handoff_exposed,
-        "decode_wait": report.decode_wait,
-        "append_prefill": report.append_prefill,
-        "recompute": report.recompute,
-        "first_step": report.first_step,
-    }
+    parts = ("handoff_exposed", "decode_wait", "append_prefill", "recompute", "first_step")
+    return {name: getattr(report, name) for name in parts}

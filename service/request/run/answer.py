@@ -7,20 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ....workers.messages.events import (
-    DecodeReport,
-    FinishReason,
-    PrefillReport,
-    Progress,
-    Session,
-    Token,
-    Usage,
-)
+from ....workers.messages import events
 from ...metrics import density, scoring_overhead
-from ..accepted import Accepted
 from ..answers import Density, GenerateFinished, PrefillFinished, Timings
 from ..calls import Call
-from ..resources import Resources
+from ..context import Accepted, Resources
 from ..text.detokenize import AnswerText, Match
 from ..timings import decode_parts
 
@@ -42,10 +33,10 @@ class Answer:
         self._tokens_shown = 0
         self._gaps: list[float] = []
         self._last_token_at = time.monotonic()
-        self._prefill: PrefillReport | None = None
-        self._decoded: list[DecodeReport] = []
+        self._prefill: events.PrefillReport | None = None
+        self._decoded: list[events.DecodeReport] = []
         self.new_tokens = self.session_tokens = self.cached_tokens = 0
-        self.session: Session | None = None
+        self.session: events.Session | None = None
 
     @property
     def ids(self) -> Sequence[int]:
@@ -55,27 +46,27 @@ class Answer:
     def prompt_tokens(self) -> int:
         return self.session_tokens + self.new_tokens
 
-    def finish_reason(self, tokens_left: int) -> FinishReason | None:
+    def finish_reason(self, tokens_left: int) -> events.FinishReason | None:
         """None while the answer is not complete. `tokens_left` may still be generated."""
         if not self.ids:
             return None
         if self._text.stopped:
-            return FinishReason.STOP_STRING
+            return events.FinishReason.STOP_STRING
         if self._text.ended:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if tokens_left <= 0 else None
+            return events.FinishReason.STOP
+        return events.FinishReason.LENGTH if tokens_left <= 0 else None
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: events.Progress) -> None:
         """Never go back when a replay reads again."""
         if event.tokens_done > self._tokens_shown and not self.ids:
             self._tokens_shown = event.tokens_done
             self._accepted.emit(event)
 
-    def prompt_read(self, report: PrefillReport) -> None:
+    def prompt_read(self, report: events.PrefillReport) -> None:
         if not self.ids:
             self._prefill = report
 
-    def token(self, event: Token, report: DecodeReport) -> bool:
+    def token(self, event: events.Token, report: events.DecodeReport) -> bool:
         """Return whether a stop string ended the answer."""
         now, index = time.monotonic(), len(self.ids)
         if not index:
@@ -84,7 +75,7 @@ class Answer:
             clock.stop()
             self._metrics.first_token(tuple(clock.parts().items()), self.prompt_tokens - self.cached_tokens)
             self._measure_prefill(report)
-            self._accepted.emit(Usage(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens))
+            self._accepted.emit(self._usage())
         else:
             self._gaps.append(now - self._last_token_at)
             self._metrics.next_token(self._gaps[-1])
@@ -93,18 +84,18 @@ class Answer:
         self._accepted.emit(replace(event, index=index, text=match.text))
         return match.stopped
 
-    def _measure_prefill(self, report: DecodeReport) -> None:
+    def _measure_prefill(self, report: events.DecodeReport) -> None:
         if self._prefill is not None:
             self._metrics.prefilled(self._prefill, self.prompt_tokens)
             self._metrics.pulled(report)
 
-    def attempt_failed(self, report: DecodeReport) -> None:
+    def attempt_failed(self, report: events.DecodeReport) -> None:
         self._decoded.append(report)
 
-    def finish(self, reason: FinishReason, report: DecodeReport) -> None:
+    def finish(self, reason: events.FinishReason, report: events.DecodeReport) -> None:
         """The held-back text may complete a stop string."""
-        rest = Match("") if reason is FinishReason.STOP_STRING else self._text.flush()
-        reason = FinishReason.STOP_STRING if rest.stopped else reason
+        rest = Match("") if reason is events.FinishReason.STOP_STRING else self._text.flush()
+        reason = events.FinishReason.STOP_STRING if rest.stopped else reason
         self._decoded.append(report)
         held = sum(report.pages_held for report in self._decoded)
         metrics, gaps = self._metrics, self._gaps
@@ -120,22 +111,24 @@ class Answer:
         )
         self._accepted.emit(finished)
 
-    def finish_prefill(self, session: Session, report: DecodeReport) -> None:
+    def finish_prefill(self, session: events.Session, report: events.DecodeReport) -> None:
         self._accepted.clock.span(decode_parts(report))
         self._measure_prefill(report)
         self._accepted.emit(PrefillFinished(session=session, **self._report()))
+
+    def _usage(self) -> events.Usage:
+        return events.Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=len(self.ids),
+            cached_tokens=self.cached_tokens,
+        )
 
     def _report(self) -> dict[str, Any]:
         """Count the prompt, and make the fields of both last events."""
         accepted, prompt, parts = self._accepted, self._prefill, self._accepted.clock.parts()
         self._metrics.prompted(self.prompt_tokens, self.cached_tokens)
-        usage = Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=len(self.ids),
-            cached_tokens=self.cached_tokens,
-        )
         return {
-            "usage": usage,
+            "usage": self._usage(),
             "timings": Timings(
                 sum(parts.values()), parts, [*prompt.stages] if prompt else [], accepted.clock.elapsed
             ),
@@ -145,7 +138,7 @@ class Answer:
         }
 
 
-def _density(report: PrefillReport) -> Density:
+def _density(report: events.PrefillReport) -> Density:
     layers = {layer.layer: density((layer,)) for layer in report.density}
     overhead = scoring_overhead(report)
     return Density(report.method, density(report.density), layers, overhead, report.sampled_share)

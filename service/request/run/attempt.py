@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from ....workers.roles import Leased
 from ...errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
 from ...fleet.fleet import Fleet
-from ..resources import Resources
+from ..context import Resources
 from ..timings import REPLAY, TtftClock
 
 log = logging.getLogger(__name__)

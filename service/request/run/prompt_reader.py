@@ -18,7 +18,7 @@ from ....workers.roles import DecodeWorker, Group
 from ...errors import WorkerError, WorkerFailed, WorkerLost
 from ...fleet.fleet_view import Charge
 from ..calls import Call
-from ..resources import Resources
+from ..context import Resources
 from ..timings import REPLAY, prefill_parts
 from .attempt import Attempt, Replays
 from .placement import RETRY_ELSEWHERE, admit, refusal_error, soonest

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...errors import InvalidArgument, TooLong
 from ..calls import Prompt
-from ..resources import Resources
+from ..context import Resources
 from ..text.text_budget import HeldText
 from ..text.tokenizer import TemplateError, TextTooLong, TokenLimit
 
