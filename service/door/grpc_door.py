@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
@@ -28,21 +27,10 @@ _HEALTH_WATCH_S = 1.0
 _M = TypeVar("_M", bound=Message)
 
 
-class Context(Protocol):
-    """The part of gRPC's (or Serve's) servicer context that is used."""
-
-    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
-    def set_code(self, code: grpc.StatusCode) -> None: ...
-    def set_details(self, details: str) -> None: ...
-    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None: ...
-
-
 def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
     """Make the method that answers with a stream of `kind`."""
 
-    async def method(
-        self: FrontDoor, request: UndecodedMessage[Any], grpc_context: Context
-    ) -> AsyncIterator[_M]:
+    async def method(self: FrontDoor, request: UndecodedMessage[Any], grpc_context: Any) -> AsyncIterator[_M]:
         requests, metadata = self._requests, grpc_context.invocation_metadata()
         with _status_on(grpc_context):
             async with requests.accept(
@@ -66,7 +54,7 @@ class FrontDoor:
     Generate = _answering("Generate", pb.GenerateResponse)
 
     async def CancelRequest(
-        self, request: UndecodedMessage[pb.CancelRequestRequest], grpc_context: Context
+        self, request: UndecodedMessage[pb.CancelRequestRequest], grpc_context: Any
     ) -> pb.CancelRequestResponse:
         ended = 0
         with _status_on(grpc_context):
@@ -75,7 +63,7 @@ class FrontDoor:
         return pb.CancelRequestResponse(requests=ended)
 
     async def ReleaseSession(
-        self, request: UndecodedMessage[pb.ReleaseSessionRequest], grpc_context: Context
+        self, request: UndecodedMessage[pb.ReleaseSessionRequest], grpc_context: Any
     ) -> pb.ReleaseSessionResponse:
         with _status_on(grpc_context):
             async with self._requests.accept(
@@ -85,7 +73,7 @@ class FrontDoor:
         return pb.ReleaseSessionResponse()
 
     async def GetServerInfo(
-        self, request: UndecodedMessage[pb.GetServerInfoRequest], grpc_context: Context
+        self, request: UndecodedMessage[pb.GetServerInfoRequest], grpc_context: Any
     ) -> pb.GetServerInfoResponse:
         answer = pb.GetServerInfoResponse()
         with _status_on(grpc_context):
@@ -95,7 +83,7 @@ class FrontDoor:
         return answer
 
     async def List(
-        self, request: UndecodedMessage[health_pb2.HealthListRequest], grpc_context: Context
+        self, request: UndecodedMessage[health_pb2.HealthListRequest], grpc_context: Any
     ) -> health_pb2.HealthListResponse:
         answer = health_pb2.HealthListResponse()
         with _status_on(grpc_context):
@@ -105,7 +93,7 @@ class FrontDoor:
         return answer
 
     async def Check(
-        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Context
+        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Any
     ) -> health_pb2.HealthCheckResponse:
         answer = health_pb2.HealthCheckResponse()
         with _status_on(grpc_context):
@@ -116,7 +104,7 @@ class FrontDoor:
         return answer
 
     async def Watch(
-        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Context
+        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yield the status whenever it changes, until the client leaves."""
         last: Any = None
@@ -147,7 +135,7 @@ class FrontDoor:
 
 
 @contextlib.contextmanager
-def _status_on(context: Context) -> Iterator[None]:
+def _status_on(context: Any) -> Iterator[None]:
     """Turn an error that ends the block into the call's status."""
     try:
         yield

@@ -183,7 +183,10 @@ def error_body(error: DeltafrontError, source: str) -> Json:
     elif isinstance(error, TooLong):
         code = "context_length_exceeded"
     if isinstance(error, InvalidArgument) and error.field:
-        param = _openai_name(error.field, source)
+        param = error.field
+        for pattern, replacement in _FIELD_NAMES:
+            param = pattern.sub(replacement, param)
+        param = param if param == source else _SOURCE.sub(source, param, count=1)
         message = f"{param}{error.message.removeprefix(error.field)}"
     return error_object(message, kind, param, code)
 
@@ -200,9 +203,3 @@ def headers_of(error: DeltafrontError) -> dict[str, str]:
     if _is_late(error):
         return {"x-should-retry": "false"}
     return {"www-authenticate": "Bearer"} if error.code is Code.UNAUTHENTICATED else {}
-
-
-def _openai_name(name: str, source: str) -> str:
-    for pattern, replacement in _FIELD_NAMES:
-        name = pattern.sub(replacement, name)
-    return name if name == source else _SOURCE.sub(source, name, count=1)

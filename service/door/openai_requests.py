@@ -148,6 +148,9 @@ def _request(
 ) -> tuple[GenerateRequest, StreamOptions | None]:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
+    seed = fields.seed
+    if seed is None:  # each sampled answer has a new one, as OpenAI's have
+        seed = secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
     request = GenerateRequest(
         prompt=prompt,
         session_id=fields.session_id,
@@ -157,7 +160,7 @@ def _request(
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
-            seed=_seed(fields),
+            seed=seed,
             stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
             max_tokens=max_tokens,
             ignore_eos=fields.ignore_eos,
@@ -169,13 +172,6 @@ def _request(
         cache_salt=fields.cache_salt,
     )
     return request, (fields.stream_options or StreamOptions()) if fields.stream else None
-
-
-def _seed(fields: _CommonFields) -> int:
-    """Draw a new seed for each sampled answer without one, as OpenAI does."""
-    if fields.seed is not None:
-        return fields.seed
-    return secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
 
 
 def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:

@@ -80,16 +80,21 @@ def _generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call
 def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampling) -> Call:
     salt_fits = len(request.cache_salt) <= _MAX_SALT
     _require(salt_fits, "cache_salt", f"must be at most {_MAX_SALT} characters")
-    return Call(
-        request_id=_request_id(request.request_id),
+    bounds = f"must be at most {_MAX_REQUEST_ID} printable characters"
+    _require(is_request_id(request.request_id), "request_id", bounds)
+    call = Call(
+        request_id=request.request_id or uuid.uuid4().hex,
         owner=owner,
         prompt=_prompt("prompt", request.prompt, limits),
         method=_method(request.attention, limits),
         sampling=sampling,
         keep_ttl_s=0.0 if request.session_ttl is None else _ttl(request.session_ttl, limits),
-        deadline=_deadline(request.deadline),
+        deadline=request.deadline,
         cache_salt=request.cache_salt,
     )
+    if call.deadline is not None and not call.deadline > time.time():
+        raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
+    return call
 
 
 def _require(valid: bool, field: str, message: str) -> None:
@@ -226,18 +231,6 @@ def _ttl(seconds: float, limits: Limits) -> float:
     bounds = f"{seconds:g} s must be above 0 and at most the server's {limits.max_ttl_s:g} s"
     _require(0 < seconds <= limits.max_ttl_s, "session_ttl", bounds)
     return seconds
-
-
-def _deadline(deadline: float | None) -> float | None:
-    if deadline is not None and not deadline > time.time():
-        raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
-    return deadline
-
-
-def _request_id(request_id: str) -> str:
-    bounds = f"must be at most {_MAX_REQUEST_ID} printable characters"
-    _require(is_request_id(request_id), "request_id", bounds)
-    return request_id or uuid.uuid4().hex
 
 
 def is_request_id(text: str) -> bool:

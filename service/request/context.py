@@ -61,10 +61,3 @@ class Accepted:
     events: asyncio.Queue[RequestEvent | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
     outcome: DeltafrontError | None = None
-
-    @property
-    def owner(self) -> str:
-        return self.caller.owner
-
-    def emit(self, event: RequestEvent) -> None:
-        self.events.put_nowait(event)

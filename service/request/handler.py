@@ -137,7 +137,7 @@ class RequestHandler:
 
         Raises DeltafrontError, at once if the request is malformed.
         """
-        call = checked_call(request, accepted.owner, self._limits)
+        call = checked_call(request, accepted.caller.owner, self._limits)
         accepted.audit.request_id = call.request_id
         accepted.audit.method = "" if call.prompt is None else call.method.name
         call = replace(call, trace=accepted.trace.context)
@@ -147,12 +147,12 @@ class RequestHandler:
         """Cancel at every door, and return how many. Raises InvalidArgument."""
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
-        here = self.cancel_here(accepted.owner, request_id)
-        return here + await self._cancel_at_other_doors(accepted.owner, request_id)
+        here = self.cancel_here(accepted.caller.owner, request_id)
+        return here + await self._cancel_at_other_doors(accepted.caller.owner, request_id)
 
     def cancel_here(self, owner: str, request_id: str) -> int:
         """Returns how many."""
-        matching = [a for a in self._accepted if (a.owner, a.audit.request_id) == (owner, request_id)]
+        matching = [a for a in self._accepted if (a.caller.owner, a.audit.request_id) == (owner, request_id)]
         return sum(a.task is not None and a.task.cancel() for a in matching)
 
     async def release_session(self, accepted: Accepted, session_id: str) -> None:
@@ -160,7 +160,7 @@ class RequestHandler:
         if not session_id:
             raise InvalidArgument("session_id", "is empty")
         worker = await self._resources.fleet.session_worker(worker_of(session_id))
-        if not await worker.release_session(session_id, accepted.owner):
+        if not await worker.release_session(session_id, accepted.caller.owner):
             raise NotFound(NO_SESSION)
 
     async def server_info(self) -> ServerInfo:
@@ -200,7 +200,7 @@ class RequestHandler:
         finally:
             task.cancel()
             while not accepted.events.empty():
-                self._release_unsent(accepted.events.get_nowait(), accepted.owner)
+                self._release_unsent(accepted.events.get_nowait(), accepted.caller.owner)
             accepted.conclude(accepted.outcome)  # a client that hears the end finds it counted
         if accepted.outcome is not None:
             raise accepted.outcome

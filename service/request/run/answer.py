@@ -23,6 +23,7 @@ class Answer:
         new_tokens: of the prompt and what is appended.
         session_tokens: of the session before them.
         cached_tokens: of both, whose K/V existed.
+        decoded: reports of all attempts.
     """
 
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
@@ -34,7 +35,7 @@ class Answer:
         self._gaps: list[float] = []
         self._last_token_at = time.monotonic()
         self._prefill: events.PrefillReport | None = None
-        self._decoded: list[events.DecodeReport] = []
+        self.decoded: list[events.DecodeReport] = []
         self.new_tokens = self.session_tokens = self.cached_tokens = 0
         self.session: events.Session | None = None
 
@@ -60,7 +61,7 @@ class Answer:
         """Never go back when a replay reads again."""
         if event.tokens_done > self._tokens_shown and not self.ids:
             self._tokens_shown = event.tokens_done
-            self._accepted.emit(event)
+            self._accepted.events.put_nowait(event)
 
     def prompt_read(self, report: events.PrefillReport) -> None:
         if not self.ids:
@@ -75,13 +76,13 @@ class Answer:
             clock.stop()
             self._metrics.first_token(tuple(clock.parts().items()), self.prompt_tokens - self.cached_tokens)
             self._measure_prefill(report)
-            self._accepted.emit(self._usage())
+            self._accepted.events.put_nowait(self._usage())
         else:
             self._gaps.append(now - self._last_token_at)
             self._metrics.next_token(self._gaps[-1])
         self._last_token_at = now
         match = self._text.push(event.token_id)
-        self._accepted.emit(replace(event, index=index, text=match.text))
+        self._accepted.events.put_nowait(replace(event, index=index, text=match.text))
         return match.stopped
 
     def _measure_prefill(self, report: events.DecodeReport) -> None:
@@ -89,32 +90,29 @@ class Answer:
             self._metrics.prefilled(self._prefill, self.prompt_tokens)
             self._metrics.pulled(report)
 
-    def attempt_failed(self, report: events.DecodeReport) -> None:
-        self._decoded.append(report)
-
     def finish(self, reason: events.FinishReason, report: events.DecodeReport) -> None:
         """The held-back text may complete a stop string."""
         rest = Match("") if reason is events.FinishReason.STOP_STRING else self._text.flush()
         reason = events.FinishReason.STOP_STRING if rest.stopped else reason
-        self._decoded.append(report)
-        held = sum(report.pages_held for report in self._decoded)
+        self.decoded.append(report)
+        held = sum(report.pages_held for report in self.decoded)
         metrics, gaps = self._metrics, self._gaps
         metrics.answered(reason, len(self.ids), sum(gaps) / len(gaps) if gaps else None)
-        metrics.decoded(self._decoded)
+        metrics.decoded(self.decoded)
         finished = GenerateFinished(
             reason=reason,
             text=rest.text,
             session=self.session,
-            page_share=sum(report.pages_attended for report in self._decoded) / held if held else 1.0,
-            recomputed_tokens=sum(report.recomputed_tokens for report in self._decoded),
+            page_share=sum(report.pages_attended for report in self.decoded) / held if held else 1.0,
+            recomputed_tokens=sum(report.recomputed_tokens for report in self.decoded),
             **self._report(),
         )
-        self._accepted.emit(finished)
+        self._accepted.events.put_nowait(finished)
 
     def finish_prefill(self, session: events.Session, report: events.DecodeReport) -> None:
         self._accepted.clock.span(decode_parts(report))
         self._measure_prefill(report)
-        self._accepted.emit(PrefillFinished(session=session, **self._report()))
+        self._accepted.events.put_nowait(PrefillFinished(session=session, **self._report()))
 
     def _usage(self) -> events.Usage:
         return events.Usage(

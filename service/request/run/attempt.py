@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 from ....workers.roles import Leased
 from ...errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
@@ -70,14 +70,6 @@ class Replays:
         self._resources = resources
         self.clock = clock
         self._failures = 0
-
-    async def run(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Raises Unavailable after the last failure."""
-        while True:
-            try:
-                return await attempt()
-            except WorkerError as error:
-                await self.back_off(error)
 
     async def back_off(self, error: WorkerError) -> None:
         """Wait until another attempt may succeed. Raises Unavailable after the last failure."""

@@ -40,11 +40,6 @@ class Plan:
         return len(self.answered_ids) // ID_BYTES
 
     @property
-    def all_ids(self) -> bytes:
-        """Everything before the next token."""
-        return self.read_ids + self.answered_ids
-
-    @property
     def answer_tokens(self) -> int:
         """Length of the longest possible answer."""
         return self.answered_tokens + self.max_tokens

@@ -123,7 +123,8 @@ class PromptReader:
         try:
             async for event in group.prefill(self._job):
                 if isinstance(event, ChunkRead):
-                    self._chunk_read(event)
+                    if event.tokens_done < event.tokens_total:  # the last is always read, for its logits
+                        self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
                     progress(Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total))
                 else:
                     self._attempt.settle(group)
@@ -132,10 +133,6 @@ class PromptReader:
         except WorkerError:
             self._attempt.settle(group)
             raise
-
-    def _chunk_read(self, event: ChunkRead) -> None:
-        if event.tokens_done < event.tokens_total:  # the last chunk is always read, for its logits
-            self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
 
     def _of_all_groups(self, report: PrefillReport) -> PrefillReport:
         before = self._reports.get(self._job.start)

@@ -59,7 +59,11 @@ class RequestRun:
                 accepted.clock.stop()
             source = self._from_prompt if self._call.session_id is None else self._from_session
             try:
-                await self._replays.run(lambda: source(use, timeout))
+                while True:
+                    try:
+                        return await source(use, timeout)
+                    except WorkerError as error:
+                        await self._replays.back_off(error)
             except BaseException:
                 self._release_kept()
                 raise
@@ -134,7 +138,7 @@ class RequestRun:
                 return False
             self._answer.cached_tokens = hit.tokens
             self._accepted.clock.lap("admission")
-            job = hit.job(self._job(attempt, plan), plan.all_ids)
+            job = hit.job(self._job(attempt, plan), plan.read_ids + plan.answered_ids)
             await self._decode(attempt, hit.worker, job, timeout)
         return True
 
@@ -267,7 +271,7 @@ class RequestRun:
             late = "the deadline passed while the answer was being generated"
             raise DeadlineExceeded(READ_TOO_LATE if self._call.prefill_only else late)
         if event.reason in _FAILURES:
-            self._answer.attempt_failed(event.report)
+            self._answer.decoded.append(event.report)
             kind = WorkerHandoffFailed if event.reason is events.FinishReason.NO_KV else WorkerFailed
             raise kind(worker.name, event.message or f"{worker.name} gave the request up")
         if not self._call.prefill_only:

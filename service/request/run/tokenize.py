@@ -34,16 +34,16 @@ async def tokenize(
         raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
 
     def encode(stopped: Callable[[], bool]) -> bytes:
-        limit = TokenLimit(resources.positions, stopped)
+        limited = tokenizer.with_limit(TokenLimit(resources.positions, stopped))
         if prompt.text is not None:
             rule = prompt.special_tokens
-            return tokenizer.encode(prompt.text, add_bos=not appended, special_tokens=rule, limit=limit)
+            return limited.encode(prompt.text, add_bos=not appended, special_tokens=rule)
         if appended:
-            return tokenizer.encode_chat_append(messages, limit=limit)
-        return tokenizer.encode_chat(messages, add_generation_prompt=answer, limit=limit)
+            return limited.encode_chat_append(messages)
+        return limited.encode_chat(messages, add_generation_prompt=answer)
 
     try:
-        ids = await text.work(encode)
+        ids = await text.budget.work(text.size, encode)
     except TemplateError as error:
         raise InvalidArgument(f"{name}.messages", str(error)) from None
     except TextTooLong as error:
