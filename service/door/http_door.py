@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 import uuid
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,7 +28,6 @@ from ...workers.messages.events import Progress, Token, Usage
 from ..errors import Cancelled, DeltafrontError, Overloaded, TooSlow, Unavailable
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
 from ..request.handler import RequestHandler
-from .event_stream import EventStream, until_disconnect
 from .openai_answers import (
     CHAT,
     TEXT,
@@ -49,6 +50,12 @@ _ADVICE = {
 }
 """For OpenAI's paths that are not served."""
 
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+"""The last one asks nginx to pass events on at once."""
 _JSON_BYTES = 6
 """Bytes of an escaped character."""
 _RECEIVE_S = 60.0
@@ -98,34 +105,32 @@ class HttpDoor:
             return await self._requests.server_info()
 
 
+@dataclass(frozen=True)
 class _Completions:
     """An endpoint that answers requests, as an ASGI application."""
 
-    def __init__(
-        self, endpoint: Endpoint, requests: RequestHandler, max_body_bytes: int, keep_alive_s: float
-    ) -> None:
-        self._endpoint = endpoint
-        self._requests = requests
-        self._max_body_bytes = max_body_bytes
-        self._keep_alive_s = keep_alive_s
+    endpoint: Endpoint
+    requests: RequestHandler
+    max_body_bytes: int
+    keep_alive_s: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        reply = Reply(self._endpoint, self._requests.model, self._endpoint.prefix + uuid.uuid4().hex)
+        reply = Reply(self.endpoint, self.requests.model, self.endpoint.prefix + uuid.uuid4().hex)
         body = await self._receive(request)
         unread = isinstance(body, DeltafrontError)  # the body may still be coming; nobody waits for it
         size = len(body) if isinstance(body, bytes) else 0
         try:
-            async with self._requests.accept(
+            async with self.requests.accept(
                 "Generate", request.headers.items(), request_id=reply.request_id, size=size
             ) as accepted:
                 if isinstance(body, DeltafrontError):
                     raise body
-                generate, options = self._endpoint.read(body, reply.model)
+                generate, options = self.endpoint.read(body, reply.model)
                 generate = replace(generate, request_id=reply.request_id)
-                events = self._requests.run(accepted, generate)
+                events = self.requests.run(accepted, generate)
                 del body, generate  # the text is let go once it is tokenised
-                watched = until_disconnect(events, receive, self._keep_alive_s)
+                watched = until_disconnect(events, receive, self.keep_alive_s)
                 with contextlib.suppress(ClientDisconnect):  # nobody is there to be told
                     async with contextlib.aclosing(watched):
                         if options is not None:
@@ -133,7 +138,7 @@ class _Completions:
                         else:
                             await JSONResponse(await _answer(reply, watched))(scope, receive, send)
         except DeltafrontError as error:
-            response = _error_response(error, self._endpoint.source)
+            response = _error_response(error, self.endpoint.source)
             response.headers["x-request-id"] = reply.request_id  # the audit log has it too
             if unread:
                 response.headers["connection"] = "close"
@@ -153,8 +158,8 @@ class _Completions:
         length, body = request.headers.get("content-length", ""), list[bytes]()
         expected, size = int(length) if length.isdecimal() else 0, 0
         self._check_length(expected)
-        owner = self._requests.owner(request.headers.items())
-        with self._requests.text_budget.hold(owner, expected) as held:
+        owner = self.requests.owner(request.headers.items())
+        with self.requests.text_budget.hold(owner, expected) as held:
             try:
                 async with asyncio.timeout(_RECEIVE_S):
                     async for part in request.stream():
@@ -167,7 +172,7 @@ class _Completions:
         return b"".join(body)
 
     def _check_length(self, size: int) -> None:
-        limit = min(self._max_body_bytes, _JSON_BYTES * self._requests.max_request_bytes)
+        limit = min(self.max_body_bytes, _JSON_BYTES * self.requests.max_request_bytes)
         if size > limit:
             raise Overloaded(f"the request is longer than {limit} bytes")
 
@@ -207,6 +212,64 @@ async def _stream(
             raise
         await stream.send_json([error_body(error, reply.endpoint.source)])
     await stream.end()
+
+
+class EventStream:
+    """An ASGI response. `started` tells whether the status is out."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def send_json(self, objects: Iterable[Any]) -> None:
+        for value in objects:
+            await self.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
+
+    async def comment(self, text: str) -> None:
+        await self.write(f": {text}\n\n".encode())
+
+    async def write(self, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(
+    events: AsyncGenerator[RequestEvent, None], receive: Receive, keep_alive_s: float
+) -> AsyncGenerator[RequestEvent | None, None]:
+    """Yield the events, and None after each silence. Raises ClientDisconnect.
+
+    Closing it closes `events`, which frees whatever the request holds.
+    """
+    gone, next_event = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(anext(events))
+    try:
+        while True:
+            await asyncio.wait((next_event, gone), timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            if next_event.done():
+                try:
+                    event = next_event.result()
+                except StopAsyncIteration:
+                    return
+                next_event = asyncio.ensure_future(anext(events))
+                yield event
+            elif gone.done():
+                raise ClientDisconnect
+            else:
+                yield None
+    finally:
+        gone.cancel()
+        next_event.cancel()
+        await asyncio.gather(gone, next_event, return_exceptions=True)
+        await events.aclose()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _error_response(error: DeltafrontError, source: str) -> Response:

@@ -62,6 +62,7 @@ class RequestUse:
         self.tokens = tokens
 
 
+@dataclass(eq=False)
 class Callers:
     """Every caller's use.
 
@@ -70,18 +71,11 @@ class Callers:
         ask_workers: makes them report again.
     """
 
-    def __init__(
-        self,
-        door: str,
-        worker_uses: Callable[[], Iterable[OwnerUse]],
-        ask_workers: Callable[[], Awaitable[None]],
-        max_requests: int | None = None,
-    ) -> None:
-        self._door = door
-        self._worker_uses = worker_uses
-        self.ask_workers = ask_workers
-        self._max_requests = max_requests
-        self._running: set[RequestUse] = set()
+    door: str
+    worker_uses: Callable[[], Iterable[OwnerUse]]
+    ask_workers: Callable[[], Awaitable[None]]
+    max_requests: int | None = None
+    _running: set[RequestUse] = field(default_factory=set, init=False)
 
     @asynccontextmanager
     async def request(self, caller: Caller) -> AsyncIterator[RequestUse]:
@@ -93,8 +87,8 @@ class Callers:
             if self.requests(caller.owner) >= limit:
                 message = f"this token has {limit} requests running, as many as it may"
                 raise Overloaded(message, retry_after_s=RETRY_S)
-        if self._max_requests is not None and len(self._running) >= self._max_requests:
-            message = f"this server works on {self._max_requests} requests, as many as it may: try again"
+        if self.max_requests is not None and len(self._running) >= self.max_requests:
+            message = f"this server works on {self.max_requests} requests, as many as it may: try again"
             raise Overloaded(message, retry_after_s=RETRY_S)
         use = RequestUse(caller, self)
         self._running.add(use)
@@ -112,4 +106,4 @@ class Callers:
     def _uses(self, owner: str, elsewhere: bool) -> Iterator[RequestUse | OwnerUse]:
         yield from (use for use in self._running if use.caller.owner == owner)
         if elsewhere:
-            yield from (use for use in self._worker_uses() if use.owner == owner and use.door != self._door)
+            yield from (use for use in self.worker_uses() if use.owner == owner and use.door != self.door)

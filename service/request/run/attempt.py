@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from ....workers.roles import Leased
 from ...errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
@@ -63,28 +64,28 @@ async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Time
         raise DeadlineExceeded("the deadline passed before the answer was complete") from None
 
 
+@dataclass
 class Replays:
     """Attempts a request again after a worker failed."""
 
-    def __init__(self, resources: Resources, clock: TtftClock) -> None:
-        self._resources = resources
-        self.clock = clock
-        self._failures = 0
+    resources: Resources
+    clock: TtftClock
+    failures: int = 0
 
     async def back_off(self, error: WorkerError) -> None:
         """Wait until another attempt may succeed. Raises Unavailable after the last failure."""
-        fleet, tries = self._resources.fleet, self._resources.settings.replays + 1
+        fleet, tries = self.resources.fleet, self.resources.settings.replays + 1
         fleet.forget(error.worker)
         if isinstance(error, WorkerHandoffFailed):
-            self._resources.metrics.handoff_failed()
-        self._failures += 1
-        if self._failures >= tries:
+            self.resources.metrics.handoff_failed()
+        self.failures += 1
+        if self.failures >= tries:
             raise Unavailable(
                 f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
             ) from error
-        log.warning("try %d of %d failed: %s", self._failures, tries, error.message)
-        self._resources.metrics.replayed()
+        log.warning("try %d of %d failed: %s", self.failures, tries, error.message)
+        self.resources.metrics.replayed()
         if not fleet.view.ready:
-            await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self._failures - 1))
+            await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self.failures - 1))
             await fleet.refresh()
         self.clock.lap(REPLAY)

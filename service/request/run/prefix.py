@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ....workers.messages.events import LINK_BYTES
 from ....workers.messages.methods import PAGE_TOKENS, MethodSpec
-from ....workers.messages.requests import ID_BYTES, GenerateJob, Reservation
+from ....workers.messages.requests import ID_BYTES
 from ....workers.roles import DecodeWorker
 from ...config import DoorConfig
 from ...errors import WorkerError
@@ -33,22 +33,6 @@ class PrefixHit:
     worker: DecodeWorker
     session_id: str
     tokens: int
-
-    def reservation(self, full: Reservation) -> Reservation:
-        """It does not wait, because another worker can read the prompt."""
-        return replace(
-            full,
-            prompt_tokens=full.prompt_tokens + full.append_tokens - self.tokens,
-            append_tokens=0,
-            session_id=self.session_id,
-            prefix_tokens=self.tokens,
-            wait=False,
-        )
-
-    def job(self, full: GenerateJob, ids: bytes) -> GenerateJob:
-        """`ids` are the whole prompt and what was answered."""
-        rest = ids[self.tokens * ID_BYTES :]
-        return replace(full, append_ids=rest, session_id=self.session_id, prompt_ids=b"")
 
 
 def hash_chain(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str = "") -> bytes:

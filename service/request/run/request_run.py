@@ -24,10 +24,9 @@ from ..context import Accepted, Resources
 from .answer import Answer
 from .attempt import Attempt, Replays, deadline_timeout
 from .placement import READ_TOO_LATE, place, refusal_error, reserve
-from .plan import Plan, plan_answer
+from .plan import Plan, plan_answer, tokenize
 from .prefix import PrefixHit, cut_chain, find_prefix, hash_chain
 from .prompt_reader import PromptReader
-from .tokenize import tokenize
 
 _LAST_REPORT_S = 5.0
 """To wait for a worker's report on a complete answer."""
@@ -97,7 +96,8 @@ class RequestRun:
             fit_max_tokens=call.fit_max_tokens,
         )
         exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
-        return replace(plan, recompute_blocks=0 if exact else call.recompute_blocks)
+        blocks = 0 if exact else call.recompute_blocks
+        return replace(plan, recompute_blocks=blocks, session_id=call.session_id)
 
     async def _from_prompt(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
         self._release_kept()
@@ -128,18 +128,23 @@ class RequestRun:
 
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """
-        resources, blocks = self._resources, self._call.recompute_blocks
-        # Only the session's worker knows whether its K/V is exact.
-        plan = replace(plan, recompute_blocks=blocks, max_tokens=max(1, plan.max_tokens))
-        await use.set_tokens(plan.read_tokens - hit.tokens + plan.answer_tokens)
-        with Attempt(resources.fleet) as attempt:
-            reservation = hit.reservation(self._reservation(attempt, plan))
-            if isinstance(await reserve(attempt, hit.worker, reservation), requests.Refused):
+        plan = replace(
+            plan,
+            read_ids=(plan.read_ids + plan.answered_ids)[hit.tokens * requests.ID_BYTES :],
+            answered_ids=b"",
+            max_tokens=max(1, plan.max_tokens),
+            recompute_blocks=self._call.recompute_blocks,  # only the worker knows whether its K/V is exact
+            session_id=hit.session_id,
+            prefix_tokens=hit.tokens,
+        )
+        await use.set_tokens(plan.read_tokens + plan.answer_tokens)
+        with Attempt(self._resources.fleet) as attempt:
+            reserved = await reserve(attempt, hit.worker, self._reservation(attempt, plan))
+            if isinstance(reserved, requests.Refused):
                 return False
             self._answer.cached_tokens = hit.tokens
             self._accepted.clock.lap("admission")
-            job = hit.job(self._job(attempt, plan), plan.read_ids + plan.answered_ids)
-            await self._decode(attempt, hit.worker, job, timeout)
+            await self._decode(attempt, hit.worker, self._job(attempt, plan), timeout)
         return True
 
     async def _from_session(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
@@ -182,8 +187,8 @@ class RequestRun:
             with Attempt(fleet) as attempt:
                 async with asyncio.timeout(_LAST_REPORT_S):
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
-                    empty = replace(self._reservation(attempt, Plan(b"", 0)), wait=False)
-                    reserved = await reserve(attempt, worker, empty)
+                    empty = self._reservation(attempt, Plan(b"", 0, session_id=call.session_id))
+                    reserved = await reserve(attempt, worker, replace(empty, wait=False))
         except (TimeoutError, NotFound, WorkerError):
             return 0
         return reserved.session_tokens if isinstance(reserved, requests.Reserved) else 0
@@ -195,12 +200,13 @@ class RequestRun:
             owner=call.owner,
             prompt_tokens=plan.read_tokens,
             max_tokens=plan.max_tokens,
-            session_id=call.session_id,
+            session_id=plan.session_id,
             keep_tokens=plan.keep_tokens if plan.max_tokens else 0,
             page_selection=call.page_selection,
-            wait=True,
+            wait=not plan.prefix_tokens,  # another worker can read the prompt
             deadline=call.deadline,
             door=self._resources.door,
+            prefix_tokens=plan.prefix_tokens,
             append_tokens=plan.answered_tokens,
             recompute_blocks=plan.recompute_blocks,
         )
@@ -208,12 +214,12 @@ class RequestRun:
     def _job(self, attempt: Attempt, plan: Plan) -> requests.GenerateJob:
         call = self._call
         # Blocks are recomputed for this answer, or later for questions to the kept session.
-        recomputed = call.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
+        recomputed = plan.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
         return requests.GenerateJob(
             request_id=attempt.request_id,
             sampling=replace(call.sampling, max_tokens=plan.max_tokens),
-            append_ids=plan.answered_ids if call.session_id is None else plan.read_ids,
-            session_id=call.session_id,
+            append_ids=plan.answered_ids if plan.session_id is None else plan.read_ids,
+            session_id=plan.session_id,
             page_selection=call.page_selection,
             keep_tokens=plan.keep_tokens,
             keep_ttl_s=call.keep_ttl_s,

@@ -162,7 +162,7 @@ class TextTokenizer:
 
     def _ids_with_aliases(self, text: str, add_bos: bool) -> bytes:
         ids = self._ids(self._control.alias_tokenizer, text, add_bos)
-        return self._control.model_ids[np.frombuffer(ids, dtype="<u4")].tobytes()
+        return self._control.model_ids.take(np.frombuffer(ids, dtype="<u4")).tobytes()
 
     def _chat(
         self, before: Sequence[Message], messages: Sequence[Message], add_generation_prompt: bool
