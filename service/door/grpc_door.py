@@ -30,7 +30,7 @@ _M = TypeVar("_M", bound=Message)
 def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
     """Make the method that answers with a stream of `kind`."""
 
-    async def method(self: FrontDoor, request: UndecodedMessage[Any], grpc_context: Any) -> AsyncIterator[_M]:
+    async def method(self: FrontDoor, request: UndecodedMessage, grpc_context: Any) -> AsyncIterator[_M]:
         requests, metadata = self._requests, grpc_context.invocation_metadata()
         with _status_on(grpc_context):
             async with requests.accept(
@@ -53,18 +53,14 @@ class FrontDoor:
     Prefill = _answering("Prefill", pb.PrefillResponse)
     Generate = _answering("Generate", pb.GenerateResponse)
 
-    async def CancelRequest(
-        self, request: UndecodedMessage[pb.CancelRequestRequest], grpc_context: Any
-    ) -> pb.CancelRequestResponse:
+    async def CancelRequest(self, request: UndecodedMessage, grpc_context: Any) -> pb.CancelRequestResponse:
         ended = 0
         with _status_on(grpc_context):
             async with self._requests.accept("CancelRequest", grpc_context.invocation_metadata()) as accepted:
                 ended = await self._requests.cancel_request(accepted, self._message(request).request_id)
         return pb.CancelRequestResponse(requests=ended)
 
-    async def ReleaseSession(
-        self, request: UndecodedMessage[pb.ReleaseSessionRequest], grpc_context: Any
-    ) -> pb.ReleaseSessionResponse:
+    async def ReleaseSession(self, request: UndecodedMessage, grpc_context: Any) -> pb.ReleaseSessionResponse:
         with _status_on(grpc_context):
             async with self._requests.accept(
                 "ReleaseSession", grpc_context.invocation_metadata()
@@ -72,9 +68,7 @@ class FrontDoor:
                 await self._requests.release_session(accepted, self._message(request).session_id)
         return pb.ReleaseSessionResponse()
 
-    async def GetServerInfo(
-        self, request: UndecodedMessage[pb.GetServerInfoRequest], grpc_context: Any
-    ) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(self, request: UndecodedMessage, grpc_context: Any) -> pb.GetServerInfoResponse:
         answer = pb.GetServerInfoResponse()
         with _status_on(grpc_context):
             async with self._requests.accept("GetServerInfo", grpc_context.invocation_metadata()):
@@ -82,9 +76,7 @@ class FrontDoor:
                 answer = write(pb.GetServerInfoResponse, await self._requests.server_info())
         return answer
 
-    async def List(
-        self, request: UndecodedMessage[health_pb2.HealthListRequest], grpc_context: Any
-    ) -> health_pb2.HealthListResponse:
+    async def List(self, request: UndecodedMessage, grpc_context: Any) -> health_pb2.HealthListResponse:
         answer = health_pb2.HealthListResponse()
         with _status_on(grpc_context):
             self._message(request)
@@ -92,9 +84,7 @@ class FrontDoor:
             answer = health_pb2.HealthListResponse(statuses={"": health, SERVICE.full_name: health})
         return answer
 
-    async def Check(
-        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Any
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: UndecodedMessage, grpc_context: Any) -> health_pb2.HealthCheckResponse:
         answer = health_pb2.HealthCheckResponse()
         with _status_on(grpc_context):
             service = self._message(request).service
@@ -104,7 +94,7 @@ class FrontDoor:
         return answer
 
     async def Watch(
-        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Any
+        self, request: UndecodedMessage, grpc_context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yield the status whenever it changes, until the client leaves."""
         last: Any = None
@@ -122,7 +112,7 @@ class FrontDoor:
                 last = status
             await asyncio.sleep(_HEALTH_WATCH_S)
 
-    def _message(self, sent: UndecodedMessage[_M]) -> _M:
+    def _message(self, sent: UndecodedMessage) -> Any:
         """Raises InvalidArgument, or TooLong before it reads a long message."""
         limit = self._requests.max_request_bytes
         if sent.size > limit:

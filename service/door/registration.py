@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -49,14 +49,13 @@ _CANCEL_WAIT_S = 0.1
 """A call without a request waits so long for its answer: gRPC may be about to cancel it."""
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
-_M = TypeVar("_M", bound=Message)
 
 
 @dataclass
-class UndecodedMessage(Generic[_M]):
+class UndecodedMessage:
     """It can be read once, which frees the bytes."""
 
-    kind: type[_M]
+    kind: type[Message]
     data: bytes = dataclasses.field(repr=False)
     was_read: bool = False
 
@@ -69,7 +68,7 @@ class UndecodedMessage(Generic[_M]):
         field = self.kind.DESCRIPTOR.fields_by_name.get("request_id")
         return "" if field is None else text_of(self.data, field.number)
 
-    def read(self) -> _M:
+    def read(self) -> Message:
         """Raises InvalidArgument for invalid protobuf or text."""
         data, self.data, self.was_read = self.data, b"", True
         name = self.kind.DESCRIPTOR.name
@@ -159,7 +158,7 @@ class _Handler:
                         yield message
 
     @contextlib.contextmanager
-    def _our_status(self, request: UndecodedMessage[Any], context: Any) -> Iterator[None]:
+    def _our_status(self, request: UndecodedMessage, context: Any) -> Iterator[None]:
         """Raise nothing, since gRPC would show the exception's text."""
         began = time.monotonic()
         try:

@@ -128,23 +128,24 @@ class RequestRun:
 
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """
+        worker, prefix = hit
         plan = replace(
             plan,
-            read_ids=(plan.read_ids + plan.answered_ids)[hit.tokens * requests.ID_BYTES :],
+            read_ids=(plan.read_ids + plan.answered_ids)[prefix.tokens * requests.ID_BYTES :],
             answered_ids=b"",
             max_tokens=max(1, plan.max_tokens),
             recompute_blocks=self._call.recompute_blocks,  # only the worker knows whether its K/V is exact
-            session_id=hit.session_id,
-            prefix_tokens=hit.tokens,
+            session_id=prefix.session_id,
+            prefix_tokens=prefix.tokens,
         )
         await use.set_tokens(plan.read_tokens + plan.answer_tokens)
         with Attempt(self._resources.fleet) as attempt:
-            reserved = await reserve(attempt, hit.worker, self._reservation(attempt, plan))
+            reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
             if isinstance(reserved, requests.Refused):
                 return False
-            self._answer.cached_tokens = hit.tokens
+            self._answer.cached_tokens = prefix.tokens
             self._accepted.clock.lap("admission")
-            await self._decode(attempt, hit.worker, self._job(attempt, plan), timeout)
+            await self._decode(attempt, worker, self._job(attempt, plan), timeout)
         return True
 
     async def _from_session(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
