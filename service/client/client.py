@@ -11,8 +11,7 @@ import operator
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,8 +124,7 @@ class DeltafrontClient:
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
         )
-        message = wire.write(pb.PrefillRequest, request)
-        yield from self._stream(self._stub.Prefill, lambda _: message, request.deadline)
+        yield from self._stream(self._stub.Prefill, wire.write(pb.PrefillRequest, request), request.deadline)
 
     def generate(
         self,
@@ -178,11 +176,7 @@ class DeltafrontClient:
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
         )
-
-        def message(answered: list[int]) -> pb.GenerateRequest:
-            return wire.generate_request(replace(request, answered_ids=calls.pack_ids(answered)))
-
-        yield from self._stream(self._stub.Generate, message, request.deadline)
+        yield from self._stream(self._stub.Generate, wire.generate_request(request), request.deadline)
 
     def release(self, session_id: str) -> None:
         """Free a session's pages now. Raises NotFound."""
@@ -213,12 +207,11 @@ class DeltafrontClient:
             except grpc.RpcError as error:
                 retries.wait(self._translate(error))
 
-    def _stream(self, rpc: Any, message: Callable[[list[int]], Any], deadline: float | None) -> Iterator[Any]:
-        """message: makes the request from the tokens of the answer so far."""
+    def _stream(self, rpc: Any, request: Any, deadline: float | None) -> Iterator[Any]:
         retries, answered = Retries(self._retry_s, deadline), list[int]()
         while True:
             try:
-                for event in self._stream_once(rpc, message(answered), deadline):
+                for event in self._stream_once(rpc, request, deadline):
                     retries.reset()
                     if isinstance(event, Token):
                         answered.append(event.token_id)
@@ -226,6 +219,8 @@ class DeltafrontClient:
                 return
             except DeltafrontError as error:
                 retries.wait(error)
+            if answered:
+                request.answered_ids = calls.pack_ids(answered)
 
     def _stream_once(self, rpc: Any, request: Any, deadline: float | None) -> Iterator[Any]:
         # The server enforces the deadline and says in which phase it passed. gRPC's is only a safety net.
