@@ -28,8 +28,8 @@ from .metrics import Metrics, state_of
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.callers import Callers, Quota
 from .request.check import Limits
+from .request.context import Resources
 from .request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
-from .request.resources import Resources
 from .request.text.tokenizer import TextTokenizer
 from .tracing import Tracing
 

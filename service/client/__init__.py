@@ -17,7 +17,7 @@ from ..errors import (
 )
 from ..request.answers import Density, GenerateFinished, MethodInfo, PrefillFinished, ServerInfo, Timings
 from .client import DeltafrontClient
-from .credentials import Tls
+from .endpoint import Tls
 
 __all__ = [
     "Cancelled",

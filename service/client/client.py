@@ -11,8 +11,7 @@ import operator
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,17 +24,9 @@ from ...workers.messages.requests import PageSelection
 from ..door import wire
 from ..door.status import from_status, is_ours
 from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
+from ..request import calls
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
-from ..request.calls import (
-    GenerateRequest,
-    PrefillRequest,
-    Prompt,
-    SamplingParams,
-    SpecialTokens,
-    pack_ids,
-)
-from .address import check_address, wrong_endpoint
-from .credentials import Tls
+from .endpoint import Tls, check_address, wrong_endpoint
 from .retries import Retries
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -125,18 +116,15 @@ class DeltafrontClient:
             chat_template_kwargs: Variables of the template for messages.
             special_tokens: `parse` reads control tokens in text, but never in messages.
         """
-        request = PrefillRequest(
+        request = calls.PrefillRequest(
             prompt=_prompt(prompt, special_tokens, variables=chat_template_kwargs),
-            method=method,
-            options=options or {},
-            session_ttl_s=session_ttl_s,
+            attention=calls.AttentionMethod(method, options or {}),
+            session_ttl=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
         )
-        message = wire.prefill_request(request)
-        read = wire.read_prefill_response
-        yield from self._stream(self._stub.Prefill, lambda _: message, read, request.deadline)
+        yield from self._stream(self._stub.Prefill, wire.write(pb.PrefillRequest, request), request.deadline)
 
     def generate(
         self,
@@ -171,29 +159,24 @@ class DeltafrontClient:
         if page_selection not in list(PageSelection):
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        sampling = SamplingParams(
+        sampling = calls.SamplingParams(
             temperature, top_p, top_k, seed, stop=stops, max_tokens=max_tokens, ignore_eos=ignore_eos
         )
         parse = partial(_prompt, special_tokens=special_tokens, variables=chat_template_kwargs)
-        request = GenerateRequest(
+        request = calls.GenerateRequest(
             prompt=None if prompt is None else parse(prompt),
             session_id=session_id,
             append=None if append is None else parse(append, name="append"),
-            method=method,
-            options=options or {},
+            attention=calls.AttentionMethod(method, options or {}),
             sampling=sampling,
             page_selection=PageSelection(page_selection),
             recompute_blocks=recompute_blocks,
-            session_ttl_s=session_ttl_s,
+            session_ttl=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
         )
-
-        def message(answered: list[int]) -> pb.GenerateRequest:
-            return wire.generate_request(replace(request, answered_ids=pack_ids(answered)))
-
-        yield from self._stream(self._stub.Generate, message, wire.read_generate_response, request.deadline)
+        yield from self._stream(self._stub.Generate, wire.generate_request(request), request.deadline)
 
     def release(self, session_id: str) -> None:
         """Free a session's pages now. Raises NotFound."""
@@ -212,7 +195,7 @@ class DeltafrontClient:
         return int(answer.requests)
 
     def info(self) -> ServerInfo:
-        return wire.read_server_info(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        return wire.read(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))  # type: ignore[no-any-return]
 
     def _call(self, rpc: Any, request: Any, retries: Retries | None = None) -> Any:
         retries = retries or Retries(self._retry_s, None)
@@ -224,18 +207,11 @@ class DeltafrontClient:
             except grpc.RpcError as error:
                 retries.wait(self._translate(error))
 
-    def _stream(
-        self,
-        rpc: Any,
-        message: Callable[[list[int]], Any],
-        read: Callable[[Any], Any],
-        deadline: float | None,
-    ) -> Iterator[Any]:
-        """message: makes the request from the tokens of the answer so far."""
+    def _stream(self, rpc: Any, request: Any, deadline: float | None) -> Iterator[Any]:
         retries, answered = Retries(self._retry_s, deadline), list[int]()
         while True:
             try:
-                for event in self._stream_once(rpc, message(answered), read, deadline):
+                for event in self._stream_once(rpc, request, deadline):
                     retries.reset()
                     if isinstance(event, Token):
                         answered.append(event.token_id)
@@ -243,17 +219,17 @@ class DeltafrontClient:
                 return
             except DeltafrontError as error:
                 retries.wait(error)
+            if answered:
+                request.answered_ids = calls.pack_ids(answered)
 
-    def _stream_once(
-        self, rpc: Any, request: Any, read: Callable[[Any], Any], deadline: float | None
-    ) -> Iterator[Any]:
+    def _stream_once(self, rpc: Any, request: Any, deadline: float | None) -> Iterator[Any]:
         # The server enforces the deadline and says in which phase it passed. gRPC's is only a safety net.
         timeout = None if deadline is None else max(deadline - time.time(), 0.0) + 5.0
         stream, complete = rpc(request, metadata=self._metadata, timeout=timeout), False
         try:
             for response in stream:
                 self._answered = True
-                if (event := read(response)) is not None:
+                if (event := wire.read_response(response)) is not None:
                     complete = isinstance(event, PrefillFinished | GenerateFinished)
                     yield event
         except grpc.RpcError as error:
@@ -282,12 +258,12 @@ class DeltafrontClient:
 
 def _prompt(
     prompt: PromptLike, special_tokens: str, name: str = "prompt", variables: Mapping[str, Any] | None = None
-) -> Prompt:
+) -> calls.Prompt:
     """Raises InvalidArgument for a list of anything but ids or whole messages."""
-    if special_tokens not in list(SpecialTokens):
+    if special_tokens not in list(calls.SpecialTokens):
         raise InvalidArgument("special_tokens", f"{special_tokens!r} is not text or parse")
     if isinstance(prompt, str):
-        return Prompt(text=prompt, special_tokens=SpecialTokens(special_tokens))
+        return calls.Prompt(text=prompt, special_tokens=calls.SpecialTokens(special_tokens))
     if isinstance(prompt, bytes | bytearray):
         raise InvalidArgument(name, "is bytes: decode a text, and give token ids as numbers")
     parts = list(prompt)
@@ -302,9 +278,9 @@ def _prompt(
             for key, value in message.items():
                 if value is not None and key not in ("role", "content"):
                     raise InvalidArgument(f"{name}.messages[{index}].{key}", "must be left out")
-        return Prompt(messages=messages, chat_template_kwargs=variables or {})
+        return calls.Prompt(messages=messages, chat_template_kwargs=variables or {})
     try:
-        return Prompt(token_ids=pack_ids([operator.index(part) for part in parts]))  # type: ignore[arg-type]
+        return calls.Prompt(token_ids=calls.pack_ids([operator.index(part) for part in parts]))  # type: ignore[arg-type]
     except (TypeError, OverflowError) as error:
         raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers from 0 on") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from ..errors import ConnectionLost, DeadlineExceeded, DeltafrontError
 
@@ -11,27 +12,24 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
 
+@dataclass
 class Retries:
     """One request's retries, for retry_s without an answer. deadline: seconds since the epoch."""
 
-    def __init__(
-        self,
-        retry_s: float,
-        deadline: float | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._retry_s = retry_s
-        self._deadline = deadline
-        self._clock, self._wall, self._sleep = clock, wall, sleep
-        self._lost_at: float | None = None
-        self._pause_s = _FIRST_PAUSE_S
-        self.retried = False
+    retry_s: float
+    deadline: float | None
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+    retried: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
 
     def reset(self) -> None:
-        self._lost_at, self._pause_s = None, _FIRST_PAUSE_S
+        self._lost_at: float | None = None
+        self._pause_s = _FIRST_PAUSE_S
 
     def wait(self, error: DeltafrontError) -> None:
         """Wait before the next try.
@@ -47,12 +45,12 @@ class Retries:
         if not isinstance(error, ConnectionLost) and not busy:
             raise error
         self.retried = True
-        now = self._clock()
+        now = self.clock()
         self._lost_at = now if self._lost_at is None else self._lost_at
         pause_s = max(self._pause_s, error.retry_after_s or 0.0)
-        if self._retry_s <= 0 or now + pause_s > self._lost_at + self._retry_s:
+        if self.retry_s <= 0 or now + pause_s > self._lost_at + self.retry_s:
             raise error
-        if self._deadline is not None and self._wall() + pause_s >= self._deadline:
+        if self.deadline is not None and self.wall() + pause_s >= self.deadline:
             raise DeadlineExceeded(f"no time is left to try again: {error.message}") from error
-        self._sleep(pause_s)
+        self.sleep(pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

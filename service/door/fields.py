@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_GROUPS = (3, 4)
+_VARINT, _BYTES = 0, 2
+_SIZES = {1: 8, 3: 0, 4: 0, 5: 4}
+"""Wire types of fixed numbers and groups → bytes."""
 _SEARCHED_FIELDS = 64
 
 
@@ -15,50 +18,47 @@ def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
     messages: list[tuple[int, int, Any]] = [(0, len(data), descriptor)]
     count = 0
     while messages:
-        at, end, message = messages.pop()
-        while at < end:
+        begin, end, message = messages.pop()
+        for number, wire, start, stop in _fields(data, begin, end):
             count += 1
             if count > max_fields:
                 return True
-            tag, at = _varint(data, at)
-            wire = tag & 7
-            if wire == _VARINT:
-                _, at = _varint(data, at)
-            elif wire == _BYTES:
-                size, at = _varint(data, at)
-                field = None if message is None else message.fields_by_number.get(tag >> 3)
-                if field is not None and field.message_type is not None:
-                    messages.append((at, at + size, field.message_type))
-                at += size
-            elif wire in (_FIXED32, _FIXED64):
-                at += 4 if wire == _FIXED32 else 8
-            elif wire not in _GROUPS:
-                raise ValueError(f"no wire type {wire}")
-        if at > end:
-            raise ValueError("a field is longer than its message")
+            field = None if message is None else message.fields_by_number.get(number)
+            if wire == _BYTES and field is not None and field.message_type is not None:
+                messages.append((start, stop, field.message_type))
     return False
 
 
 def text_of(data: bytes, number: int) -> str:
     """Find a text among a message's first fields; empty if there is none."""
-    text, at = b"", 0
+    text = b""
     with contextlib.suppress(ValueError):  # what was found before it stands
-        for _ in range(_SEARCHED_FIELDS):
-            if at >= len(data):
-                break
-            tag, at = _varint(data, at)
-            wire, size = tag & 7, 0
-            if wire == _BYTES:
-                size, at = _varint(data, at)
-                if tag >> 3 == number:
-                    text = data[at : at + size]
-            elif wire == _VARINT:
-                _, at = _varint(data, at)
-            at += size + {_FIXED32: 4, _FIXED64: 8}.get(wire, 0)
+        for found, wire, start, stop in islice(_fields(data, 0, len(data)), _SEARCHED_FIELDS):
+            if found == number and wire == _BYTES:
+                text = data[start:stop]
     try:
         return text.decode()
     except ValueError:
         return ""
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each field's number, wire type, and where its bytes begin and end. Raises ValueError."""
+    while at < end:
+        tag, at = _varint(data, at)
+        wire, size = tag & 7, 0
+        if wire == _VARINT:
+            _, at = _varint(data, at)
+        elif wire == _BYTES:
+            size, at = _varint(data, at)
+        elif wire in _SIZES:
+            size = _SIZES[wire]
+        else:
+            raise ValueError(f"no wire type {wire}")
+        yield tag >> 3, wire, at, at + size
+        at += size
+    if at > end:
+        raise ValueError("a field is longer than its message")
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

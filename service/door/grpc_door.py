@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
@@ -21,104 +20,73 @@ from ...workers.messages.events import Usage
 from ..errors import DeltafrontError, NotFound, TooLong
 from ..request.handler import RequestHandler
 from .registration import SERVICE, UndecodedMessage
-from .status import details, status, trailers
-from .wire import (
-    generate_response,
-    prefill_response,
-    read_generate_request,
-    read_prefill_request,
-    server_info,
-)
+from .status import set_status
+from .wire import read, response, write
 
 _HEALTH_WATCH_S = 1.0
 _M = TypeVar("_M", bound=Message)
 
 
-class Context(Protocol):
-    """The part of gRPC's (or Serve's) servicer context that is used."""
+def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
+    """Make the method that answers with a stream of `kind`."""
 
-    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
-    def set_code(self, code: grpc.StatusCode) -> None: ...
-    def set_details(self, details: str) -> None: ...
-    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None: ...
+    async def method(self: FrontDoor, request: UndecodedMessage, grpc_context: Any) -> AsyncIterator[_M]:
+        requests, metadata = self._requests, grpc_context.invocation_metadata()
+        with _status_on(grpc_context):
+            async with requests.accept(
+                rpc, metadata, request_id=request.request_id, size=request.size
+            ) as accepted:
+                stream = requests.run(accepted, read(self._message(request)))
+                async with contextlib.aclosing(stream) as events:
+                    async for event in events:
+                        if not isinstance(event, Usage):
+                            yield response(kind, event)
+        yield kind()  # takes the status along
+
+    return method
 
 
 class FrontDoor:
     def __init__(self, requests: RequestHandler) -> None:
         self._requests = requests
 
-    async def Prefill(
-        self, request: UndecodedMessage[pb.PrefillRequest], grpc_context: Context
-    ) -> AsyncIterator[pb.PrefillResponse]:
-        metadata, request_id = grpc_context.invocation_metadata(), request.request_id
-        with _StatusOn(grpc_context):
-            async with self._requests.accept(
-                "Prefill", metadata, request_id=request_id, size=request.size
-            ) as accepted:
-                stream = self._requests.prefill(accepted, read_prefill_request(self._message(request)))
-                async with contextlib.aclosing(stream) as events:
-                    async for event in events:
-                        yield prefill_response(event)
-        yield pb.PrefillResponse()  # takes the status along
+    Prefill = _answering("Prefill", pb.PrefillResponse)
+    Generate = _answering("Generate", pb.GenerateResponse)
 
-    async def Generate(
-        self, request: UndecodedMessage[pb.GenerateRequest], grpc_context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        metadata, request_id = grpc_context.invocation_metadata(), request.request_id
-        with _StatusOn(grpc_context):
-            async with self._requests.accept(
-                "Generate", metadata, request_id=request_id, size=request.size
-            ) as accepted:
-                stream = self._requests.generate(accepted, read_generate_request(self._message(request)))
-                async with contextlib.aclosing(stream) as events:
-                    async for event in events:
-                        if not isinstance(event, Usage):
-                            yield generate_response(event)
-        yield pb.GenerateResponse()  # takes the status along
-
-    async def CancelRequest(
-        self, request: UndecodedMessage[pb.CancelRequestRequest], grpc_context: Context
-    ) -> pb.CancelRequestResponse:
+    async def CancelRequest(self, request: UndecodedMessage, grpc_context: Any) -> pb.CancelRequestResponse:
         ended = 0
-        with _StatusOn(grpc_context):
+        with _status_on(grpc_context):
             async with self._requests.accept("CancelRequest", grpc_context.invocation_metadata()) as accepted:
                 ended = await self._requests.cancel_request(accepted, self._message(request).request_id)
         return pb.CancelRequestResponse(requests=ended)
 
-    async def ReleaseSession(
-        self, request: UndecodedMessage[pb.ReleaseSessionRequest], grpc_context: Context
-    ) -> pb.ReleaseSessionResponse:
-        metadata = grpc_context.invocation_metadata()
-        with _StatusOn(grpc_context):
-            async with self._requests.accept("ReleaseSession", metadata) as accepted:
+    async def ReleaseSession(self, request: UndecodedMessage, grpc_context: Any) -> pb.ReleaseSessionResponse:
+        with _status_on(grpc_context):
+            async with self._requests.accept(
+                "ReleaseSession", grpc_context.invocation_metadata()
+            ) as accepted:
                 await self._requests.release_session(accepted, self._message(request).session_id)
         return pb.ReleaseSessionResponse()
 
-    async def GetServerInfo(
-        self, request: UndecodedMessage[pb.GetServerInfoRequest], grpc_context: Context
-    ) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(self, request: UndecodedMessage, grpc_context: Any) -> pb.GetServerInfoResponse:
         answer = pb.GetServerInfoResponse()
-        with _StatusOn(grpc_context):
+        with _status_on(grpc_context):
             async with self._requests.accept("GetServerInfo", grpc_context.invocation_metadata()):
                 self._message(request)
-                answer = server_info(await self._requests.server_info())
+                answer = write(pb.GetServerInfoResponse, await self._requests.server_info())
         return answer
 
-    async def List(
-        self, request: UndecodedMessage[health_pb2.HealthListRequest], grpc_context: Context
-    ) -> health_pb2.HealthListResponse:
+    async def List(self, request: UndecodedMessage, grpc_context: Any) -> health_pb2.HealthListResponse:
         answer = health_pb2.HealthListResponse()
-        with _StatusOn(grpc_context):
+        with _status_on(grpc_context):
             self._message(request)
             health = health_pb2.HealthCheckResponse(status=self._health())
             answer = health_pb2.HealthListResponse(statuses={"": health, SERVICE.full_name: health})
         return answer
 
-    async def Check(
-        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Context
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: UndecodedMessage, grpc_context: Any) -> health_pb2.HealthCheckResponse:
         answer = health_pb2.HealthCheckResponse()
-        with _StatusOn(grpc_context):
+        with _status_on(grpc_context):
             service = self._message(request).service
             if not _known_service(service):
                 raise NotFound(f"there is no service {service!r} here")
@@ -126,11 +94,12 @@ class FrontDoor:
         return answer
 
     async def Watch(
-        self, request: UndecodedMessage[health_pb2.HealthCheckRequest], grpc_context: Context
+        self, request: UndecodedMessage, grpc_context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yield the status whenever it changes, until the client leaves."""
-        last, service = None, None
-        with _StatusOn(grpc_context):
+        last: Any = None
+        service: Any = None
+        with _status_on(grpc_context):
             service = self._message(request).service
         if service is None:
             yield health_pb2.HealthCheckResponse()  # takes the status along
@@ -143,7 +112,7 @@ class FrontDoor:
                 last = status
             await asyncio.sleep(_HEALTH_WATCH_S)
 
-    def _message(self, sent: UndecodedMessage[_M]) -> _M:
+    def _message(self, sent: UndecodedMessage) -> Any:
         """Raises InvalidArgument, or TooLong before it reads a long message."""
         limit = self._requests.max_request_bytes
         if sent.size > limit:
@@ -155,26 +124,13 @@ class FrontDoor:
         return reply.SERVING if self._requests.ready else reply.NOT_SERVING
 
 
-class _StatusOn:
-    """Turns an error that ends the block into the call's status.
-
-    It is no `contextlib.contextmanager`, because the type checker would take the code after the block for
-    unreachable.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, DeltafrontError):
-            return False
-        self._context.set_code(status(error))
-        self._context.set_details(details(error))
-        self._context.set_trailing_metadata(trailers(error))
-        return True
+@contextlib.contextmanager
+def _status_on(context: Any) -> Iterator[None]:
+    """Turn an error that ends the block into the call's status."""
+    try:
+        yield
+    except DeltafrontError as error:
+        set_status(context, error)
 
 
 def _known_service(name: str) -> bool:

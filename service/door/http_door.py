@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,10 +26,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...workers.messages.events import Progress, Token, Usage
 from ..errors import Cancelled, DeltafrontError, Overloaded, TooSlow, Unavailable
-from ..request.accepted import Accepted
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
-from ..request.handler import Headers, RequestHandler
-from .event_stream import EventStream, until_disconnect
+from ..request.handler import RequestHandler
 from .openai_answers import (
     CHAT,
     TEXT,
@@ -50,6 +50,12 @@ _ADVICE = {
 }
 """For OpenAI's paths that are not served."""
 
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+"""The last one asks nginx to pass events on at once."""
 _JSON_BYTES = 6
 """Bytes of an escaped character."""
 _RECEIVE_S = 60.0
@@ -63,30 +69,25 @@ class HttpDoor:
         self, requests: RequestHandler, max_body_bytes: int, keep_alive_s: float = KEEP_ALIVE_S
     ) -> None:
         self._requests = requests
-        self._max_body_bytes = max_body_bytes
-        self._keep_alive_s = keep_alive_s
         self._started = int(time.time())
+        chat, text = (_Completions(form, requests, max_body_bytes, keep_alive_s) for form in (CHAT, TEXT))
         self.app: ASGIApp = Starlette(
             routes=[
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._completion, methods=["POST"]),
+                Route("/v1/chat/completions", chat, methods=["POST"]),
+                Route("/v1/completions", text, methods=["POST"]),
                 Route("/health", self._health),
             ],
             middleware=[Middleware(_StripTrailingSlash)],
-            exception_handlers={
-                DeltafrontError: _models_error,
-                HTTPException: _not_served,
-            },
+            exception_handlers={DeltafrontError: _models_error, HTTPException: _not_served},
         )
 
     async def _health(self, _request: Request) -> Response:
         """As in gRPC's health, no token is needed."""
         if not self._requests.ready:
-            return _error_response(
-                Unavailable("workers are missing: the server is starting, or one died"), ""
-            )
+            missing = Unavailable("workers are missing: the server is starting, or one died")
+            return _error_response(missing, "")
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
@@ -103,30 +104,62 @@ class HttpDoor:
         async with self._requests.accept("GetServerInfo", request.headers.items()):
             return await self._requests.server_info()
 
-    async def _chat(self, request: Request) -> ASGIApp:
-        return await self._answer(CHAT, request)
 
-    async def _completion(self, request: Request) -> ASGIApp:
-        return await self._answer(TEXT, request)
+@dataclass(frozen=True)
+class _Completions:
+    """An endpoint that answers requests, as an ASGI application."""
 
-    async def _answer(self, endpoint: Endpoint, request: Request) -> ASGIApp:
-        reply = Reply(endpoint, self._requests.model, endpoint.prefix + uuid.uuid4().hex)
-        body: bytes | DeltafrontError
+    endpoint: Endpoint
+    requests: RequestHandler
+    max_body_bytes: int
+    keep_alive_s: float
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        reply = Reply(self.endpoint, self.requests.model, self.endpoint.prefix + uuid.uuid4().hex)
+        body = await self._receive(request)
+        unread = isinstance(body, DeltafrontError)  # the body may still be coming; nobody waits for it
+        size = len(body) if isinstance(body, bytes) else 0
         try:
-            body = await self._body(request)
+            async with self.requests.accept(
+                "Generate", request.headers.items(), request_id=reply.request_id, size=size
+            ) as accepted:
+                if isinstance(body, DeltafrontError):
+                    raise body
+                generate, options = self.endpoint.read(body, reply.model)
+                generate = replace(generate, request_id=reply.request_id)
+                events = self.requests.run(accepted, generate)
+                del body, generate  # the text is let go once it is tokenised
+                watched = until_disconnect(events, receive, self.keep_alive_s)
+                with contextlib.suppress(ClientDisconnect):  # nobody is there to be told
+                    async with contextlib.aclosing(watched):
+                        if options is not None:
+                            await _stream(reply, options, watched, EventStream(send))
+                        else:
+                            await JSONResponse(await _answer(reply, watched))(scope, receive, send)
         except DeltafrontError as error:
-            body = error
+            response = _error_response(error, self.endpoint.source)
+            response.headers["x-request-id"] = reply.request_id  # the audit log has it too
+            if unread:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
+
+    async def _receive(self, request: Request) -> bytes | DeltafrontError:
+        """An error is raised where the request is audited."""
+        try:
+            return await self._body(request)
+        except DeltafrontError as error:
+            return error
         except ClientDisconnect:
-            body = Cancelled("the client left while it sent the request")
-        return _Completion(self._requests, reply, request.headers.items(), body, self._keep_alive_s)
+            return Cancelled("the client left while it sent the request")
 
     async def _body(self, request: Request) -> bytes:
         """Raises Unauthenticated or Overloaded before it reads, TooSlow, and ClientDisconnect."""
         length, body = request.headers.get("content-length", ""), list[bytes]()
         expected, size = int(length) if length.isdecimal() else 0, 0
         self._check_length(expected)
-        owner = self._requests.owner(request.headers.items())
-        with self._requests.text_budget.hold(owner, expected) as held:
+        owner = self.requests.owner(request.headers.items())
+        with self.requests.text_budget.hold(owner, expected) as held:
             try:
                 async with asyncio.timeout(_RECEIVE_S):
                     async for part in request.stream():
@@ -139,112 +172,104 @@ class HttpDoor:
         return b"".join(body)
 
     def _check_length(self, size: int) -> None:
-        limit = min(self._max_body_bytes, _JSON_BYTES * self._requests.max_request_bytes)
+        limit = min(self.max_body_bytes, _JSON_BYTES * self.requests.max_request_bytes)
         if size > limit:
             raise Overloaded(f"the request is longer than {limit} bytes")
 
 
-class _Completion:
-    """The response to one request. `body` may be the error that prevented one."""
+async def _answer(reply: Reply, events: AsyncIterator[RequestEvent | None]) -> Json:
+    text, answer = "", Json()
+    async for event in events:
+        if isinstance(event, Token):
+            text += event.text
+        elif isinstance(event, GenerateFinished):
+            answer = reply.answer(text + event.text, event)
+    return answer
 
-    def __init__(
-        self,
-        requests: RequestHandler,
-        reply: Reply,
-        headers: Headers,
-        body: bytes | DeltafrontError,
-        keep_alive_s: float,
-    ) -> None:
-        self._requests = requests
-        self._reply = reply
-        self._headers = headers
-        self._body = body
-        self._keep_alive_s = keep_alive_s
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, size = self._reply, len(self._body) if isinstance(self._body, bytes) else 0
-        unread = isinstance(self._body, DeltafrontError)  # the body may still be coming; nobody waits for it
-        try:
-            async with self._requests.accept(
-                "Generate", self._headers, request_id=reply.request_id, size=size
-            ) as accepted:
-                options, events = self._begin(accepted)
-                watched = until_disconnect(events, receive, self._keep_alive_s)
-                await self._send(options, watched, scope, receive, send)
-        except DeltafrontError as error:
-            response = _error_response(error, reply.endpoint.source)
-            response.headers["x-request-id"] = reply.request_id  # the audit log has it too
-            if unread:
-                response.headers["connection"] = "close"
-            await response(scope, receive, send)
-
-    def _begin(self, accepted: Accepted) -> tuple[StreamOptions | None, AsyncGenerator[RequestEvent, None]]:
-        """Keep neither the body nor its text. Raises DeltafrontError."""
-        body, self._body = self._body, b""
-        if isinstance(body, DeltafrontError):
-            raise body
-        request, options = self._reply.endpoint.read(body, self._reply.model, self._reply.request_id)
-        return options, self._requests.generate(accepted, request)
-
-    async def _send(
-        self,
-        options: StreamOptions | None,
-        source: AsyncGenerator[RequestEvent | None, None],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        """Raises DeltafrontError if nothing was sent yet."""
-        with contextlib.suppress(ClientDisconnect):  # nobody is there to be told
-            async with contextlib.aclosing(source):
-                events = _with_first(await anext(source), source)
-                if options is not None:
-                    await self._stream(options, events, EventStream(send))
-                else:
-                    await JSONResponse(await self._answer(events))(scope, receive, send)
-
-    async def _answer(self, events: AsyncIterator[RequestEvent | None]) -> Json:
-        text, answer = "", Json()
+async def _stream(
+    reply: Reply, options: StreamOptions, events: AsyncIterator[RequestEvent | None], stream: EventStream
+) -> None:
+    """Raises DeltafrontError if nothing was sent yet."""
+    usage = None
+    try:
         async for event in events:
-            if isinstance(event, Token):
-                text += event.text
+            if event is None:
+                await stream.comment("waiting")
+            elif isinstance(event, Progress):
+                await stream.comment(f"read {event.tokens_done} of {event.tokens_total} tokens")
+            elif isinstance(event, Usage):
+                usage = event if options.continuous_usage_stats else None
+                await stream.send_json(reply.first_chunks(usage))
+            elif isinstance(event, Token):
+                usage = usage and replace(usage, completion_tokens=event.index + 1)
+                await stream.send_json([reply.chunk(event.text, usage)] if event.text else [])
             elif isinstance(event, GenerateFinished):
-                answer = self._reply.answer(text + event.text, event)
-        return answer
-
-    async def _stream(
-        self, options: StreamOptions, events: AsyncIterator[RequestEvent | None], stream: EventStream
-    ) -> None:
-        """Raises DeltafrontError if nothing was sent yet."""
-        usage = None
-        try:
-            async for event in events:
-                if event is None:
-                    await stream.comment("waiting")
-                elif isinstance(event, Progress):
-                    await stream.comment(f"read {event.tokens_done} of {event.tokens_total} tokens")
-                elif isinstance(event, Usage):
-                    usage = event if options.continuous_usage_stats else None
-                    await stream.send_json(self._reply.first_chunks(usage))
-                elif isinstance(event, Token):
-                    usage = usage and replace(usage, completion_tokens=event.index + 1)
-                    await stream.send_json([self._reply.chunk(event.text, usage)] if event.text else [])
-                elif isinstance(event, GenerateFinished):
-                    await stream.send_json(self._reply.last_chunks(event, options))
-            await stream.write(b"data: [DONE]\n\n")
-        except DeltafrontError as error:
-            if not stream.started:
-                raise
-            await stream.send_json([error_body(error, self._reply.endpoint.source)])
-        await stream.end()
+                await stream.send_json(reply.last_chunks(event, options))
+        await stream.write(b"data: [DONE]\n\n")
+    except DeltafrontError as error:
+        if not stream.started:
+            raise
+        await stream.send_json([error_body(error, reply.endpoint.source)])
+    await stream.end()
 
 
-async def _with_first(
-    first: RequestEvent | None, rest: AsyncIterator[RequestEvent | None]
-) -> AsyncIterator[RequestEvent | None]:
-    yield first
-    async for event in rest:
-        yield event
+class EventStream:
+    """An ASGI response. `started` tells whether the status is out."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def send_json(self, objects: Iterable[Any]) -> None:
+        for value in objects:
+            await self.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
+
+    async def comment(self, text: str) -> None:
+        await self.write(f": {text}\n\n".encode())
+
+    async def write(self, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(
+    events: AsyncGenerator[RequestEvent, None], receive: Receive, keep_alive_s: float
+) -> AsyncGenerator[RequestEvent | None, None]:
+    """Yield the events, and None after each silence. Raises ClientDisconnect.
+
+    Closing it closes `events`, which frees whatever the request holds.
+    """
+    gone, next_event = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(anext(events))
+    try:
+        while True:
+            await asyncio.wait((next_event, gone), timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            if next_event.done():
+                try:
+                    event = next_event.result()
+                except StopAsyncIteration:
+                    return
+                next_event = asyncio.ensure_future(anext(events))
+                yield event
+            elif gone.done():
+                raise ClientDisconnect
+            else:
+                yield None
+    finally:
+        gone.cancel()
+        next_event.cancel()
+        await asyncio.gather(gone, next_event, return_exceptions=True)
+        await events.aclose()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _error_response(error: DeltafrontError, source: str) -> Response:

@@ -29,7 +29,7 @@ class Endpoint:
     object_type: str
     chunk_type: str
     source: str
-    read: Callable[[bytes, str, str], tuple[GenerateRequest, StreamOptions | None]]
+    read: Callable[[bytes, str], tuple[GenerateRequest, StreamOptions | None]]
     first_delta: Json | None
     answer: Callable[[str], Json]
     delta: Callable[[str], Json]
@@ -71,11 +71,8 @@ class Reply:
         )
 
     def first_chunks(self, usage: Usage | None) -> list[Json]:
-        return (
-            []
-            if self.endpoint.first_delta is None
-            else [self._chunk(_choice(self.endpoint.first_delta), usage)]
-        )
+        delta = self.endpoint.first_delta
+        return [] if delta is None else [self._chunk(_choice(delta), usage)]
 
     def chunk(self, text: str, usage: Usage | None) -> Json:
         return self._chunk(_choice(self.endpoint.delta(text)), usage)
@@ -186,7 +183,10 @@ def error_body(error: DeltafrontError, source: str) -> Json:
     elif isinstance(error, TooLong):
         code = "context_length_exceeded"
     if isinstance(error, InvalidArgument) and error.field:
-        param = _openai_name(error.field, source)
+        param = error.field
+        for pattern, replacement in _FIELD_NAMES:
+            param = pattern.sub(replacement, param)
+        param = param if param == source else _SOURCE.sub(source, param, count=1)
         message = f"{param}{error.message.removeprefix(error.field)}"
     return error_object(message, kind, param, code)
 
@@ -203,9 +203,3 @@ def headers_of(error: DeltafrontError) -> dict[str, str]:
     if _is_late(error):
         return {"x-should-retry": "false"}
     return {"www-authenticate": "Bearer"} if error.code is Code.UNAUTHENTICATED else {}
-
-
-def _openai_name(name: str, source: str) -> str:
-    for pattern, replacement in _FIELD_NAMES:
-        name = pattern.sub(replacement, name)
-    return name if name == source else _SOURCE.sub(source, name, count=1)

@@ -20,16 +20,16 @@ from pydantic_core import from_json
 
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument, NotFound
-from ..request.calls import GenerateRequest, Prompt, SamplingParams, SpecialTokens, pack_ids
+from ..request.calls import AttentionMethod, GenerateRequest, Prompt, SamplingParams, SpecialTokens, pack_ids
 from ..request.check import check_count
 
+_UNSERVED = ("top_logprobs", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options")
 _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
-    "top_logprobs": (),
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
     "logit_bias": ({},),
@@ -40,13 +40,9 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
+    **dict.fromkeys(_UNSERVED, ()),
 }
 """OpenAI's fields that this service lacks → values that change nothing."""
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -119,7 +115,7 @@ class _TextFields(_CommonFields):
 _F = TypeVar("_F", bound=_CommonFields)
 
 
-def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, StreamOptions | None]:
+def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
     """Raises InvalidArgument or UnknownModel."""
     fields = _read(_ChatFields, body, model, _MAX_VALUES)
     check_count("messages", len(fields.messages))
@@ -134,63 +130,48 @@ def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest
             raise InvalidArgument("session_ttl_s", "keeps all messages but the last: give two or more")
     appended = messages[kept:]
     chat = partial(Prompt, None, chat_template_kwargs=fields.chat_template_kwargs)
-    return _request(
-        fields,
-        request_id,
-        next(iter(limits), None),
-        chat(messages[:kept]) if fields.session_id is None else None,
-        chat(appended) if appended or fields.session_id is not None else None,
-    )
+    prompt = chat(messages[:kept]) if fields.session_id is None else None
+    append = chat(appended) if appended or fields.session_id is not None else None
+    return _request(fields, next(iter(limits), None), prompt, append)
 
 
-def read_text(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, StreamOptions | None]:
+def read_text(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
     """Raises InvalidArgument or UnknownModel."""
     fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
     prompt = replace(_prompt(fields.prompt), special_tokens=SpecialTokens(fields.special_tokens))
-    if fields.session_id is None:
-        return _request(fields, request_id, fields.max_tokens, prompt, None)
-    return _request(fields, request_id, fields.max_tokens, None, prompt)
+    source = (prompt, None) if fields.session_id is None else (None, prompt)
+    return _request(fields, fields.max_tokens, *source)
 
 
 def _request(
-    fields: _CommonFields,
-    request_id: str,
-    max_tokens: int | None,
-    prompt: Prompt | None,
-    append: Prompt | None,
+    fields: _CommonFields, max_tokens: int | None, prompt: Prompt | None, append: Prompt | None
 ) -> tuple[GenerateRequest, StreamOptions | None]:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
+    seed = fields.seed
+    if seed is None:  # each sampled answer has a new one, as OpenAI's have
+        seed = secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
     request = GenerateRequest(
         prompt=prompt,
         session_id=fields.session_id,
         append=append,
-        method=fields.method,
-        options=fields.options,
+        attention=AttentionMethod(fields.method, fields.options),
         sampling=SamplingParams(
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
-            seed=_seed(fields),
+            seed=seed,
             stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
             max_tokens=max_tokens,
             ignore_eos=fields.ignore_eos,
         ),
         page_selection=PageSelection(fields.page_selection),
         recompute_blocks=fields.recompute_blocks,
-        session_ttl_s=fields.session_ttl_s,
+        session_ttl=fields.session_ttl_s,
         deadline=None if fields.timeout_s is None else time.time() + fields.timeout_s,
-        request_id=request_id,
         cache_salt=fields.cache_salt,
     )
     return request, (fields.stream_options or StreamOptions()) if fields.stream else None
-
-
-def _seed(fields: _CommonFields) -> int:
-    """Draw a new seed for each sampled answer without one, as OpenAI does."""
-    if fields.seed is not None:
-        return fields.seed
-    return secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
 
 
 def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:

@@ -4,8 +4,8 @@
   undecoded, as `UndecodedMessage`, and the door decodes them once it knows the caller and has room.
 - gRPC reads a unary request into memory before it calls a method. So every method takes a stream, and its
   first message when there is room.
-- Where a door cannot be called, Serve answers in Ray's words. Serve's functions are wrapped in the handler's
-  `_replace`: a status that the door did not set becomes UNAVAILABLE.
+- Where a door cannot be called, Serve answers in Ray's words. Serve gives the handler its functions by
+  `_replace`: a status that the door did not set then becomes UNAVAILABLE.
 
 A request that ends before a door has it leaves its line in the audit log here.
 """
@@ -18,10 +18,10 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -32,7 +32,7 @@ from ..errors import Code, DeltafrontError, InvalidArgument, Overloaded, TooSlow
 from ..request.audit import Audit
 from ..request.callers import RETRY_S
 from .fields import has_more_fields, text_of
-from .status import details, is_ours, not_ours, status, trailers
+from .status import is_ours, not_ours, set_status
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +49,13 @@ _CANCEL_WAIT_S = 0.1
 """A call without a request waits so long for its answer: gRPC may be about to cancel it."""
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
-_M = TypeVar("_M", bound=Message)
-_Unary = Callable[[Any, Any], Awaitable[Any]]
-_Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 
 @dataclass
-class UndecodedMessage(Generic[_M]):
+class UndecodedMessage:
     """It can be read once, which frees the bytes."""
 
-    kind: type[_M]
+    kind: type[Message]
     data: bytes = dataclasses.field(repr=False)
     was_read: bool = False
 
@@ -71,7 +68,7 @@ class UndecodedMessage(Generic[_M]):
         field = self.kind.DESCRIPTOR.fields_by_name.get("request_id")
         return "" if field is None else text_of(self.data, field.number)
 
-    def read(self) -> _M:
+    def read(self) -> Message:
         """Raises InvalidArgument for invalid protobuf or text."""
         data, self.data, self.was_read = self.data, b"", True
         name = self.kind.DESCRIPTOR.name
@@ -109,52 +106,78 @@ class ReceiveLimit:
         raise InvalidArgument("request", "is missing")
 
 
-@dataclass(frozen=True)
-class _Receiver:
-    """Receives a method's requests, and audits those that no door gets. `rpc` is empty for health checks,
-    which have no audit line."""
+@dataclass(frozen=True, kw_only=True)
+class _Handler:
+    """gRPC's `RpcMethodHandler`. All requests and answers are streams here, of one message too.
+
+    Args:
+        rpc: for the audit log; empty for health checks, which have no line.
+        behaviour: the door's method, or Serve's function that calls it.
+        of_serve: a status that the door did not set becomes UNAVAILABLE.
+    """
 
     rpc: str
     limit: ReceiveLimit
-
-    async def receive(self, requests: AsyncIterator[Any], context: Any) -> Any:
-        """None for a request that was refused."""
-        began = time.monotonic()
-        try:
-            return await self.limit.receive(requests)
-        except DeltafrontError as error:
-            _refuse(context, error)
-            self.audit(error.code, began)
-        except asyncio.CancelledError:  # the client left, or its message is longer than gRPC takes
-            self.audit(Code.CANCELLED, began)
-            raise
-
-    def audit(self, code: Code, began: float) -> None:
-        if self.rpc:
-            Audit(self.rpc).write(code.value, time.monotonic() - began)
-
-
-@dataclass(frozen=True)
-class _Handler:
-    """gRPC's `RpcMethodHandler`, with every method's requests as a stream."""
-
+    behaviour: Callable[[Any, Any], Any]
+    streaming: bool
     request_deserializer: Callable[[bytes], Any]
     response_serializer: Callable[[Any], bytes] | None
-    response_streaming: bool
-    receiver: _Receiver
-    stream_unary: _Unary | None = None
-    stream_stream: _Stream | None = None
-    unary_unary: Any = None
-    unary_stream: Any = None
+    of_serve: bool = False
     request_streaming: bool = True
+    response_streaming: bool = True
+    unary_unary: None = None
+    unary_stream: None = None
+    stream_unary: None = None
 
     def _replace(self, **changes: Any) -> _Handler:
         """Serve's functions get the first message of a stream as their request."""
-        unary, stream = changes.pop("unary_unary", None), changes.pop("unary_stream", None)
-        own = self.receiver
-        changes["stream_unary"] = unary and _receive_unary(_unary_with_our_status(unary, own), own)
-        changes["stream_stream"] = stream and _receive_stream(_stream_with_our_status(stream, own), own)
-        return dataclasses.replace(self, **changes)
+        behaviour = changes["unary_stream" if self.streaming else "unary_unary"]
+        serializer = changes["response_serializer"]
+        return dataclasses.replace(self, behaviour=behaviour, response_serializer=serializer, of_serve=True)
+
+    async def stream_stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        began = time.monotonic()
+        try:
+            request = await self.limit.receive(requests)
+        except DeltafrontError as error:
+            log.warning("a request was not received: %s", error.message)
+            set_status(context, error)
+            self._audit(error.code, began)
+            return
+        except asyncio.CancelledError:  # the client left, or its message is longer than gRPC takes
+            self._audit(Code.CANCELLED, began)
+            raise
+        with self._our_status(request, context) if self.of_serve else contextlib.nullcontext():
+            if not self.streaming:
+                yield await self.behaviour(request, context)
+                return
+            async with contextlib.aclosing(self.behaviour(request, context)) as messages:
+                async for message in messages:
+                    # Empty messages pass Serve a status. Serve's messages are bytes.
+                    if message if isinstance(message, bytes) else message.ByteSize():
+                        yield message
+
+    @contextlib.contextmanager
+    def _our_status(self, request: UndecodedMessage, context: Any) -> Iterator[None]:
+        """Raise nothing, since gRPC would show the exception's text."""
+        began = time.monotonic()
+        try:
+            yield
+        except Exception:
+            log.warning("Serve could not call the door", exc_info=True)
+            if context.code() in _NO_ERROR:
+                context.set_code(grpc.StatusCode.UNKNOWN)
+        finally:
+            if context.code() not in _NO_ERROR and not is_ours(context.trailing_metadata() or ()):
+                code, details = not_ours(context.code())
+                context.set_code(code)
+                context.set_details(details)
+                if not request.was_read:
+                    self._audit(Code[code.name], began)
+
+    def _audit(self, code: Code, began: float) -> None:
+        if self.rpc:
+            Audit(self.rpc).write(code.value, time.monotonic() - began)
 
 
 def add_deltafront_to_server(servicer: Any, server: Any, limit: ReceiveLimit | None = None) -> None:
@@ -168,100 +191,16 @@ def add_health_to_server(servicer: Any, server: Any, limit: ReceiveLimit | None 
 
 def _add(service: Any, messages: Any, servicer: Any, server: Any, limit: ReceiveLimit | None) -> None:
     limit = limit or ReceiveLimit(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
-    handlers: dict[str, Any] = {}
-    for method in service.methods:
-        receiver = _Receiver(method.name if service is SERVICE else "", limit)
-        handlers[method.name] = _Handler(
-            partial(UndecodedMessage, getattr(messages, method.input_type.name)),
-            getattr(messages, method.output_type.name).SerializeToString,
-            method.server_streaming,
-            receiver,
-            **_behaviours(method.server_streaming, getattr(servicer, method.name), receiver),
+    handlers: dict[str, Any] = {
+        method.name: _Handler(
+            rpc=method.name if service is SERVICE else "",
+            limit=limit,
+            behaviour=getattr(servicer, method.name),
+            streaming=method.server_streaming,
+            request_deserializer=partial(UndecodedMessage, getattr(messages, method.input_type.name)),
+            response_serializer=getattr(messages, method.output_type.name).SerializeToString,
         )
+        for method in service.methods
+    }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
     server.add_registered_method_handlers(service.full_name, handlers)
-
-
-def _behaviours(streaming: bool, behaviour: Any, receiver: _Receiver) -> dict[str, Any]:
-    if streaming:
-        return {"stream_stream": _receive_stream(_without_empty(behaviour), receiver)}
-    return {"stream_unary": _receive_unary(behaviour, receiver)}
-
-
-def _receive_unary(behaviour: _Unary, receiver: _Receiver) -> _Unary:
-    async def unary(requests: AsyncIterator[Any], context: Any) -> Any:
-        request = await receiver.receive(requests, context)
-        return b"" if request is None else await behaviour(request, context)
-
-    return unary
-
-
-def _receive_stream(behaviour: _Stream, receiver: _Receiver) -> _Stream:
-    async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        request = await receiver.receive(requests, context)
-        if request is None:
-            return
-        async with contextlib.aclosing(behaviour(request, context)) as messages:  # type: ignore[type-var]
-            del request
-            async for message in messages:
-                yield message
-
-    return stream
-
-
-def _refuse(context: Any, error: DeltafrontError) -> None:
-    log.warning("a request was not received: %s", error.message)
-    context.set_code(status(error))
-    context.set_details(details(error))
-    context.set_trailing_metadata(trailers(error))
-
-
-def _unary_with_our_status(behaviour: _Unary, receiver: _Receiver) -> _Unary:
-    async def unary(request: Any, context: Any) -> Any:
-        answer: Any = b""
-        with _our_status(request, context, receiver):
-            answer = await behaviour(request, context)
-        return answer
-
-    return unary
-
-
-def _stream_with_our_status(behaviour: _Stream, receiver: _Receiver) -> _Stream:
-    filled = _without_empty(behaviour)
-
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        with _our_status(request, context, receiver):
-            async for message in filled(request, context):
-                yield message
-
-    return stream
-
-
-def _without_empty(behaviour: _Stream) -> _Stream:
-    """Drop empty messages, with which Serve passes a status. Serve's messages are bytes."""
-
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        async for message in behaviour(request, context):
-            if message if isinstance(message, bytes) else message.ByteSize():
-                yield message
-
-    return stream
-
-
-@contextlib.contextmanager
-def _our_status(request: UndecodedMessage[Any], context: Any, receiver: _Receiver) -> Iterator[None]:
-    """Raise nothing, since gRPC would show the exception's text."""
-    began = time.monotonic()
-    try:
-        yield
-    except Exception:
-        log.warning("Serve could not call the door", exc_info=True)
-        if context.code() in _NO_ERROR:
-            context.set_code(grpc.StatusCode.UNKNOWN)
-    finally:
-        if context.code() not in _NO_ERROR and not is_ours(context.trailing_metadata() or ()):
-            code, details = not_ours(context.code())
-            context.set_code(code)
-            context.set_details(details)
-            if not request.was_read:
-                receiver.audit(Code[code.name], began)

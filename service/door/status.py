@@ -6,23 +6,12 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import grpc
 
-from ..errors import (
-    Cancelled,
-    Code,
-    ConnectionLost,
-    DeadlineExceeded,
-    DeltafrontError,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    Overloaded,
-    RemoteError,
-    Unauthenticated,
-    Unavailable,
-)
+from .. import errors
+from ..errors import Code, DeltafrontError
 
 RETRY_AFTER = "retry-after"
 """Trailing metadata: whole seconds to wait before trying again."""
@@ -42,8 +31,8 @@ _MAX_DETAILS_BYTES = 3000
 """Percent-encoded. gRPC limits all trailers to 8 KiB by default."""
 
 STATUS: Mapping[Code, grpc.StatusCode] = {code: grpc.StatusCode[code.name] for code in Code}
-_MESSAGE_ONLY = (NotFound, Overloaded, DeadlineExceeded, Unauthenticated, Unavailable, Cancelled, Internal)
-_ERRORS = {STATUS[error.code]: error for error in _MESSAGE_ONLY}
+_OTHER_ARGUMENTS = (errors.InvalidArgument, errors.RemoteError)
+_ERRORS = {STATUS[e.code]: e for e in DeltafrontError.__subclasses__() if e not in _OTHER_ARGUMENTS}
 
 
 def status(error: DeltafrontError) -> grpc.StatusCode:
@@ -70,9 +59,16 @@ def trailers(error: DeltafrontError) -> list[tuple[str, str]]:
     if error.retry_after_s is not None:
         seconds = max(error.retry_after_s, 0.0)
         return [own, (RETRY_AFTER, str(math.ceil(seconds))), (PUSHBACK, str(round(seconds * 1000)))]
-    if isinstance(error, Overloaded):
+    if isinstance(error, errors.Overloaded):
         return [own, (PUSHBACK, "-1")]
     return [own]
+
+
+def set_status(context: Any, error: DeltafrontError) -> None:
+    """Give a call of gRPC or Serve the error's status."""
+    context.set_code(status(error))
+    context.set_details(details(error))
+    context.set_trailing_metadata(trailers(error))
 
 
 def is_ours(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
@@ -92,11 +88,12 @@ def from_status(
 ) -> DeltafrontError:
     sent = dict(metadata)
     if code in _LOST_CONNECTION and OWN_STATUS not in sent:
-        return ConnectionLost(f"the connection to the service was lost ({code.name.lower()})")
+        return errors.ConnectionLost(f"the connection to the service was lost ({code.name.lower()})")
     retry_after_s = float(sent[RETRY_AFTER]) if RETRY_AFTER in sent else None
     if code is STATUS[Code.INVALID_ARGUMENT]:
         field, colon, rest = message.partition(": ")
-        return InvalidArgument(field, rest) if colon and " " not in field else InvalidArgument("", message)
+        named = colon and " " not in field
+        return errors.InvalidArgument(field, rest) if named else errors.InvalidArgument("", message)
     if code in _ERRORS:
         return _ERRORS[code](message, retry_after_s=retry_after_s)
-    return RemoteError(code.name, message or code.name, retry_after_s=retry_after_s)
+    return errors.RemoteError(code.name, message or code.name, retry_after_s=retry_after_s)

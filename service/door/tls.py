@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,7 @@ import grpc
 
 from ..errors import Unauthenticated
 from ..request.handler import Headers
-from .registration import HEALTH, SERVICE, ReceiveLimit, add_deltafront_to_server, add_health_to_server
-
-_STREAMS = {
-    method.name for service in (SERVICE, HEALTH) for method in service.methods if method.server_streaming
-}
+from .registration import ReceiveLimit, add_deltafront_to_server, add_health_to_server
 
 log = logging.getLogger(__name__)
 
@@ -138,15 +134,7 @@ class _Servicer:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._door, name)
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            async for message in method(request, grpc_context=_Context(context, self._gate)):
-                yield message
-
-        async def unary(request: Any, context: Any) -> Any:
-            return await method(request, grpc_context=_Context(context, self._gate))
-
-        return stream if name in _STREAMS else unary
+        return lambda request, context: method(request, grpc_context=_Context(context, self._gate))
 
 
 class _Context:

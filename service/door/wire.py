@@ -1,11 +1,14 @@
-"""The mapping between protobuf and plain data, in both directions.
+"""The mapping between protobuf and plain data, in both directions, by the names of their fields.
 
-`x` makes a message, `read_x` reads one. A newer peer may send unknown values: an event becomes None, a reason
-FinishReason.OTHER, a page selection an InvalidArgument.
+A newer peer may send unknown values: an event becomes None, a reason FinishReason.OTHER, a page selection an
+InvalidArgument.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -18,22 +21,11 @@ from ...protos.v1 import deltafront_pb2 as pb
 from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument
-from ..request.answers import (
-    Density,
-    GenerateFinished,
-    MethodInfo,
-    PrefillFinished,
-    ProfileInfo,
-    ProfileLevel,
-    RequestEvent,
-    ServerInfo,
-    Timings,
-)
-from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SamplingParams, SpecialTokens
+from ..request import answers, calls
+from ..request.answers import Density, GenerateFinished, PrefillFinished, RequestEvent
 from ..request.check import check_count
 
 _Message = TypeVar("_Message", bound=Message)
-_M = TypeVar("_M", Duration, Timestamp)
 _MICRO = 1_000_000
 _NANO = 1_000_000_000
 _PAGE_SELECTIONS = {
@@ -42,9 +34,12 @@ _PAGE_SELECTIONS = {
     PageSelection.DELTA: pb.PAGE_SELECTION_DELTA,
 }
 _READ_PAGE_SELECTIONS = {number: selection for selection, number in _PAGE_SELECTIONS.items()}
-_SPECIAL_TOKENS = {SpecialTokens.TEXT: pb.SPECIAL_TOKENS_TEXT, SpecialTokens.PARSE: pb.SPECIAL_TOKENS_PARSE}
+_SPECIAL_TOKENS = {
+    calls.SpecialTokens.TEXT: pb.SPECIAL_TOKENS_TEXT,
+    calls.SpecialTokens.PARSE: pb.SPECIAL_TOKENS_PARSE,
+}
 _READ_SPECIAL_TOKENS = {
-    pb.SPECIAL_TOKENS_UNSPECIFIED: SpecialTokens.TEXT,
+    pb.SPECIAL_TOKENS_UNSPECIFIED: calls.SpecialTokens.TEXT,
     **{number: rule for rule, number in _SPECIAL_TOKENS.items()},
 }
 _REASONS = {
@@ -54,8 +49,51 @@ _REASONS = {
     FinishReason.OTHER: pb.FINISH_REASON_UNSPECIFIED,
 }
 _READ_REASONS = {number: reason for reason, number in _REASONS.items()}
+_EVENTS = {Progress: "progress", Token: "token", PrefillFinished: "result", GenerateFinished: "finish"}
+_KINDS: Mapping[type[Message], type[Any]] = {
+    pb.PrefillRequest: calls.PrefillRequest,
+    pb.GenerateRequest: calls.GenerateRequest,
+    pb.AttentionMethod: calls.AttentionMethod,
+    pb.SamplingOptions: calls.SamplingParams,
+    pb.Progress: Progress,
+    pb.Token: Token,
+    pb.PrefillResult: PrefillFinished,
+    pb.Finish: GenerateFinished,
+    pb.Session: Session,
+    pb.Usage: Usage,
+    pb.Timings: answers.Timings,
+    pb.DensityReport: Density,
+    pb.GetServerInfoResponse: answers.ServerInfo,
+    pb.MethodInfo: answers.MethodInfo,
+    pb.Profile: answers.ProfileInfo,
+    pb.ProfileLevel: answers.ProfileLevel,
+}
+"""A message → the class of its plain data."""
+_ALWAYS_READ = ("attention", "sampling", "usage", "timings", "density", "expires")
+"""Messages that are read as their defaults when they are not there. Others become None."""
 
-# --- requests ----------------------------------------------------------------------------------------------
+
+def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
+    """Raises InvalidArgument, also for two sources, because a message can hold only one."""
+    if request.prompt is not None and request.session_id is not None:
+        raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
+    return write(pb.GenerateRequest, request)
+
+
+def response(kind: type[_Message], event: RequestEvent) -> _Message:
+    """Raises ValueError for an event that does not answer this rpc."""
+    name, frequent = _EVENTS[type(event)], isinstance(event, Progress | Token)  # fields without forms
+    return kind(**{name: vars(event) if frequent else _to_wire(kind, name, event, name)})
+
+
+def read_response(message: pb.PrefillResponse | pb.GenerateResponse) -> Any:
+    kind = message.WhichOneof("event")
+    return None if kind is None else read(getattr(message, kind))
+
+
+def write(kind: type[_Message], value: Any, prefix: str = "") -> _Message:
+    """Make a message of a dataclass. Raises InvalidArgument as `fill_message` does."""
+    return fill_message(kind, prefix, **vars(value))
 
 
 def fill_message(kind: type[_Message], prefix: str = "", **fields: Any) -> _Message:
@@ -63,95 +101,58 @@ def fill_message(kind: type[_Message], prefix: str = "", **fields: Any) -> _Mess
     message = kind()
     for name, value in fields.items():
         try:
-            message.MergeFrom(kind(**{name: value}))
+            message.MergeFrom(kind(**{name: _to_wire(kind, name, value, prefix + name)}))
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidArgument(prefix + name, str(error)) from None
     return message
 
 
-def prefill_request(request: PrefillRequest) -> pb.PrefillRequest:
-    """Raises InvalidArgument."""
-    return fill_message(pb.PrefillRequest, **_common(request))
+def read(message: Message) -> Any:
+    """Make a message's plain data. Raises InvalidArgument."""
+    fields = message.DESCRIPTOR.fields
+    return _KINDS[type(message)](**{field.name: _from_wire(message, field) for field in fields})
 
 
-def read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
-    return PrefillRequest(**_read_common(message))
-
-
-def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
-    """Raises InvalidArgument, also for two sources, because a message can hold only one."""
-    if request.prompt is not None and request.session_id is not None:
-        raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
-    return fill_message(
-        pb.GenerateRequest,
-        **_common(request),
-        session_id=request.session_id,
-        append=_prompt("append", request.append),
-        sampling=fill_message(pb.SamplingOptions, "sampling.", **vars(request.sampling)),
-        page_selection=_PAGE_SELECTIONS[request.page_selection],
-        recompute_blocks=request.recompute_blocks,
-        answered_ids=request.answered_ids,
-    )
-
-
-def read_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
-    selection = _READ_PAGE_SELECTIONS.get(message.page_selection)
-    if selection is None:
-        raise InvalidArgument("page_selection", f"{message.page_selection} is not a known value")
-    return GenerateRequest(
-        **_read_common(message),
-        session_id=message.session_id if message.HasField("session_id") else None,
-        append=_read_prompt("append", message.append) if message.HasField("append") else None,
-        sampling=_read_sampling(message.sampling),
-        page_selection=selection,
-        recompute_blocks=message.recompute_blocks if message.HasField("recompute_blocks") else None,
-        answered_ids=message.answered_ids,
-    )
-
-
-def _common(request: PrefillRequest) -> dict[str, Any]:
-    return {
-        "prompt": _prompt("prompt", request.prompt),
-        "attention": fill_message(
-            pb.AttentionMethod, "attention.", name=request.method, options=request.options
-        ),
-        "session_ttl": _time_message("session_ttl", Duration(), request.session_ttl_s),
-        "deadline": _time_message("deadline", Timestamp(), request.deadline),
-        "request_id": request.request_id,
-        "cache_salt": request.cache_salt,
-    }
-
-
-def _read_common(message: pb.PrefillRequest | pb.GenerateRequest) -> dict[str, Any]:
-    ttl = message.session_ttl
-    return {
-        "prompt": _read_prompt("prompt", message.prompt) if message.HasField("prompt") else None,
-        "method": message.attention.name,
-        "options": dict(message.attention.options),
-        "session_ttl_s": ttl.seconds + ttl.nanos / _NANO if message.HasField("session_ttl") else None,
-        "deadline": _read_deadline(message.deadline) if message.HasField("deadline") else None,
-        "request_id": message.request_id,
-        "cache_salt": message.cache_salt,
-    }
-
-
-def _prompt(name: str, prompt: Prompt | None) -> pb.Prompt | None:
-    if prompt is None:
+def _to_wire(kind: type[Message], name: str, value: Any, path: str) -> Any:
+    if value is None or (isinstance(value, Density) and not value.method):
         return None
+    if name in _FORMS:
+        return _FORMS[name][0](value)
+    if isinstance(value, calls.Prompt):
+        return _prompt(path, value)
+    inner: Any = kind.DESCRIPTOR.fields_by_name[name].message_type
+    if is_dataclass(value):
+        return write(inner._concrete_class, value, path + ".")
+    if isinstance(value, list):
+        return [write(inner._concrete_class, item) if is_dataclass(item) else item for item in value]
+    return value
+
+
+def _from_wire(message: Message, field: Any) -> Any:
+    name, value = field.name, getattr(message, field.name)
+    if field.has_presence and name not in _ALWAYS_READ and not message.HasField(name):
+        return None
+    if name in _FORMS:
+        return _FORMS[name][1](value)
+    if isinstance(value, pb.Prompt):
+        return _read_prompt(name, value)
+    if isinstance(value, Message):
+        return read(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [read(item) if field.message_type else item for item in value] if field.is_repeated else value
+
+
+def _prompt(name: str, prompt: calls.Prompt) -> pb.Prompt:
     messages = None
     if prompt.messages is not None:
         chat = [
-            fill_message(
-                pb.ChatMessage, f"{name}.messages[{index}].", role=message["role"], content=message["content"]
-            )
-            for index, message in enumerate(prompt.messages)
+            fill_message(pb.ChatMessage, f"{name}.messages[{i}].", role=sent["role"], content=sent["content"])
+            for i, sent in enumerate(prompt.messages)
         ]
-        messages = fill_message(
-            pb.ChatMessages,
-            f"{name}.messages.",
-            messages=chat,
-            chat_template_kwargs=prompt.chat_template_kwargs or None,
-        )
+        variables = prompt.chat_template_kwargs or None
+        prefix = f"{name}.messages."
+        messages = fill_message(pb.ChatMessages, prefix, messages=chat, chat_template_kwargs=variables)
     return fill_message(
         pb.Prompt,
         f"{name}.",
@@ -162,21 +163,21 @@ def _prompt(name: str, prompt: Prompt | None) -> pb.Prompt | None:
     )
 
 
-def _read_prompt(name: str, message: pb.Prompt) -> Prompt:
+def _read_prompt(name: str, message: pb.Prompt) -> calls.Prompt:
     form = message.WhichOneof("content")
     if form == "text":
         rule = _READ_SPECIAL_TOKENS.get(message.special_tokens)
         if rule is None:
             raise InvalidArgument(f"{name}.special_tokens", f"{message.special_tokens} is not a known value")
-        return Prompt(text=message.text, special_tokens=rule)
+        return calls.Prompt(text=message.text, special_tokens=rule)
     if form == "messages":
         chat = message.messages.messages
         check_count(f"{name}.messages", len(chat))
-        return Prompt(
+        return calls.Prompt(
             messages=tuple({"role": message.role, "content": message.content} for message in chat),
             chat_template_kwargs=_read_json(message.messages.chat_template_kwargs),
         )
-    return Prompt(token_ids=message.token_ids) if form == "token_ids" else Prompt()
+    return calls.Prompt(token_ids=message.token_ids) if form == "token_ids" else calls.Prompt()
 
 
 def _read_json(message: Struct) -> dict[str, Any]:
@@ -195,28 +196,13 @@ def _restore_integers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _read_sampling(message: pb.SamplingOptions) -> SamplingParams:
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p if message.HasField("top_p") else None,
-        top_k=message.top_k,
-        seed=message.seed,
-        stop=tuple(message.stop),
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        ignore_eos=message.ignore_eos,
-    )
-
-
-def _time_message(name: str, message: _M, seconds: float | None) -> _M | None:
+def _moment(kind: type[Duration | Timestamp], seconds: float) -> Duration | Timestamp:
+    """Make a Duration, or a Timestamp since the epoch."""
+    message = kind()
     try:
-        return None if seconds is None else _from_seconds(message, seconds)
+        message.FromMicroseconds(round(seconds * _MICRO))
     except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument(name, "must be finite, and not thousands of years") from None
-
-
-def _from_seconds(message: _M, seconds: float) -> _M:
-    """Fill in a Duration, or a Timestamp since the epoch."""
-    message.FromMicroseconds(round(seconds * _MICRO))
+        raise ValueError("must be finite, and not thousands of years") from None
     return message
 
 
@@ -226,163 +212,35 @@ def _read_deadline(message: Timestamp) -> float:
     return message.seconds + message.nanos / _NANO
 
 
-# --- answers -----------------------------------------------------------------------------------------------
+def _read_selection(number: pb.PageSelection) -> PageSelection:
+    if number not in _READ_PAGE_SELECTIONS:
+        raise InvalidArgument("page_selection", f"{number} is not a known value")
+    return _READ_PAGE_SELECTIONS[number]
 
 
-def prefill_response(event: RequestEvent) -> pb.PrefillResponse:
-    if isinstance(event, Progress):
-        return pb.PrefillResponse(progress=pb.Progress(**vars(event)))
-    if isinstance(event, PrefillFinished):
-        result = pb.PrefillResult(
-            session=_session(event.session),
-            usage=pb.Usage(**vars(event.usage)),
-            timings=_timings(event.timings),
-            density=_density(event.density),
-            request_id=event.request_id,
-            trace_id=event.trace_id,
-        )
-        return pb.PrefillResponse(result=result)
-    raise TypeError(f"{type(event).__name__} does not answer a Prefill")
-
-
-def read_prefill_response(message: pb.PrefillResponse) -> Progress | PrefillFinished | None:
-    kind = message.WhichOneof("event")
-    if kind == "progress":
-        return Progress(**_fields(message.progress))
-    if kind != "result":
-        return None
-    result = message.result
-    return PrefillFinished(
-        session=_read_session(result.session),
-        usage=Usage(**_fields(result.usage)),
-        timings=_read_timings(result.timings),
-        density=_read_density(result.density),
-        request_id=result.request_id,
-        trace_id=result.trace_id,
-    )
-
-
-def generate_response(event: RequestEvent) -> pb.GenerateResponse:
-    if isinstance(event, Token):
-        return pb.GenerateResponse(token=pb.Token(**vars(event)))
-    if isinstance(event, Progress):
-        return pb.GenerateResponse(progress=pb.Progress(**vars(event)))
-    if isinstance(event, GenerateFinished):
-        finish = pb.Finish(
-            reason=_REASONS[event.reason],
-            text=event.text,
-            usage=pb.Usage(**vars(event.usage)),
-            timings=_timings(event.timings),
-            density=_density(event.density),
-            session=None if event.session is None else _session(event.session),
-            page_share=event.page_share,
-            request_id=event.request_id,
-            trace_id=event.trace_id,
-            recomputed_tokens=event.recomputed_tokens,
-        )
-        return pb.GenerateResponse(finish=finish)
-    raise TypeError(f"{type(event).__name__} does not answer a Generate")
-
-
-def read_generate_response(message: pb.GenerateResponse) -> Progress | Token | GenerateFinished | None:
-    kind = message.WhichOneof("event")
-    if kind == "token":
-        return Token(**_fields(message.token))
-    if kind == "progress":
-        return Progress(**_fields(message.progress))
-    if kind != "finish":
-        return None
-    finish = message.finish
-    return GenerateFinished(
-        reason=_READ_REASONS.get(finish.reason, FinishReason.OTHER),
-        text=finish.text,
-        usage=Usage(**_fields(finish.usage)),
-        timings=_read_timings(finish.timings),
-        density=_read_density(finish.density),
-        session=_read_session(finish.session) if finish.HasField("session") else None,
-        page_share=finish.page_share,
-        request_id=finish.request_id,
-        trace_id=finish.trace_id,
-        recomputed_tokens=finish.recomputed_tokens,
-    )
-
-
-def server_info(info: ServerInfo) -> pb.GetServerInfoResponse:
-    methods = [pb.MethodInfo(**vars(method)) for method in info.methods]
-    profile = None if info.profile is None else _profile(info.profile)
-    return pb.GetServerInfoResponse(**{**vars(info), "methods": methods, "profile": profile})
-
-
-def read_server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
-    methods = [MethodInfo(m.name, m.source, dict(m.defaults)) for m in message.methods]
-    layers = {"full_layers": [*message.full_layers], "delta_layers": [*message.delta_layers]}
-    profile = _read_profile(message.profile) if message.HasField("profile") else None
-    return ServerInfo(**{**_fields(message), **layers, "methods": methods, "profile": profile})
-
-
-def _profile(profile: ProfileInfo) -> pb.Profile:
-    levels = [pb.ProfileLevel(**vars(level)) for level in profile.levels]
-    return pb.Profile(model=profile.model, levels=levels, figures=profile.figures)
-
-
-def _read_profile(message: pb.Profile) -> ProfileInfo:
-    levels = [ProfileLevel(**_fields(level) | {"options": dict(level.options)}) for level in message.levels]
-    return ProfileInfo(message.model, levels, message.figures)
-
-
-def _fields(message: Message) -> dict[str, Any]:
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-
-
-def _session(session: Session) -> pb.Session:
-    expires = _from_seconds(Timestamp(), session.expires)
-    return pb.Session(session_id=session.session_id, expires=expires, tokens=session.tokens)
-
-
-def _read_session(message: pb.Session) -> Session:
-    return Session(
-        session_id=message.session_id,
-        expires=message.expires.ToMicroseconds() / _MICRO,
-        tokens=message.tokens,
-    )
-
-
-def _parts(parts: dict[str, float]) -> list[pb.TimingPart]:
+def _parts(parts: Mapping[str, float]) -> list[pb.TimingPart]:
     return [pb.TimingPart(name=name, seconds=seconds) for name, seconds in parts.items()]
 
 
-def _timings(timings: Timings) -> pb.Timings:
-    return pb.Timings(
-        ttft_seconds=timings.ttft_seconds,
-        parts=_parts(timings.parts),
-        stages=[
-            pb.StageTimings(stage=stage, phases=_parts(phases)) for stage, phases in enumerate(timings.stages)
-        ],
-        total_seconds=timings.total_seconds,
-    )
+def _read_parts(parts: Iterable[pb.TimingPart]) -> dict[str, float]:
+    return {part.name: part.seconds for part in parts}
 
 
-def _read_timings(message: pb.Timings) -> Timings:
-    return Timings(
-        message.ttft_seconds,
-        {part.name: part.seconds for part in message.parts},
-        [{phase.name: phase.seconds for phase in stage.phases} for stage in message.stages],
-        message.total_seconds,
-    )
-
-
-def _density(density: Density) -> pb.DensityReport | None:
-    if not density.method:
-        return None
-    return pb.DensityReport(
-        method=density.method,
-        mean=density.mean,
-        layers=[pb.LayerDensity(layer=layer, density=share) for layer, share in density.layers.items()],
-        scoring_overhead=density.scoring_overhead,
-        sampled_share=density.sampled_share,
-    )
-
-
-def _read_density(message: pb.DensityReport) -> Density:
-    layers = {layer.layer: layer.density for layer in message.layers}
-    return Density(message.method, message.mean, layers, message.scoring_overhead, message.sampled_share)
+_FORMS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "session_ttl": (partial(_moment, Duration), lambda ttl: ttl.seconds + ttl.nanos / _NANO),
+    "deadline": (partial(_moment, Timestamp), _read_deadline),
+    "expires": (partial(_moment, Timestamp), lambda expires: expires.ToMicroseconds() / _MICRO),
+    "stop": (tuple, tuple),
+    "page_selection": (_PAGE_SELECTIONS.__getitem__, _read_selection),
+    "reason": (_REASONS.__getitem__, lambda number: _READ_REASONS.get(number, FinishReason.OTHER)),
+    "parts": (_parts, _read_parts),
+    "stages": (
+        lambda stages: [pb.StageTimings(stage=i, phases=_parts(phases)) for i, phases in enumerate(stages)],
+        lambda stages: [_read_parts(stage.phases) for stage in stages],
+    ),
+    "layers": (
+        lambda layers: [pb.LayerDensity(layer=layer, density=share) for layer, share in layers.items()],
+        lambda layers: {layer.layer: layer.density for layer in layers},
+    ),
+}
+"""A field whose plain form differs → how it is written and read."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...workers.messages.events import FinishReason, PrefillReport, Progress, Session, Token, Usage
-from ..metrics import density, scoring_overhead
-from .timings import TtftClock
+from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
 
 
 @dataclass(frozen=True)
@@ -115,18 +113,3 @@ class ServerInfo:
     recompute_blocks: int = 0
     display_name: str = ""
     chat_template: bool = False
-
-
-def timings_of(clock: TtftClock, report: PrefillReport | None) -> Timings:
-    """`report` is None if no group read the prompt."""
-    parts = clock.parts()
-    stages = [] if report is None else [dict(phases) for phases in report.stages]
-    return Timings(sum(parts.values()), parts, stages, clock.elapsed)
-
-
-def density_of(report: PrefillReport | None) -> Density:
-    if report is None:
-        return Density()
-    layers = {layer.layer: density((layer,)) for layer in report.density}
-    overhead = scoring_overhead(report)
-    return Density(report.method, density(report.density), layers, overhead, report.sampled_share)

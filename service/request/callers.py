@@ -45,6 +45,7 @@ class RequestUse:
     caller: Caller
     _callers: Callers
     tokens: int = 0
+    requests: int = 1
 
     async def set_tokens(self, tokens: int) -> None:
         """Raises Overloaded."""
@@ -52,7 +53,7 @@ class RequestUse:
         if limit is not None:
             if tokens > limit:
                 raise Overloaded(f"{tokens} tokens are more than this token may hold at all, {limit}")
-            if callers.tokens_here(owner) - self.tokens + tokens <= limit:
+            if callers.tokens(owner, elsewhere=False) - self.tokens + tokens <= limit:
                 await callers.ask_workers()
             held = callers.tokens(owner) - self.tokens
             if held + tokens > limit:
@@ -61,6 +62,7 @@ class RequestUse:
         self.tokens = tokens
 
 
+@dataclass(eq=False)
 class Callers:
     """Every caller's use.
 
@@ -69,31 +71,24 @@ class Callers:
         ask_workers: makes them report again.
     """
 
-    def __init__(
-        self,
-        door: str,
-        worker_uses: Callable[[], Iterable[OwnerUse]],
-        ask_workers: Callable[[], Awaitable[None]],
-        max_requests: int | None = None,
-    ) -> None:
-        self._door = door
-        self._worker_uses = worker_uses
-        self.ask_workers = ask_workers
-        self._max_requests = max_requests
-        self._running: set[RequestUse] = set()
+    door: str
+    worker_uses: Callable[[], Iterable[OwnerUse]]
+    ask_workers: Callable[[], Awaitable[None]]
+    max_requests: int | None = None
+    _running: set[RequestUse] = field(default_factory=set, init=False)
 
     @asynccontextmanager
     async def request(self, caller: Caller) -> AsyncIterator[RequestUse]:
         """Count a request while the block runs. Raises Overloaded."""
         limit = caller.quota.requests
         if limit is not None:
-            if self.requests_here(caller.owner) < limit:
+            if self.requests(caller.owner, elsewhere=False) < limit:
                 await self.ask_workers()
             if self.requests(caller.owner) >= limit:
                 message = f"this token has {limit} requests running, as many as it may"
                 raise Overloaded(message, retry_after_s=RETRY_S)
-        if self._max_requests is not None and len(self._running) >= self._max_requests:
-            message = f"this server works on {self._max_requests} requests, as many as it may: try again"
+        if self.max_requests is not None and len(self._running) >= self.max_requests:
+            message = f"this server works on {self.max_requests} requests, as many as it may: try again"
             raise Overloaded(message, retry_after_s=RETRY_S)
         use = RequestUse(caller, self)
         self._running.add(use)
@@ -102,17 +97,13 @@ class Callers:
         finally:
             self._running.discard(use)
 
-    def requests_here(self, owner: str) -> int:
-        return sum(use.caller.owner == owner for use in self._running)
+    def requests(self, owner: str, *, elsewhere: bool = True) -> int:
+        return sum(use.requests for use in self._uses(owner, elsewhere))
 
-    def requests(self, owner: str) -> int:
-        return self.requests_here(owner) + sum(use.requests for use in self._at_other_doors(owner))
+    def tokens(self, owner: str, *, elsewhere: bool = True) -> int:
+        return sum(use.tokens for use in self._uses(owner, elsewhere))
 
-    def tokens_here(self, owner: str) -> int:
-        return sum(use.tokens for use in self._running if use.caller.owner == owner)
-
-    def tokens(self, owner: str) -> int:
-        return self.tokens_here(owner) + sum(use.tokens for use in self._at_other_doors(owner))
-
-    def _at_other_doors(self, owner: str) -> Iterator[OwnerUse]:
-        return (use for use in self._worker_uses() if use.owner == owner and use.door != self._door)
+    def _uses(self, owner: str, elsewhere: bool) -> Iterator[RequestUse | OwnerUse]:
+        yield from (use for use in self._running if use.caller.owner == owner)
+        if elsewhere:
+            yield from (use for use in self.worker_uses() if use.owner == owner and use.door != self.door)

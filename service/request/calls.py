@@ -52,13 +52,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class AttentionMethod:
+    """Unchecked. Without a name the server's default."""
+
+    name: str = ""
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PrefillRequest:
-    """`deadline` is in seconds since the epoch."""
+    """`session_ttl` is in seconds, `deadline` in seconds since the epoch."""
 
     prompt: Prompt | None = None
-    method: str = ""
-    options: Mapping[str, float] = field(default_factory=dict)
-    session_ttl_s: float | None = None
+    attention: AttentionMethod = AttentionMethod()
+    session_ttl: float | None = None
     deadline: float | None = None
     request_id: str = ""
     cache_salt: str = ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ...workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
 from ...workers.messages.requests import PageSelection, Sampling
@@ -16,7 +16,7 @@ from ...workers.model.calibrated.levels import thresholds_for
 from ...workers.model.calibrated.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument, TooLong
-from .calls import Call, GenerateRequest, Messages, PrefillRequest, Prompt, SamplingParams
+from .calls import AttentionMethod, Call, GenerateRequest, Messages, PrefillRequest, Prompt, SamplingParams
 
 _MAX_STOPS = 16
 _MAX_STOP_BYTES = 256
@@ -51,29 +51,28 @@ class Limits:
         return self.positions * self.longest_token
 
 
-def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
+def checked_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
     """Raises InvalidArgument or DeadlineExceeded."""
+    if isinstance(request, GenerateRequest):
+        return _generate_call(request, owner, limits)
     _require(request.prompt is not None, "prompt", "is missing: give text, messages or token_ids")
-    ttl_s = limits.default_ttl_s if request.session_ttl_s is None else request.session_ttl_s
     call = _common(request, owner, limits, Sampling(max_tokens=0))
-    return replace(call, keep_ttl_s=_ttl(ttl_s, limits), deadline=_deadline(request.deadline))
+    return replace(call, keep_ttl_s=call.keep_ttl_s or _ttl(limits.default_ttl_s, limits))
 
 
-def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
-    """Raises InvalidArgument or DeadlineExceeded."""
+def _generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
     _check_source(request)
     possible = request.page_selection is not PageSelection.DELTA or limits.delta_layers
     _require(possible, "page_selection", "this server has no delta layers configured: use full")
+    call = _common(request, owner, limits, _sampling(request.sampling, limits))
     return replace(
-        _common(request, owner, limits, _sampling(request.sampling, limits)),
+        call,
         session_id=request.session_id,
-        append=None if request.append is None else _prompt("append", request.append, limits),
+        append=_prompt("append", request.append, limits),
         stop=_stop(request.sampling.stop),
         page_selection=request.page_selection,
         recompute_blocks=_recompute_blocks(request.recompute_blocks, limits),
-        keep_ttl_s=0.0 if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
-        deadline=_deadline(request.deadline),
-        answered=_answered(request, limits),
+        answered=_answered(request.answered_ids, call.sampling.max_tokens, limits),
         fit_max_tokens=request.sampling.max_tokens is None,
     )
 
@@ -81,14 +80,21 @@ def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
 def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampling) -> Call:
     salt_fits = len(request.cache_salt) <= _MAX_SALT
     _require(salt_fits, "cache_salt", f"must be at most {_MAX_SALT} characters")
-    return Call(
-        request_id=_request_id(request.request_id),
+    bounds = f"must be at most {_MAX_REQUEST_ID} printable characters"
+    _require(is_request_id(request.request_id), "request_id", bounds)
+    call = Call(
+        request_id=request.request_id or uuid.uuid4().hex,
         owner=owner,
-        prompt=None if request.prompt is None else _prompt("prompt", request.prompt, limits),
-        method=_method(request.method, request.options, limits),
+        prompt=_prompt("prompt", request.prompt, limits),
+        method=_method(request.attention, limits),
         sampling=sampling,
+        keep_ttl_s=0.0 if request.session_ttl is None else _ttl(request.session_ttl, limits),
+        deadline=request.deadline,
         cache_salt=request.cache_salt,
     )
+    if call.deadline is not None and not call.deadline > time.time():
+        raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
+    return call
 
 
 def _require(valid: bool, field: str, message: str) -> None:
@@ -103,12 +109,14 @@ def _check_source(request: GenerateRequest) -> None:
     _require(request.prompt is None, "source", "is both a prompt and a session_id: give one of them")
     _require(request.append is not None, "append", "is missing: a session needs something to answer")
     no_ttl = "makes a session of a prompt; this request already has a session"
-    _require(request.session_ttl_s is None, "session_ttl", no_ttl)
+    _require(request.session_ttl is None, "session_ttl", no_ttl)
     no_method = "applies to a prompt; what is appended to a session is read densely"
-    _require(not (request.method or request.options), "attention", no_method)
+    _require(not (request.attention.name or request.attention.options), "attention", no_method)
 
 
-def _prompt(name: str, prompt: Prompt, limits: Limits) -> Prompt:
+def _prompt(name: str, prompt: Prompt | None, limits: Limits) -> Prompt | None:
+    if prompt is None:
+        return None
     given = sum(form is not None for form in (prompt.text, prompt.messages, prompt.token_ids))
     trouble = "is several things at once" if given else "is empty"
     _require(given == 1, name, f"{trouble}: give text, messages or token_ids")
@@ -119,7 +127,7 @@ def _prompt(name: str, prompt: Prompt, limits: Limits) -> Prompt:
         prompt = replace(prompt, messages=_messages(name, prompt.messages))
         _check_length(name, sum(len(message["content"]) for message in prompt.messages or ()), limits)
     if prompt.token_ids is not None:
-        _check_token_ids(f"{name}.token_ids", prompt.token_ids, limits)
+        _token_ids(f"{name}.token_ids", prompt.token_ids, limits)
     return prompt
 
 
@@ -148,17 +156,15 @@ def check_count(name: str, messages: int) -> None:
     _require(messages <= MAX_MESSAGES, name, f"{messages} are too many: at most {MAX_MESSAGES}")
 
 
-def _answered(request: GenerateRequest, limits: Limits) -> tuple[int, ...]:
-    if not request.answered_ids:
+def _answered(packed: bytes, limit: int, limits: Limits) -> tuple[int, ...]:
+    if not packed:
         return ()
-    _check_token_ids("answered_ids", request.answered_ids, limits)
-    ids = tuple(np.frombuffer(request.answered_ids, dtype="<u4").tolist())
-    limit = _sampling(request.sampling, limits).max_tokens
+    ids = tuple(_token_ids("answered_ids", packed, limits).tolist())
     _require(len(ids) <= limit, "answered_ids", f"{len(ids)} tokens are more than max_tokens, {limit}")
     return ids
 
 
-def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
+def _token_ids(name: str, packed: bytes, limits: Limits) -> npt.NDArray[np.uint32]:
     size = len(packed)
     _require(size > 0, name, "is empty")
     _require(not size % 4, name, f"{size} bytes are no multiple of 4: pack little-endian uint32")
@@ -166,11 +172,12 @@ def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
     largest, index = int(ids.max()), int(ids.argmax())
     outside = f"id {largest} at {index} is not below the vocabulary's {limits.vocabulary}"
     _require(largest < limits.vocabulary, name, outside)
+    return ids
 
 
-def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSpec:
+def _method(attention: AttentionMethod, limits: Limits) -> MethodSpec:
     try:
-        spec = limits.prefill.method(name or limits.default_method, options)
+        spec = limits.prefill.method(attention.name or limits.default_method, attention.options)
         thresholds_for(limits.profile, spec)
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")
@@ -181,7 +188,7 @@ def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSp
         value = spec.values.get(option)
         for useless in overridden:
             message = f"counts for nothing at {option} = {value}: give {option} = 0 too"
-            _require(not value or useless not in options, f"attention.options.{useless}", message)
+            _require(not value or useless not in attention.options, f"attention.options.{useless}", message)
     return spec
 
 
@@ -207,14 +214,8 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
     _require(
         1 <= max_tokens <= limits.positions, "sampling.max_tokens", f"{bounds}; for no answer use Prefill"
     )
-    return Sampling(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=params.seed,
-        max_tokens=max_tokens,
-        ignore_eos=params.ignore_eos,
-    )
+    sent = {name: value for name, value in vars(params).items() if name != "stop"}
+    return Sampling(**{**sent, "top_p": top_p, "max_tokens": max_tokens})
 
 
 def _stop(stops: tuple[str, ...]) -> tuple[str, ...]:
@@ -230,18 +231,6 @@ def _ttl(seconds: float, limits: Limits) -> float:
     bounds = f"{seconds:g} s must be above 0 and at most the server's {limits.max_ttl_s:g} s"
     _require(0 < seconds <= limits.max_ttl_s, "session_ttl", bounds)
     return seconds
-
-
-def _deadline(deadline: float | None) -> float | None:
-    if deadline is not None and not deadline > time.time():
-        raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
-    return deadline
-
-
-def _request_id(request_id: str) -> str:
-    bounds = f"must be at most {_MAX_REQUEST_ID} printable characters"
-    _require(is_request_id(request_id), "request_id", bounds)
-    return request_id or uuid.uuid4().hex
 
 
 def is_request_id(text: str) -> bool:

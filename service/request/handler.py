@@ -3,7 +3,7 @@
 An edge (a protocol) does three things:
 
 1. It calls `accept`. The block that follows is the request's life.
-2. It reads the message for `prefill` or `generate`, and keeps no reference to the text.
+2. It reads the message for `run`, and keeps no reference to the text.
 3. It sends the events, and turns the block's DeltafrontError into a status. It closes the stream when its
 client leaves, which cancels the run.
 """
@@ -19,13 +19,12 @@ from dataclasses import replace
 from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound, WorkerLost
 from ..fleet.session_ids import NO_SESSION, worker_of
 from ..metrics import FINISHED
-from .accepted import Accepted
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
 from .audit import Audit
 from .callers import Caller
-from .calls import Call, GenerateRequest, PrefillRequest
-from .check import Limits, generate_call, is_request_id, prefill_call
-from .resources import Resources
+from .calls import PrefillRequest
+from .check import Limits, checked_call, is_request_id
+from .context import Accepted, Resources
 from .run.request_run import RequestRun
 from .text.text_budget import TextBudget
 from .timings import TtftClock
@@ -133,24 +132,27 @@ class RequestHandler:
         finally:
             conclude(outcome)
 
-    def prefill(self, accepted: Accepted, request: PrefillRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Yield Progress …, PrefillFinished. Raises DeltafrontError, at once if the request is malformed."""
-        return self._start(accepted, prefill_call(request, accepted.owner, self._limits))
+    def run(self, accepted: Accepted, request: PrefillRequest) -> AsyncGenerator[RequestEvent, None]:
+        """Yield Progress …, then PrefillFinished, or Usage, Token … and GenerateFinished.
 
-    def generate(self, accepted: Accepted, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Yield Progress …, Usage, Token …, GenerateFinished. Raises as `prefill` does."""
-        return self._start(accepted, generate_call(request, accepted.owner, self._limits))
+        Raises DeltafrontError, at once if the request is malformed.
+        """
+        call = checked_call(request, accepted.caller.owner, self._limits)
+        accepted.audit.request_id = call.request_id
+        accepted.audit.method = "" if call.prompt is None else call.method.name
+        call = replace(call, trace=accepted.trace.context)
+        return self._events(accepted, RequestRun(self._resources, call, accepted))
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:
         """Cancel at every door, and return how many. Raises InvalidArgument."""
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
-        here = self.cancel_here(accepted.owner, request_id)
-        return here + await self._cancel_at_other_doors(accepted.owner, request_id)
+        here = self.cancel_here(accepted.caller.owner, request_id)
+        return here + await self._cancel_at_other_doors(accepted.caller.owner, request_id)
 
     def cancel_here(self, owner: str, request_id: str) -> int:
         """Returns how many."""
-        matching = [a for a in self._accepted if (a.owner, a.audit.request_id) == (owner, request_id)]
+        matching = [a for a in self._accepted if (a.caller.owner, a.audit.request_id) == (owner, request_id)]
         return sum(a.task is not None and a.task.cancel() for a in matching)
 
     async def release_session(self, accepted: Accepted, session_id: str) -> None:
@@ -158,7 +160,7 @@ class RequestHandler:
         if not session_id:
             raise InvalidArgument("session_id", "is empty")
         worker = await self._resources.fleet.session_worker(worker_of(session_id))
-        if not await worker.release_session(session_id, accepted.owner):
+        if not await worker.release_session(session_id, accepted.caller.owner):
             raise NotFound(NO_SESSION)
 
     async def server_info(self) -> ServerInfo:
@@ -183,12 +185,6 @@ class RequestHandler:
             await asyncio.wait(self._tasks)
         self.text_budget.stop()
 
-    def _start(self, accepted: Accepted, call: Call) -> AsyncGenerator[RequestEvent, None]:
-        accepted.audit.request_id = call.request_id
-        accepted.audit.method = "" if call.prompt is None else call.method.name
-        call = replace(call, trace=accepted.trace.context)
-        return self._events(accepted, RequestRun(self._resources, call, accepted))
-
     async def _events(self, accepted: Accepted, run: RequestRun) -> AsyncGenerator[RequestEvent, None]:
         """Closing the stream cancels the run."""
         accepted.outcome = Cancelled("the client went away")
@@ -198,15 +194,13 @@ class RequestHandler:
         task.add_done_callback(lambda _: accepted.events.put_nowait(None))
         try:
             while (event := await accepted.events.get()) is not None:
-                if isinstance(event, PrefillFinished | GenerateFinished):
-                    event = replace(event, trace_id=accepted.trace.trace_id)
                 accepted.audit.note(event)
                 yield event
             accepted.outcome = await _outcome(task)
         finally:
             task.cancel()
             while not accepted.events.empty():
-                self._release_unsent(accepted.events.get_nowait(), accepted.owner)
+                self._release_unsent(accepted.events.get_nowait(), accepted.caller.owner)
             accepted.conclude(accepted.outcome)  # a client that hears the end finds it counted
         if accepted.outcome is not None:
             raise accepted.outcome

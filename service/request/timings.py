@@ -22,6 +22,7 @@ class TtftClock:
         self._now = now
         self.started = now()
         self._last = self.started
+        self._stopped = False
         self._parts: dict[str, float] = {}
         self.intervals: list[Interval] = []
         """The door's own parts, for a trace. Workers trace theirs."""
@@ -30,7 +31,13 @@ class TtftClock:
     def elapsed(self) -> float:
         return self._now() - self.started
 
+    def stop(self) -> None:
+        """The first token is out, so lost time is not TTFT."""
+        self._stopped = True
+
     def lap(self, part: str) -> None:
+        if self._stopped:
+            return
         begin = self._last
         self._add(part, self._next_mark())
         self._trace(part, begin, self._last)
@@ -40,6 +47,8 @@ class TtftClock:
 
         Parts are scaled down if they exceed it, because two machines' clocks may disagree.
         """
+        if self._stopped:
+            return
         passed = self._next_mark()
         total = sum(reported.values())
         scale, left = passed / total if total > passed else 1.0, max(passed - total, 0.0)
@@ -73,10 +82,5 @@ def prefill_parts(report: PrefillReport) -> dict[str, float]:
 
 
 def decode_parts(report: DecodeReport) -> dict[str, float]:
-    return {
-        "handoff_exposed": report.handoff_exposed,
-        "decode_wait": report.decode_wait,
-        "append_prefill": report.append_prefill,
-        "recompute": report.recompute,
-        "first_step": report.first_step,
-    }
+    parts = ("handoff_exposed", "decode_wait", "append_prefill", "recompute", "first_step")
+    return {name: getattr(report, name) for name in parts}

@@ -38,10 +38,10 @@ class Counting(DeltafrontClient):
 
     log: Log
 
-    def _stream_once(self, rpc: Any, request: Any, read: Any, deadline: float | None) -> Iterator[Any]:
+    def _stream_once(self, rpc: Any, request: Any, deadline: float | None) -> Iterator[Any]:
         self.log.calls += 1
         try:
-            yield from super()._stream_once(rpc, request, read, deadline)
+            yield from super()._stream_once(rpc, request, deadline)
         except ConnectionLost:
             self.log.lost += 1
             raise

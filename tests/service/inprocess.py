@@ -25,7 +25,7 @@ from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerL
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.answers import RequestEvent
-from deltafront.service.request.calls import GenerateRequest, PrefillRequest
+from deltafront.service.request.calls import PrefillRequest
 from deltafront.service.request.handler import RequestHandler
 from deltafront.service.tracing import Tracing
 from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
@@ -110,11 +110,7 @@ async def edge(
     """What every edge does with a request, without a protocol."""
     async with requests.accept("edge", [], size=size) as accepted:
         request = read()
-        stream = (
-            requests.generate(accepted, request)
-            if isinstance(request, GenerateRequest)
-            else requests.prefill(accepted, request)
-        )
+        stream = requests.run(accepted, request)
         del request
         async with contextlib.aclosing(stream):
             async for event in stream:

@@ -7,14 +7,14 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
-from ....workers.messages.events import PrefillReport
 from ....workers.roles import Leased
 from ...errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
 from ...fleet.fleet import Fleet
-from ..resources import Resources
-from ..timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
+from ..context import Resources
+from ..timings import REPLAY, TtftClock
 
 log = logging.getLogger(__name__)
 
@@ -64,47 +64,28 @@ async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Time
         raise DeadlineExceeded("the deadline passed before the answer was complete") from None
 
 
+@dataclass
 class Replays:
-    """Attempts a request again after a worker failed. Once it is streaming, lost time is not TTFT."""
+    """Attempts a request again after a worker failed."""
 
-    def __init__(self, resources: Resources, clock: TtftClock, streaming: Callable[[], bool]) -> None:
-        self._resources = resources
-        self._clock = clock
-        self._streaming = streaming
-        self._failures = 0
-
-    async def run(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Raises Unavailable after the last failure."""
-        while True:
-            try:
-                return await attempt()
-            except WorkerError as error:
-                await self.back_off(error)
+    resources: Resources
+    clock: TtftClock
+    failures: int = 0
 
     async def back_off(self, error: WorkerError) -> None:
         """Wait until another attempt may succeed. Raises Unavailable after the last failure."""
-        fleet, tries = self._resources.fleet, self._resources.settings.replays + 1
+        fleet, tries = self.resources.fleet, self.resources.settings.replays + 1
         fleet.forget(error.worker)
         if isinstance(error, WorkerHandoffFailed):
-            self._resources.metrics.handoff_failed()
-        self._failures += 1
-        if self._failures >= tries:
+            self.resources.metrics.handoff_failed()
+        self.failures += 1
+        if self.failures >= tries:
             raise Unavailable(
                 f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
             ) from error
-        log.warning("try %d of %d failed: %s", self._failures, tries, error.message)
-        self._resources.metrics.replayed()
+        log.warning("try %d of %d failed: %s", self.failures, tries, error.message)
+        self.resources.metrics.replayed()
         if not fleet.view.ready:
-            await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self._failures - 1))
+            await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self.failures - 1))
             await fleet.refresh()
-        self.lap(REPLAY)
-
-    def lap(self, part: str) -> None:
-        if not self._streaming():
-            self._clock.lap(part)
-
-    def prefill_span(self, report: PrefillReport | None, *, lost: bool = False) -> None:
-        """If the group is lost, so is the time that it did not report."""
-        if not self._streaming():
-            parts = {} if report is None else prefill_parts(report)
-            self._clock.span(parts, REPLAY if lost else TRANSPORT)
+        self.clock.lap(REPLAY)

@@ -5,42 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
 from ....workers.roles import DecodeWorker
-from ...errors import (
-    DeadlineExceeded,
-    DeltafrontError,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    Overloaded,
-    TooLong,
-)
+from ... import errors
 from ...fleet import admission
 from ...fleet.fleet_view import Charge
 from ...fleet.session_ids import NO_SESSION
-from ..resources import Resources
+from ..context import Resources
 from .attempt import BUSY_RETRY_S, Attempt
 from .plan import Plan
 
+READ_TOO_LATE = "the deadline passed while the prompt was being read"
 RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
 """Another worker may accept what one refuses for these."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Groups in the order to ask them, and the worker with the pages."""
-
-    groups: tuple[str, ...]
-    worker: DecodeWorker
-
-
 async def place(
     resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation, lap: Callable[[str], None]
-) -> Placement:
-    """Raises Overloaded, DeadlineExceeded or Unavailable."""
+) -> tuple[Sequence[str], DecodeWorker]:
+    """Return groups in the order to ask them, and the worker with the pages.
+
+    Raises Overloaded, DeadlineExceeded or Unavailable.
+    """
     fleet = resources.fleet
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
     lap("worker_wait")
@@ -49,27 +37,25 @@ async def place(
     worker, pages = await _reserve_on_any(resources, attempt, admitted.workers, reservation)
     fleet.charge(Charge(groups[0], plan.read_tokens, worker.name, pages))
     lap("admission")
-    return Placement(groups, worker)
+    return groups, worker
 
 
-async def admit(resources: Resources, plan: Plan, deadline: float | None) -> admission.Admitted:
+async def admit(
+    resources: Resources, plan: Plan, deadline: float | None, *, polled: bool = False
+) -> admission.Admitted:
     """Ask for the workers' state before refusing. Raises Overloaded, DeadlineExceeded or Unavailable."""
-    decision = await _decide(resources, plan, deadline)
-    if isinstance(decision, admission.Rejected):
-        await resources.fleet.poll_shared()
-        decision = await _decide(resources, plan, deadline)
-    if isinstance(decision, admission.Admitted):
-        return decision
-    if decision.reason is admission.Reason.TOO_SLOW:
-        raise DeadlineExceeded(decision.message)
-    raise Overloaded(decision.message, retry_after_s=decision.retry_after_s)
-
-
-async def _decide(resources: Resources, plan: Plan, deadline: float | None) -> admission.Decision:
     view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
     left = None if deadline is None else deadline - time.time()
     need = admission.Need(plan.read_tokens, plan.answer_tokens, left, plan.recompute_tokens)
-    return admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
+    decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
+    if isinstance(decision, admission.Admitted):
+        return decision
+    if not polled:
+        await resources.fleet.poll_shared()
+        return await admit(resources, plan, deadline, polled=True)
+    if decision.reason is admission.Reason.TOO_SLOW:
+        raise errors.DeadlineExceeded(decision.message)
+    raise errors.Overloaded(decision.message, retry_after_s=decision.retry_after_s)
 
 
 async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
@@ -137,16 +123,16 @@ async def reserve(attempt: Attempt, worker: DecodeWorker, reservation: Reservati
     return answer
 
 
-def refusal_error(refused: Refused) -> DeltafrontError:
+def refusal_error(refused: Refused) -> errors.DeltafrontError:
     if refused.reason in (RefusalReason.PAGES, RefusalReason.BUSY):
         seconds = BUSY_RETRY_S if refused.retry_after_s is None else refused.retry_after_s
-        return Overloaded(f"no room now: {refused.message}", retry_after_s=seconds)
-    errors: dict[RefusalReason, DeltafrontError] = {
-        RefusalReason.TOO_LARGE: Overloaded(f"too large for this server: {refused.message}"),
-        RefusalReason.NO_SESSION: NotFound(NO_SESSION),
-        RefusalReason.POSITIONS: TooLong("append", refused.message),
-        RefusalReason.SELECTION: InvalidArgument("page_selection", refused.message),
-        RefusalReason.DEADLINE: DeadlineExceeded("the deadline passed while the prompt was being read"),
-        RefusalReason.DUPLICATE: Internal(f"a worker knows this request already: {refused.message}"),
+        return errors.Overloaded(f"no room now: {refused.message}", retry_after_s=seconds)
+    others: dict[RefusalReason, errors.DeltafrontError] = {
+        RefusalReason.TOO_LARGE: errors.Overloaded(f"too large for this server: {refused.message}"),
+        RefusalReason.NO_SESSION: errors.NotFound(NO_SESSION),
+        RefusalReason.POSITIONS: errors.TooLong("append", refused.message),
+        RefusalReason.SELECTION: errors.InvalidArgument("page_selection", refused.message),
+        RefusalReason.DEADLINE: errors.DeadlineExceeded(READ_TOO_LATE),
+        RefusalReason.DUPLICATE: errors.Internal(f"a worker knows this request already: {refused.message}"),
     }
-    return errors[refused.reason]
+    return others[refused.reason]

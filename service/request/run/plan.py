@@ -1,17 +1,64 @@
-"""One attempt's tokens: to read, and to answer with.
+"""A prompt's token ids, and one attempt's: to read, and to answer with.
 
 A decode worker reads what was streamed before, because a sparse prefill would make other K/V of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ....workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact
 from ....workers.messages.requests import ID_BYTES, recompute_pages
-from ...errors import TooLong
-from ..calls import pack_ids
+from ...errors import InvalidArgument, TooLong
+from ..calls import Prompt, pack_ids
+from ..context import Resources
+from ..text.text_budget import HeldText
+from ..text.tokenizer import TemplateError, TextTooLong, TokenLimit
+
+
+async def tokenize(
+    resources: Resources, text: HeldText, prompt: Prompt, *, appended: bool, answer: bool
+) -> bytes:
+    """Return little-endian uint32.
+
+    Args:
+        appended: nothing is written before it.
+        answer: messages end with the generation prompt.
+    Raises:
+        InvalidArgument or TooLong, which name the field.
+    """
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    name = "append" if appended else "prompt"
+    messages = prompt.messages or ()
+    try:
+        tokenizer = resources.tokenizer.with_variables(prompt.chat_template_kwargs)
+    except TemplateError as error:
+        raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
+
+    def encode(stopped: Callable[[], bool]) -> bytes:
+        limited = tokenizer.with_limit(TokenLimit(resources.positions, stopped))
+        if prompt.text is not None:
+            rule = prompt.special_tokens
+            return limited.encode(prompt.text, add_bos=not appended, special_tokens=rule)
+        if appended:
+            return limited.encode_chat_append(messages)
+        return limited.encode_chat(messages, add_generation_prompt=answer)
+
+    try:
+        ids = await text.budget.work(text.size, encode)
+    except TemplateError as error:
+        raise InvalidArgument(f"{name}.messages", str(error)) from None
+    except TextTooLong as error:
+        raise TooLong(name, str(error)) from None
+    if not ids:
+        raise InvalidArgument(name, "has no tokens: it is empty to the model's tokenizer")
+    if int(np.frombuffer(ids, dtype="<u4").max()) >= resources.vocabulary:
+        raise InvalidArgument(name, "contains a special token that this model has no embedding for")
+    return ids
 
 
 @dataclass(frozen=True)
@@ -23,6 +70,7 @@ class Plan:
         max_tokens: what may still be generated.
         keep_tokens: so many of the first become a session.
         answered_ids: what was streamed after a prompt.
+        session_id, prefix_tokens: read behind this session, or its first tokens.
     """
 
     read_ids: bytes
@@ -30,6 +78,8 @@ class Plan:
     keep_tokens: int = 0
     answered_ids: bytes = b""
     recompute_blocks: int = 0
+    session_id: str | None = None
+    prefix_tokens: int = 0
 
     @property
     def read_tokens(self) -> int:
@@ -38,11 +88,6 @@ class Plan:
     @property
     def answered_tokens(self) -> int:
         return len(self.answered_ids) // ID_BYTES
-
-    @property
-    def all_ids(self) -> bytes:
-        """Everything before the next token."""
-        return self.read_ids + self.answered_ids
 
     @property
     def answer_tokens(self) -> int:

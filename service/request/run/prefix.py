@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ....workers.messages.events import LINK_BYTES
+from ....workers.messages.events import LINK_BYTES, Prefix
 from ....workers.messages.methods import PAGE_TOKENS, MethodSpec
-from ....workers.messages.requests import ID_BYTES, GenerateJob, Reservation
+from ....workers.messages.requests import ID_BYTES
 from ....workers.roles import DecodeWorker
 from ...config import DoorConfig
 from ...errors import WorkerError
@@ -24,31 +24,8 @@ _MIN_TOKENS = 128
 """A shorter prefix is read as fast as it is found."""
 _ANSWER_WAIT_S = 0.5
 """Slow workers are left out, because the prompt can be read."""
-
-
-@dataclass(frozen=True)
-class PrefixHit:
-    """A session that holds the first `tokens` tokens of a prompt."""
-
-    worker: DecodeWorker
-    session_id: str
-    tokens: int
-
-    def reservation(self, full: Reservation) -> Reservation:
-        """It does not wait, because another worker can read the prompt."""
-        return replace(
-            full,
-            prompt_tokens=full.prompt_tokens + full.append_tokens - self.tokens,
-            append_tokens=0,
-            session_id=self.session_id,
-            prefix_tokens=self.tokens,
-            wait=False,
-        )
-
-    def job(self, full: GenerateJob, ids: bytes) -> GenerateJob:
-        """`ids` are the whole prompt and what was answered."""
-        rest = ids[self.tokens * ID_BYTES :]
-        return replace(full, append_ids=rest, session_id=self.session_id, prompt_ids=b"")
+PrefixHit = tuple[DecodeWorker, Prefix]
+"""A worker, and its session that holds a prompt's first tokens."""
 
 
 def hash_chain(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str = "") -> bytes:
@@ -79,18 +56,21 @@ def usable_prefix(found: int, tokens: int, max_rest: int) -> int:
 async def find_prefix(
     fleet: Fleet, settings: DoorConfig, owner: str, ids: bytes, chain: bytes
 ) -> PrefixHit | None:
-    """Draining workers are left out, because a new session would be lost there."""
+    """Return the longest, and its worker.
+
+    Draining workers are left out, because a new session would be lost there.
+    """
     tokens = len(ids) // ID_BYTES
     if not settings.prefix_reuse or tokens <= _MIN_TOKENS:
         return None
     names = [stats.name for stats in not_draining(tuple(fleet.view.workers.values()))]
     answers = await asyncio.gather(*(_ask(fleet, name, owner, chain) for name in names))
     hits = [
-        replace(hit, tokens=usable)
-        for hit in answers
-        if hit is not None and (usable := usable_prefix(hit.tokens, tokens, settings.prefix_rest_tokens))
+        (worker, replace(found, tokens=usable))
+        for worker, found in filter(None, answers)
+        if (usable := usable_prefix(found.tokens, tokens, settings.prefix_rest_tokens))
     ]
-    return max(hits, key=lambda hit: hit.tokens, default=None)
+    return max(hits, key=lambda hit: hit[1].tokens, default=None)
 
 
 async def _ask(fleet: Fleet, name: str, owner: str, chain: bytes) -> PrefixHit | None:
@@ -100,4 +80,4 @@ async def _ask(fleet: Fleet, name: str, owner: str, chain: bytes) -> PrefixHit |
             prefix = await worker.find_prefix(owner, chain)
     except (WorkerError, TimeoutError):
         return None
-    return None if prefix is None else PrefixHit(worker, prefix.session_id, prefix.tokens)
+    return None if prefix is None else (worker, prefix)

@@ -7,76 +7,66 @@ over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ....workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, summed_by_layer
 from ....workers.messages.methods import resume_step
 from ....workers.messages.requests import PrefillJob, RefusalReason, Refused
-from ....workers.roles import Group
+from ....workers.roles import DecodeWorker, Group
 from ...errors import WorkerError, WorkerFailed, WorkerLost
 from ...fleet.fleet_view import Charge
 from ..calls import Call
-from ..resources import Resources
+from ..context import Resources
+from ..timings import REPLAY, prefill_parts
 from .attempt import Attempt, Replays
-from .placement import RETRY_ELSEWHERE, Placement, admit, refusal_error, soonest
+from .placement import RETRY_ELSEWHERE, admit, refusal_error, soonest
 from .plan import Plan
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _ChunkReports:
-    """Reports up to a chunk: of the group that read it, and of all groups, without lost work."""
-
-    group: PrefillReport
-    all_groups: PrefillReport
-
-
+@dataclass
 class PromptReader:
-    def __init__(
-        self,
-        resources: Resources,
-        attempt: Attempt,
-        placement: Placement,
-        plan: Plan,
-        call: Call,
-        replays: Replays,
-    ) -> None:
-        self._resources = resources
-        self._attempt = attempt
-        self._placement = placement
-        self._plan = plan
-        self._replays = replays
-        self._resume_step = resume_step(call.method)
+    """groups: in the order to ask them. worker: has the pages."""
+
+    resources: Resources
+    attempt: Attempt
+    groups: Sequence[str]
+    worker: DecodeWorker
+    plan: Plan
+    call: Call
+    replays: Replays
+
+    def __post_init__(self) -> None:
+        self._resume_step = resume_step(self.call.method)
         self._job = PrefillJob(
-            request_id=attempt.request_id,
-            token_ids=plan.read_ids,
-            method=call.method,
-            decode_worker=placement.worker.name,
-            deadline=call.deadline,
-            wants_logits=plan.max_tokens > 0,
-            trace=call.trace,
+            request_id=self.attempt.request_id,
+            token_ids=self.plan.read_ids,
+            method=self.call.method,
+            decode_worker=self.worker.name,
+            deadline=self.call.deadline,
+            wants_logits=self.plan.max_tokens > 0,
+            trace=self.call.trace,
         )
-        self._reports: dict[int, _ChunkReports] = {}
-        """By the number of tokens read."""
+        self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
+        """Tokens read → reports of the group that read the last, and of all groups, without lost work."""
 
     async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
         """Raises DeltafrontError, or WorkerError if the reservation is lost."""
-        fleet, settings = self._resources.fleet, self._resources.settings
-        groups = self._placement.groups
+        fleet, settings = self.resources.fleet, self.resources.settings
         while True:
             try:
-                report = await self._read_on_any(groups, progress)
+                report = await self._read_on_any(progress)
             except WorkerError as error:
                 await self._resume(error)
                 await fleet.wait_until_ready(settings.worker_wait_s)
-                self._replays.lap("worker_wait")
-                groups = (await admit(self._resources, self._plan, self._job.deadline)).groups
-                self._charge(groups[0])
+                self.replays.clock.lap("worker_wait")
+                self.groups = (await admit(self.resources, self.plan, self._job.deadline)).groups
+                self._charge(self.groups[0])
             else:
-                self._replays.prefill_span(report)
+                self.replays.clock.span(prefill_parts(report))
                 return self._of_all_groups(report)
 
     async def _resume(self, error: WorkerError) -> None:
@@ -85,35 +75,33 @@ class PromptReader:
         The decode worker is asked first: if it died, the group is not to blame.
         """
         if isinstance(error, WorkerLost):
-            self._resources.fleet.forget(error.worker)
+            self.resources.fleet.forget(error.worker)
         points = [done for done in self._reports if self._resume_step and done % self._resume_step == 0]
         read = max(self._reports, default=0)
         try:
-            start = await self._placement.worker.resume(self._job.request_id, points, self._job.attempt + 1)
+            start = await self.worker.resume(self._job.request_id, points, self._job.attempt + 1)
         except WorkerError:
-            self._resources.metrics.read_again(read)
+            self.resources.metrics.read_again(read)
             raise
-        self._resources.metrics.read_again(read - start)
+        self.resources.metrics.read_again(read - start)
         log.warning("%s: %s; going on at token %d", self._job.request_id, error.message, start)
-        report = self._reports[start].group if start > self._job.start else None
-        self._replays.prefill_span(report, lost=True)
-        await self._replays.back_off(error)
+        parts = prefill_parts(self._reports[start][0]) if start > self._job.start else {}
+        self.replays.clock.span(parts, REPLAY)  # the time that the group did not report is lost
+        await self.replays.back_off(error)
         self._reports = {done: reports for done, reports in self._reports.items() if done <= start}
         self._job = replace(self._job, start=start, attempt=self._job.attempt + 1)
 
     def _charge(self, group: str) -> None:
-        tokens = self._plan.read_tokens - self._job.start
-        self._resources.fleet.charge(Charge(group, tokens, self._placement.worker.name, 0))
+        tokens = self.plan.read_tokens - self._job.start
+        self.resources.fleet.charge(Charge(group, tokens, self.worker.name, 0))
 
-    async def _read_on_any(
-        self, groups: Iterable[str], progress: Callable[[Progress], None]
-    ) -> PrefillReport:
+    async def _read_on_any(self, progress: Callable[[Progress], None]) -> PrefillReport:
         """Read on the first group that accepts. If none does, raise the error of the soonest retry."""
         refused: list[Refused] = []
-        for name in groups:
+        for name in self.groups:
             if refused:
                 self._charge(name)
-            group = self._resources.fleet.group(name)
+            group = self.resources.fleet.group(name)
             outcome = await self._read_on(group, progress)
             if isinstance(outcome, Refused) and outcome.reason is RefusalReason.DUPLICATE:
                 await group.cancel(self._job.request_id)  # the group was unreachable, and kept the request
@@ -127,28 +115,24 @@ class PromptReader:
 
     async def _read_on(self, group: Group, progress: Callable[[Progress], None]) -> PrefillReport | Refused:
         """A group that fails has ended the request, or does so when nobody renews it."""
-        self._attempt.add(group)
+        self.attempt.add(group)
         try:
             async for event in group.prefill(self._job):
                 if isinstance(event, ChunkRead):
-                    self._chunk_read(event)
+                    if event.tokens_done < event.tokens_total:  # the last is always read, for its logits
+                        self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
                     progress(Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total))
                 else:
-                    self._attempt.settle(group)
+                    self.attempt.settle(group)
                     return event.report if isinstance(event, PrefillDone) else event
             raise WorkerFailed(group.name, f"{group.name} ended without a result")
         except WorkerError:
-            self._attempt.settle(group)
+            self.attempt.settle(group)
             raise
-
-    def _chunk_read(self, event: ChunkRead) -> None:
-        if event.tokens_done < event.tokens_total:  # the last chunk is always read, for its logits
-            reports = _ChunkReports(event.so_far, self._of_all_groups(event.so_far))
-            self._reports[event.tokens_done] = reports
 
     def _of_all_groups(self, report: PrefillReport) -> PrefillReport:
         before = self._reports.get(self._job.start)
-        return report if before is None else merge_reports(before.all_groups, report)
+        return report if before is None else merge_reports(before[1], report)
 
 
 def merge_reports(before: PrefillReport, after: PrefillReport) -> PrefillReport:

@@ -11,45 +11,28 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
-from ....workers.messages.events import (
-    DecodeReport,
-    FinishEvent,
-    FinishReason,
-    FirstTokenTimings,
-    Session,
-    SessionKept,
-    Token,
-)
+from ....workers.messages import events, requests
 from ....workers.messages.methods import is_exact
-from ....workers.messages.requests import (
-    ID_BYTES,
-    GenerateJob,
-    KeepSession,
-    RefusalReason,
-    Refused,
-    Reservation,
-    Reserved,
-)
 from ....workers.roles import DecodeWorker
 from ...errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ...fleet.session_ids import NO_SESSION, worker_of
-from ..accepted import Accepted
 from ..callers import RequestUse
 from ..calls import Call, Prompt
-from ..resources import Resources
+from ..context import Accepted, Resources
 from .answer import Answer
 from .attempt import Attempt, Replays, deadline_timeout
-from .placement import place, refusal_error, reserve
-from .plan import Plan, plan_answer
+from .placement import READ_TOO_LATE, place, refusal_error, reserve
+from .plan import Plan, plan_answer, tokenize
 from .prefix import PrefixHit, cut_chain, find_prefix, hash_chain
 from .prompt_reader import PromptReader
-from .tokenize import tokenize
 
 _LAST_REPORT_S = 5.0
 """To wait for a worker's report on a complete answer."""
 
-_WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
+_FAILURES = (events.FinishReason.FAILED, events.FinishReason.CANCELLED, events.FinishReason.NO_KV)
+_WorkerEvents = AsyncIterator[events.FirstTokenTimings | events.Token | events.FinishEvent]
 
 
 class RequestRun:
@@ -60,9 +43,9 @@ class RequestRun:
         self._call = call
         self._accepted = accepted
         self._answer = Answer(resources, call, accepted)
-        self._replays = Replays(resources, accepted.clock, self._answer.streaming)
+        self._replays = Replays(resources, accepted.clock)
         self._prompt_ids = self._append_ids = self._chain = b""
-        self._kept: tuple[DecodeWorker, Session] | None = None
+        self._kept: tuple[DecodeWorker, events.Session] | None = None
         """The client learns of it at the end."""
 
     async def run(self) -> None:
@@ -71,9 +54,15 @@ class RequestRun:
         async with callers.request(accepted.caller) as use, deadline_timeout(deadline) as timeout:
             await self._tokenize()
             accepted.clock.lap("tokenize")
+            if self._call.answered:
+                accepted.clock.stop()
             source = self._from_prompt if self._call.session_id is None else self._from_session
             try:
-                await self._replays.run(lambda: source(use, timeout))
+                while True:
+                    try:
+                        return await source(use, timeout)
+                    except WorkerError as error:
+                        await self._replays.back_off(error)
             except BaseException:
                 self._release_kept()
                 raise
@@ -89,7 +78,7 @@ class RequestRun:
         self._call = call = replace(call, prompt=call.prompt and Prompt(), append=None)
         text.release()
         ids = self._prompt_ids + self._append_ids
-        self._answer.new_tokens = len(ids) // ID_BYTES
+        self._answer.new_tokens = len(ids) // requests.ID_BYTES
         if call.prompt is not None and resources.settings.prefix_reuse:
             self._chain = await asyncio.to_thread(
                 hash_chain, ids, call.owner, resources.model, call.method, call.cache_salt
@@ -107,7 +96,8 @@ class RequestRun:
             fit_max_tokens=call.fit_max_tokens,
         )
         exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
-        return replace(plan, recompute_blocks=0 if exact else call.recompute_blocks)
+        blocks = 0 if exact else call.recompute_blocks
+        return replace(plan, recompute_blocks=blocks, session_id=call.session_id)
 
     async def _from_prompt(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
         self._release_kept()
@@ -123,13 +113,13 @@ class RequestRun:
         await use.set_tokens(plan.read_tokens + plan.answer_tokens)
         with Attempt(resources.fleet) as attempt:
             reservation = self._reservation(attempt, plan)
-            placement = await place(resources, attempt, plan, reservation, self._replays.lap)
-            reader = PromptReader(resources, attempt, placement, plan, self._call, self._replays)
+            groups, worker = await place(resources, attempt, plan, reservation, self._accepted.clock.lap)
+            reader = PromptReader(resources, attempt, groups, worker, plan, self._call, self._replays)
             self._answer.prompt_read(await reader.run(self._answer.progress))
             if self._call.prefill_only:
-                await self._keep(attempt, placement.worker, plan)
+                await self._keep(attempt, worker, plan)
             else:
-                await self._decode(attempt, placement.worker, self._job(attempt, plan), timeout)
+                await self._decode(attempt, worker, self._job(attempt, plan), timeout)
 
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
@@ -138,18 +128,24 @@ class RequestRun:
 
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """
-        resources, blocks = self._resources, self._call.recompute_blocks
-        # Only the session's worker knows whether its K/V is exact.
-        plan = replace(plan, recompute_blocks=blocks, max_tokens=max(1, plan.max_tokens))
-        await use.set_tokens(plan.read_tokens - hit.tokens + plan.answer_tokens)
-        with Attempt(resources.fleet) as attempt:
-            reservation = hit.reservation(self._reservation(attempt, plan))
-            if isinstance(await reserve(attempt, hit.worker, reservation), Refused):
+        worker, prefix = hit
+        plan = replace(
+            plan,
+            read_ids=(plan.read_ids + plan.answered_ids)[prefix.tokens * requests.ID_BYTES :],
+            answered_ids=b"",
+            max_tokens=max(1, plan.max_tokens),
+            recompute_blocks=self._call.recompute_blocks,  # only the worker knows whether its K/V is exact
+            session_id=prefix.session_id,
+            prefix_tokens=prefix.tokens,
+        )
+        await use.set_tokens(plan.read_tokens + plan.answer_tokens)
+        with Attempt(self._resources.fleet) as attempt:
+            reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
+            if isinstance(reserved, requests.Refused):
                 return False
-            self._answer.cached_tokens = hit.tokens
-            self._replays.lap("admission")
-            job = hit.job(self._job(attempt, plan), plan.all_ids)
-            await self._decode(attempt, hit.worker, job, timeout)
+            self._answer.cached_tokens = prefix.tokens
+            self._accepted.clock.lap("admission")
+            await self._decode(attempt, worker, self._job(attempt, plan), timeout)
         return True
 
     async def _from_session(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
@@ -164,8 +160,8 @@ class RequestRun:
             try:
                 reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if (
-                    isinstance(reserved, Refused)
-                    and reserved.reason is RefusalReason.POSITIONS
+                    isinstance(reserved, requests.Refused)
+                    and reserved.reason is requests.RefusalReason.POSITIONS
                     and call.fit_max_tokens
                 ):
                     # Only the worker knows the session's length.
@@ -174,10 +170,10 @@ class RequestRun:
                         return
                     if plan.max_tokens:
                         reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
-                if isinstance(reserved, Refused):
+                if isinstance(reserved, requests.Refused):
                     raise refusal_error(reserved)
                 answer.session_tokens = answer.cached_tokens = reserved.session_tokens
-                self._replays.lap("admission")
+                self._accepted.clock.lap("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
             except WorkerLost as error:
                 fleet.forget(error.worker)
@@ -192,38 +188,39 @@ class RequestRun:
             with Attempt(fleet) as attempt:
                 async with asyncio.timeout(_LAST_REPORT_S):
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
-                    empty = replace(self._reservation(attempt, Plan(b"", 0)), wait=False)
-                    reserved = await reserve(attempt, worker, empty)
+                    empty = self._reservation(attempt, Plan(b"", 0, session_id=call.session_id))
+                    reserved = await reserve(attempt, worker, replace(empty, wait=False))
         except (TimeoutError, NotFound, WorkerError):
             return 0
-        return reserved.session_tokens if isinstance(reserved, Reserved) else 0
+        return reserved.session_tokens if isinstance(reserved, requests.Reserved) else 0
 
-    def _reservation(self, attempt: Attempt, plan: Plan) -> Reservation:
+    def _reservation(self, attempt: Attempt, plan: Plan) -> requests.Reservation:
         call = self._call
-        return Reservation(
+        return requests.Reservation(
             request_id=attempt.request_id,
             owner=call.owner,
             prompt_tokens=plan.read_tokens,
             max_tokens=plan.max_tokens,
-            session_id=call.session_id,
+            session_id=plan.session_id,
             keep_tokens=plan.keep_tokens if plan.max_tokens else 0,
             page_selection=call.page_selection,
-            wait=True,
+            wait=not plan.prefix_tokens,  # another worker can read the prompt
             deadline=call.deadline,
             door=self._resources.door,
+            prefix_tokens=plan.prefix_tokens,
             append_tokens=plan.answered_tokens,
             recompute_blocks=plan.recompute_blocks,
         )
 
-    def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
+    def _job(self, attempt: Attempt, plan: Plan) -> requests.GenerateJob:
         call = self._call
         # Blocks are recomputed for this answer, or later for questions to the kept session.
-        recomputed = call.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
-        return GenerateJob(
+        recomputed = plan.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
+        return requests.GenerateJob(
             request_id=attempt.request_id,
             sampling=replace(call.sampling, max_tokens=plan.max_tokens),
-            append_ids=plan.answered_ids if call.session_id is None else plan.read_ids,
-            session_id=call.session_id,
+            append_ids=plan.answered_ids if plan.session_id is None else plan.read_ids,
+            session_id=plan.session_id,
             page_selection=call.page_selection,
             keep_tokens=plan.keep_tokens,
             keep_ttl_s=call.keep_ttl_s,
@@ -236,16 +233,16 @@ class RequestRun:
         )
 
     async def _decode(
-        self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob, timeout: asyncio.Timeout
+        self, attempt: Attempt, worker: DecodeWorker, job: requests.GenerateJob, timeout: asyncio.Timeout
     ) -> None:
         """Stream the answer. A Prefill's one token is dropped."""
-        stream, report = worker.generate(job), DecodeReport()
+        stream, report = worker.generate(job), events.DecodeReport()
         async for event in stream:
-            if isinstance(event, FirstTokenTimings):
+            if isinstance(event, events.FirstTokenTimings):
                 report = event.report
                 if event.session is not None:
                     self._kept, self._answer.session = (worker, event.session), event.session
-            elif isinstance(event, FinishEvent):
+            elif isinstance(event, events.FinishEvent):
                 attempt.settle(worker)
                 if self._kept is not None:
                     self._resources.fleet.confirm(worker, attempt.request_id)
@@ -254,33 +251,35 @@ class RequestRun:
             elif not self._call.prefill_only and self._answer.token(event, report):
                 timeout.reschedule(None)  # the complete answer met its deadline
                 last = await self._stop(attempt, worker, stream)
-                self._answer.finish(FinishReason.STOP_STRING, last)
+                self._answer.finish(events.FinishReason.STOP_STRING, last)
                 return
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
 
-    async def _stop(self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
+    async def _stop(
+        self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents
+    ) -> events.DecodeReport:
         """Cancel the rest of a complete answer, and wait for the last report."""
         try:
             async with asyncio.timeout(_LAST_REPORT_S):
                 await worker.cancel(attempt.request_id)
                 async for event in stream:
-                    if isinstance(event, FinishEvent):
+                    if isinstance(event, events.FinishEvent):
                         attempt.settle(worker)
                         return event.report
         except WorkerLost:
             self._release_kept()
         except (TimeoutError, WorkerError):
             pass  # only page counts are lost
-        return DecodeReport()
+        return events.DecodeReport()
 
-    def _finish(self, worker: DecodeWorker, event: FinishEvent) -> None:
+    def _finish(self, worker: DecodeWorker, event: events.FinishEvent) -> None:
         session = self._answer.session
-        if event.reason is FinishReason.DEADLINE:
-            phase = "prompt was being read" if self._call.prefill_only else "answer was being generated"
-            raise DeadlineExceeded(f"the deadline passed while the {phase}")
-        if event.reason in (FinishReason.FAILED, FinishReason.CANCELLED, FinishReason.NO_KV):
-            self._answer.attempt_failed(event.report)
-            kind = WorkerHandoffFailed if event.reason is FinishReason.NO_KV else WorkerFailed
+        if event.reason is events.FinishReason.DEADLINE:
+            late = "the deadline passed while the answer was being generated"
+            raise DeadlineExceeded(READ_TOO_LATE if self._call.prefill_only else late)
+        if event.reason in _FAILURES:
+            self._answer.decoded.append(event.report)
+            kind = WorkerHandoffFailed if event.reason is events.FinishReason.NO_KV else WorkerFailed
             raise kind(worker.name, event.message or f"{worker.name} gave the request up")
         if not self._call.prefill_only:
             self._answer.finish(event.reason, event.report)
@@ -293,13 +292,13 @@ class RequestRun:
         """Finish if a worker or a door died before the finish event."""
         reason = self._answer.finish_reason(plan.max_tokens)
         if reason is not None:
-            self._answer.finish(reason, DecodeReport())
+            self._answer.finish(reason, events.DecodeReport())
         return reason is not None
 
     async def _keep(self, attempt: Attempt, worker: DecodeWorker, plan: Plan) -> None:
         """Make the prompt a session, and release it if the client leaves meanwhile."""
         call = self._call
-        job = KeepSession(
+        job = requests.KeepSession(
             request_id=attempt.request_id,
             ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
@@ -313,8 +312,8 @@ class RequestRun:
         except asyncio.CancelledError:
             self._resources.fleet.spawn(_release(worker, keeping, call.owner))
             raise
-        if isinstance(kept, Refused):
-            late = kept.reason is RefusalReason.DEADLINE
+        if isinstance(kept, requests.Refused):
+            late = kept.reason is requests.RefusalReason.DEADLINE
             raise refusal_error(kept) if late else WorkerFailed(worker.name, kept.message)
         attempt.settle(worker)
         self._answer.finish_prefill(kept.session, kept.report)
@@ -327,8 +326,8 @@ class RequestRun:
             self._kept = self._answer.session = None
 
 
-async def _release(worker: DecodeWorker, keeping: asyncio.Future[SessionKept | Refused], owner: str) -> None:
+async def _release(worker: DecodeWorker, keeping: asyncio.Future[Any], owner: str) -> None:
     with contextlib.suppress(WorkerError):
         kept = await keeping
-        if isinstance(kept, SessionKept):
+        if isinstance(kept, events.SessionKept):
             await worker.release_session(kept.session.session_id, owner)

@@ -136,11 +136,9 @@ class ControlTokens:
         )
         return tokenizer
 
-    def to_model_ids(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        return self._model_ids[ids]
-
     @cached_property
-    def _model_ids(self) -> npt.NDArray[np.uint32]:
+    def model_ids(self) -> npt.NDArray[np.uint32]:
+        """The alias tokenizer's id → the model's."""
         vocabulary = self.alias_tokenizer.get_vocab()
         ids = {vocabulary[self._aliases[content]]: token["id"] for content, token in self._tokens.items()}
         model_ids = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)

@@ -34,10 +34,6 @@ class HeldText:
             self.budget.check(self.owner, size, self)
             self.size = size
 
-    async def work(self, call: Callable[[Callable[[], bool]], _T]) -> _T:
-        """Run `call` in a thread. Its argument tells whether nobody waits any more."""
-        return await self.budget.work(self.size, call)
-
     def release(self) -> None:
         self.budget.drop(self)
 
@@ -85,6 +81,7 @@ class TextBudget:
             )
 
     async def work(self, size: int, call: Callable[[Callable[[], bool]], _T]) -> _T:
+        """Run `call` in a thread. Its argument tells whether nobody waits any more."""
         abandoned = threading.Event()
         loop, pool = asyncio.get_running_loop(), self._long if size > SHORT_BYTES else None
         try:

@@ -59,9 +59,6 @@ class TokenLimit:
     stopped: Callable[[], bool] = bool
 
 
-NO_LIMIT = TokenLimit()
-
-
 class TextTokenizer:
     """Thread-safe. Encoding releases the interpreter lock, so call it in a thread.
 
@@ -76,6 +73,7 @@ class TextTokenizer:
         self._special = dict(special)
         self._template = template
         self._variables: Mapping[str, Any] = {}
+        self._limit = TokenLimit()
         self._control = ControlTokens(tokenizer, self._template_tokens())
         self.longest_token = _longest_token(tokenizer)
         """Bytes of text that one token can stand for."""
@@ -100,8 +98,14 @@ class TextTokenizer:
         for text in _strings(variables):
             for token in self._control.find(text):
                 raise TemplateError(f"the control token {token!r} may not stand in it")
+        return self._with(_variables=dict(variables))
+
+    def with_limit(self, limit: TokenLimit) -> TextTokenizer:
+        return self._with(_limit=limit)
+
+    def _with(self, **changes: Any) -> TextTokenizer:
         other = copy.copy(self)
-        other._variables = dict(variables)
+        vars(other).update(changes)
         return other
 
     @property
@@ -109,25 +113,18 @@ class TextTokenizer:
         return self._template is not None
 
     def encode(
-        self,
-        text: str,
-        *,
-        add_bos: bool,
-        special_tokens: SpecialTokens = SpecialTokens.TEXT,
-        limit: TokenLimit = NO_LIMIT,
+        self, text: str, *, add_bos: bool, special_tokens: SpecialTokens = SpecialTokens.TEXT
     ) -> bytes:
         control = self._control
         if special_tokens is SpecialTokens.PARSE or not (control.may_be_normalised or control.find(text)):
-            return self._ids(self._tokenizer, text, add_bos, limit)
-        return self._ids_with_aliases(text, add_bos, limit)
+            return self._ids(self._tokenizer, text, add_bos)
+        return self._ids_with_aliases(text, add_bos)
 
-    def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, limit: TokenLimit = NO_LIMIT
-    ) -> bytes:
+    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> bytes:
         """Raises TemplateError, also if the template leaves out a message."""
-        return self._chat([], messages, add_generation_prompt, limit)
+        return self._chat([], messages, add_generation_prompt)
 
-    def encode_chat_append(self, messages: Sequence[Message], *, limit: TokenLimit = NO_LIMIT) -> bytes:
+    def encode_chat_append(self, messages: Sequence[Message]) -> bytes:
         """Encode messages that continue a conversation, without what a template writes before a new one.
 
         They follow the first sample conversation that the template accepts. Raises TemplateError, also if the
@@ -136,7 +133,7 @@ class TextTokenizer:
         refusal: TemplateError | None = None
         for before in _SAMPLE_CONVERSATIONS:
             try:
-                return self._chat(before, messages, True, limit)
+                return self._chat(before, messages, True)
             except TemplateError as error:
                 refusal = error
         assert refusal is not None, "there are sample conversations"
@@ -145,7 +142,8 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _ids(self, tokenizer: Tokenizer, text: str, add_bos: bool, limit: TokenLimit) -> bytes:
+    def _ids(self, tokenizer: Tokenizer, text: str, add_bos: bool) -> bytes:
+        limit = self._limit
         pieces, ids = _pieces(text) if self._divisible else iter([text]), bytearray()
         while batch := list(itertools.islice(pieces, _BATCH)):
             if limit.stopped():
@@ -162,23 +160,19 @@ class TextTokenizer:
                 ids += pack_ids(encoding.ids)
         return bytes(ids)
 
-    def _ids_with_aliases(self, text: str, add_bos: bool, limit: TokenLimit) -> bytes:
-        ids = self._ids(self._control.alias_tokenizer, text, add_bos, limit)
-        return self._control.to_model_ids(np.frombuffer(ids, dtype="<u4")).tobytes()
+    def _ids_with_aliases(self, text: str, add_bos: bool) -> bytes:
+        ids = self._ids(self._control.alias_tokenizer, text, add_bos)
+        return self._control.model_ids.take(np.frombuffer(ids, dtype="<u4")).tobytes()
 
     def _chat(
-        self,
-        before: Sequence[Message],
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        limit: TokenLimit,
+        self, before: Sequence[Message], messages: Sequence[Message], add_generation_prompt: bool
     ) -> bytes:
         """Encode messages behind earlier ones. Only the template's control tokens stay control tokens."""
         rendered, harmless = self._render_after(before, messages, add_generation_prompt)
         control = self._control
         own_tokens = control.find(harmless)
         if not control.may_be_normalised and control.find(rendered) == own_tokens:
-            return self._ids(self._tokenizer, rendered, False, limit)
+            return self._ids(self._tokenizer, rendered, False)
         head = len(self._render(before, False)) if before else 0
         try:
             for masking in control.maskings([message["content"] for message in messages]):
@@ -189,7 +183,7 @@ class TextTokenizer:
                 added = self._render([*before, *masked], add_generation_prompt)[head:]
                 if masking.unmask(added) == rendered:
                     text = control.with_aliases(added, masking, own_tokens)
-                    return self._ids_with_aliases(text, False, limit)
+                    return self._ids_with_aliases(text, False)
         except MaskingError as error:
             raise TemplateError(str(error)) from None
         raise TemplateError(TEMPLATE_READS_TOKENS)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from deltafront.service.client import DeltafrontClient, DeltafrontError, InvalidArgument
-from deltafront.service.client.address import wrong_endpoint
+from deltafront.service.client.endpoint import wrong_endpoint
 
 from ..inprocess import House
 from ..pki import Authority

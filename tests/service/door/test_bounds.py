@@ -85,7 +85,7 @@ def test_values_are_counted_before_they_are_made(house: House, make_http: Any) -
 def test_what_stands_in_strings_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_requests, "_MAX_VALUES", 20)
     for content in ('{"a": [1, 2, 3], "b": {}}' * 100, '\\",[' * 100, "\\" * 101, "é{\n" * 50):
-        request, _ = openai_requests.read_chat(chat([{"role": "user", "content": content}]), MODEL, "id")
+        request, _ = openai_requests.read_chat(chat([{"role": "user", "content": content}]), MODEL)
         assert request.prompt is not None and request.prompt.messages is not None
         assert request.prompt.messages[0]["content"] == content
 
@@ -93,7 +93,7 @@ def test_what_stands_in_strings_is_no_value(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_completion_takes_an_id_for_each_position(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = list(range(1 << 20))
     body = json.dumps({"model": MODEL, "prompt": ids}).encode()
-    request, _ = openai_requests.read_text(body, MODEL, "id")
+    request, _ = openai_requests.read_text(body, MODEL)
     assert request.prompt is not None and len(request.prompt.token_ids or b"") == 4 * len(ids)
 
 

@@ -21,7 +21,13 @@ from deltafront.service.request.answers import (
     ServerInfo,
     Timings,
 )
-from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, SamplingParams
+from deltafront.service.request.calls import (
+    AttentionMethod,
+    GenerateRequest,
+    PrefillRequest,
+    Prompt,
+    SamplingParams,
+)
 from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from deltafront.workers.messages.requests import PageSelection
 
@@ -53,9 +59,8 @@ prompts = (
 )
 common = {
     "prompt": maybe(prompts),
-    "method": texts,
-    "options": named,
-    "session_ttl_s": maybe(moments),
+    "attention": st.builds(AttentionMethod, texts, named),
+    "session_ttl": maybe(moments),
     "deadline": maybe(moments),
     "request_id": texts,
 }
@@ -87,17 +92,17 @@ sent = st.sampled_from([FinishReason.STOP, FinishReason.STOP_STRING, FinishReaso
 
 @given(st.builds(PrefillRequest, **common))
 def test_prefill_requests(request: PrefillRequest) -> None:
-    assert wire.read_prefill_request(_sent(wire.prefill_request(request))) == request
+    assert wire.read(_sent(wire.write(pb.PrefillRequest, request))) == request
 
 
 @given(requests)
 def test_generate_requests(request: GenerateRequest) -> None:
-    assert wire.read_generate_request(_sent(wire.generate_request(request))) == request
+    assert wire.read(_sent(wire.generate_request(request))) == request
 
 
 @given(progress | st.builds(PrefillFinished, sessions, usages, timings, densities, texts))
 def test_prefill_answers(event: Progress | PrefillFinished) -> None:
-    assert wire.read_prefill_response(_sent(wire.prefill_response(event))) == event
+    assert wire.read_response(_sent(wire.response(pb.PrefillResponse, event))) == event
 
 
 @given(
@@ -118,7 +123,7 @@ def test_prefill_answers(event: Progress | PrefillFinished) -> None:
     )
 )
 def test_generate_answers(event: Progress | Token | GenerateFinished) -> None:
-    assert wire.read_generate_response(_sent(wire.generate_response(event))) == event
+    assert wire.read_response(_sent(wire.response(pb.GenerateResponse, event))) == event
 
 
 methods = st.lists(st.builds(MethodInfo, texts, texts, named), max_size=2)
@@ -134,7 +139,7 @@ selection = (lists, lists, small, small)
 
 @given(st.builds(ServerInfo, *facts, *(counts,) * 4, small, *selection, st.none() | profiles, small))
 def test_server_info(info: ServerInfo) -> None:
-    assert wire.read_server_info(_sent(wire.server_info(info))) == info
+    assert wire.read(_sent(wire.write(pb.GetServerInfoResponse, info))) == info
 
 
 def _sent(message: object) -> object:
@@ -143,41 +148,39 @@ def _sent(message: object) -> object:
 
 def test_no_plain_value_is_lost() -> None:
     """Classes that are mapped by their fields' names have the contract's names."""
-    for plain, message in ((Progress, pb.Progress), (Token, pb.Token), (Usage, pb.Usage)):
-        assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name)
-    assert set(SamplingParams.__dataclass_fields__) == set(pb.SamplingOptions.DESCRIPTOR.fields_by_name)
-    for plain, message in ((ProfileInfo, pb.Profile), (ProfileLevel, pb.ProfileLevel)):
-        assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name)
-    assert set(ServerInfo.__dataclass_fields__) == set(pb.GetServerInfoResponse.DESCRIPTOR.fields_by_name)
+    for message, plain in wire._KINDS.items():
+        assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name), plain
     assert {value.number for value in pb.FinishReason.DESCRIPTOR.values} == set(wire._READ_REASONS)
     assert {value.number for value in pb.PageSelection.DESCRIPTOR.values} == set(wire._READ_PAGE_SELECTIONS)
 
 
 def test_what_only_a_newer_server_knows_does_not_end_the_stream() -> None:
     finish = pb.Finish(text="x", reason=99)  # type: ignore[arg-type]
-    event = wire.read_generate_response(pb.GenerateResponse(finish=finish))
+    event = wire.read_response(pb.GenerateResponse(finish=finish))
     assert isinstance(event, GenerateFinished)
     assert (event.reason, event.text) == (FinishReason.OTHER, "x")
     unknown_field = b"\xfa\x01\x01x"
-    assert wire.read_generate_response(pb.GenerateResponse.FromString(unknown_field)) is None
-    assert wire.read_prefill_response(pb.PrefillResponse.FromString(unknown_field)) is None
+    assert wire.read_response(pb.GenerateResponse.FromString(unknown_field)) is None
+    assert wire.read_response(pb.PrefillResponse.FromString(unknown_field)) is None
 
 
 def test_variables_of_a_template_are_json() -> None:
     """A whole number is one again on the other side, so that a template shows no `512.0`."""
     sent = Prompt(messages=(), chat_template_kwargs={"budget": 512, "list": [{"share": 0.5}, True, None]})
-    found = wire.read_prefill_request(_sent(wire.prefill_request(PrefillRequest(sent)))).prompt
+    found = wire.read(_sent(wire.write(pb.PrefillRequest, PrefillRequest(sent)))).prompt
     assert json.dumps(found.chat_template_kwargs, sort_keys=True) == json.dumps(
         sent.chat_template_kwargs, sort_keys=True
     )
     for value, says in ((object(), "Unexpected type"), (b"x", "Unexpected type")):
         with pytest.raises(InvalidArgument, match=rf"prompt\.messages\.chat_template_kwargs: {says}"):
-            wire.prefill_request(PrefillRequest(Prompt(messages=(), chat_template_kwargs={"x": value})))
-    endless = wire.prefill_request(
-        PrefillRequest(Prompt(messages=(), chat_template_kwargs={"x": float("inf")}))
+            wire.write(
+                pb.PrefillRequest, PrefillRequest(Prompt(messages=(), chat_template_kwargs={"x": value}))
+            )
+    endless = wire.write(
+        pb.PrefillRequest, PrefillRequest(Prompt(messages=(), chat_template_kwargs={"x": float("inf")}))
     )
     with pytest.raises(InvalidArgument, match="chat_template_kwargs: is not JSON"):
-        wire.read_prefill_request(endless)
+        wire.read(endless)
 
 
 def test_a_request_has_one_source() -> None:

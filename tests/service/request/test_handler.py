@@ -23,7 +23,7 @@ WRONG: dict[str, tuple[GenerateRequest, str]] = {
     "two sources": (replace(ASKED, session_id="d0.x", append=ASKED.prompt), "source: is both"),
     "two forms": (replace(ASKED, prompt=Prompt(text="x", token_ids=b"1234")), "prompt: is several things"),
     "no form": (replace(ASKED, append=Prompt()), "append: is empty"),
-    "NaN ttl": (replace(ASKED, session_ttl_s=math.nan), "session_ttl: nan s"),
+    "NaN ttl": (replace(ASKED, session_ttl=math.nan), "session_ttl: nan s"),
 }
 
 
@@ -79,7 +79,7 @@ def test_closing_the_stream_frees_everything(house: House) -> None:
     nothing_left(house)
 
 
-KEPT = [PrefillRequest(ASKED.prompt, session_ttl_s=600.0), replace(ASKED, session_ttl_s=600.0)]
+KEPT = [PrefillRequest(ASKED.prompt, session_ttl=600.0), replace(ASKED, session_ttl=600.0)]
 
 
 @pytest.mark.parametrize("asked", KEPT, ids=lambda asked: type(asked).__name__)

@@ -142,17 +142,17 @@ def test_tokenising_ends_once_there_are_too_many(
         return False
 
     with pytest.raises(TextTooLong, match="more than 1000 tokens"):
-        made.encode(NOVEL, add_bos=False, limit=TokenLimit(1000, stopped))
+        made.with_limit(TokenLimit(1000, stopped)).encode(NOVEL, add_bos=False)
     assert asked < 5
     count = len(made.encode(NOVEL, add_bos=False)) // 4
-    assert len(made.encode(NOVEL, add_bos=False, limit=TokenLimit(count))) == 4 * count
+    assert len(made.with_limit(TokenLimit(count)).encode(NOVEL, add_bos=False)) == 4 * count
 
 
 def test_tokenising_ends_when_nobody_waits(made: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 100)
     answers = iter([False, False, True])
     with pytest.raises(TokenizationStopped):
-        made.encode(NOVEL, add_bos=False, limit=TokenLimit(stopped=lambda: next(answers)))
+        made.with_limit(TokenLimit(stopped=lambda: next(answers))).encode(NOVEL, add_bos=False)
 
 
 def test_a_text_without_a_cut_is_tried_at_its_beginning(
@@ -161,9 +161,9 @@ def test_a_text_without_a_cut_is_tried_at_its_beginning(
     monkeypatch.setattr(module, "_PIECE", 10)
     text = NOVEL.replace(" ", "_")
     with pytest.raises(TextTooLong, match="more than 1000 tokens"):
-        made.encode(text, add_bos=False, limit=TokenLimit(1000))
+        made.with_limit(TokenLimit(1000)).encode(text, add_bos=False)
     fits = len(made.encode(text, add_bos=False)) // 4
-    assert len(made.encode(text, add_bos=False, limit=TokenLimit(fits))) == 4 * fits
+    assert len(made.with_limit(TokenLimit(fits)).encode(text, add_bos=False)) == 4 * fits
     monkeypatch.setattr(module, "_LONGEST_PIECE", 20_000)
     with pytest.raises(TextTooLong, match="without a place to cut"):
         made.encode(text, add_bos=False)

@@ -1,4 +1,4 @@
-"""A request whose caller is known."""
+"""What a run is given: the parts of its door, and its own request's state."""
 
 from __future__ import annotations
 
@@ -6,13 +6,39 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..config import DoorConfig
 from ..errors import DeltafrontError
-from ..tracing import Trace
+from ..fleet.fleet import Fleet
+from ..metrics import Metrics
+from ..tracing import Trace, Tracing
 from .answers import RequestEvent
 from .audit import Audit
-from .callers import Caller
+from .callers import Caller, Callers
 from .text.text_budget import HeldText
+from .text.tokenizer import TextTokenizer
 from .timings import TtftClock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Made once by each door.
+
+    Args:
+        vocabulary: token ids below it have an embedding.
+        positions: the longest prompt with its answer, in tokens.
+    """
+
+    door: str
+    model: str
+    fleet: Fleet
+    callers: Callers
+    tokenizer: TextTokenizer
+    metrics: Metrics
+    settings: DoorConfig
+    vocabulary: int
+    positions: int
+    eos_ids: tuple[int, ...]
+    tracing: Tracing
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,10 +61,3 @@ class Accepted:
     events: asyncio.Queue[RequestEvent | None] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
     outcome: DeltafrontError | None = None
-
-    @property
-    def owner(self) -> str:
-        return self.caller.owner
-
-    def emit(self, event: RequestEvent) -> None:
-        self.events.put_nowait(event)

@@ -1,8 +1,13 @@
-"""Explains wrong addresses."""
+"""A server's address and the TLS files for it. Explains wrong ones."""
 
 from __future__ import annotations
 
+import os
 import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
 
 from ..errors import InvalidArgument
 
@@ -25,6 +30,12 @@ _EXPLANATIONS = (
 )
 """Part of gRPC's message → the argument that is wrong, and what to do."""
 
+_VARIABLES = {
+    "ca": "DELTAFRONT_TLS_CA",
+    "certificate": "DELTAFRONT_TLS_CERTIFICATE",
+    "key": "DELTAFRONT_TLS_KEY",
+}
+
 
 def check_address(address: str) -> None:
     """Raise InvalidArgument if it is not host:port."""
@@ -41,3 +52,35 @@ def wrong_endpoint(address: str, details: str) -> InvalidArgument | None:
         if words in details.lower():
             return InvalidArgument(argument, f"{address} {explanation}")
     return None
+
+
+@dataclass(frozen=True)
+class Tls:
+    """PEM files.
+
+    Attributes:
+        ca: Signed the server's certificate; by default the system's.
+        certificate, key: The client's own, if the server asks.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def from_environment(cls) -> Tls:
+        files = {field: os.environ.get(variable) for field, variable in _VARIABLES.items()}
+        return cls(**{field: Path(file) for field, file in files.items() if file})
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises InvalidArgument for an unreadable or missing file."""
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidArgument("tls", "a client's certificate and its key are needed together")
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument("tls", f"{path} cannot be read: {error.strerror}") from None
