@@ -23,6 +23,10 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """transformers' `model_type` → architecture."""
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Shape = tuple[int, ...]
+
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
 """Keys of config.json that a deployment may override."""
 
@@ -113,20 +117,44 @@ class ModelConfig:
         self, layers: int, mlps: int | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
         """Count the numbers in `layers` attentions, `mlps` MLPs (None: as many) and ends."""
-        heads = self.q_heads + self.kv_heads
-        attention = self.attention_matrices + self.hidden
-        attention += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
-        attention += self.hidden if self.o_bias else 0
-        attention += heads * self.head_dim if self.qk_norm else 0
-        one_mlp = self.mlp_matrices + self.hidden
-        one_mlp += 2 * self.intermediate + self.hidden if self.mlp_bias else 0
-        mlp = one_mlp * (layers if mlps is None else mlps)
+        attention, mlp = (sum(map(math.prod, shapes.values())) for shapes in self._halves())
+        if self.qk_norm:  # its scales are loaded once for each head
+            attention += (self.q_heads + self.kv_heads - 2) * self.head_dim
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
-        return layers * attention + mlp + (tables * self.vocab + head) * self.hidden
+        halves = layers * attention + (layers if mlps is None else mlps) * mlp
+        return halves + (tables * self.vocab + head) * self.hidden
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return all tensors' shapes by Hugging Face's names, without a tied head."""
+        table = {EMBEDDING: (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
+        head = {} if self.tied_embeddings else {HEAD: (self.vocab, self.hidden)}
+        attention, mlp = self._halves()
+        layer, numbers = attention | mlp, range(self.layers)
+        layers = {f"model.layers.{number}.{name}": layer[name] for number in numbers for name in layer}
+        return {**table, **head, **layers}
+
+    def _halves(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
+        hidden, inner = self.hidden, self.intermediate
+        attention: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
+        for name, heads in (("q", self.q_heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+            rows = heads * self.head_dim
+            attention |= _linear(f"self_attn.{name}_proj", rows, hidden, self.qkv_bias)
+            if self.qk_norm and name != "v":
+                attention[f"self_attn.{name}_norm.weight"] = (self.head_dim,)
+        attention |= _linear("self_attn.o_proj", hidden, self.q_heads * self.head_dim, self.o_bias)
+        mlp: dict[str, Shape] = {"post_attention_layernorm.weight": (hidden,)}
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            mlp |= _linear(f"mlp.{name}_proj", rows, columns, self.mlp_bias)
+        return attention, mlp
 
     def kv_values(self, layers: int) -> int:
         """Count the numbers in one token's K and V."""
         return 2 * layers * self.kv_heads * self.head_dim
+
+
+def _linear(module: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{module}.weight": (rows, columns)}
+    return weight | {f"{module}.bias": (rows,)} if bias else weight
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
