@@ -37,7 +37,7 @@ from deltafront.workers.prefill.stage import stage as prefill_stage
 from deltafront.workers.prefill.stage.chunk import ChunkWork
 from deltafront.workers.prefill.stage.chunk_attention import ChunkAttention
 from deltafront.workers.prefill.stage.loading import load_stage
-from deltafront.workers.prefill.stage.phases import CpuPhases
+from deltafront.workers.prefill.stage.phases import PhaseTimer
 from deltafront.workers.prefill.stage.stage import PrefillStage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
@@ -359,7 +359,7 @@ def test_every_linear_layer_counts_as_projection_and_attention_does_not(
     products: list[list[str]] = []
     attended: list[list[str]] = []
 
-    class Phases(CpuPhases):
+    class Phases(PhaseTimer):
         @contextmanager
         def phase(self, name: str) -> Iterator[None]:
             inside.append(name)
