@@ -23,11 +23,10 @@ from ..workers.messages.events import PrefillDone, PrefillReport
 from ..workers.messages.methods import MethodSpec
 from ..workers.messages.requests import PrefillFailed, PrefillJob
 from ..workers.messages.stages import FirstLogits, KVAnnouncement
+from ..workers.prefill.group.chunks import ModelWork
 from ..workers.prefill.group.controller import PrefillController
 from ..workers.prefill.stage.activations import Activations, LinkClosed, NoActivations
-from ..workers.prefill.stage.chunk_cost import ModelWork
-from ..workers.prefill.stage.loading import load_stage
-from ..workers.prefill.stage.stage import PrefillStage
+from ..workers.prefill.stage.stage import PrefillStage, load_stage
 from ..workers.roles import Form, Stage, stand_in
 from ..workers.settings import ModelSpec, PrefillConfig
 
@@ -244,7 +243,8 @@ def local_controller(
     for number, activations in enumerate(ends):
         stage = load_stage(model, config, number, activations, lambda _cache: sender, source=source)
         threads.append(StageThread(stage, config.threads, activations.close))
-        work = stage.work
+        if stage.stack.device.type == "cuda":
+            work = ModelWork.of(stage.stack.config, config.stages, stage.stack.quantised)
 
     def end_stages(_hanging: int | None) -> None:
         for thread in threads:

@@ -269,7 +269,7 @@ TORCH_FREE = [
     "workers.prefill.group.controller",
     "workers.prefill.group.group",
     "workers.decode.worker",
-    "workers.prefill.stage.chunk_cost",
+    "workers.prefill.group.chunks",
 ]
 
 

@@ -22,9 +22,8 @@ from ...messages.states import GroupStats
 from ...roles import PrefillEvent, Stage
 from ...settings import PrefillConfig
 from ...tracing import NO_TRACER, Span, Tracer
-from ..stage.chunk_cost import ModelWork
 from . import schedule
-from .chunks import ChunkSizes
+from .chunks import ChunkSizes, ModelWork
 from .pipeline import Pipeline
 from .request import Request
 from .request_table import PrefillRequests

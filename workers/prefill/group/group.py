@@ -28,10 +28,10 @@ from ...replica import Replica
 from ...roles import Group, Stage
 from ...settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
 from ...tracing import SpanSink, Tracer, provider
+from .chunks import ModelWork
 from .controller import PrefillController
 
 if TYPE_CHECKING:
-    from ..stage.chunk_cost import ModelWork
     from ..stage.stage import PrefillStage
 
 _SWITCH_S = 2e-4
@@ -69,11 +69,11 @@ class StageActor:
         """Load the model's share once. Returns the node's id, and what chunks cost."""
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
-            return node, self._stage.work
+            return node, self._work()
         from ...kv.fetch import RayKVSource
         from ...kv.handoff.transports import kv_sender
         from ...model.decoder.compute_thread import set_up_compute_thread
-        from ..stage.loading import load_stage
+        from ..stage.stage import load_stage
 
         set_up_compute_thread(self._config.threads, self._config.device)
         sys.setswitchinterval(_SWITCH_S)
@@ -86,7 +86,12 @@ class StageActor:
             self._model, self._config, self._number, None, ends, source=source, tell=tell, tracer=tracer
         )
         self._compilations.ready = True
-        return node, self._stage.work
+        return node, self._work()
+
+    def _work(self) -> ModelWork | None:
+        stack = self.hosted.stack
+        on_gpu = stack.device.type == "cuda"
+        return ModelWork.of(stack.config, self._config.stages, stack.quantised) if on_gpu else None
 
     def join(self, rendezvous: Rendezvous) -> None:
         """All stages must be asked at the same time."""
