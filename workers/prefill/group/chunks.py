@@ -166,20 +166,15 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
     best = even_chunks(start, tokens, largest)
     if len(cost.stages) == 1 or len(best) == 0:
         return best
-    least, chosen = takes(best, start, cost), len(best)
-    for count in _counts(start, tokens, len(best), cost):
-        sizes = _shortest(start, tokens, count, largest, 1.0, cost)
-        time = takes(sizes, start, cost)
-        if time < least:
-            best, least, chosen = sizes, time, count
-    if cost.alike or chosen > _MANY:
+
+    def shortest(growths: Sequence[float], counts: Sequence[int]) -> tuple[int, ...]:
+        cuts = (_shortest(start, tokens, n, largest, growth, cost) for growth, n in product(growths, counts))
+        return min((best, *cuts), key=lambda sizes: takes(sizes, start, cost))
+
+    best = shortest((1.0,), _counts(start, tokens, len(best), cost))
+    if cost.alike or len(best) > _MANY:
         return best
-    for growth, more in product(_GROWTHS, _MORE):
-        sizes = _shortest(start, tokens, round(chosen * more), largest, growth, cost)
-        time = takes(sizes, start, cost)
-        if time < least:
-            best, least = sizes, time
-    return best
+    return shortest(_GROWTHS, [round(len(best) * more) for more in _MORE])
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:

@@ -25,8 +25,7 @@ from ...tracing import NO_TRACER, Span, Tracer
 from . import schedule
 from .chunks import ChunkSizes, ModelWork
 from .pipeline import Pipeline
-from .request import Request
-from .request_table import PrefillRequests
+from .request_table import PrefillRequests, Request
 from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
