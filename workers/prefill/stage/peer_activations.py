@@ -9,10 +9,10 @@ Shape suffixes also: N slots of a ring.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -30,14 +30,24 @@ SLOTS = 3
 """One chunk is copied, one waits, one is written."""
 
 
-class NeighbourConnection:
-    """Sends counts to a neighbour once the device has done what was launched before. timeout_s: the longest
-    wait for a count."""
+class _Link:
+    """A neighbour and the ring between it and this stage.
 
-    def __init__(self, connection: Connection[Any, Any], mark: Callable[[], Any], timeout_s: float) -> None:
-        self._connection = connection
-        self._mark = mark
-        self._timeout_s = timeout_s
+    Args:
+        mark: Marks what the device has been given so far. A count is sent once the device has done it.
+        timeout_s: The longest wait for a count.
+    """
+
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        ring_NTC: torch.Tensor,
+        mark: Callable[[], Any],
+        timeout_s: float,
+    ) -> None:
+        self._connection, self._mark, self._timeout_s = connection, mark, timeout_s
+        self.ring_NTC = ring_NTC
+        self.written = self.copied = 0
         self._sending = ThreadPoolExecutor(1, "activations")
 
     def send_count(self, number: int) -> None:
@@ -64,25 +74,8 @@ class NeighbourConnection:
     def _send(self, event: Any, number: int) -> None:
         if event is not None:
             event.synchronize()
-        try:
+        with contextlib.suppress(OSError):  # whoever waits for the neighbour hears that it is gone
             self._connection.send(number)
-        except OSError:
-            return  # whoever waits for the neighbour hears that it is gone
-
-
-@dataclass
-class _RingToNext:
-    connection: NeighbourConnection
-    ring_NTC: torch.Tensor
-    written: int = 0
-    copied: int = 0
-
-
-@dataclass
-class _RingFromPrevious:
-    connection: NeighbourConnection
-    ring_NTC: torch.Tensor
-    copied: int = 0
 
 
 class PeerActivations:
@@ -105,9 +98,8 @@ class PeerActivations:
         timeout_s: float = 1800.0,
     ) -> None:
         """like: an empty tensor [0, hidden] like chunks. Raises LinkClosed where a neighbour is not found."""
-        self._peers = peers
-        self._before: _RingFromPrevious | None = None
-        self._after: _RingToNext | None = None
+        self._before: _Link | None = None
+        self._after: _Link | None = None
         listener = None
         if rank < stages - 1:
             ring_NTC = like.new_empty(SLOTS, chunk_tokens, like.shape[1])
@@ -115,28 +107,25 @@ class PeerActivations:
             store.set(f"ring/{rank}", json.dumps(listener.address))
         if rank > 0:
             connection = _connected(store, rank - 1, secret)
-            handle = connection.recv()
-            self._before = _RingFromPrevious(
-                NeighbourConnection(connection, peers.mark, timeout_s), peers.open(handle)
-            )
+            self._before = _Link(connection, peers.open(connection.recv()), peers.mark, timeout_s)
         if listener is not None:
             with listener:
                 connection = listener.accept()
             connection.send(peers.export(ring_NTC))
-            self._after = _RingToNext(NeighbourConnection(connection, peers.mark, timeout_s), ring_NTC)
+            self._after = _Link(connection, ring_NTC, peers.mark, timeout_s)
 
     def receive(self, tokens: int) -> torch.Tensor:
         """Return once the chunk's copy is launched."""
         link = self._before
         if link is None:
             raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
-        number = link.connection.receive_count()
+        number = link.receive_count()
         if number != link.copied + 1:
             raise LinkClosed(f"stages out of step: chunk {number} came, {link.copied + 1} was expected")
         slot_TC = link.ring_NTC[link.copied % SLOTS, :tokens]
         hidden_TC = torch.empty_like(slot_TC).copy_(slot_TC)
         link.copied = number
-        link.connection.send_count(number)
+        link.send_count(number)
         return hidden_TC
 
     def send(self, hidden_TC: torch.Tensor) -> None:
@@ -145,26 +134,26 @@ class PeerActivations:
         if link is None:
             raise LinkClosed("the last stage has nobody to send to")
         while link.written - link.copied >= SLOTS:
-            link.copied = link.connection.receive_count()
+            link.copied = link.receive_count()
         link.ring_NTC[link.written % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)
         link.written += 1
-        link.connection.send_count(link.written)
+        link.send_count(link.written)
 
     def close(self) -> None:
         """Wait until everything sent was copied, then close."""
         if self._after is not None:
             while self._after.copied < self._after.written:
-                self._after.copied = self._after.connection.receive_count()
+                self._after.copied = self._after.receive_count()
         for link in (self._before, self._after):
             if link is not None:
-                link.connection.close()
+                link.close()
         self._before = self._after = None  # unmapped
 
     def abort(self) -> None:
         """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
         for link in (self._before, self._after):
             if link is not None:
-                link.connection.abort()
+                link.abort()
 
 
 def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
