@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .end_tokens import end_tokens
 from .fp8_checkpoint import fp8_checkpoint
 from .json_files import ModelError, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
 from .text_part import text_config
+from .tokenizer_files import end_tokens
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",

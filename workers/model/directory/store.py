@@ -131,7 +131,7 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
     target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
-    from ..weights.gguf_conversion import convert_gguf  # it imports torch
+    from ..weights.gguf_source import convert_gguf  # it imports torch
 
     try:
         root.mkdir(parents=True, exist_ok=True)

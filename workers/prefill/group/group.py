@@ -72,7 +72,7 @@ class StageActor:
             return node, self._work()
         from ...kv.fetch import RayKVSource
         from ...kv.handoff.transports import kv_sender
-        from ...model.decoder.compute_thread import set_up_compute_thread
+        from ...model.decoder.load import set_up_compute_thread
         from ..stage.stage import load_stage
 
         set_up_compute_thread(self._config.threads, self._config.device)
