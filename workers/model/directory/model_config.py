@@ -86,10 +86,9 @@ class ModelConfig:
         Costs are multiply-adds per token of a long prompt. The last layer needs no output, and the last stage
         runs the LM head once per 512 tokens. Raises ModelError for more stages than layers.
         """
-        if not 1 <= stages <= self.layers:
-            raise ModelError(
-                f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}"
-            )
+        most = self.layers
+        if not 1 <= stages <= most:
+            raise ModelError(f"{most} layers cannot be split over {stages} stages: use 1 to {most}")
         attention = self.attention_matrices + self.macs_per_pair * _SPLIT_KEYS
         costs = [attention, self.mlp_matrices] * self.layers
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
@@ -174,8 +173,8 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     architecture = _architecture(raw)
     rope = _rope(raw, extra)
     raw = {**raw, **extra}
-    _refuse_unsupported(raw)
-    qkv_bias, o_bias, mlp_bias = _biases(raw, architecture)
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
     fp8_checkpoint(Path(directory), raw)
     heads, hidden = _positive_int(raw, "num_attention_heads"), _positive_int(raw, "hidden_size")
     default_dim = 128 if architecture in ("Qwen3ForCausalLM", "SeedOssForCausalLM") else hidden // heads
@@ -192,9 +191,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         rms_eps=_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
+        **_biases(raw, architecture),
         qk_norm=architecture == "Qwen3ForCausalLM",
         eos_ids=_eos_ids(Path(directory), raw),
     )
@@ -238,7 +235,8 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
         raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_ROPE_KEYS)}")
     _refuse_partial(given, raw)
     if "original_max_position_embeddings" in _ROPE_KEYS[kind]:
-        given.setdefault("original_max_position_embeddings", _trained_positions(raw))
+        trained = raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+        given.setdefault("original_max_position_embeddings", trained)
         _refuse_two_lengths(given, raw)
     missing = [key for key in _ROPE_KEYS[kind] if given.get(key) is None]
     if missing:
@@ -251,10 +249,6 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     if theta <= 1.0:
         raise ModelError(f"rope_theta = {theta} must be above 1")
     return RopeConfig(theta, _without_theta(given))
-
-
-def _trained_positions(raw: Mapping[str, Any]) -> Any:
-    return raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
 
 
 def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
@@ -286,10 +280,7 @@ def _scaling_keys(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ModelError(f"config.json: {section} = {given!r} is not a section of keys")
     keys = {key: value for key, value in given.items() if value is not None}
-    if not keys:
-        return {}
-    kind = keys.pop("type", "default")
-    return {"rope_type": kind, **keys}
+    return {"rope_type": keys.pop("type", "default"), **keys} if keys else {}
 
 
 def _without_theta(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,24 +302,17 @@ def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str,
     return int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
-
-
-def _biases(raw: Mapping[str, Any], architecture: str) -> tuple[bool, bool, bool]:
-    """Say whether queries, keys and values, the attention's output, and the MLP have biases. A missing key
-    means what transformers takes it for."""
+def _biases(raw: Mapping[str, Any], architecture: str) -> dict[str, bool]:
+    """Say which linear layers have biases. A missing key means what transformers takes it for."""
     seed = architecture == "SeedOssForCausalLM"
     attention, mlp = bool(raw.get("attention_bias", seed)), bool(raw.get("mlp_bias"))
     output = bool(raw.get("attention_out_bias")) if seed else attention
     fixed = {"Qwen2ForCausalLM": (True, False, False), "MistralForCausalLM": (False, False, False)}
     known = fixed.get(architecture, (attention, output, mlp and architecture != "Qwen3ForCausalLM"))
-    asked = {"attention_bias": (attention, known[0]), "mlp_bias": (mlp, known[2])}
-    for key, (given, has) in asked.items():
+    for key, given, has in (("attention_bias", attention, known[0]), ("mlp_bias", mlp, known[2])):
         if given and not has:
             raise ModelError(f"config.json sets {key}, which {architecture} does not have: leave it out")
-    return known
+    return dict(zip(("qkv_bias", "o_bias", "mlp_bias"), known, strict=True))
 
 
 def _refuse_uneven_heads(config: ModelConfig) -> None:
@@ -340,22 +324,17 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
 
 
 def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    window = _window(raw, config)
-    if window is not None and window < config.positions:
+    """A missing key means what transformers takes it for."""
+    qwen = config.architecture.startswith("Qwen")
+    if qwen and not (raw.get("use_sliding_window", False) and _slides(raw, config.layers)):
+        return
+    assumed = 4096 if qwen or config.architecture == "MistralForCausalLM" else None
+    window = raw.get("sliding_window", assumed)
+    if isinstance(window, int) and window < config.positions:
         raise ModelError(
             f"sliding-window attention ({window} of {config.positions} positions) is not supported: use a "
             "model with full attention, or set max_position_embeddings to the window"
         )
-
-
-def _window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
-    """A missing key means what transformers takes it for."""
-    qwen = config.architecture.startswith("Qwen")
-    if qwen and not (raw.get("use_sliding_window", False) and _slides(raw, config.layers)):
-        return None
-    assumed = 4096 if qwen or config.architecture == "MistralForCausalLM" else None
-    window = raw.get("sliding_window", assumed)
-    return window if isinstance(window, int) else None
 
 
 def _slides(raw: Mapping[str, Any], layers: int) -> bool:
