@@ -215,11 +215,7 @@ class PrefillController:
         self._pump()
 
     def _chunk_done(
-        self,
-        request: Request,
-        command: ChunkCommand,
-        sent: float,
-        reports: list[ChunkReport] | RequestFailed,
+        self, request: Request, command: ChunkCommand, sent: float, reports: list[ChunkReport] | RequestFailed
     ) -> None:
         now = self._clock()
         request.in_flight -= 1

@@ -58,12 +58,7 @@ class GroupActivations:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        stages: int,
-        like: torch.Tensor,
-        timeout_s: float = 1800.0,
+        self, store: Store, rank: int, stages: int, like: torch.Tensor, timeout_s: float = 1800.0
     ) -> None:
         """All ranks must call this at the same time.
 
