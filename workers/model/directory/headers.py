@@ -14,17 +14,7 @@ from .store import weight_file, weight_index
 from .text_part import text_names
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_SCALES = (
-    "_scale",
-    "_scale_inv",
-    "_scales",
-    "_zero_point",
-    "qweight",
-    "qzeros",
-    "g_idx",
-    "_packed",
-    ".absmax",
-)
+_SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"
 """Old checkpoints have it."""
 _OF_ANOTHER = "take weights and config.json of one model"
@@ -82,7 +72,11 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
     if fp8 is not None:
         for problem in _fp8_problems(stored, fp8):
             raise ModelError(f"{directory}: {problem}")
-        stored = _scaled(stored)
+        stored = {
+            name: replace(tensor, dtype="F32") if tensor.dtype == E4M3 else tensor
+            for name, tensor in stored.items()
+            if not is_scale(name)
+        }
     expected = config.shapes()
     if config.tied_embeddings and HEAD in stored:  # loading compares it with the embedding
         table = expected[EMBEDDING] if EMBEDDING in stored else expected.pop(EMBEDDING)
@@ -136,14 +130,6 @@ def _fp8_problems(stored: Mapping[str, Stored], fp8: Fp8Checkpoint) -> Iterator[
                 yield f"tensor {name} is in 8 bits and has no scale: download the model again"
             elif problem := fp8.check_scale(tensor.shape, stored[scale].shape):
                 yield f"tensor {scale} {problem}"
-
-
-def _scaled(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    return {
-        name: replace(tensor, dtype="F32") if tensor.dtype == E4M3 else tensor
-        for name, tensor in stored.items()
-        if not is_scale(name)
-    }
 
 
 def _quantised(stored: Mapping[str, Stored]) -> Iterator[str]:

@@ -234,10 +234,14 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     if kind not in _ROPE_KEYS or any(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_ROPE_KEYS)}")
     _refuse_partial(given, raw)
-    if "original_max_position_embeddings" in _ROPE_KEYS[kind]:
-        trained = raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
-        given.setdefault("original_max_position_embeddings", trained)
-        _refuse_two_lengths(given, raw)
+    key = "original_max_position_embeddings"
+    if key in _ROPE_KEYS[kind]:
+        trained = raw.get(key) or raw.get("max_position_embeddings")
+        scaled_from = given.setdefault(key, trained)
+        if raw.get(key) not in (None, scaled_from):
+            raise ModelError(
+                f"config.json says {key} = {raw[key]}, but {scaled_from} in its rope scaling: leave one"
+            )
     missing = [key for key in _ROPE_KEYS[kind] if given.get(key) is None]
     if missing:
         raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
@@ -249,14 +253,6 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     if theta <= 1.0:
         raise ModelError(f"rope_theta = {theta} must be above 1")
     return RopeConfig(theta, _without_theta(given))
-
-
-def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
-    key = "original_max_position_embeddings"
-    if raw.get(key) not in (None, scaling[key]):
-        raise ModelError(
-            f"config.json says {key} = {raw[key]}, but {scaling[key]} in its rope scaling: leave one"
-        )
 
 
 def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,9 @@ def _added(
 ) -> Mapping[int, AddedToken]:
     """added_tokens.json has no flags: a token with a name is special."""
     added: dict[int, AddedToken] = {}
-    named = {*special.values(), *_listed(config)}
+    several = (config.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens"))
+    listed = {_text(token) for tokens in several if isinstance(tokens, list) for token in tokens}
+    named = listed.union(special.values())
     try:
         for content, number in read_json_or_empty(directory / _ADDED).items():
             is_named = content in named
@@ -111,11 +113,6 @@ def _added(
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{directory}: {_ADDED} or added_tokens_decoder is malformed: {error}") from None
     return dict(sorted(added.items()))
-
-
-def _listed(config: Mapping[str, Any]) -> set[str]:
-    several = (config.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens"))
-    return {_text(token) for tokens in several if isinstance(tokens, list) for token in tokens}
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class _Reader:
             return self._read(names[0]).to(self.spec.dtype)
         rows, columns = [self._shapes[name][0] for name in names], self._shapes[names[0]][1:]
         fused = torch.empty((sum(rows), *columns), dtype=self.spec.dtype, device=self.spec.device)
-        for name, target in zip(names, fused.split(rows), strict=True):
+        for name, target in zip(names, torch.split(fused, rows), strict=True):
             self._uploads.copy(self._read(name), target)
         return fused
 

@@ -140,16 +140,12 @@ class ChunkSizes:
 
     def __init__(self, largest: int, work: ModelWork | None = None) -> None:
         self._largest, self._work = largest, work
-        self._planned = lru_cache(_REMEMBERED)(self._plan)
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
         """Cut tokens start .. tokens-1."""
         if self._work is None:
             return even_chunks(start, tokens, self._largest)
-        return self._planned(self._work.chunk_cost(method), start, tokens)
-
-    def _plan(self, cost: ChunkCost, start: int, tokens: int) -> tuple[int, ...]:
-        return plan_chunks(start, tokens, self._largest, cost)
+        return plan_chunks(start, tokens, self._largest, self._work.chunk_cost(method))
 
 
 def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
@@ -157,6 +153,7 @@ def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
     return (largest,) * full + (rest,) * (rest > 0)
 
 
+@lru_cache(_REMEMBERED)
 def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
     """Return the sizes of the chunks of tokens start .. tokens-1: multiples of a block but for the last, and
     at most `largest`.

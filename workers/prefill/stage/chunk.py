@@ -114,7 +114,10 @@ class ChunkAttention:
         self._start = work.command.start
         self._end = work.command.start + work.command.tokens
         with work.timer.phase("projection"):
-            self._rows_T = self._rows(work.command.tokens)
+            if prompt.first_page is None:
+                self._rows_T = cache.rows_of(prompt.pages_N, self._start, work.command.tokens)
+            else:
+                self._rows_T = cache.rows_of_run(prompt.first_page, self._start, work.command.tokens)
 
     def kv_rows(self, layer: int) -> KVRows:
         """Raises RequestFailed for an abandoned request."""
@@ -162,11 +165,6 @@ class ChunkAttention:
             return self._start
         needed = self._end - 1 if command.last and command.wants_logits else self._end
         return max(self._start, needed // step * step)
-
-    def _rows(self, tokens: int) -> torch.Tensor:
-        if self._prompt.first_page is None:
-            return self._cache.rows_of(self._prompt.pages_N, self._start, tokens)
-        return self._cache.rows_of_run(self._prompt.first_page, self._start, tokens)
 
     def _context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._prompt.first_page is None:
