@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from deltafront.benchmarks.in_process import QueueActivations
 from deltafront.workers.prefill.stage.activations import (
+    SLOTS,
     LinkClosed,
     NoActivations,
+    PeerActivations,
     host_store,
 )
-from deltafront.workers.prefill.stage.peer_activations import SLOTS, PeerActivations
 
 from ...strangers import Opened, listeners
 
@@ -31,7 +32,7 @@ RANK = """
 import sys, torch
 from deltafront.workers.messages.stages import Rendezvous
 from deltafront.workers.prefill.stage.activations import GroupActivations, join_store
-from deltafront.workers.prefill.stage.peer_activations import PeerActivations
+from deltafront.workers.prefill.stage.activations import PeerActivations
 
 rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 secret = bytes.fromhex(sys.argv[5])

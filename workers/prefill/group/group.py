@@ -95,7 +95,7 @@ class StageActor:
 
     def join(self, rendezvous: Rendezvous) -> None:
         """All stages must be asked at the same time."""
-        from ..stage.peer_activations import connect_neighbours
+        from ..stage.activations import connect_neighbours
 
         stage, number = self.hosted, self._number
         stage.connect(connect_neighbours(self._store, number, self._config, stage.stack, rendezvous))
