@@ -52,6 +52,9 @@ _READ = frozenset(
     rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
 )
 """Keys that are read, or change nothing."""
+_FACTORS = """attention.output_scale logit_scale embedding_scale residual_scale
+    rope.scaling.yarn_ext_factor""".split()
+"""Keys of which 1 changes nothing."""
 
 
 class GgufSource:
@@ -141,17 +144,9 @@ class GgufSource:
         return rows
 
     def _refuse_unread(self, head_dim: int) -> None:
-        inert = {
-            "attention.causal": True,
-            "attention.value_length": head_dim,
-            "attention.scale": head_dim**-0.5,
-            "attention.output_scale": 1.0,
-            "hidden_activation": "silu",
-            "logit_scale": 1.0,
-            "embedding_scale": 1.0,
-            "residual_scale": 1.0,
-            "rope.scaling.yarn_ext_factor": 1.0,
-        }
+        inert: dict[str, Any] = dict.fromkeys(_FACTORS, 1.0)
+        inert |= {"attention.causal": True, "hidden_activation": "silu"}
+        inert |= {"attention.value_length": head_dim, "attention.scale": head_dim**-0.5}
         for name in self._reader.fields:
             prefix, _, key = name.partition(".")
             if prefix != self._architecture or key in _READ:

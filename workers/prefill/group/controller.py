@@ -138,15 +138,9 @@ class PrefillController:
         request = self._requests.admit(job, self._clock())
         if isinstance(request, Refused):
             return request
-        request.span = self._tracer.begin(
-            "prefill",
-            job.trace,
-            self._clock,
-            request.account.arrived,
-            tokens=job.tokens,
-            start=job.start,
-            method=job.method.name,
-        )
+        about = {"tokens": job.tokens, "start": job.start, "method": job.method.name}
+        began = request.account.arrived
+        request.span = self._tracer.begin("prefill", job.trace, self._clock, began, **about)
         self._arm_lease(request)
         if job.deadline is not None:
             late = Refused(reason=RefusalReason.DEADLINE, message="the deadline passed during prefill")
@@ -181,9 +175,8 @@ class PrefillController:
         command = request.next_chunk(self._sizes)
         span = request.span.begin("chunk", now, start=command.start, tokens=command.tokens)
         command = replace(command, trace=span.context)
-        request.waiting = schedule.chunk_sent(
-            request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
-        )
+        ageing = self._config.ageing_tokens_per_second
+        request.waiting = schedule.chunk_sent(request.waiting, command.tokens, now, ageing)
         request.in_flight += 1
         allowed = partial(self._requests.allowed, request, command)
         try:
@@ -228,10 +221,8 @@ class PrefillController:
         self._requests.chunk_through(request, command, reports, sent, now)
         if request.ended:
             return
-        so_far = request.account.report(now)
-        request.events.put_nowait(
-            ChunkRead(tokens_done=request.done, tokens_total=request.job.tokens, so_far=so_far)
-        )
+        so_far, total = request.account.report(now), request.job.tokens
+        request.events.put_nowait(ChunkRead(tokens_done=request.done, tokens_total=total, so_far=so_far))
         if command.last:
             self._end(request, PrefillDone(request_id=command.request_id, report=so_far))
 

@@ -132,7 +132,7 @@ class ControllerActor(Leaving):
         pairing: str,
         spans: SpanSink,
     ) -> None:
-        self._nodes, self._pairing = nodes, pairing
+        self._about: dict[str, Any] = {"nodes": nodes, "pairing": pairing}
         self._stages = stages
         self._compilations: Phases = ()
         self._counting: asyncio.Task[None] | None = None
@@ -153,13 +153,8 @@ class ControllerActor(Leaving):
         )
 
     async def stats(self) -> GroupStats:
-        return replace(
-            await self.hosted.stats(),
-            nodes=self._nodes,
-            draining=self.draining,
-            compilations=self._compilations,
-            pairing=self._pairing,
-        )
+        counts = self._compilations
+        return replace(await self.hosted.stats(), draining=self.draining, compilations=counts, **self._about)
 
     async def check(self) -> str:
         """Also asks stages for their compilations, without waiting."""

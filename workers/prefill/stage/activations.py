@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ from ...model.decoder.stack import LayerStack
 from ...settings import PrefillConfig
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_MEET = timedelta(seconds=120)
+_meet = partial(TCPStore, timeout=timedelta(seconds=120), wait_for_workers=False)
 SLOTS = 3
 """One chunk is copied, one waits, one is written."""
 
@@ -261,21 +262,12 @@ def host_store(address: str, stages: int) -> tuple[TCPStore, Rendezvous]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)  # by itself it would listen everywhere
     port, handed_over = listening.getsockname()[1], listening.detach()
-    store = TCPStore(
-        address,
-        port,
-        stages,
-        is_master=True,
-        timeout=_MEET,
-        wait_for_workers=False,
-        master_listen_fd=handed_over,
-    )
+    store = _meet(address, port, stages, is_master=True, master_listen_fd=handed_over)
     return store, Rendezvous(address, port, secrets.token_bytes(16))
 
 
 def join_store(rendezvous: Rendezvous, stages: int) -> TCPStore:
-    address, port, _ = rendezvous
-    return TCPStore(address, port, stages, is_master=False, timeout=_MEET, wait_for_workers=False)
+    return _meet(rendezvous.address, rendezvous.port, stages, is_master=False)
 
 
 def connect_neighbours(

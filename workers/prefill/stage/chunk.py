@@ -139,13 +139,8 @@ class ChunkAttention:
             prompt.states.pop(layer, None)
         if first == self._end:
             return None
-        x = AttentionInput.of(
-            q_THD[first - self._start :].transpose(0, 1)[None],
-            k_GSD[None],
-            v_GSD[None],
-            q_start=first,
-            prompt_tokens=prompt.request.prompt_tokens,
-        )
+        q_BHTD, total = q_THD[first - self._start :].transpose(0, 1)[None], prompt.request.prompt_tokens
+        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=first, prompt_tokens=total)
         work.timer.layer = layer
         if layer not in prompt.states:
             prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
