@@ -164,13 +164,10 @@ class QueueActivations:
             raise LinkClosed("the last stage has nobody to send to")
         self._after.put(hidden_TC)
 
-    def close(self) -> None:
+    def abort(self) -> None:
         for link in (self._before, self._after):
             if link is not None:
                 link.put(None)
-
-    def abort(self) -> None:
-        self.close()
 
 
 class StageThread:
@@ -242,7 +239,7 @@ def local_controller(
     sender = InProcessSender(receiver)
     for number, activations in enumerate(ends):
         stage = load_stage(model, config, number, activations, lambda _cache: sender, source=source)
-        threads.append(StageThread(stage, config.threads, activations.close))
+        threads.append(StageThread(stage, config.threads, activations.abort))
         if stage.stack.device.type == "cuda":
             work = ModelWork.of(stage.stack.config, config.stages, stage.stack.quantised)
 

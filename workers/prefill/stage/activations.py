@@ -52,8 +52,6 @@ class Activations(Protocol):
     def send(self, hidden_TC: torch.Tensor) -> None:
         """Return before it has arrived. Nobody may write to hidden_TC afterwards."""
 
-    def close(self) -> None: ...
-
     def abort(self) -> None:
         """Close at once. What is on its way is lost, and whoever waits for it gets an error."""
 
@@ -64,8 +62,6 @@ class NoActivations:
 
     def send(self, hidden_TC: torch.Tensor) -> None:
         raise LinkClosed(f"a single stage has nobody to send {hidden_TC.shape[0]} rows to")
-
-    def close(self) -> None: ...
 
     def abort(self) -> None: ...
 
@@ -113,11 +109,6 @@ class GroupActivations:
         work = dist.isend(hidden_TC, dst=self._rank + 1, group=self._after)
         self._sending.append((hidden_TC, work))  # the buffer must outlive the transfer
 
-    def close(self) -> None:
-        while self._sending:
-            self._sending.popleft()[1].wait()
-        dist.destroy_process_group()
-
     def abort(self) -> None:
         self._sending.clear()
         dist.destroy_process_group()
@@ -154,11 +145,6 @@ class _Link:
         except (EOFError, OSError):
             raise LinkClosed("the stage beside this one is gone") from None
         raise LinkClosed(f"the stage beside this one was silent for {self._timeout_s:g} s")
-
-    def close(self) -> None:
-        """Close after earlier counts were sent."""
-        self._sending.shutdown()
-        self._connection.close()
 
     def abort(self) -> None:
         self._sending.shutdown(wait=False, cancel_futures=True)
@@ -231,16 +217,6 @@ class PeerActivations:
         link.ring_NTC[link.written % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)
         link.written += 1
         link.send_count(link.written)
-
-    def close(self) -> None:
-        """Wait until everything sent was copied, then close."""
-        if self._after is not None:
-            while self._after.copied < self._after.written:
-                self._after.copied = self._after.receive_count()
-        for link in (self._before, self._after):
-            if link is not None:
-                link.close()
-        self._before = self._after = None  # unmapped
 
     def abort(self) -> None:
         """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
