@@ -23,11 +23,10 @@ from ..workers.messages.events import PrefillDone, PrefillReport
 from ..workers.messages.methods import MethodSpec
 from ..workers.messages.requests import PrefillFailed, PrefillJob
 from ..workers.messages.stages import FirstLogits, KVAnnouncement
+from ..workers.prefill.group.chunks import ModelWork
 from ..workers.prefill.group.controller import PrefillController
 from ..workers.prefill.stage.activations import Activations, LinkClosed, NoActivations
-from ..workers.prefill.stage.chunk_cost import ModelWork
-from ..workers.prefill.stage.loading import load_stage
-from ..workers.prefill.stage.stage import PrefillStage
+from ..workers.prefill.stage.stage import PrefillStage, load_stage
 from ..workers.roles import Form, Stage, stand_in
 from ..workers.settings import ModelSpec, PrefillConfig
 
@@ -165,13 +164,10 @@ class QueueActivations:
             raise LinkClosed("the last stage has nobody to send to")
         self._after.put(hidden_TC)
 
-    def close(self) -> None:
+    def abort(self) -> None:
         for link in (self._before, self._after):
             if link is not None:
                 link.put(None)
-
-    def abort(self) -> None:
-        self.close()
 
 
 class StageThread:
@@ -243,8 +239,9 @@ def local_controller(
     sender = InProcessSender(receiver)
     for number, activations in enumerate(ends):
         stage = load_stage(model, config, number, activations, lambda _cache: sender, source=source)
-        threads.append(StageThread(stage, config.threads, activations.close))
-        work = stage.work
+        threads.append(StageThread(stage, config.threads, activations.abort))
+        if stage.stack.device.type == "cuda":
+            work = ModelWork.of(stage.stack.config, config.stages, stage.stack.quantised)
 
     def end_stages(_hanging: int | None) -> None:
         for thread in threads:

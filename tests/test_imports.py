@@ -33,7 +33,7 @@ ROOMS = {
     "workers.progress": "",
     "workers.tracing": "",
     "workers.model": "",
-    "workers.model.directory": "workers.settings workers.model.weights.gguf_conversion",
+    "workers.model.directory": "workers.settings workers.model.weights.gguf_source",
     "workers.model.weights": "workers.settings workers.progress workers.model.directory kernels",
     "workers.model.decoder": """workers.settings workers.progress workers.model.directory
         workers.model.weights kernels""",
@@ -268,7 +268,7 @@ TORCH_FREE = [
     "workers.prefill.group.controller",
     "workers.prefill.group.group",
     "workers.decode.worker",
-    "workers.prefill.stage.chunk_cost",
+    "workers.prefill.group.chunks",
 ]
 
 

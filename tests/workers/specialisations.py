@@ -38,8 +38,7 @@ from deltafront.workers.model.calibrated.profile import (
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.prefill.stage.activations import Activations
-from deltafront.workers.prefill.stage.loading import load_stage
-from deltafront.workers.prefill.stage.stage import PrefillStage
+from deltafront.workers.prefill.stage.stage import PrefillStage, load_stage
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
 CHUNK, ROOM = 16_384, 262_144
@@ -139,7 +138,7 @@ def stage_after_warm_up(
     sender = mock.MagicMock()
     sender.open.return_value.put.return_value = 0
     sender.open.return_value.close.return_value = True
-    with mock.patch("deltafront.workers.prefill.stage.loading.load_profile", return_value=profile_of(model)):
+    with mock.patch("deltafront.workers.prefill.stage.stage.load_profile", return_value=profile_of(model)):
         stage = load_stage(spec, config, case.stage, neighbours, lambda _cache: sender)
     warm, waits = set(seen), set[str]()
     randomly = random.Random(5)

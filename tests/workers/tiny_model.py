@@ -13,7 +13,6 @@ from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, StateSpec, Thresholds
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.model.decoder.load import load_stack
-from deltafront.workers.model.directory.headers import expected_shapes
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 
@@ -68,7 +67,7 @@ def make_tiny_model(directory: Path, vocabulary: int = VOCAB, positions: int = 4
 
 def write_weights(directory: Path) -> None:
     """Zeros in bfloat16 of every shape that config.json asks for."""
-    shapes = expected_shapes(read_config(directory))
+    shapes = read_config(directory).shapes()
     zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file(zeros, directory / "model.safetensors")
 

@@ -31,8 +31,7 @@ from ..messages.requests import (
 )
 from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
 from ..messages.states import DecodeStats
-from ..model.decoder.compute_thread import set_up_compute_thread
-from ..model.decoder.load import load_model
+from ..model.decoder.load import load_model, set_up_compute_thread
 from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
 from ..settings import DecodeConfig, ModelSpec

@@ -10,8 +10,8 @@ from deltafront.workers.messages.events import LayerDensity
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import PrefillJob
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
+from deltafront.workers.prefill.group.chunks import ModelWork
 from deltafront.workers.prefill.group.controller import PrefillController
-from deltafront.workers.prefill.stage.chunk_cost import ModelWork
 from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 

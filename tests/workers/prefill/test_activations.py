@@ -19,19 +19,20 @@ import torch.distributed as dist
 
 from deltafront.benchmarks.in_process import QueueActivations
 from deltafront.workers.prefill.stage.activations import (
+    SLOTS,
     LinkClosed,
     NoActivations,
+    PeerActivations,
     host_store,
 )
-from deltafront.workers.prefill.stage.peer_activations import SLOTS, PeerActivations
 
 from ...strangers import Opened, listeners
 
 RANK = """
-import sys, torch
+import sys, time, torch
 from deltafront.workers.messages.stages import Rendezvous
 from deltafront.workers.prefill.stage.activations import GroupActivations, join_store
-from deltafront.workers.prefill.stage.peer_activations import PeerActivations
+from deltafront.workers.prefill.stage.activations import PeerActivations
 
 rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 secret = bytes.fromhex(sys.argv[5])
@@ -70,7 +71,10 @@ for chunk, tokens in enumerate(sizes):
         ends.send(y[:, :].t().contiguous().t() if chunk % 2 else y)
 if rank == stages - 1:
     print("ok")
-ends.close()
+store.add("done", 1)
+while store.add("done", 0) < stages:  # what was sent must have arrived before this process ends
+    time.sleep(0.01)
+ends.abort()
 """
 SECRET = b"known to all stages"
 
@@ -127,7 +131,7 @@ def test_queues_pass_chunks_on_in_order() -> None:
 
 def test_a_closed_link_wakes_its_reader() -> None:
     first, last = QueueActivations.chain(2)
-    threading.Timer(0.05, first.close).start()
+    threading.Timer(0.05, first.abort).start()
     with pytest.raises(LinkClosed):
         last.receive(3)
 
@@ -204,8 +208,8 @@ def test_a_slot_is_written_again_only_after_it_was_copied() -> None:
         receiver.happened.set()
         sending.result(60)
     assert [float(x[0, 0]) for x in [*copied, last.receive(2)]] == [0.0, 1.0, 2.0, 9.0]
-    first.close()
-    last.close()
+    first.abort()
+    last.abort()
 
 
 def test_a_chunk_is_told_of_only_when_it_was_computed() -> None:

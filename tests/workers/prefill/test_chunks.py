@@ -11,8 +11,15 @@ import pytest
 
 from deltafront.service.cli.size import SHAPES
 from deltafront.workers.messages.methods import method_spec
-from deltafront.workers.prefill.group.chunks import even_chunks, plan_chunks, takes
-from deltafront.workers.prefill.stage.chunk_cost import ChunkCost, ModelWork, StageCost, StageWork
+from deltafront.workers.prefill.group.chunks import (
+    ChunkCost,
+    ModelWork,
+    StageCost,
+    StageWork,
+    even_chunks,
+    plan_chunks,
+    takes,
+)
 
 LINEAR, PAIR, QKV = 218_103_808, 8192, 25_165_824
 """Multiply-adds of an 8B layer: for each token, for each pair of query and key, and those of q, k and v."""

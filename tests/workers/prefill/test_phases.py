@@ -10,7 +10,7 @@ import torch
 
 from deltafront.workers.messages.stages import ChunkCommand
 from deltafront.workers.prefill.stage.chunk import ChunkWork
-from deltafront.workers.prefill.stage.phases import CpuPhases, CudaPhases, phase_timer
+from deltafront.workers.prefill.stage.phases import CudaPhases, PhaseTimer, phase_timer
 
 
 class FakeClock:
@@ -24,7 +24,7 @@ class FakeClock:
 def test_nested_phases_share_out_the_time_between_them() -> None:
     clock = FakeClock()
     with mock.patch.object(time, "perf_counter", clock.perf_counter):
-        timer = CpuPhases()
+        timer = PhaseTimer()
         clock.now += 1
         with timer.phase("correction"):
             clock.now += 2
@@ -45,7 +45,7 @@ def test_a_layers_phases_are_those_that_begin_in_it() -> None:
     """And all of them together are still what each phase took."""
     clock = FakeClock()
     with mock.patch.object(time, "perf_counter", clock.perf_counter):
-        timer = CpuPhases()
+        timer = PhaseTimer()
         for layer, seconds in ((3, 1), (4, 2)):
             with timer.phase("projection"):
                 clock.now += 100

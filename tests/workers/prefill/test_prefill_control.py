@@ -25,9 +25,8 @@ from deltafront.workers.messages.stages import (
     HandoffFailed,
     RequestFailed,
 )
-from deltafront.workers.prefill.group.chunks import plan_chunks
+from deltafront.workers.prefill.group.chunks import ModelWork, StageWork, plan_chunks
 from deltafront.workers.prefill.group.controller import PrefillController
-from deltafront.workers.prefill.stage.chunk_cost import ModelWork, StageWork
 from deltafront.workers.settings import PrefillConfig
 
 from ..timeless import timeless

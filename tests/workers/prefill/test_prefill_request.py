@@ -7,7 +7,7 @@ import pytest
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillJob
 from deltafront.workers.prefill.group.chunks import ChunkSizes
-from deltafront.workers.prefill.group.request import Request
+from deltafront.workers.prefill.group.request_table import Request
 
 
 class Uneven(ChunkSizes):

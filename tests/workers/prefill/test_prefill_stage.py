@@ -32,13 +32,11 @@ from deltafront.workers.messages.stages import (
 )
 from deltafront.workers.model.decoder.load import torch_dtype
 from deltafront.workers.prefill.group.controller import PrefillController
-from deltafront.workers.prefill.stage import chunk_attention
+from deltafront.workers.prefill.stage import chunk as chunk_module
 from deltafront.workers.prefill.stage import stage as prefill_stage
-from deltafront.workers.prefill.stage.chunk import ChunkWork
-from deltafront.workers.prefill.stage.chunk_attention import ChunkAttention
-from deltafront.workers.prefill.stage.loading import load_stage
-from deltafront.workers.prefill.stage.phases import CpuPhases
-from deltafront.workers.prefill.stage.stage import PrefillStage
+from deltafront.workers.prefill.stage.chunk import ChunkAttention, ChunkWork
+from deltafront.workers.prefill.stage.phases import PhaseTimer
+from deltafront.workers.prefill.stage.stage import PrefillStage, load_stage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
@@ -156,7 +154,7 @@ async def test_of_the_last_layer_all_but_the_last_block_is_keys_and_values_alone
     model: ModelSpec, method: MethodSpec, chunk: int, step: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the method can begin behind them, at multiples of `step`; nothing that is read is another."""
-    monkeypatch.setattr(chunk_attention, "resume_step", lambda _spec: step)
+    monkeypatch.setattr(chunk_module, "resume_step", lambda _spec: step)
     ids, sink = random_ids(500), Collector()
     async with pipeline(model, sink, stages=2, chunk_tokens=chunk) as controller:
         report = await prefill(controller, "r", ids, method)
@@ -359,7 +357,7 @@ def test_every_linear_layer_counts_as_projection_and_attention_does_not(
     products: list[list[str]] = []
     attended: list[list[str]] = []
 
-    class Phases(CpuPhases):
+    class Phases(PhaseTimer):
         @contextmanager
         def phase(self, name: str) -> Iterator[None]:
             inside.append(name)

@@ -99,8 +99,11 @@ class Profile(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
-        for problem in (*self._repeated(), *self._decode_problems()):
+        for problem in self._repeated():
             raise ValueError(problem)
+        if self.decode is not None:
+            for problem in DecodeConfig(**self.decode.model_dump()).contradictions():
+                raise ValueError(f"decode.{problem}")
         return self
 
     @classmethod
@@ -152,12 +155,6 @@ class Profile(_Section):
             for number in _seconds([(level.density, level.tokens) for level in method.levels]):
                 where, level = f"prefill[{place}].levels[{number}]", method.levels[number]
                 yield f"{where}: density {level.density} at {level.tokens} tokens is there already"
-
-    def _decode_problems(self) -> Iterator[str]:
-        if self.decode is None:
-            return
-        for problem in DecodeConfig(**self.decode.model_dump()).contradictions():
-            yield f"decode.{problem}"
 
     def _misfits(self, config: ModelConfig, digest: str) -> Iterator[str]:
         if digest != self.model.digest:

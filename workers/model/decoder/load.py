@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -11,6 +14,10 @@ from ..directory.model_config import read_config
 from ..directory.store import adapter_directory, model_directory
 from ..weights.stack_weights import StackSpec, read_stack
 from .stack import LayerStack
+
+_YIELD = 5
+"""Niceness: a third of an ordinary thread's processor time."""
+_LOWEST = 19
 
 
 def load_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> LayerStack:
@@ -61,3 +68,13 @@ def torch_dtype(model: ModelSpec) -> torch.dtype:
     if model.dtype not in known:
         raise ValueError(f"model dtype {model.dtype!r} is unknown; known: {', '.join(known)}")
     return known[model.dtype]
+
+
+def set_up_compute_thread(threads: int, device: str) -> None:
+    """Set this thread's torch threads. On a CPU, lower its priority: a refusal must not wait for a chunk's
+    time slices."""
+    torch.set_num_threads(threads)
+    if device == "cpu" and sys.platform == "linux":  # only Linux has niceness per thread
+        thread = threading.get_native_id()
+        nice = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(nice + _YIELD, _LOWEST))

@@ -79,7 +79,7 @@ class DecoderLayer:
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
         """Return rotated q_THD, and put K and V into `kv`."""
         weights, config = self._attention, self.config
-        qkv_TO = weights.qkv(self._norm(residual, weights.input_norm_C, weights.qkv))
+        qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv))
         qkv_TXD = qkv_TO.view(-1, config.q_heads + 2 * config.kv_heads, config.head_dim)
         norm = None if weights.qk_norm_JD is None else HeadNorm(weights.qk_norm_JD, config.rms_eps)
         return rotate_and_store(qkv_TXD, *angles, norm, kv)
@@ -91,7 +91,7 @@ class DecoderLayer:
     def mlp(self, residual: Residual) -> None:
         weights = self.mlp_weights
         if weights is not None:
-            normed = self._norm(residual, weights.post_norm_C, weights.gate_up)
+            normed = norm_of(residual, weights.post_norm_C, self.config.rms_eps, weights.gate_up)
             residual.update_TC = weights.down(weights.gate_up.gated(normed))
 
     @property
@@ -103,9 +103,6 @@ class DecoderLayer:
         if self.attention is None:
             raise ModelError(f"this stack does not have the attention of layer {self.number}")
         return self.attention
-
-    def _norm(self, residual: Residual, weight_C: torch.Tensor, taker: Linear | Fp8Linear) -> LinearInput:
-        return norm_of(residual, weight_C, self.config.rms_eps, taker)
 
 
 def norm_of(residual: Residual, weight_C: torch.Tensor, eps: float, taker: Linear | Fp8Linear) -> LinearInput:
@@ -161,14 +158,23 @@ class LayerStack:
         return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
 
     def forward(
-        self,
-        hidden_TC: torch.Tensor,
-        positions_T: torch.Tensor,
-        attend: Attend,
-        layers: range | None = None,
+        self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend, layers: range | None = None
     ) -> torch.Tensor:
         """`run`, where nobody keeps K and V."""
-        return self.run(hidden_TC, positions_T, _FreshKV(self, len(hidden_TC), attend), layers=layers)
+        shape = len(hidden_TC), self.config.kv_heads, self.config.head_dim
+        rows_T = torch.arange(len(hidden_TC), device=self.device)
+        fresh: dict[int, KVRows] = {}
+
+        def kv_rows(layer: int) -> KVRows:
+            k_TGD, v_TGD = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+            fresh[layer] = KVRows(k_TGD, v_TGD, rows_T)
+            return fresh[layer]
+
+        def attended(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+            kv = fresh.pop(layer)
+            return attend(layer, q_THD, kv.k_RGD, kv.v_RGD)
+
+        return self.run(hidden_TC, positions_T, AttentionCalls(kv_rows, attended), layers=layers)
 
     def run(
         self,
@@ -226,21 +232,3 @@ class LayerStack:
         head = self._weights.head
         normed = norm_of(Residual(hidden_TC), self._weights.final_norm_C, self.config.rms_eps, head)
         return head(normed).float()
-
-
-class _FreshKV:
-    def __init__(self, stack: LayerStack, rows: int, attend: Attend) -> None:
-        self._stack, self._attend = stack, attend
-        self._rows_T = torch.arange(rows, device=stack.device)
-        self._shape = rows, stack.config.kv_heads, stack.config.head_dim
-        self._kv: KVRows | None = None
-
-    def kv_rows(self, layer: int) -> KVRows:
-        stack = self._stack
-        k_TGD, v_TGD = (torch.empty(self._shape, dtype=stack.dtype, device=stack.device) for _ in "kv")
-        self._kv = KVRows(k_TGD, v_TGD, self._rows_T)
-        return self._kv
-
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        assert self._kv is not None
-        return self._attend(layer, q_THD, self._kv.k_RGD, self._kv.v_RGD)

@@ -9,29 +9,15 @@ from pathlib import Path
 
 from .fp8_checkpoint import E4M3, Fp8Checkpoint, fp8_checkpoint, is_scale
 from .json_files import ModelError, read_json, refuse_pointer
-from .model_config import ModelConfig
+from .model_config import EMBEDDING, HEAD, ModelConfig, Shape
 from .store import weight_file, weight_index
 from .text_part import text_names
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_SCALES = (
-    "_scale",
-    "_scale_inv",
-    "_scales",
-    "_zero_point",
-    "qweight",
-    "qzeros",
-    "g_idx",
-    "_packed",
-    ".absmax",
-)
+_SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"
 """Old checkpoints have it."""
 _OF_ANOTHER = "take weights and config.json of one model"
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -86,42 +72,17 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
     if fp8 is not None:
         for problem in _fp8_problems(stored, fp8):
             raise ModelError(f"{directory}: {problem}")
-        stored = _scaled(stored)
-    expected = expected_shapes(config)
+        stored = {
+            name: replace(tensor, dtype="F32") if tensor.dtype == E4M3 else tensor
+            for name, tensor in stored.items()
+            if not is_scale(name)
+        }
+    expected = config.shapes()
     if config.tied_embeddings and HEAD in stored:  # loading compares it with the embedding
         table = expected[EMBEDDING] if EMBEDDING in stored else expected.pop(EMBEDDING)
         expected[HEAD] = table
     for problem in _problems(stored, expected, config):
         raise ModelError(f"{directory}: {problem}")
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return shapes by Hugging Face's names, without a tied head."""
-    hidden, inner = config.hidden, config.intermediate
-    table = {EMBEDDING: (config.vocab, hidden), "model.norm.weight": (hidden,)}
-    head = {} if config.tied_embeddings else {HEAD: (config.vocab, hidden)}
-    layer: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.o_proj.weight": (hidden, config.q_heads * config.head_dim),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    for name, heads in (("q", config.q_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
-        layer[f"self_attn.{name}_proj.weight"] = (heads * config.head_dim, hidden)
-        if config.qkv_bias:
-            layer[f"self_attn.{name}_proj.bias"] = (heads * config.head_dim,)
-        if config.qk_norm and name != "v":
-            layer[f"self_attn.{name}_norm.weight"] = (config.head_dim,)
-    if config.o_bias:
-        layer["self_attn.o_proj.bias"] = (hidden,)
-    if config.mlp_bias:
-        widths = {"gate": inner, "up": inner, "down": hidden}
-        layer |= {f"mlp.{name}_proj.bias": (width,) for name, width in widths.items()}
-    numbers = range(config.layers)
-    layers = {f"model.layers.{number}.{name}": layer[name] for number in numbers for name in layer}
-    return {**table, **head, **layers}
 
 
 def _stored(directory: Path) -> dict[str, Stored] | None:
@@ -169,14 +130,6 @@ def _fp8_problems(stored: Mapping[str, Stored], fp8: Fp8Checkpoint) -> Iterator[
                 yield f"tensor {name} is in 8 bits and has no scale: download the model again"
             elif problem := fp8.check_scale(tensor.shape, stored[scale].shape):
                 yield f"tensor {scale} {problem}"
-
-
-def _scaled(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    return {
-        name: replace(tensor, dtype="F32") if tensor.dtype == E4M3 else tensor
-        for name, tensor in stored.items()
-        if not is_scale(name)
-    }
 
 
 def _quantised(stored: Mapping[str, Stored]) -> Iterator[str]:

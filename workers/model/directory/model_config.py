@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .end_tokens import end_tokens
 from .fp8_checkpoint import fp8_checkpoint
 from .json_files import ModelError, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
 from .text_part import text_config
+from .tokenizer_files import end_tokens
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -22,6 +22,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "seed_oss": "SeedOssForCausalLM",
 }
 """transformers' `model_type` → architecture."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Shape = tuple[int, ...]
 
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
 """Keys of config.json that a deployment may override."""
@@ -82,10 +86,9 @@ class ModelConfig:
         Costs are multiply-adds per token of a long prompt. The last layer needs no output, and the last stage
         runs the LM head once per 512 tokens. Raises ModelError for more stages than layers.
         """
-        if not 1 <= stages <= self.layers:
-            raise ModelError(
-                f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}"
-            )
+        most = self.layers
+        if not 1 <= stages <= most:
+            raise ModelError(f"{most} layers cannot be split over {stages} stages: use 1 to {most}")
         attention = self.attention_matrices + self.macs_per_pair * _SPLIT_KEYS
         costs = [attention, self.mlp_matrices] * self.layers
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
@@ -113,20 +116,44 @@ class ModelConfig:
         self, layers: int, mlps: int | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
         """Count the numbers in `layers` attentions, `mlps` MLPs (None: as many) and ends."""
-        heads = self.q_heads + self.kv_heads
-        attention = self.attention_matrices + self.hidden
-        attention += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
-        attention += self.hidden if self.o_bias else 0
-        attention += heads * self.head_dim if self.qk_norm else 0
-        one_mlp = self.mlp_matrices + self.hidden
-        one_mlp += 2 * self.intermediate + self.hidden if self.mlp_bias else 0
-        mlp = one_mlp * (layers if mlps is None else mlps)
+        attention, mlp = (sum(map(math.prod, shapes.values())) for shapes in self._halves())
+        if self.qk_norm:  # its scales are loaded once for each head
+            attention += (self.q_heads + self.kv_heads - 2) * self.head_dim
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
-        return layers * attention + mlp + (tables * self.vocab + head) * self.hidden
+        halves = layers * attention + (layers if mlps is None else mlps) * mlp
+        return halves + (tables * self.vocab + head) * self.hidden
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return all tensors' shapes by Hugging Face's names, without a tied head."""
+        table = {EMBEDDING: (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
+        head = {} if self.tied_embeddings else {HEAD: (self.vocab, self.hidden)}
+        attention, mlp = self._halves()
+        layer, numbers = attention | mlp, range(self.layers)
+        layers = {f"model.layers.{number}.{name}": layer[name] for number in numbers for name in layer}
+        return {**table, **head, **layers}
+
+    def _halves(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
+        hidden, inner = self.hidden, self.intermediate
+        attention: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
+        for name, heads in (("q", self.q_heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+            rows = heads * self.head_dim
+            attention |= _linear(f"self_attn.{name}_proj", rows, hidden, self.qkv_bias)
+            if self.qk_norm and name != "v":
+                attention[f"self_attn.{name}_norm.weight"] = (self.head_dim,)
+        attention |= _linear("self_attn.o_proj", hidden, self.q_heads * self.head_dim, self.o_bias)
+        mlp: dict[str, Shape] = {"post_attention_layernorm.weight": (hidden,)}
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            mlp |= _linear(f"mlp.{name}_proj", rows, columns, self.mlp_bias)
+        return attention, mlp
 
     def kv_values(self, layers: int) -> int:
         """Count the numbers in one token's K and V."""
         return 2 * layers * self.kv_heads * self.head_dim
+
+
+def _linear(module: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{module}.weight": (rows, columns)}
+    return weight | {f"{module}.bias": (rows,)} if bias else weight
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -146,8 +173,8 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     architecture = _architecture(raw)
     rope = _rope(raw, extra)
     raw = {**raw, **extra}
-    _refuse_unsupported(raw)
-    qkv_bias, o_bias, mlp_bias = _biases(raw, architecture)
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
     fp8_checkpoint(Path(directory), raw)
     heads, hidden = _positive_int(raw, "num_attention_heads"), _positive_int(raw, "hidden_size")
     default_dim = 128 if architecture in ("Qwen3ForCausalLM", "SeedOssForCausalLM") else hidden // heads
@@ -164,9 +191,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         rms_eps=_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
+        **_biases(raw, architecture),
         qk_norm=architecture == "Qwen3ForCausalLM",
         eos_ids=_eos_ids(Path(directory), raw),
     )
@@ -209,9 +234,14 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     if kind not in _ROPE_KEYS or any(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_ROPE_KEYS)}")
     _refuse_partial(given, raw)
-    if "original_max_position_embeddings" in _ROPE_KEYS[kind]:
-        given.setdefault("original_max_position_embeddings", _trained_positions(raw))
-        _refuse_two_lengths(given, raw)
+    key = "original_max_position_embeddings"
+    if key in _ROPE_KEYS[kind]:
+        trained = raw.get(key) or raw.get("max_position_embeddings")
+        scaled_from = given.setdefault(key, trained)
+        if raw.get(key) not in (None, scaled_from):
+            raise ModelError(
+                f"config.json says {key} = {raw[key]}, but {scaled_from} in its rope scaling: leave one"
+            )
     missing = [key for key in _ROPE_KEYS[kind] if given.get(key) is None]
     if missing:
         raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
@@ -223,18 +253,6 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     if theta <= 1.0:
         raise ModelError(f"rope_theta = {theta} must be above 1")
     return RopeConfig(theta, _without_theta(given))
-
-
-def _trained_positions(raw: Mapping[str, Any]) -> Any:
-    return raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
-
-
-def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
-    key = "original_max_position_embeddings"
-    if raw.get(key) not in (None, scaling[key]):
-        raise ModelError(
-            f"config.json says {key} = {raw[key]}, but {scaling[key]} in its rope scaling: leave one"
-        )
 
 
 def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,10 +276,7 @@ def _scaling_keys(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ModelError(f"config.json: {section} = {given!r} is not a section of keys")
     keys = {key: value for key, value in given.items() if value is not None}
-    if not keys:
-        return {}
-    kind = keys.pop("type", "default")
-    return {"rope_type": kind, **keys}
+    return {"rope_type": keys.pop("type", "default"), **keys} if keys else {}
 
 
 def _without_theta(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,24 +298,17 @@ def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str,
     return int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
-
-
-def _biases(raw: Mapping[str, Any], architecture: str) -> tuple[bool, bool, bool]:
-    """Say whether queries, keys and values, the attention's output, and the MLP have biases. A missing key
-    means what transformers takes it for."""
+def _biases(raw: Mapping[str, Any], architecture: str) -> dict[str, bool]:
+    """Say which linear layers have biases. A missing key means what transformers takes it for."""
     seed = architecture == "SeedOssForCausalLM"
     attention, mlp = bool(raw.get("attention_bias", seed)), bool(raw.get("mlp_bias"))
     output = bool(raw.get("attention_out_bias")) if seed else attention
     fixed = {"Qwen2ForCausalLM": (True, False, False), "MistralForCausalLM": (False, False, False)}
     known = fixed.get(architecture, (attention, output, mlp and architecture != "Qwen3ForCausalLM"))
-    asked = {"attention_bias": (attention, known[0]), "mlp_bias": (mlp, known[2])}
-    for key, (given, has) in asked.items():
+    for key, given, has in (("attention_bias", attention, known[0]), ("mlp_bias", mlp, known[2])):
         if given and not has:
             raise ModelError(f"config.json sets {key}, which {architecture} does not have: leave it out")
-    return known
+    return dict(zip(("qkv_bias", "o_bias", "mlp_bias"), known, strict=True))
 
 
 def _refuse_uneven_heads(config: ModelConfig) -> None:
@@ -312,22 +320,17 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
 
 
 def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    window = _window(raw, config)
-    if window is not None and window < config.positions:
+    """A missing key means what transformers takes it for."""
+    qwen = config.architecture.startswith("Qwen")
+    if qwen and not (raw.get("use_sliding_window", False) and _slides(raw, config.layers)):
+        return
+    assumed = 4096 if qwen or config.architecture == "MistralForCausalLM" else None
+    window = raw.get("sliding_window", assumed)
+    if isinstance(window, int) and window < config.positions:
         raise ModelError(
             f"sliding-window attention ({window} of {config.positions} positions) is not supported: use a "
             "model with full attention, or set max_position_embeddings to the window"
         )
-
-
-def _window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
-    """A missing key means what transformers takes it for."""
-    qwen = config.architecture.startswith("Qwen")
-    if qwen and not (raw.get("use_sliding_window", False) and _slides(raw, config.layers)):
-        return None
-    assumed = 4096 if qwen or config.architecture == "MistralForCausalLM" else None
-    window = raw.get("sliding_window", assumed)
-    return window if isinstance(window, int) else None
 
 
 def _slides(raw: Mapping[str, Any], layers: int) -> bool:

@@ -126,12 +126,13 @@ def embedded_gguf() -> Path:
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
     """Convert a GGUF file unless the cache has it, and remove what nobody reads any more. An atomic rename
     publishes a conversion, so many processes may do so at once. Raises ModelError."""
-    root = _models_cache() if cache is None else Path(cache)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = home / "deltafront" / "models" if cache is None else Path(cache)
     _sweep(root)
     target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
-    from ..weights.gguf_conversion import convert_gguf  # it imports torch
+    from ..weights.gguf_source import convert_gguf  # it imports torch
 
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -147,10 +148,6 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
             reason = f"{path} cannot be converted into {root}: {error.strerror or error}"
             raise ModelError(f"{reason} (XDG_CACHE_HOME names another folder than ~/.cache)") from error
     return target
-
-
-def _models_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltafront" / "models"
 
 
 def _sweep(root: Path) -> None:
@@ -184,9 +181,7 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_NOT_HUB_FILES))
-        )
+        return Path(snapshot_download(model, allow_patterns=[*_HUB_FILES], ignore_patterns=[*_NOT_HUB_FILES]))
     except Exception as error:  # network, authorisation, unknown name
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {model!r} cannot be fetched from the hub: {reason}") from error

@@ -1,4 +1,4 @@
-"""Reads the files beside tokenizer.json as transformers does."""
+"""Reads the files beside tokenizer.json as transformers does, and which tokens end an answer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import jinja2
 
 from .chat_template import ChatTemplate
-from .json_files import ModelError, read_json_or_empty, refuse_pointer
+from .json_files import ModelError, read_json, read_json_or_empty, refuse_pointer
 
 _CONFIG, _ADDED, _TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
+_SAID = "\N{ASTERISM}said\N{ASTERISM}"
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,13 @@ def _added(
 ) -> Mapping[int, AddedToken]:
     """added_tokens.json has no flags: a token with a name is special."""
     added: dict[int, AddedToken] = {}
-    named = {*special.values(), *_listed(config)}
+    several = (config.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens"))
+    listed = {_text(token) for tokens in several if isinstance(tokens, list) for token in tokens}
+    named = listed.union(special.values())
     try:
         for content, number in read_json_or_empty(directory / _ADDED).items():
-            added[int(number)] = AddedToken(
-                content, special=content in named, normalized=content not in named
-            )
+            is_named = content in named
+            added[int(number)] = AddedToken(content, special=is_named, normalized=not is_named)
         for number, about in (config.get("added_tokens_decoder") or {}).items():
             flags = {key: about[key] for key in vars(AddedToken("")) if key in about}
             added[int(number)] = AddedToken(**flags)
@@ -113,6 +115,40 @@ def _added(
     return dict(sorted(added.items()))
 
 
-def _listed(config: Mapping[str, Any]) -> set[str]:
-    several = (config.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens"))
-    return {_text(token) for tokens in several if isinstance(tokens, list) for token in tokens}
+def end_tokens(directory: Path) -> tuple[int, ...]:
+    """Return the ids of tokens that end an answer: `eos_token`, and the one behind an assistant's message in
+    the chat template. ChatML's `<|im_end|>` may be there alone. Raises ModelError."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return ()
+    files, state = TokenizerFiles.read(directory), read_json(path)
+    try:
+        added = {token["content"]: int(token["id"]) for token in state.get("added_tokens") or []}
+        beside = {token.content: id_ for id_, token in files.added.items()}
+        ids = {**_vocabulary(state), **beside, **added}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path} is not a tokenizer: {error!r}") from None
+    eos = files.special.get("eos_token", "")
+    ends = (eos, _marker(files, {*added, *beside, eos} - {""}))
+    return tuple(dict.fromkeys(ids[end] for end in ends if end in ids))
+
+
+def _vocabulary(state: Mapping[str, Any]) -> dict[str, int]:
+    """A Unigram model lists pairs in the order of ids."""
+    vocabulary = (state.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):
+        return {piece: number for number, (piece, _score) in enumerate(vocabulary)}
+    return dict(vocabulary)
+
+
+def _marker(files: TokenizerFiles, tokens: set[str]) -> str:
+    messages = ({"role": "user", "content": "\N{ASTERISM}"}, {"role": "assistant", "content": _SAID})
+    if files.template is None:
+        return ""
+    try:
+        rendered = files.template.render(messages, False, files.special)
+    except jinja2.TemplateError:
+        return ""
+    _before, separator, after = rendered.rpartition(_SAID)
+    after = after.lstrip() if separator else ""
+    return max((token for token in tokens if after.startswith(token)), key=len, default="")

@@ -1,7 +1,9 @@
-"""Configuration and weights of a GGUF file, under Hugging Face's names."""
+"""Configuration and weights of a GGUF file, under Hugging Face's names, and its conversion to a safetensors
+directory."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,9 +11,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
-from ..directory.json_files import ModelError
-from .gguf_tokenizer import end_ids
+from ..directory.json_files import WEIGHT_INDEX, ModelError
+from ..directory.model_config import read_config
+from .gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json
+
+_SHARD_BYTES = 2 << 30
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -45,6 +52,9 @@ _READ = frozenset(
     rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
 )
 """Keys that are read, or change nothing."""
+_FACTORS = """attention.output_scale logit_scale embedding_scale residual_scale
+    rope.scaling.yarn_ext_factor""".split()
+"""Keys of which 1 changes nothing."""
 
 
 class GgufSource:
@@ -134,17 +144,9 @@ class GgufSource:
         return rows
 
     def _refuse_unread(self, head_dim: int) -> None:
-        inert = {
-            "attention.causal": True,
-            "attention.value_length": head_dim,
-            "attention.scale": head_dim**-0.5,
-            "attention.output_scale": 1.0,
-            "hidden_activation": "silu",
-            "logit_scale": 1.0,
-            "embedding_scale": 1.0,
-            "residual_scale": 1.0,
-            "rope.scaling.yarn_ext_factor": 1.0,
-        }
+        inert: dict[str, Any] = dict.fromkeys(_FACTORS, 1.0)
+        inert |= {"attention.causal": True, "hidden_activation": "silu"}
+        inert |= {"attention.value_length": head_dim, "attention.scale": head_dim**-0.5}
         for name in self._reader.fields:
             prefix, _, key = name.partition(".")
             if prefix != self._architecture or key in _READ:
@@ -239,3 +241,47 @@ def _unpermute(rows_OI: torch.Tensor, heads: int) -> torch.Tensor:
 def _shortest_float(value: float) -> float:
     """Return the shortest decimal: 1e-5 went through float32 into the file."""
     return float(str(np.float32(value)))
+
+
+def convert_gguf(path: Path, work: Path) -> None:
+    """Fill the folder `work`. Raises ModelError."""
+    source = GgufSource(path)
+    config = source.config()
+    _write_json(work / "config.json", config)
+    ids: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    _write_json(work / "generation_config.json", ids)
+    _write_tokenizer(source, work)
+    read_config(work)  # refuse a model before the long part
+    _write_weights(source, work)
+
+
+def _write_tokenizer(source: GgufSource, work: Path) -> None:
+    _write_json(work / "tokenizer.json", tokenizer_json(source))
+    positions = {"model_max_length": source.model_field("context_length")}
+    _write_json(work / "tokenizer_config.json", tokenizer_config(source) | positions)
+    try:
+        Tokenizer.from_file(str(work / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"the tokenizer in {source.path} cannot be rebuilt: {error}") from error
+
+
+def _write_weights(source: GgufSource, work: Path) -> None:
+    """Shards are bounded: a model larger than memory can be converted."""
+    shard: dict[str, torch.Tensor] = {}
+    weight_map: dict[str, str] = {}
+    size = shards = 0
+    names = sorted(source.names())
+    for name in names:
+        shard[name] = source.read_compact(name)
+        size += shard[name].nbytes
+        if size >= _SHARD_BYTES or name == names[-1]:
+            shards += 1
+            file = f"model-{shards:05d}.safetensors"
+            save_file(shard, work / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(shard, file)
+            shard, size = {}, 0
+    _write_json(work / WEIGHT_INDEX, {"metadata": {}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

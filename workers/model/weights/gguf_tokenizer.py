@@ -103,16 +103,12 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2, "unk
 
 def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
     """Raises ModelError if it cannot be rebuilt exactly."""
-    kind = _kind(metadata)
-    tokens = _tokens(metadata)
-    parts = _PARTS[kind](metadata, tokens)
+    kind, tokens = _kind(metadata), _tokens(metadata)
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": _added_tokens(metadata, tokens),
         "post_processor": _post_processor(metadata, tokens),
-        **parts,
+        **_PARTS[kind](metadata, tokens),
     }
 
 
@@ -175,21 +171,12 @@ def _special_id(metadata: Metadata, key: str) -> int | None:
 
 def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, Any]]:
     """Text is cut at them first. Answers leave the special ones out."""
-    special = {
-        id_
-        for id_, kind in enumerate(_types(metadata, tokens))
-        if kind in (TokenType.CONTROL, TokenType.UNKNOWN)
-    }
-    bos = _special_id(metadata, "bos")
-    special |= {*end_ids(metadata), *([] if bos is None else [bos])}
-    plain = {
-        id_ for id_, kind in enumerate(_types(metadata, tokens)) if kind == TokenType.USER_DEFINED
-    } - special
+    types = list(enumerate(_types(metadata, tokens)))
+    special = {id_ for id_, kind in types if kind in (TokenType.CONTROL, TokenType.UNKNOWN)}
+    special |= {id_ for id_ in (*end_ids(metadata), _special_id(metadata, "bos")) if id_ is not None}
+    added = sorted(special | {id_ for id_, kind in types if kind == TokenType.USER_DEFINED})
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return [
-        {"id": id_, "content": tokens[id_], **flags, "special": id_ in special}
-        for id_ in sorted(special | plain)
-    ]
+    return [{"id": id_, "content": tokens[id_], **flags, "special": id_ in special} for id_ in added]
 
 
 def _post_processor(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any] | None:
@@ -248,7 +235,7 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
         "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "decoder": byte_level,
-        "model": _bpe(tokens, merges, ignore_merges=pre.ignore_merges),
+        "model": _bpe(tokens, merges) | {"ignore_merges": pre.ignore_merges},
     }
 
 
@@ -259,20 +246,15 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
     pieces = {tokens[id_]: float(scores[id_]) for id_, kind in enumerate(types) if kind == TokenType.NORMAL}
     prefix = bool(metadata.field("tokenizer.ggml.add_space_prefix", True))
     before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    fallback = {"type": "ByteFallback"}, {"type": "Fuse"}
+    unknown = {"unk_token": tokens[_special_id(metadata, "unknown") or 0], "fuse_unk": True}
+    unknown["byte_fallback"] = TokenType.BYTE in types
     after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     return {
         "normalizer": _sequence("normalizers", *before, _replace(" ", _SPACE)),
         "pre_tokenizer": None,
-        "decoder": _sequence(
-            "decoders", _replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}, *after
-        ),
-        "model": _bpe(
-            tokens,
-            _merges(pieces),
-            unk_token=tokens[_special_id(metadata, "unknown") or 0],
-            fuse_unk=True,
-            byte_fallback=TokenType.BYTE in types,
-        ),
+        "decoder": _sequence("decoders", _replace(_SPACE, " "), *fallback, *after),
+        "model": _bpe(tokens, _merges(pieces)) | unknown,
     }
 
 
@@ -282,20 +264,8 @@ _PARTS: Mapping[str, Callable[[Metadata, Sequence[str]], dict[str, Any]]] = {
 }
 
 
-def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        **options,
-        "vocab": {text: id_ for id_, text in enumerate(tokens)},
-        "merges": merges,
-    }
+def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+    return {"type": "BPE", "vocab": {text: id_ for id_, text in enumerate(tokens)}, "merges": merges}
 
 
 def _merges(scores: Mapping[str, float]) -> list[list[str]]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..directory.json_files import ModelError
+from .sources import open_safetensors
 
 _NAME = re.compile(
     r"base_model\.model\.(model\.layers\.(\d+)\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj))"
@@ -22,15 +22,8 @@ _NAME = re.compile(
 )
 
 _REFUSED = (
-    "fan_in_fan_out",
-    "use_dora",
-    "modules_to_save",
-    "alpha_pattern",
-    "lora_bias",
-    "trainable_token_indices",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_qalora",
+    *("fan_in_fan_out", "use_dora", "modules_to_save", "alpha_pattern", "lora_bias"),
+    *("trainable_token_indices", "layer_replication", "alora_invocation_tokens", "use_qalora"),
 )
 
 _CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq")
@@ -45,20 +38,15 @@ class LoraAdapter:
         self._config = _read_config(Path(directory) / "adapter_config.json")
         if not self._path.exists():
             raise ModelError(f"{self._path} does not exist: an adapter needs its weights in safetensors")
-        try:
-            with safe_open(self._path, "pt") as file:
-                names = list(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{self._path} cannot be read as safetensors: {error}") from None
-        self._tensors = _sorted_names(self._path, names, model_layers)
+        self._file = open_safetensors(self._path)
+        self._tensors = _sorted_names(self._path, list(self._file.keys()), model_layers)
 
     def merge(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor:
         """Return W + B·A·scale in float32, or the weight itself if the adapter has none for `name`."""
         module = name.removesuffix(".weight")
         if not name.endswith(".weight") or module not in self._tensors:
             return weight_OI
-        with safe_open(self._path, "pt") as file:
-            a_RI, b_OR = (file.get_tensor(self._tensors[module][side]).float() for side in "AB")
+        a_RI, b_OR = (self._file.get_tensor(self._tensors[module][side]).float() for side in "AB")
         rank = a_RI.shape[0]
         if b_OR.shape[1] != rank or (b_OR.shape[0], a_RI.shape[1]) != tuple(weight_OI.shape):
             raise ModelError(

@@ -7,6 +7,7 @@ Shape suffixes also: I input width, O output width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,11 +23,8 @@ class Linear:
 
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
-
-    @property
-    def quantised(self) -> bool:
-        """Whether it is best given rows of e4m3."""
-        return False
+    quantised: ClassVar[bool] = False
+    """Whether it is best given rows of e4m3."""
 
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         return linear(_plain(x_TI), self.weight_OI, self.bias_O)
@@ -47,6 +45,7 @@ class Fp8Linear:
     weight: Fp8Rows
     bias_O: torch.Tensor | None
     dtype: torch.dtype
+    quantised: ClassVar[bool] = True
 
     @classmethod
     def of(cls, linear: Linear) -> Fp8Linear:
@@ -55,10 +54,6 @@ class Fp8Linear:
     @property
     def weight_OI(self) -> torch.Tensor:
         return self.weight.dequantised(self.dtype)
-
-    @property
-    def quantised(self) -> bool:
-        return True
 
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         rows_TI = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)

@@ -36,7 +36,7 @@ class SafetensorsSource:
         stored = self._stored_names[name]
         path = self._files[stored]
         if path not in self._open:
-            self._open[path] = _open_safetensors(path)
+            self._open[path] = open_safetensors(path)
         try:
             tensor: torch.Tensor = self._open[path].get_tensor(stored)
         except SafetensorError as error:  # an index may name a tensor that its file lacks
@@ -86,13 +86,13 @@ def open_weights(directory: str | Path) -> WeightSource:
         single = weight_file(root)
         if single.suffix == ".gguf":
             return GgufSource(single)
-        files = dict.fromkeys(_open_safetensors(single).keys(), single)
+        files = dict.fromkeys(open_safetensors(single).keys(), single)
     raw = read_json(root / "config.json")
     source, fp8 = SafetensorsSource(files, text_names(files, raw)), fp8_checkpoint(root, raw)
     return source if fp8 is None else Fp8Source(source, fp8)
 
 
-def _open_safetensors(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:

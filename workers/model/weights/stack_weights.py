@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +12,9 @@ import torch
 
 from ...progress import Tell, silent
 from ...settings import Quantisation
-from ..directory.headers import EMBEDDING, HEAD
 from ..directory.json_files import ModelError
 from ..directory.layer_shares import LayerShare
-from ..directory.model_config import ModelConfig
+from ..directory.model_config import EMBEDDING, HEAD, ModelConfig
 from .lora import LoraAdapter
 from .projections import Fp8Linear, Linear
 from .sources import WeightSource, open_weights
@@ -92,33 +90,30 @@ class _Reader:
         self.source, self.spec = source, spec
         self._adapter = None if spec.adapter is None else LoraAdapter(spec.adapter, spec.config.layers)
         self._uploads = Uploads(spec.device)
-        self._taken: set[str] = set()
+        self._shapes = spec.config.shapes()
+        self._shapes.setdefault(HEAD, self._shapes[EMBEDDING])
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
-        """On a CPU this is the file's own memory if its dtype fits."""
-        tensor = self._read(name, shape)
-        if self.spec.device.type == "cpu":
-            return tensor.to(self.spec.dtype)
-        target = self._empty(shape)
-        self._uploads.copy(tensor, target)
-        return target
+    def get(self, *names: str) -> torch.Tensor:
+        """Return tensors one below the other. On a CPU a single one is the file's own memory if its dtype
+        fits."""
+        if self.spec.device.type == "cpu" and len(names) == 1:
+            return self._read(names[0]).to(self.spec.dtype)
+        rows, columns = [self._shapes[name][0] for name in names], self._shapes[names[0]][1:]
+        fused = torch.empty((sum(rows), *columns), dtype=self.spec.dtype, device=self.spec.device)
+        for name, target in zip(names, torch.split(fused, rows), strict=True):
+            self._uploads.copy(self._read(name), target)
+        return fused
 
-    def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
-        target = self._empty((sum(rows), *columns))
-        start = 0
-        for name, count in zip(names, rows, strict=True):
-            self._uploads.copy(self._read(name, (count, *columns)), target[start : start + count])
-            start += count
-        return target
+    def linear(self, *modules: str) -> Linear:
+        """Return modules with the same inputs as one layer."""
+        biased = f"{modules[0]}.bias" in self._shapes
+        weight_OI = self.get(*(f"{module}.weight" for module in modules))
+        return Linear(weight_OI, self.get(*(f"{module}.bias" for module in modules)) if biased else None)
 
-    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
-
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _read(self, name: str) -> torch.Tensor:
         if name not in self.source.names():
             raise ModelError(f"the weights have no tensor {name!r}: they do not belong to this config.json")
-        self._taken.add(name)
-        tensor = self.source.read(name)
+        tensor, shape = self.source.read(name), self._shapes[name]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, config.json says {shape}")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
@@ -134,9 +129,9 @@ class _Reader:
         }
         return replace(half, **matrices)
 
-    def require_all_taken(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
+    def refuse_left_over(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
         """Without a bias, say, the model would be another. elsewhere: another stage checks these."""
-        left = {name for name in self.source.names() if name.startswith(prefix)} - self._taken
+        left = {name for name in self.source.names() if name.startswith(prefix)} - self._shapes.keys()
         left = {name for name in left if not name.removeprefix(prefix).startswith(elsewhere)}
         left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # in old checkpoints; the config implies it
         if left:
@@ -163,7 +158,7 @@ def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> S
         attentions=attentions,
         mlps=mlps,
         embedding_VC=embedding_VC,
-        final_norm_C=read.get("model.norm.weight", spec.config.hidden) if spec.head else None,
+        final_norm_C=read.get("model.norm.weight") if spec.head else None,
         head=None if head_VC is None else Linear(head_VC),
     )
 
@@ -171,15 +166,14 @@ def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> S
 def _read_ends(read: _Reader) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """As in transformers 5, one of two tied tables may be missing, and tables that differ stay apart."""
     spec, names = read.spec, read.source.names()
-    table = spec.config.vocab, spec.config.hidden
     tied = spec.config.tied_embeddings and (not {EMBEDDING, HEAD} <= names or _tables_are_equal(read))
     embedding, head = EMBEDDING, HEAD
     if tied:
         embedding = head = EMBEDDING if EMBEDDING in names else HEAD
-    embedding_VC = read.get(embedding, *table) if spec.embedding else None
+    embedding_VC = read.get(embedding) if spec.embedding else None
     if tied and embedding_VC is not None:
         return embedding_VC, embedding_VC if spec.head else None
-    return embedding_VC, read.get(head, *table) if spec.head else None
+    return embedding_VC, read.get(head) if spec.head else None
 
 
 def _tables_are_equal(read: _Reader) -> bool:
@@ -215,47 +209,25 @@ def _read_layer(
     attention = _read_attention(read, prefix) if layer in share.layers else None
     mlp = _read_mlp(read, prefix) if layer in share.mlps else None
     elsewhere = () if attention else _ATTENTION
-    read.require_all_taken(prefix, elsewhere if mlp else (*elsewhere, *_MLP))
+    read.refuse_left_over(prefix, elsewhere if mlp else (*elsewhere, *_MLP))
     return attention, mlp
 
 
 def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
-    config = read.spec.config
-    heads = {"q": config.q_heads, "k": config.kv_heads, "v": config.kv_heads}
-    rows = {name: count * config.head_dim for name, count in heads.items()}
-
-    def projections(kind: str, *columns: int) -> torch.Tensor:
-        names = [f"{prefix}self_attn.{name}_proj.{kind}" for name in rows]
-        return read.fused(names, list(rows.values()), *columns)
-
-    qk_norm_JD = None
-    if config.qk_norm:
-        norms = [read.get(f"{prefix}self_attn.{n}_norm.weight", config.head_dim) for n in "qk"]
-        qk_norm_JD = torch.cat([norm.expand(heads[n], -1) for n, norm in zip("qk", norms, strict=True)])
+    config, module = read.spec.config, f"{prefix}self_attn."
+    norms = (("q", config.q_heads), ("k", config.kv_heads)) if config.qk_norm else ()
+    norms_JD = [read.get(f"{module}{name}_norm.weight").expand(heads, -1) for name, heads in norms]
     return AttentionWeights(
-        input_norm_C=read.get(f"{prefix}input_layernorm.weight", config.hidden),
-        qkv=Linear(projections("weight", config.hidden), projections("bias") if config.qkv_bias else None),
-        qk_norm_JD=qk_norm_JD,
-        output=Linear(
-            read.get(f"{prefix}self_attn.o_proj.weight", config.hidden, rows["q"]),
-            read.get(f"{prefix}self_attn.o_proj.bias", config.hidden) if config.o_bias else None,
-        ),
+        input_norm_C=read.get(f"{prefix}input_layernorm.weight"),
+        qkv=read.linear(*(f"{module}{name}_proj" for name in "qkv")),
+        qk_norm_JD=torch.cat(norms_JD) if norms_JD else None,
+        output=read.linear(f"{module}o_proj"),
     )
 
 
 def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
-    config = read.spec.config
-    hidden, inner = config.hidden, config.intermediate
-
-    def gate_up(kind: str, *columns: int) -> torch.Tensor:
-        names = [f"{prefix}mlp.{name}_proj.{kind}" for name in ("gate", "up")]
-        return read.fused(names, [inner, inner], *columns)
-
     return MlpWeights(
-        post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up=Linear(gate_up("weight", hidden), gate_up("bias") if config.mlp_bias else None),
-        down=Linear(
-            read.get(f"{prefix}mlp.down_proj.weight", hidden, inner),
-            read.get(f"{prefix}mlp.down_proj.bias", hidden) if config.mlp_bias else None,
-        ),
+        post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=read.linear(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
+        down=read.linear(f"{prefix}mlp.down_proj"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...messages.events import LayerDensity, PrefillReport, summed_by_layer
@@ -25,7 +25,6 @@ class Account:
     method: MethodSpec
     arrived: float
     began: float | None = None
-    _own: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _own_wall: float = 0.0
     _others: float = 0.0
     _phases: list[defaultdict[str, float]] = field(default_factory=list)
@@ -41,14 +40,13 @@ class Account:
     def own_chunk(self, reports: Sequence[ChunkReport]) -> None:
         """Add a chunk of this request that has left the last stage."""
         for report in reports:
-            _add(self._phases[report.stage], report.phases)
+            for name, seconds in report.phases.items():
+                self._phases[report.stage][name] += seconds
             self._launch_bound[report.stage] += _launch_bound(report)
             self._handoff_bytes += report.handoff_bytes
             self._layers = summed_by_layer((*self._layers, *report.density))
             self._sampled += report.sampled_share * sum(layer.causal for layer in report.density)
-        last = reports[-1]
-        _add(self._own, last.phases)
-        self._own_wall += last.wall
+        self._own_wall += reports[-1].wall
 
     def other_chunk(self, wall: float, ended: float) -> None:
         if self.began is not None:
@@ -58,7 +56,7 @@ class Account:
         """`critical` sums to `wall`; `group_overhead` is what no stage accounts for."""
         began = self.arrived if self.began is None else self.began
         wall = ended - began
-        critical = dict(self._own)
+        critical = dict(self._phases[-1])
         critical["other_requests"] = min(self._others, max(0.0, wall - self._own_wall))
         critical["group_overhead"] = wall - sum(critical.values())
         causal = sum(layer.causal for layer in self._layers)
@@ -77,14 +75,8 @@ class Account:
 
 def _launch_bound(report: ChunkReport) -> float:
     busy = sum(report.phases.values()) - report.phases.get("activation_wait", 0.0)
-    return (
-        busy if report.launched_ahead is not None and report.launched_ahead < _LAUNCHED_AHEAD * busy else 0.0
-    )
-
-
-def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:
-    for name, seconds in parts.items():
-        totals[name] += seconds
+    ahead = math.inf if report.launched_ahead is None else report.launched_ahead
+    return busy if ahead < _LAUNCHED_AHEAD * busy else 0.0
 
 
 class Pace:

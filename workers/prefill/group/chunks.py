@@ -1,5 +1,5 @@
 """Cuts a prompt into chunks: few, so that chunks' fixed cost stays small, and short, so that stages wait
-little for the first and the last. Pure.
+little for the first and the last. Costs are in multiply-adds (`ModelWork`). Pure, and free of torch.
 
 Equal stages form a proportionate flow shop: it takes the sum of the chunks' times and (stages - 1) times the
 longest, so chunks should take equally long. Attention makes later tokens dearer, so later chunks have fewer.
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import product
+from statistics import fmean
 
 from ....kernels.constants import BLOCK
 from ...messages.methods import MethodSpec
-from ..stage.chunk_cost import ChunkCost, ModelWork
+from ...model.directory.model_config import ModelConfig
 
 _REMEMBERED = 64
 _TRIES = 8
@@ -28,22 +30,122 @@ _MORE = (1.0, 1.25, 1.6)
 _MANY = 1000
 """With more chunks the last one is too short to matter, and a power of growth may overflow."""
 
+_FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
+"""Operations a second that products of 8B shapes reach on an H200, overheads included. A multiply-add counts
+as two."""
+_CHUNK_S, _LAYER_S = 3e-3, 100e-6
+"""A chunk's fixed cost on a stage, and in each layer: launches, ends of kernels, activations. More or fewer
+chunks than these give make no difference (docs/log/2026-11-25.md)."""
+_EVEN = 4 * BLOCK
+"""Longer chunks are multiples of it: 32 heads' blocks fill 132 multiprocessors, so 1,152 tokens take as long
+as 1,536."""
+_SPARSE = 0.087
+"""A sparse method's share of dense attention's time, scoring included (131,072 tokens, density 0.055)."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A chunk's cost on one stage. The unit is a token's matrix products on a mean stage. per_pair: for each
+    query and each key up to it."""
+
+    per_token: float
+    per_pair: float
+    per_chunk: float
+
+    def of(self, start: int, tokens: int) -> float:
+        """The cost of tokens start .. start+tokens-1."""
+        return self.per_token * tokens + self.per_pair * tokens * (start + (tokens + 1) / 2) + self.per_chunk
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """A chunk's cost on each stage. even: chunks of so many tokens or more are multiples of it."""
+
+    stages: tuple[StageCost, ...]
+    even: int = BLOCK
+
+    @cached_property
+    def mean(self) -> StageCost:
+        sides = ("per_token", "per_pair", "per_chunk")
+        return StageCost(*(fmean(getattr(stage, side) for stage in self.stages) for side in sides))
+
+    @property
+    def alike(self) -> bool:
+        return len({*self.stages}) == 1
+
+    def of(self, start: int, tokens: int) -> float:
+        """The same on a mean stage."""
+        return self.mean.of(start, tokens)
+
+    def fitting(self, start: int, limit: float) -> int:
+        """Count the tokens from `start` on of a chunk of cost `limit` on a mean stage; 0 if not one block."""
+        mean = self.mean
+        room = limit - mean.per_chunk
+        if room <= 0:
+            return 0
+        slope = mean.per_token + mean.per_pair * (start + 0.5)
+        tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * mean.per_pair * room))
+        blocks = int(tokens * (1 + 1e-12)) // BLOCK * BLOCK
+        return blocks if blocks < self.even else blocks // self.even * self.even
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """A stage's share of a model, in multiply-adds. per_pair: for each query and key. halves: how many
+    attentions and MLPs."""
+
+    per_token: int
+    per_pair: int
+    halves: int
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """A model by its stages. quantised: products are of 8 bits."""
+
+    stages: tuple[StageWork, ...]
+    quantised: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
+        """Count what `ModelConfig.split` shares out. The last layer ends with keys and values."""
+        shares, works = model.split(stages), []
+        for share in shares:
+            last = share is shares[-1]
+            attentions, mlps = len(share.layers) - last, len(share.mlps) - last
+            per_token = attentions * model.attention_matrices + mlps * model.mlp_matrices
+            per_token += last * model.qkv_matrices
+            works.append(StageWork(per_token, attentions * model.macs_per_pair, attentions + mlps + last))
+        return cls(tuple(works), quantised)
+
+    def chunk_cost(self, method: MethodSpec) -> ChunkCost:
+        rate = _FLOPS_8_BITS if self.quantised else _FLOPS
+        mean = fmean(stage.per_token for stage in self.stages)
+        token_s = 2 * mean / rate
+        dense = method.name.partition("+")[0] == "dense"
+        per_pair = (1.0 if dense else _SPARSE) * rate / _FLOPS / mean
+        stages = (
+            StageCost(
+                per_token=stage.per_token / mean,
+                per_pair=per_pair * stage.per_pair,
+                per_chunk=(_CHUNK_S + stage.halves / 2 * _LAYER_S) / token_s,
+            )
+            for stage in self.stages
+        )
+        return ChunkCost(tuple(stages), _EVEN)
+
 
 class ChunkSizes:
     """Without `work`, as on a CPU, all chunks are `largest`."""
 
     def __init__(self, largest: int, work: ModelWork | None = None) -> None:
         self._largest, self._work = largest, work
-        self._planned = lru_cache(_REMEMBERED)(self._plan)
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
         """Cut tokens start .. tokens-1."""
         if self._work is None:
             return even_chunks(start, tokens, self._largest)
-        return self._planned(self._work.chunk_cost(method), start, tokens)
-
-    def _plan(self, cost: ChunkCost, start: int, tokens: int) -> tuple[int, ...]:
-        return plan_chunks(start, tokens, self._largest, cost)
+        return plan_chunks(start, tokens, self._largest, self._work.chunk_cost(method))
 
 
 def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
@@ -51,6 +153,7 @@ def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
     return (largest,) * full + (rest,) * (rest > 0)
 
 
+@lru_cache(_REMEMBERED)
 def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
     """Return the sizes of the chunks of tokens start .. tokens-1: multiples of a block but for the last, and
     at most `largest`.
@@ -60,20 +163,15 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
     best = even_chunks(start, tokens, largest)
     if len(cost.stages) == 1 or len(best) == 0:
         return best
-    least, chosen = takes(best, start, cost), len(best)
-    for count in _counts(start, tokens, len(best), cost):
-        sizes = _shortest(start, tokens, count, largest, 1.0, cost)
-        time = takes(sizes, start, cost)
-        if time < least:
-            best, least, chosen = sizes, time, count
-    if cost.alike or chosen > _MANY:
+
+    def shortest(growths: Sequence[float], counts: Sequence[int]) -> tuple[int, ...]:
+        cuts = (_shortest(start, tokens, n, largest, growth, cost) for growth, n in product(growths, counts))
+        return min((best, *cuts), key=lambda sizes: takes(sizes, start, cost))
+
+    best = shortest((1.0,), _counts(start, tokens, len(best), cost))
+    if cost.alike or len(best) > _MANY:
         return best
-    for growth, more in product(_GROWTHS, _MORE):
-        sizes = _shortest(start, tokens, round(chosen * more), largest, growth, cost)
-        time = takes(sizes, start, cost)
-        if time < least:
-            best, least = sizes, time
-    return best
+    return shortest(_GROWTHS, [round(len(best) * more) for more in _MORE])
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:

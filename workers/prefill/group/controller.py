@@ -22,12 +22,10 @@ from ...messages.states import GroupStats
 from ...roles import PrefillEvent, Stage
 from ...settings import PrefillConfig
 from ...tracing import NO_TRACER, Span, Tracer
-from ..stage.chunk_cost import ModelWork
 from . import schedule
-from .chunks import ChunkSizes
+from .chunks import ChunkSizes, ModelWork
 from .pipeline import Pipeline
-from .request import Request
-from .request_table import PrefillRequests
+from .request_table import PrefillRequests, Request
 from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
@@ -140,15 +138,9 @@ class PrefillController:
         request = self._requests.admit(job, self._clock())
         if isinstance(request, Refused):
             return request
-        request.span = self._tracer.begin(
-            "prefill",
-            job.trace,
-            self._clock,
-            request.account.arrived,
-            tokens=job.tokens,
-            start=job.start,
-            method=job.method.name,
-        )
+        about = {"tokens": job.tokens, "start": job.start, "method": job.method.name}
+        began = request.account.arrived
+        request.span = self._tracer.begin("prefill", job.trace, self._clock, began, **about)
         self._arm_lease(request)
         if job.deadline is not None:
             late = Refused(reason=RefusalReason.DEADLINE, message="the deadline passed during prefill")
@@ -183,9 +175,8 @@ class PrefillController:
         command = request.next_chunk(self._sizes)
         span = request.span.begin("chunk", now, start=command.start, tokens=command.tokens)
         command = replace(command, trace=span.context)
-        request.waiting = schedule.chunk_sent(
-            request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
-        )
+        ageing = self._config.ageing_tokens_per_second
+        request.waiting = schedule.chunk_sent(request.waiting, command.tokens, now, ageing)
         request.in_flight += 1
         allowed = partial(self._requests.allowed, request, command)
         try:
@@ -217,11 +208,7 @@ class PrefillController:
         self._pump()
 
     def _chunk_done(
-        self,
-        request: Request,
-        command: ChunkCommand,
-        sent: float,
-        reports: list[ChunkReport] | RequestFailed,
+        self, request: Request, command: ChunkCommand, sent: float, reports: list[ChunkReport] | RequestFailed
     ) -> None:
         now = self._clock()
         request.in_flight -= 1
@@ -234,10 +221,8 @@ class PrefillController:
         self._requests.chunk_through(request, command, reports, sent, now)
         if request.ended:
             return
-        so_far = request.account.report(now)
-        request.events.put_nowait(
-            ChunkRead(tokens_done=request.done, tokens_total=request.job.tokens, so_far=so_far)
-        )
+        so_far, total = request.account.report(now), request.job.tokens
+        request.events.put_nowait(ChunkRead(tokens_done=request.done, tokens_total=total, so_far=so_far))
         if command.last:
             self._end(request, PrefillDone(request_id=command.request_id, report=so_far))
 

@@ -28,10 +28,10 @@ from ...replica import Replica
 from ...roles import Group, Stage
 from ...settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
 from ...tracing import SpanSink, Tracer, provider
+from .chunks import ModelWork
 from .controller import PrefillController
 
 if TYPE_CHECKING:
-    from ..stage.chunk_cost import ModelWork
     from ..stage.stage import PrefillStage
 
 _SWITCH_S = 2e-4
@@ -69,11 +69,11 @@ class StageActor:
         """Load the model's share once. Returns the node's id, and what chunks cost."""
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
-            return node, self._stage.work
+            return node, self._work()
         from ...kv.fetch import RayKVSource
         from ...kv.handoff.transports import kv_sender
-        from ...model.decoder.compute_thread import set_up_compute_thread
-        from ..stage.loading import load_stage
+        from ...model.decoder.load import set_up_compute_thread
+        from ..stage.stage import load_stage
 
         set_up_compute_thread(self._config.threads, self._config.device)
         sys.setswitchinterval(_SWITCH_S)
@@ -86,11 +86,16 @@ class StageActor:
             self._model, self._config, self._number, None, ends, source=source, tell=tell, tracer=tracer
         )
         self._compilations.ready = True
-        return node, self._stage.work
+        return node, self._work()
+
+    def _work(self) -> ModelWork | None:
+        stack = self.hosted.stack
+        on_gpu = stack.device.type == "cuda"
+        return ModelWork.of(stack.config, self._config.stages, stack.quantised) if on_gpu else None
 
     def join(self, rendezvous: Rendezvous) -> None:
         """All stages must be asked at the same time."""
-        from ..stage.peer_activations import connect_neighbours
+        from ..stage.activations import connect_neighbours
 
         stage, number = self.hosted, self._number
         stage.connect(connect_neighbours(self._store, number, self._config, stage.stack, rendezvous))
@@ -127,7 +132,7 @@ class ControllerActor(Leaving):
         pairing: str,
         spans: SpanSink,
     ) -> None:
-        self._nodes, self._pairing = nodes, pairing
+        self._about: dict[str, Any] = {"nodes": nodes, "pairing": pairing}
         self._stages = stages
         self._compilations: Phases = ()
         self._counting: asyncio.Task[None] | None = None
@@ -148,13 +153,8 @@ class ControllerActor(Leaving):
         )
 
     async def stats(self) -> GroupStats:
-        return replace(
-            await self.hosted.stats(),
-            nodes=self._nodes,
-            draining=self.draining,
-            compilations=self._compilations,
-            pairing=self._pairing,
-        )
+        counts = self._compilations
+        return replace(await self.hosted.stats(), draining=self.draining, compilations=counts, **self._about)
 
     async def check(self) -> str:
         """Also asks stages for their compilations, without waiting."""

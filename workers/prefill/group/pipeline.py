@@ -41,9 +41,6 @@ class Pipeline:
         self._last: asyncio.Task[list[ChunkReport]] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def __len__(self) -> int:
-        return len(self._stages)
-
     @property
     def ready(self) -> bool:
         return self._entering <= _AHEAD and self._chunks < len(self._stages) + _AHEAD

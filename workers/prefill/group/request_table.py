@@ -3,22 +3,118 @@ command and ends no request. Only the event loop's thread uses it."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from ...kv.pages.pool import PagePool, pages_for
-from ...messages.requests import PrefillJob, RefusalReason, Refused
-from ...messages.stages import ChunkCommand, ChunkReport
+from ...messages.events import PrefillDone
+from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
+from ...messages.stages import ChunkCommand, ChunkReport, OpenRequest
 from ...messages.states import GroupStats
+from ...roles import PrefillEvent
 from ...settings import PrefillConfig
+from ...tracing import NO_SPAN
 from . import schedule
-from .account import Pace, Throughput
-from .request import Request
+from .account import Account, Pace, Throughput
+from .chunks import ChunkSizes
 
 _LONGEST_TURN_S = 60.0
 """The longest retry time told, unless the next place takes longer: some clients never come back."""
+
+
+class Request:
+    """arrived: the controller's seconds."""
+
+    def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
+        self.job = job
+        self.serial = serial
+        self.pages: tuple[int, ...] = ()
+        """The same on every stage. Its first chunk takes them."""
+        left, pages = job.tokens - job.start, pages_for(job.tokens)
+        self.waiting = schedule.arrival(job.request_id, left, arrived, pages)
+        self.account = Account(stages=stages, method=job.method, arrived=arrived)
+        self.span = NO_SPAN
+        self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
+        self.sent = job.start
+        self.done = job.start
+        """Tokens before `sent` have entered the pipeline; those before `done` have left it."""
+        self.pace: float | None = None
+        """Seconds a token of its last chunk, on the slowest stage."""
+        self.in_flight = 0
+        self.closing: asyncio.Task[None] | None = None
+        self._next_sizes: deque[int] = deque()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    @property
+    def ended(self) -> bool:
+        return self.closing is not None
+
+    @property
+    def opened(self) -> bool:
+        return self.waiting.opened
+
+    @property
+    def unsent(self) -> bool:
+        return not self.ended and self.sent < self.job.tokens
+
+    def open_request(self) -> OpenRequest:
+        job = self.job
+        return OpenRequest(
+            request_id=job.request_id,
+            pages=self.pages,
+            prompt_tokens=job.tokens,
+            method=job.method,
+            decode_worker=job.decode_worker,
+            serial=self.serial,
+            start=job.start,
+            attempt=job.attempt,
+        )
+
+    def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
+        """Count the next chunk's tokens as sent. A resumed prompt is cut as from its beginning, so that the
+        same bits come out."""
+        method, start, total = self.job.method, self.sent, self.job.tokens
+        if not self._next_sizes:
+            whole = sizes.of(method, 0, total)
+            starts = list(itertools.accumulate(whole, initial=0))
+            rest = whole[starts.index(start) :] if start in starts else sizes.of(method, start, total)
+            self._next_sizes = deque(rest)
+        self.sent = start + self._next_sizes.popleft()
+        return ChunkCommand(
+            request_id=self.job.request_id,
+            start=start,
+            tokens=self.sent - start,
+            last=self.sent == total,
+            wants_logits=self.job.wants_logits,
+            token_ids=self.job.token_ids[4 * start : 4 * self.sent],
+        )
+
+    def end_span(self, event: PrefillEvent | PrefillFailed | None, now: float) -> None:
+        """event: what ended the request; None if its caller stopped reading."""
+        began, error = self.account.began, ""
+        self.span.part("queue", self.account.arrived, now if began is None else began)
+        finish = "cancelled"
+        if isinstance(event, PrefillFailed) and not isinstance(event, PrefillCancelled):
+            finish, error = "failed", str(event)
+        elif isinstance(event, PrefillDone):
+            finish = "finished"
+        elif isinstance(event, Refused):
+            finish = event.reason.value
+        self.span.end(finish, error, tokens_done=self.done)
+
+    def after(self, seconds: float, name: str, action: Callable[[], object]) -> None:
+        """Call `action` in `seconds`. A later call of the same name replaces it."""
+        if name in self._timers:
+            self._timers[name].cancel()
+        self._timers[name] = asyncio.get_running_loop().call_later(max(0.0, seconds), action)
+
+    def disarm(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
 
 
 class PrefillRequests:
@@ -73,9 +169,8 @@ class PrefillRequests:
     def _refusal(self, job: PrefillJob) -> Refused | None:
         needed, pool = pages_for(job.tokens), self._pool
         if job.request_id in self._requests:
-            return Refused(
-                reason=RefusalReason.DUPLICATE, message=f"request {job.request_id} is already running here"
-            )
+            message = f"request {job.request_id} is already running here"
+            return Refused(reason=RefusalReason.DUPLICATE, message=message)
         if job.deadline is not None and job.deadline <= time.time():
             return Refused(reason=RefusalReason.DEADLINE, message="the deadline has passed")
         if needed > pool.total:
@@ -100,12 +195,7 @@ class PrefillRequests:
         return self._pace.allowed(request.job.method.name, request.pace, command.tokens)
 
     def chunk_through(
-        self,
-        request: Request,
-        command: ChunkCommand,
-        reports: Sequence[ChunkReport],
-        sent: float,
-        now: float,
+        self, request: Request, command: ChunkCommand, reports: Sequence[ChunkReport], sent: float, now: float
     ) -> None:
         self._throughput.chunk(command.tokens, sent, now)
         for other in self:
@@ -124,13 +214,12 @@ class PrefillRequests:
             pages_free=self._pool.free,
             running=running,
             waiting=len(live) - running,
-            waiting_tokens=self._unread,
+            waiting_tokens=self._unread(),
             tokens_per_second=self._throughput.tokens_per_second,
             max_waiting=self._config.max_waiting,
             idle_s=0.0 if running else self._throughput.idle(now),
         )
 
-    @property
     def _unread(self) -> int:
         return sum(request.job.tokens - request.done for request in self._live())
 
@@ -140,7 +229,7 @@ class PrefillRequests:
         rate = self._throughput.tokens_per_second
         if rate <= 0:
             return None
-        between = self._unread / rate / len(self._live())
+        between = self._unread() / rate / len(self._live())
         self._last_turn = min(max(self._last_turn, now) + between, now + max(between, _LONGEST_TURN_S))
         return self._last_turn - now
 

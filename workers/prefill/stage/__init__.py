@@ -1,5 +1,5 @@
 """One stage of a prefill group: a chunk passes through its layers, and its K/V leaves for a decode worker.
 
-Walk it from `loading` (model, `warm_up`, pages) to `stage`, which computes a `chunk` with `chunk_attention`,
-times it with `phases`, and passes it on by `activations` or `peer_activations`. `chunk_cost` plans chunks.
+Walk it from `stage` (`load_stage`: model, `warm_up`, pages), which computes a `chunk`, times it with
+`phases`, and passes it on by `activations`.
 """

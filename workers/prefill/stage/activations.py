@@ -1,22 +1,42 @@
 """Hidden states on their way from one stage to the next. Only the numbers travel: both sides know shape and
-order from the commands."""
+order from the commands.
+
+Between GPUs of one host (`PeerActivations`) the next stage copies them from a ring in this stage's memory, by
+copy engines: NCCL would take multiprocessors from the products. Processes only tell each other how many
+chunks were written and copied. A thread that waits for its own device sends these counts, so no stream waits
+for another process and a neighbour's death shows at once.
+
+Shape suffixes also: N slots of a ring.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import secrets
 import socket
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from ...kv.peer_memory import CudaPeerMemory, PeerMemory, home
 from ...messages.stages import Rendezvous
+from ...model.decoder.stack import LayerStack
+from ...settings import PrefillConfig
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_MEET = timedelta(seconds=120)
+_meet = partial(TCPStore, timeout=timedelta(seconds=120), wait_for_workers=False)
+SLOTS = 3
+"""One chunk is copied, one waits, one is written."""
 
 
 class LinkClosed(Exception):
@@ -32,8 +52,6 @@ class Activations(Protocol):
     def send(self, hidden_TC: torch.Tensor) -> None:
         """Return before it has arrived. Nobody may write to hidden_TC afterwards."""
 
-    def close(self) -> None: ...
-
     def abort(self) -> None:
         """Close at once. What is on its way is lost, and whoever waits for it gets an error."""
 
@@ -44,8 +62,6 @@ class NoActivations:
 
     def send(self, hidden_TC: torch.Tensor) -> None:
         raise LinkClosed(f"a single stage has nobody to send {hidden_TC.shape[0]} rows to")
-
-    def close(self) -> None: ...
 
     def abort(self) -> None: ...
 
@@ -58,12 +74,7 @@ class GroupActivations:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        stages: int,
-        like: torch.Tensor,
-        timeout_s: float = 1800.0,
+        self, store: Store, rank: int, stages: int, like: torch.Tensor, timeout_s: float = 1800.0
     ) -> None:
         """All ranks must call this at the same time.
 
@@ -98,14 +109,128 @@ class GroupActivations:
         work = dist.isend(hidden_TC, dst=self._rank + 1, group=self._after)
         self._sending.append((hidden_TC, work))  # the buffer must outlive the transfer
 
-    def close(self) -> None:
-        while self._sending:
-            self._sending.popleft()[1].wait()
-        dist.destroy_process_group()
-
     def abort(self) -> None:
         self._sending.clear()
         dist.destroy_process_group()
+
+
+class _Link:
+    """A neighbour and the ring between it and this stage.
+
+    Args:
+        mark: Marks what the device has been given so far. A count is sent once the device has done it.
+        timeout_s: The longest wait for a count.
+    """
+
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        ring_NTC: torch.Tensor,
+        mark: Callable[[], Any],
+        timeout_s: float,
+    ) -> None:
+        self._connection, self._mark, self._timeout_s = connection, mark, timeout_s
+        self.ring_NTC = ring_NTC
+        self.written = self.copied = 0
+        self._sending = ThreadPoolExecutor(1, "activations")
+
+    def send_count(self, number: int) -> None:
+        self._sending.submit(self._send, self._mark(), number)
+
+    def receive_count(self) -> int:
+        """Raises LinkClosed if the neighbour is gone or too slow."""
+        try:
+            if self._connection.poll(self._timeout_s):
+                return int(self._connection.recv())
+        except (EOFError, OSError):
+            raise LinkClosed("the stage beside this one is gone") from None
+        raise LinkClosed(f"the stage beside this one was silent for {self._timeout_s:g} s")
+
+    def abort(self) -> None:
+        self._sending.shutdown(wait=False, cancel_futures=True)
+        self._connection.close()
+
+    def _send(self, event: Any, number: int) -> None:
+        if event is not None:
+            event.synchronize()
+        with contextlib.suppress(OSError):  # whoever waits for the neighbour hears that it is gone
+            self._connection.send(number)
+
+
+class PeerActivations:
+    """One stage's ends. All stages must make theirs at the same time, with the same store, secret and sizes.
+
+    The store only says where a stage listens. A neighbour must know the secret before anything from it is
+    unpickled.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        stages: int,
+        chunk_tokens: int,
+        like: torch.Tensor,
+        peers: PeerMemory,
+        *,
+        secret: bytes,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """like: an empty tensor [0, hidden] like chunks. Raises LinkClosed where a neighbour is not found."""
+        self._before: _Link | None = None
+        self._after: _Link | None = None
+        listener = None
+        if rank < stages - 1:
+            ring_NTC = like.new_empty(SLOTS, chunk_tokens, like.shape[1])
+            listener = Listener(family="AF_UNIX", authkey=secret)
+            store.set(f"ring/{rank}", json.dumps(listener.address))
+        if rank > 0:
+            connection = _connected(store, rank - 1, secret)
+            self._before = _Link(connection, peers.open(connection.recv()), peers.mark, timeout_s)
+        if listener is not None:
+            with listener:
+                connection = listener.accept()
+            connection.send(peers.export(ring_NTC))
+            self._after = _Link(connection, ring_NTC, peers.mark, timeout_s)
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        """Return once the chunk's copy is launched."""
+        link = self._before
+        if link is None:
+            raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
+        number = link.receive_count()
+        if number != link.copied + 1:
+            raise LinkClosed(f"stages out of step: chunk {number} came, {link.copied + 1} was expected")
+        slot_TC = link.ring_NTC[link.copied % SLOTS, :tokens]
+        hidden_TC = torch.empty_like(slot_TC).copy_(slot_TC)
+        link.copied = number
+        link.send_count(number)
+        return hidden_TC
+
+    def send(self, hidden_TC: torch.Tensor) -> None:
+        """Wait for a free slot and launch the copy into it."""
+        link = self._after
+        if link is None:
+            raise LinkClosed("the last stage has nobody to send to")
+        while link.written - link.copied >= SLOTS:
+            link.copied = link.receive_count()
+        link.ring_NTC[link.written % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)
+        link.written += 1
+        link.send_count(link.written)
+
+    def abort(self) -> None:
+        """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
+        for link in (self._before, self._after):
+            if link is not None:
+                link.abort()
+
+
+def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
+    """Raises LinkClosed unless a stage that knows the secret is where the store says."""
+    try:
+        return Client(json.loads(store.get(f"ring/{rank}")), "AF_UNIX", secret)
+    except (ValueError, TypeError, OSError, EOFError, AuthenticationError) as error:
+        raise LinkClosed(f"stage {rank} is not where the group's store says: {error}") from None
 
 
 def host_store(address: str, stages: int) -> tuple[TCPStore, Rendezvous]:
@@ -113,18 +238,25 @@ def host_store(address: str, stages: int) -> tuple[TCPStore, Rendezvous]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)  # by itself it would listen everywhere
     port, handed_over = listening.getsockname()[1], listening.detach()
-    store = TCPStore(
-        address,
-        port,
-        stages,
-        is_master=True,
-        timeout=_MEET,
-        wait_for_workers=False,
-        master_listen_fd=handed_over,
-    )
+    store = _meet(address, port, stages, is_master=True, master_listen_fd=handed_over)
     return store, Rendezvous(address, port, secrets.token_bytes(16))
 
 
 def join_store(rendezvous: Rendezvous, stages: int) -> TCPStore:
-    address, port, _ = rendezvous
-    return TCPStore(address, port, stages, is_master=False, timeout=_MEET, wait_for_workers=False)
+    return _meet(rendezvous.address, rendezvous.port, stages, is_master=False)
+
+
+def connect_neighbours(
+    store: Store | None, rank: int, config: PrefillConfig, stack: LayerStack, rendezvous: Rendezvous
+) -> Activations:
+    """Connect a stage as `PrefillConfig.activations` says. store: the first stage's own; None on the
+    others."""
+    stages = config.stages
+    store = join_store(rendezvous, stages) if store is None else store
+    like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
+    if like.device.type == "cuda" and config.activations == "copied":
+        store.set(f"home/{rank}", home())
+        if len({store.get(f"home/{other}") for other in range(stages)}) == 1:
+            memory, secret = CudaPeerMemory(like.device), rendezvous.secret
+            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory, secret=secret)
+    return GroupActivations(store, rank, stages, like)

@@ -1,14 +1,22 @@
+"""A chunk on its way through a stage: K/V into the prompt's pages, hand-off and attention in each layer
+(`ChunkAttention`), and what all of it adds up to (`ChunkWork`)."""
+
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ....kernels.interface import Coverage
+from ....kernels.interface import Attention, AttentionInput, Coverage, StateSpec
+from ....kernels.layers.rope import KVRows
+from ...kv.cache import PagedKVCache
+from ...kv.handoff.protocols import KVStream
 from ...messages.events import LayerDensity
-from ...messages.stages import ChunkCommand, ChunkReport
+from ...messages.methods import resume_step
+from ...messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from .phases import PhaseTimer
 
 
@@ -38,10 +46,7 @@ class ChunkWork:
         """Call it after the last phase, on the thread that launches."""
         if self.coverage:
             self._computed_L = _to_host(torch.stack([c.computed for _, c in self.coverage]).to(torch.float64))
-        if self.finite is not None:
-            self.finite = _to_host(self.finite)
-        if self.logits_V is not None:
-            self.logits_V = _to_host(self.logits_V)
+        self.finite, self.logits_V = _to_host(self.finite), _to_host(self.logits_V)
         self._sealed = self.timer.mark()
         self.launched = time.perf_counter()
 
@@ -73,20 +78,100 @@ class ChunkWork:
         densities = []
         for (layer, coverage), tiles in zip(self.coverage, self._computed_L.tolist(), strict=True):
             parts = seconds.get(layer, {})
-            attention = parts.get("attention", 0.0)
-            choosing = sum(parts.values()) - attention
-            densities.append(
-                LayerDensity(
-                    layer=layer,
-                    computed=tiles,
-                    causal=float(coverage.causal),
-                    attention=attention,
-                    choosing=choosing,
-                )
-            )
+            attention, causal = parts.get("attention", 0.0), float(coverage.causal)
+            times = {"attention": attention, "choosing": sum(parts.values()) - attention}
+            densities.append(LayerDensity(layer=layer, computed=tiles, causal=causal, **times))
         return tuple(densities)
 
 
-def _to_host(x: torch.Tensor) -> torch.Tensor:
+@dataclass(kw_only=True)
+class OpenPrompt:
+    """states: what its method remembers of each layer whose queries it has all seen. first_page: of pages_N
+    if they are contiguous, else None."""
+
+    request: OpenRequest
+    method: Attention
+    stream: KVStream
+    spec: StateSpec
+    states: dict[int, Any]
+    pages_N: torch.Tensor
+    first_page: int | None
+
+
+class ChunkAttention:
+    """A `LayerAttention` of one chunk. last_layer: the model's."""
+
+    def __init__(
+        self,
+        prompt: OpenPrompt,
+        work: ChunkWork,
+        cache: PagedKVCache,
+        last_layer: int,
+        abandoned: Callable[[], bool],
+    ) -> None:
+        self._prompt, self._work, self._cache = prompt, work, cache
+        self._last_layer, self._abandoned = last_layer, abandoned
+        self._start = work.command.start
+        self._end = work.command.start + work.command.tokens
+        with work.timer.phase("projection"):
+            if prompt.first_page is None:
+                self._rows_T = cache.rows_of(prompt.pages_N, self._start, work.command.tokens)
+            else:
+                self._rows_T = cache.rows_of_run(prompt.first_page, self._start, work.command.tokens)
+
+    def kv_rows(self, layer: int) -> KVRows:
+        """Raises RequestFailed for an abandoned request."""
+        if self._abandoned():
+            raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
+        return KVRows(*self._cache.rows(layer), self._rows_T)
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
+        work, prompt, phase = self._work, self._prompt, self._work.timer.phase
+        with phase("kv_gather"):
+            k_GSD, v_GSD = self._context(layer)
+        with phase("handoff"):  # before attention, so that K/V travels meanwhile
+            chunk = k_GSD[:, self._start :].transpose(0, 1), v_GSD[:, self._start :].transpose(0, 1)
+            work.handoff_bytes += prompt.stream.put(layer, self._start, *chunk)
+        first = self._first_needed(layer)
+        if first > self._start:
+            with phase("projection"):
+                work.finite = finite(k_GSD[:, self._start :]) & finite(v_GSD[:, self._start :])
+            prompt.states.pop(layer, None)
+        if first == self._end:
+            return None
+        q_BHTD, total = q_THD[first - self._start :].transpose(0, 1)[None], prompt.request.prompt_tokens
+        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=first, prompt_tokens=total)
+        work.timer.layer = layer
+        if layer not in prompt.states:
+            prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
+        out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], phase)
+        work.timer.layer = None
+        work.coverage.append((layer, coverage))
+        return out_BHTD[0].transpose(0, 1)
+
+    def _first_needed(self, layer: int) -> int:
+        """Return the first position whose attention is needed; the chunk's end if none is.
+
+        The last layer's attention is needed only for logits. It begins at the last block before them where
+        the method, which has seen no earlier queries, can begin.
+        """
+        command = self._work.command
+        if layer != self._last_layer or not (step := resume_step(self._prompt.request.method)):
+            return self._start
+        needed = self._end - 1 if command.last and command.wants_logits else self._end
+        return max(self._start, needed // step * step)
+
+    def _context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._prompt.first_page is None:
+            return self._cache.gather(layer, self._prompt.pages_N, self._end)
+        return self._cache.view_run(layer, self._prompt.first_page, self._end)
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, so that nothing waits for the device."""
+    return torch.isfinite(x).all()
+
+
+def _to_host(x: torch.Tensor | None) -> torch.Tensor | None:
     """On a GPU the copy is still under way, into pinned memory."""
-    return x.to("cpu", non_blocking=True)
+    return None if x is None else x.to("cpu", non_blocking=True)

@@ -7,20 +7,37 @@ for the layer that was current when it began. So phases are disjoint and lie wit
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
 
 import torch
 
+_Key = tuple[str, int | None]
 
-class PhaseTimer(Protocol):
-    """One chunk's timer; `phase` fits `kernels.interface.Phase`."""
 
-    layer: int | None
-    """The layer of phases that begin now, if any."""
+class PhaseTimer:
+    """One chunk's timer: wall-clock time of the calling thread. `phase` fits `kernels.interface.Phase`."""
 
-    def phase(self, name: str) -> AbstractContextManager[object]: ...
+    def __init__(self) -> None:
+        self.layer: int | None = None
+        """The layer of phases that begin now, if any."""
+        self._stack: list[_Key] = []
+        self._moments: list[tuple[Any, _Key | None]] = []
+        """Each with the phase of the time before it."""
+        self._seconds: defaultdict[_Key, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._begin()
+        self._stack.append((name, self.layer))
+        try:
+            yield
+        finally:
+            self._record()
+            self._stack.pop()
 
     def mark(self) -> Any:
         """Return a CUDA event after everything launched so far, waited for without spinning; None on the
@@ -28,65 +45,36 @@ class PhaseTimer(Protocol):
 
     def seconds(self) -> dict[str, float]:
         """Return seconds by phase, once, after the last phase. On CUDA it waits for the device."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for (before, _), (after, key) in pairwise(self._moments):
+            if key is not None:
+                self._seconds[key] += self._between(before, after)
+        for (name, _layer), spent in self._seconds.items():
+            totals[name] += spent
+        return dict(totals)
 
     def layers(self) -> dict[int, dict[str, float]]:
         """Return the seconds of each layer's phases. Call it after `seconds`."""
+        layers: dict[int, dict[str, float]] = {}
+        for (name, layer), spent in self._seconds.items():
+            if layer is not None:
+                layers.setdefault(layer, {})[name] = spent
+        return layers
+
+    def _begin(self) -> None:
+        self._record()
+
+    def _record(self) -> None:
+        self._moments.append((self._now(), self._stack[-1] if self._stack else None))
+
+    def _now(self) -> Any:
+        return time.perf_counter()
+
+    def _between(self, before: Any, after: Any) -> float:
+        return float(after - before)
 
 
-_Key = tuple[str, int | None]
-
-
-def _by_phase(seconds: Mapping[_Key, float]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for (name, _layer), spent in seconds.items():
-        totals[name] = totals.get(name, 0.0) + spent
-    return totals
-
-
-def _by_layer(seconds: Mapping[_Key, float]) -> dict[int, dict[str, float]]:
-    layers: dict[int, dict[str, float]] = {}
-    for (name, layer), spent in seconds.items():
-        if layer is not None:
-            layers.setdefault(layer, {})[name] = spent
-    return layers
-
-
-class CpuPhases:
-    """Wall-clock time of the calling thread."""
-
-    def __init__(self) -> None:
-        self.layer: int | None = None
-        self._seconds: dict[_Key, float] = {}
-        self._stack: list[_Key] = []
-        self._mark = 0.0
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._credit()
-        self._stack.append((name, self.layer))
-        try:
-            yield
-        finally:
-            self._credit()
-            self._stack.pop()
-
-    def mark(self) -> None: ...
-
-    def seconds(self) -> dict[str, float]:
-        return _by_phase(self._seconds)
-
-    def layers(self) -> dict[int, dict[str, float]]:
-        return _by_layer(self._seconds)
-
-    def _credit(self) -> None:
-        now = time.perf_counter()
-        if self._stack:
-            key = self._stack[-1]
-            self._seconds[key] = self._seconds.get(key, 0.0) + now - self._mark
-        self._mark = now
-
-
-class CudaPhases:
+class CudaPhases(PhaseTimer):
     """Device time between events on the current stream. Only `seconds` waits for them.
 
     One event ends a phase and begins the next, because an event costs the host as much as a small launch.
@@ -95,23 +83,8 @@ class CudaPhases:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._stream = torch.cuda.current_stream()  # asking again at every mark takes longer than the mark
-        self.layer: int | None = None
-        self._seconds: dict[_Key, float] = {}
-        self._stack: list[_Key] = []
-        self._marks: list[tuple[torch.cuda.Event, _Key | None]] = []
-        """Events, each with the phase of the time before it."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        if self._stack or not self._marks:  # else the event that ended the phase before stands here
-            self._record()
-        self._stack.append((name, self.layer))
-        try:
-            yield
-        finally:
-            self._record()
-            self._stack.pop()
 
     def mark(self) -> Any:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -119,21 +92,22 @@ class CudaPhases:
         return event
 
     def seconds(self) -> dict[str, float]:
-        if self._marks:
-            self._marks[-1][0].synchronize()
-        for (before, _), (after, key) in zip(self._marks, self._marks[1:], strict=False):
-            if key is not None:
-                self._seconds[key] = self._seconds.get(key, 0.0) + before.elapsed_time(after) / 1e3
-        return _by_phase(self._seconds)
+        if self._moments:
+            self._moments[-1][0].synchronize()
+        return super().seconds()
 
-    def layers(self) -> dict[int, dict[str, float]]:
-        return _by_layer(self._seconds)
+    def _begin(self) -> None:
+        if self._stack or not self._moments:  # else the event that ended the phase before stands here
+            self._record()
 
-    def _record(self) -> None:
+    def _now(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        self._marks.append((event, self._stack[-1] if self._stack else None))
+        return event
+
+    def _between(self, before: Any, after: Any) -> float:
+        return float(before.elapsed_time(after)) / 1e3
 
 
 def phase_timer(device: torch.device) -> PhaseTimer:
-    return CudaPhases() if device.type == "cuda" else CpuPhases()
+    return CudaPhases() if device.type == "cuda" else PhaseTimer()

@@ -19,17 +19,20 @@ from ....kernels.methods import MethodError
 from ...kv.cache import PagedKVCache
 from ...kv.fetch import KVSource, NoKVSource, from_host, pieces
 from ...kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
-from ...kv.pages.pool import first_of_run
+from ...kv.pages.pool import first_of_run, pages_for
+from ...messages.methods import load_methods
 from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
 from ...model.calibrated.levels import thresholds_for
-from ...model.calibrated.profile import Profile
+from ...model.calibrated.profile import Profile, load_profile
+from ...model.decoder.load import load_model
 from ...model.decoder.stack import LayerStack
+from ...progress import Tell, silent
+from ...settings import ModelSpec, PrefillConfig
 from ...tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
-from .chunk import ChunkWork
-from .chunk_attention import ChunkAttention, OpenPrompt, finite
-from .chunk_cost import ModelWork
+from .chunk import ChunkAttention, ChunkWork, OpenPrompt, finite
 from .phases import phase_timer
+from .warm_up import warm_up
 
 _ASK_AGAIN_S = 0.01
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)
@@ -58,7 +61,7 @@ class PrefillStage:
         self._cache = cache
         self._sender = sender
         self._activations = activations
-        self._stage, self._stages = stage, stages
+        self._stage = stage
         self._last = stage == stages - 1
         self._open: dict[str, OpenPrompt] = {}
         self._abandoned: set[int] = set()
@@ -67,12 +70,6 @@ class PrefillStage:
         self._tracer = tracer
         self._through = 0.0
         """When the last chunk was computed (perf_counter)."""
-
-    @property
-    def work(self) -> ModelWork | None:
-        if self.stack.device.type != "cuda":
-            return None
-        return ModelWork.of(self.stack.config, self._stages, self.stack.quantised)
 
     def connect(self, activations: Activations) -> None:
         self._activations = activations
@@ -103,7 +100,6 @@ class PrefillStage:
             states = {layer: method.new_state(replace(spec, layer=layer)) for layer in stack.layers}
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
-        pages_N = self._to_device(np.array(request.pages, dtype=np.int64))
         destination = Destination(
             request_id=request.request_id,
             decode_worker=request.decode_worker,
@@ -111,7 +107,6 @@ class PrefillStage:
             pages=request.pages,
         )
         stream = self._sender.open(destination)
-        first_page = first_of_run(request.pages)
         self._streams[request.request_id] = stream
         self._open[request.request_id] = OpenPrompt(
             request=request,
@@ -119,8 +114,8 @@ class PrefillStage:
             stream=stream,
             spec=spec,
             states=states,
-            pages_N=pages_N,
-            first_page=first_page,
+            pages_N=self._to_device(np.array(request.pages, dtype=np.int64)),
+            first_page=first_of_run(request.pages),
         )
         try:
             self._fetch_kv(request)
@@ -269,3 +264,36 @@ class PrefillStage:
         prompt = self._open.pop(request_id, None)
         if prompt is not None:
             self._abandoned.discard(prompt.request.serial)
+
+
+def load_stage(
+    model: ModelSpec,
+    config: PrefillConfig,
+    stage: int,
+    activations: Activations | None,
+    sender: Callable[[PagedKVCache], KVSender],
+    *,
+    source: KVSource | None = None,
+    tell: Tell = silent,
+    tracer: Tracer = NO_TRACER,
+) -> PrefillStage:
+    """Load a stage and warm it up.
+
+    Args:
+        activations: None in a group of one stage.
+        sender: makes the hand-off's end for the stage's cache.
+        source: of a resumed prompt's K/V; None where none is resumed.
+    """
+    for module in config.method_modules:
+        load_methods(module)
+    profile = load_profile(model)
+    stack = load_model(model, config.device, stage, config.stages, tell)
+    shape, pages = stack.config, pages_for(config.cache_tokens)
+    methods = [config.method(name, options) for name, options in config.warmed_up]
+    longest = min(config.cache_tokens, shape.positions)
+    warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
+    cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
+    ends, place = activations or NoActivations(), {"stage": stage, "stages": config.stages}
+    return PrefillStage(
+        stack, cache, sender(cache), ends, **place, profile=profile, source=source, tracer=tracer
+    )

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from deltafront.workers.model.decoder.compute_thread import set_up_compute_thread
+from deltafront.workers.model.decoder.load import set_up_compute_thread
 
 
 def niceness() -> int:
