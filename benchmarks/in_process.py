@@ -115,17 +115,18 @@ class InProcessReader:
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         kv = announcement.payload
-        expected = (announcement.tokens, self._cache.kv_heads, self._cache.head_dim)
+        expected = (announcement.tokens, self._cache.model_heads, self._cache.head_dim)
         if not isinstance(kv, DeviceKV) or kv.k_TGD.shape != expected or kv.v_TGD.shape != expected:
             raise HandoffError(f"{described(announcement)} is not two tensors as expected, {expected}")
-        parts = dict.fromkeys(layers, (kv.k_TGD, kv.v_TGD))
+        own = kv.k_TGD[:, self._cache.heads], kv.v_TGD[:, self._cache.heads]
+        parts = dict.fromkeys(layers, own)
         with use_pages() as pages:
             if pages is None:
                 return 0
             await asyncio.get_running_loop().run_in_executor(
                 self._thread, self._cache.write_layers, pages, announcement.start, parts, kv.ready
             )
-        return kv.k_TGD.nbytes + kv.v_TGD.nbytes
+        return sum(x_TGD.nbytes for x_TGD in own)
 
 
 def _now(device: torch.device) -> Any:

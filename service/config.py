@@ -251,6 +251,10 @@ class ServiceConfig(BaseModel):
             model.split(self.prefill.stages)
         except ModelError as error:
             problems.append(f"prefill.stages: {error}")
+        try:
+            model.of_rank(self.decode.tensor_parallel)
+        except ModelError as error:
+            problems.append(str(error))
         for key, name, options in self._named_methods:
             try:
                 thresholds_for(profile, self.prefill.method(name, options))

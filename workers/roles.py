@@ -95,6 +95,22 @@ class KVReceiver(Protocol):
         """Return K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed."""
 
 
+class Rank(Protocol):
+    """A rank of a decode worker other than 0, as rank 0 sees it."""
+
+    def compute(self, work: str, *arguments: Any) -> None:
+        """Send a call of `DecodeRunner`. It is made after those sent before. If it fails, the other ranks
+        wait until the worker is replaced."""
+
+    async def read(
+        self, announcement: stages.KVAnnouncement, layers: Sequence[int], pages: Sequence[int]
+    ) -> int:
+        """Read its heads of announced K/V into its pages. Returns bytes. Raises HandoffError."""
+
+    async def kv(self, wanted: stages.KVRange, pages: Sequence[int]) -> stages.HostKV:
+        """Return its heads of K/V that has arrived."""
+
+
 class DecodeWorker(Leased, KVReceiver, Protocol):
     """As doors and stages see it."""
 

@@ -143,6 +143,7 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     """A decode worker and its page selection (DELTA, Algorithm 2).
 
+    tensor_parallel: ranks of a worker, each on a GPU of its own with its share of heads and matrices.
     page_selection: the default of requests. page_budget: K, pages that a sparse layer reads. recency: L, last
     pages always among them. full_layers: dense, without scoring. delta_layers: dense and scoring; without
     any, `delta` is refused.
@@ -153,6 +154,7 @@ class DecodeConfig(WorkerConfig):
     """On a cluster, most workers, for which pages and requests ask. None: always `workers`."""
     usage: Fraction = 0.8
     """With max_workers: the largest share of pages that should be in use."""
+    tensor_parallel: Count = 1
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0

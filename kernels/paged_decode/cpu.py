@@ -17,17 +17,20 @@ def paged_attention(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([out for out, _, _ in rows]), torch.stack([lse for _, lse, _ in rows])
 
 
-def paged_attention_scored(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    page_score_RP = torch.zeros(x.table_RP.shape, dtype=torch.float32, device=x.q_RHD.device)
+def paged_attention_scored(
+    x: PagedInput, span: int = PAGE_TOKENS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    requests, columns = x.table_RP.shape
+    score_RS = x.q_RHD.new_zeros((requests, columns * PAGE_TOKENS // span), dtype=torch.float32)
     outs, lses = [], []
     for request in range(x.q_RHD.shape[0]):
         columns_N = _pages(x, request)
         out_HD, lse_H, weights_HT = _request(x, request, columns_N)
-        token_T = weights_HT.amax(0)
-        page_score_RP[request, : len(columns_N)] = token_T.view(-1, PAGE_TOKENS).sum(-1)
+        score_S = weights_HT.amax(0).view(-1, span).sum(-1)
+        score_RS[request, : len(score_S)] = score_S
         outs.append(out_HD)
         lses.append(lse_H)
-    return torch.stack(outs), torch.stack(lses), page_score_RP
+    return torch.stack(outs), torch.stack(lses), score_RS
 
 
 def paged_attention_sparse(selected: SelectedPages) -> tuple[torch.Tensor, torch.Tensor]:

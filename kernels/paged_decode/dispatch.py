@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..constants import PAGE_TOKENS
 from . import cpu, launch
 from .pages import PagedInput, SelectedPages
 
@@ -39,17 +40,21 @@ def paged_attention_scored(
     lengths_R: torch.Tensor,
     *,
     scale: float,
+    span: int = PAGE_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`paged_attention` with the attention that each page received (DELTA, Algorithm 2).
 
+    Args:
+        span: 16 for scores of pages. 1 for scores of tokens, where other ranks have other heads.
+
     Returns:
-        out_RHD, lse_RH and page_score_RP (fp32): a token's largest weight over all query heads, summed over
-        the page's tokens; 0 past the request's pages.
+        out_RHD, lse_RH and score_RS (fp32), S = 16 P / span: a token's largest weight over all query heads,
+        summed over the span's tokens; 0 past the request's pages.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     if x.q_RHD.is_cuda:
-        return launch.paged_attention_scored(x)
-    return cpu.paged_attention_scored(x)
+        return launch.paged_attention_scored(x, span=span)
+    return cpu.paged_attention_scored(x, span)
 
 
 def paged_attention_sparse(

@@ -205,13 +205,14 @@ def _merge(
 @triton.jit(do_not_specialize=["bundles"])
 def _score(
     p_RBHT_ptr, m_REHW_ptr, lse_ptr, lengths_ptr, score_ptr, heads, columns, bundles,
-    H: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the pages of BLOCKS blocks of one request: program (chunk, r). H pads the heads."""
+    """Scores of the spans of SPAN tokens (a page, or 1) in BLOCKS blocks of one request: program (chunk, r).
+    H pads the heads."""
     chunk, r = tl.program_id(0), tl.program_id(1)
-    PAGES: tl.constexpr = BLOCKS * BLOCK // _PAGE
+    SPANS: tl.constexpr = BLOCKS * BLOCK // SPAN
     tokens = tl.load(lengths_ptr + r)
-    score = tl.zeros([PAGES], tl.float32)
+    score = tl.zeros([SPANS], tl.float32)
     if chunk * BLOCKS * BLOCK < tokens:
         h = tl.arange(0, H)
         b = chunk * BLOCKS + tl.arange(0, BLOCKS)
@@ -228,6 +229,6 @@ def _score(
         ).to(tl.float32)
         factor_BH = tl.exp2(m_BH - lse_H[None, :])
         token_BT = tl.max(p_BHT * factor_BH[:, :, None], 1)  # keys past the end have weight 0
-        score = tl.sum(tl.reshape(token_BT, [PAGES, _PAGE]), 1)
-    column = chunk * PAGES + tl.arange(0, PAGES)
+        score = tl.sum(tl.reshape(token_BT, [SPANS, SPAN]), 1)
+    column = chunk * SPANS + tl.arange(0, SPANS)
     tl.store(score_ptr + r.to(tl.int64) * columns + column, score, mask=column < columns)

@@ -58,7 +58,7 @@ def paged_attention_sparse(
 
 
 def paged_attention_scored(
-    x: PagedInput, plan: SplitPlan | None = None
+    x: PagedInput, plan: SplitPlan | None = None, span: int = PAGE_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     columns = x.table_RP.shape[1]
     plan = plan or SplitPlan.of(x, columns)
@@ -66,22 +66,24 @@ def paged_attention_scored(
     p_RBHT, m_REHW = scratch = _scratch(x, plan, -(-blocks // kernel.BUNDLE))
     out_RHD, lse_RH = _attend(x, None, plan, scratch)
     requests, bundles, heads, _ = m_REHW.shape
-    page_score_RP = torch.empty((requests, columns), dtype=torch.float32, device=x.q_RHD.device)
+    scores = columns * PAGE_TOKENS // span
+    score_RS = torch.empty((requests, scores), dtype=torch.float32, device=x.q_RHD.device)
     kernel._score[(-(-blocks // plan.score_blocks), requests)](
         p_RBHT,
         m_REHW,
         lse_RH,
         x.lengths_R,
-        page_score_RP,
+        score_RS,
         heads,
-        columns,
+        scores,
         bundles,
         H=triton.next_power_of_2(heads),
         BLOCK=plan.block,
         BLOCKS=plan.score_blocks,
+        SPAN=span,
         num_warps=plan.score_warps,
     )
-    return out_RHD, lse_RH, page_score_RP
+    return out_RHD, lse_RH, score_RS
 
 
 def _scratch(x: PagedInput, plan: SplitPlan, bundles: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
+
+from .decode.in_ranks import followers, parts
 
 LAYERS = 6
 
@@ -214,11 +217,22 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
-    """`await bench(key=value…)` starts an engine with that DecodeConfig; all must be empty when closed.
+def single_rank(request: pytest.FixtureRequest) -> None:
+    """For tests that look into rank 0, or let it fail: the others would wait for it."""
+    if request.config.getoption("--ranks") > 1:
+        pytest.skip("for a single rank")
+
+
+@pytest.fixture
+async def bench(
+    request: pytest.FixtureRequest, tiny_llama: Path, tiny_stack: LayerStack
+) -> AsyncIterator[Callable[..., Any]]:
+    """`await bench(key=value…)` starts an engine with that DecodeConfig; all must be empty when closed. With
+    `pytest --ranks N` it has N ranks.
 
     looks_ahead: as on a GPU, a step is launched before the one ahead of it has landed."""
     benches: list[Bench] = []
+    ranks, closing = request.config.getoption("--ranks"), ExitStack()
 
     async def start(
         wall: Callable[[], float] = time.time,
@@ -235,8 +249,17 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
             "stream_lease_s": 600.0,
         }
         chosen = DecodeConfig(**(defaults | config))
+        stacks = [tiny_stack] if ranks == 1 else parts(tiny_llama, ranks)
+        others = closing.enter_context(followers(stacks, chosen, reader))
         engine = DecodeEngine(
-            "decode:test", tiny_stack, chosen, reader=reader, wall=wall, clock=clock, tracer=tracer
+            "decode:test",
+            stacks[0],
+            chosen,
+            reader=reader,
+            ranks=others,
+            wall=wall,
+            clock=clock,
+            tracer=tracer,
         )
         engine._runner.asynchronous = looks_ahead
         await engine.start()
@@ -249,3 +272,4 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
         await made.engine.close()
         assert made.used == 0, "pages leaked"
         assert made.may_fault or not fault
+    closing.close()

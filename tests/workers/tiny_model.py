@@ -19,7 +19,13 @@ from deltafront.workers.model.weights.stack_weights import StackSpec
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199
 
 
-def make_tiny_model(directory: Path, vocabulary: int = VOCAB, positions: int = 4096) -> Path:
+def make_tiny_model(
+    directory: Path,
+    vocabulary: int = VOCAB,
+    positions: int = 4096,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+) -> Path:
     """A complete model directory in Hugging Face layout, weights from a fixed seed."""
     generator = torch.Generator().manual_seed(7)
 
@@ -36,10 +42,10 @@ def make_tiny_model(directory: Path, vocabulary: int = VOCAB, positions: int = 4
         weights |= {
             f"{name}input_layernorm.weight": torch.ones(HIDDEN),
             f"{name}post_attention_layernorm.weight": torch.ones(HIDDEN),
-            f"{name}self_attn.q_proj.weight": draw(HEADS * HEAD_DIM, HIDDEN) * 3,
-            f"{name}self_attn.k_proj.weight": draw(KV_HEADS * HEAD_DIM, HIDDEN) * 3,
-            f"{name}self_attn.v_proj.weight": draw(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{name}self_attn.o_proj.weight": draw(HIDDEN, HEADS * HEAD_DIM),
+            f"{name}self_attn.q_proj.weight": draw(heads * HEAD_DIM, HIDDEN) * 3,
+            f"{name}self_attn.k_proj.weight": draw(kv_heads * HEAD_DIM, HIDDEN) * 3,
+            f"{name}self_attn.v_proj.weight": draw(kv_heads * HEAD_DIM, HIDDEN),
+            f"{name}self_attn.o_proj.weight": draw(HIDDEN, heads * HEAD_DIM),
             f"{name}mlp.gate_proj.weight": draw(96, HIDDEN),
             f"{name}mlp.up_proj.weight": draw(96, HIDDEN),
             f"{name}mlp.down_proj.weight": draw(HIDDEN, 96),
@@ -50,8 +56,8 @@ def make_tiny_model(directory: Path, vocabulary: int = VOCAB, positions: int = 4
         "hidden_size": HIDDEN,
         "intermediate_size": 96,
         "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "vocab_size": vocabulary,
         "max_position_embeddings": positions,

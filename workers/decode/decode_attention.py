@@ -22,6 +22,7 @@ from ...kernels.paged_decode.dispatch import (
 from ...kernels.paged_decode.page_selection import select_pages
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..messages.requests import PageSelection
+from ..model.decoder.collectives import SINGLE_RANK, Collectives
 from ..settings import DecodeConfig
 
 
@@ -105,12 +106,16 @@ class BatchRows:
 
 
 class StepAttention:
-    """One query row a request. Launches depend on shapes and on whether any row selects pages."""
+    """One query row a request. Launches depend on shapes and on whether any row selects pages. Ranks with
+    other heads choose the same pages."""
 
-    def __init__(self, plan: LayerPlan, rows: BatchRows, scale: float) -> None:
+    def __init__(
+        self, plan: LayerPlan, rows: BatchRows, scale: float, collectives: Collectives = SINGLE_RANK
+    ) -> None:
         self._plan = plan
         self._rows = rows
         self._scale = scale
+        self._collectives = collectives
         self._selected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attend(
@@ -128,10 +133,18 @@ class StepAttention:
                 *args, selected_RK=selected_RK, counts_R=counts_R, scale=self._scale
             )
             return out_RHD
-        out_RHD, _lse, page_score_RP = paged_attention_scored(*args, scale=self._scale)
+        alone = self._collectives.ranks == 1
+        out_RHD, _lse, score_RS = paged_attention_scored(
+            *args, scale=self._scale, span=PAGE_TOKENS if alone else 1
+        )
+        page_score_RP = score_RS if alone else self._over_all_heads(score_RS)
         plan = self._plan
         selected_RK, counts_R = select_pages(
             page_score_RP, rows.lengths_R, budget=plan.budget, recency=plan.recency, page_tokens=PAGE_TOKENS
         )
         self._selected = selected_RK, counts_R * rows.selects_R  # a count of 0: all pages
         return out_RHD
+
+    def _over_all_heads(self, token_score_RS: torch.Tensor) -> torch.Tensor:
+        score_RS = self._collectives.max(token_score_RS)
+        return score_RS.view(len(score_RS), -1, PAGE_TOKENS).sum(-1)

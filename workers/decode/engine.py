@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from ..kv.cache import PagedKVCache
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
-from ..kv.handoff.protocols import KVReader
-from ..kv.pages.pool import OutOfPages, pages_for
+from ..kv.pages.pool import OutOfPages
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
 from ..messages.requests import (
     DecodeFailed,
@@ -29,22 +26,30 @@ from ..messages.requests import (
     Reservation,
     Reserved,
 )
-from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
+from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange, Rendezvous
 from ..messages.states import DecodeStats
-from ..model.decoder.load import load_model, set_up_compute_thread
 from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
+from ..roles import Rank
 from ..settings import DecodeConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
 from .decode_attention import PageSelectionError, plan_layers
+from .ranks import (
+    LeadRunner,
+    RanksReader,
+    ReaderMaker,
+    join_ranks,
+    joined_heads,
+    load_part,
+    make_threads,
+    runner_sizes,
+)
 from .reads import appended_ids, prompt_ids
 from .request import DecodeEvent, DecodeRequest
 from .request_table import DecodeRequests
-from .runner import DecodeRunner, warm_up
+from .runner import warm_up
 from .scheduler import DecodeScheduler
 from .times import RequestTimes
-
-ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
 
 _TICK_S = 0.1
 _STARTING = "the decode worker is still starting"
@@ -56,6 +61,8 @@ class DecodeEngine:
 
     Args:
         name: the actor's name (`decode:<id>`).
+        stack: rank 0's part of the model.
+        ranks: the other ranks.
         wall: seconds since the epoch.
         clock: seconds.
     Raises: PageSelectionError or ValueError for a configuration that does not fit the model.
@@ -68,6 +75,7 @@ class DecodeEngine:
         config: DecodeConfig,
         *,
         reader: ReaderMaker,
+        ranks: Sequence[Rank] = (),
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         tracer: Tracer = NO_TRACER,
@@ -82,21 +90,20 @@ class DecodeEngine:
         self._plan = plan_layers(config, model.layers)
         self._requests = DecodeRequests(name, config, model, self._kv_changed, wall, clock)
         self._manager = self._requests.manager
-        longest = min(self._manager.pool.total, pages_for(model.positions))
-        self._runner = DecodeRunner(
-            stack, self._plan, pages=self._manager.pool.total, max_batch=config.max_batch, max_pages=longest
-        )
-        self._threads = [
-            ThreadPoolExecutor(1, f"decode-{work}", set_up_compute_thread, (config.threads, config.device))
-            for work in ("compute", "handoff")
-        ]
-        self._reader = reader(self._runner.cache, self._threads[1])
+        self._stack, self._ranks = stack, ranks
+        self._runner = LeadRunner(stack, self._plan, ranks, **runner_sizes(config, model))
+        self._threads = make_threads(config)
+        self._reader = RanksReader(reader(self._runner.cache, self._threads[1]), ranks)
         self._receiving: set[asyncio.Task[None]] = set()
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._unavailable = _STARTING
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Link rank 0 to the other ranks, before `start`."""
+        join_ranks(self._stack, rendezvous)
 
     async def start(self) -> None:
         if self._config.warm_up:
@@ -224,9 +231,11 @@ class DecodeEngine:
         if request is not None:
             with request.pages.use() as pages:
                 if pages is not None:
-                    return await asyncio.get_running_loop().run_in_executor(
+                    own = asyncio.get_running_loop().run_in_executor(
                         self._threads[1], to_host, self._runner.cache, pages, wanted
                     )
+                    others = [rank.kv(wanted, pages) for rank in self._ranks]
+                    return joined_heads(await asyncio.gather(own, *others))
         raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
@@ -373,13 +382,14 @@ def load_engine(
     config: DecodeConfig,
     *,
     reader: ReaderMaker,
+    ranks: Sequence[Rank] = (),
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
-    """Sets this process's torch threads.
+    """Sets this process's torch threads. ranks: the other ranks.
 
     Raises: ModelError, and what `DecodeEngine` raises.
     """
     torch.set_num_threads(config.threads)
-    stack = load_model(model, config.device, tell=tell)
-    return DecodeEngine(name, stack, config, reader=reader, tracer=tracer)
+    stack = load_part(model, config, 0, tell)
+    return DecodeEngine(name, stack, config, reader=reader, ranks=ranks, tracer=tracer)

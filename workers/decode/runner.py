@@ -110,8 +110,12 @@ class StepGraphs:
 
 
 class DecodeRunner:
-    """A whole model over `pages` pages of K/V. It waits only for each step's tokens. max_batch: most rows of
-    a step. max_pages: most pages of a request. scratch_page: for what is computed for no request."""
+    """A whole model, or one rank's part of it, over `pages` pages of K/V. It waits only for each step's
+    tokens. max_batch: most rows of a step. max_pages: most pages of a request. scratch_page: for what is
+    computed for no request.
+
+    Ranks make the same calls in the same order. Each samples every token from the same logits.
+    """
 
     def __init__(
         self, stack: LayerStack, plan: LayerPlan, *, pages: int, max_batch: int, max_pages: int
@@ -123,7 +127,14 @@ class DecodeRunner:
         """Whether the device computes a launched step while the caller goes on."""
         self.scratch_page = pages
         self.cache = PagedKVCache(
-            range(model.layers), model.kv_heads, model.head_dim, pages + 1, stack.dtype, stack.device
+            range(model.layers),
+            model.kv_heads,
+            model.head_dim,
+            pages + 1,
+            stack.dtype,
+            stack.device,
+            rank=stack.collectives.rank,
+            ranks=stack.collectives.ranks,
         )
         self._rows = StepRows(max_batch, max_pages, model.vocab, self.scratch_page, stack.device)
         self._graphs: StepGraphs | None = None
@@ -141,14 +152,17 @@ class DecodeRunner:
         self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
     ) -> list[SampledToken]:
         """logits: float32 [V] for each row. Also copies the pages of `copies`."""
-        for source, target in copies:
-            self.cache.copy_page(source, target)
+        self.copy_pages(copies)
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
         logits_RV = torch.stack([x.to(self.stack.device, torch.float32) for x in rows_V])
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
         sampling = sampling_rows([row.sampling for row in rows], logits_RV.shape[1], self.stack.device)
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
         return LaunchedStep(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        for source, target in copies:
+            self.cache.copy_page(source, target)
 
     @torch.inference_mode()
     def append(
@@ -163,7 +177,9 @@ class DecodeRunner:
         ids_T = torch.tensor(step.ids, dtype=torch.int64, device=device)
         positions_T = torch.arange(start, step.end, device=device)
         rows_T = cache.rows_of(table_N, start, tokens)
-        select_blocks = BlockAttention(step.select_among) if step.select_blocks else None
+        select_blocks = None
+        if step.select_blocks:
+            select_blocks = BlockAttention(step.select_among, self.stack.collectives)
 
         def kv_rows(layer: int) -> KVRows:
             return KVRows(*cache.rows(layer), rows_T)
@@ -238,7 +254,8 @@ class DecodeRunner:
         page_ids_R = batch.table_RP.gather(1, (positions_R // PAGE_TOKENS).to(torch.int64)[:, None])[:, 0]
         rows_R = page_ids_R.to(torch.int64) * PAGE_TOKENS + positions_R % PAGE_TOKENS
         selects_R = batch.selects_R if batch.shape.selects else None
-        step = StepAttention(self._plan, BatchRows(batch.table_RP, positions_R + 1, selects_R), self._scale)
+        rows = BatchRows(batch.table_RP, positions_R + 1, selects_R)
+        step = StepAttention(self._plan, rows, self._scale, self.stack.collectives)
 
         def kv_rows(layer: int) -> KVRows:
             return KVRows(*self.cache.rows(layer), rows_R)
@@ -252,8 +269,12 @@ class DecodeRunner:
         return self.stack.logits(hidden_RC)
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """It takes seconds, and no step may be under way."""
+    def compile(self) -> None:
+        """Compile products of many rows, and on a GPU capture steps. It takes seconds, and no step may be
+        under way."""
+        self.stack.compile_products()
+        if not self.asynchronous:
+            return
         self._graphs = StepGraphs(self._forward, self._rows.padding(self._plan.calibrated))
 
 
@@ -264,9 +285,7 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
-    if runner.asynchronous:
-        runner.capture()
-    runner.stack.compile_products()
+    runner.compile()
     key, ragged = 0, min(_RAGGED, tokens // 2)
     longest = tokens - ragged - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):

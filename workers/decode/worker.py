@@ -1,54 +1,87 @@
-"""Ray's side of a decode worker: its actor, and the Serve deployment that owns it, without torch."""
+"""Ray's side of a decode worker: its actors, one a rank, and the Serve deployment that owns them, without
+torch."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from ...kernels.compilations import watch
+from ..kv.handoff.protocols import HandoffError
 from ..leaving import Leaving
+from ..messages.stages import Rendezvous
 from ..messages.states import DECODE_PREFIX, DecodeStats
 from ..progress import progress
-from ..remote import REPLICA_CPUS, hosts, placement_of
-from ..replica import Replica
-from ..roles import DecodeWorker
+from ..remote import REPLICA_CPUS, Failure, failure_of, hosts, placement_of, remote
+from ..replica import HEAD_PATIENCE_S, Replica
+from ..roles import DecodeWorker, Rank
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 from ..tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
     from .engine import DecodeEngine
-
+    from .ranks import FollowerRank
 
 __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
 def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
-    return placement_of(config.cpus, config.gpus, 1)
+    """Return one replica's bundles (0 for the replica, then one a rank) and strategy. Ranks share a host."""
+    bundles, strategy = placement_of(config.cpus, config.gpus, config.tensor_parallel)
+    return bundles, "STRICT_PACK" if config.tensor_parallel > 1 else strategy
 
 
 @hosts(DecodeWorker)
 class DecodeActor(Leaving):
-    """Calls wait for loading."""
+    """Rank 0. Calls wait for loading. ranks: the other ranks' actors."""
 
     def __init__(
-        self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, spans: SpanSink
+        self,
+        name: str,
+        model: ModelSpec,
+        config: DecodeConfig,
+        handoff: HandoffConfig,
+        spans: SpanSink,
+        ranks: Sequence[Any] = (),
     ) -> None:
         from ..kv.handoff.transports import kv_reader
         from .engine import load_engine
 
         self._pairing = pairing(model, handoff)
         self._compilations = watch(config.device, config.kernel_cache)
+        self._ranks = ranks
+        links = [RankOverRay(number, actor) for number, actor in enumerate(ranks, start=1)]
         tracer = Tracer(provider(spans, name))
         self.hosted: DecodeEngine = load_engine(
-            name, model, config, reader=partial(kv_reader, handoff), tell=progress(name), tracer=tracer
+            name,
+            model,
+            config,
+            reader=partial(kv_reader, handoff),
+            ranks=links,
+            tell=progress(name),
+            tracer=tracer,
         )
 
     async def start(self) -> None:
+        if self._ranks:
+            await self._join()
         await self.hosted.start()
         self._compilations.ready = True
+
+    async def _join(self) -> None:
+        from ..rendezvous import host_store
+
+        address = str(ray.util.get_node_ip_address())
+        self._store, rendezvous = host_store(address, len(self._ranks) + 1)
+        others = [actor.join.remote(rendezvous) for actor in self._ranks]
+        await asyncio.gather(asyncio.to_thread(self.hosted.join, rendezvous), *others)
 
     async def stats(self) -> DecodeStats:
         return replace(
@@ -63,8 +96,56 @@ class DecodeActor(Leaving):
         return self.hosted.fault
 
 
+@hosts(Rank)
+class RankActor:
+    """A rank other than 0."""
+
+    def __init__(
+        self, rank: int, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, _spans: SpanSink
+    ) -> None:
+        from ..kv.handoff.transports import kv_reader
+        from .ranks import InOrder, load_rank
+
+        watch(config.device, config.kernel_cache)
+        tell = progress(f"rank {rank} of {config.tensor_parallel}")
+        self.hosted: FollowerRank = load_rank(
+            rank, model, config, reader=partial(kv_reader, handoff), tell=tell
+        )
+        self._in_order = InOrder(self.hosted.compute)
+
+    async def join(self, rendezvous: Rendezvous) -> None:
+        await asyncio.to_thread(self.hosted.join, rendezvous)
+
+    async def compute(self, number: int, work: str, *arguments: Any) -> None:
+        """Ray may begin calls of an asynchronous actor in another order."""
+        self._in_order(number, work, *arguments)
+
+    async def check(self) -> str:
+        return self.hosted.fault
+
+
+class RankOverRay:
+    """A `Rank` in another process. compute: from one thread."""
+
+    def __init__(self, number: int, actor: Any) -> None:
+        self._actor = actor
+        self._numbers = itertools.count()
+        rank = remote(Rank, f"rank {number}", actor, partial(_rank_error, number))
+        self.read, self.kv = rank.read, rank.kv
+
+    def compute(self, work: str, *arguments: Any) -> None:
+        self._actor.compute.remote(next(self._numbers), work, *arguments)
+
+
+def _rank_error(number: int, failure: Failure) -> Exception:
+    if isinstance(failure.cause, HandoffError):
+        return failure.cause
+    return HandoffError(f"rank {number} {failure.message}: {failure.cause or 'it is gone'}")
+
+
 class DecodeReplica(Replica):
-    """`head` is the actor."""
+    """`head` is rank 0. A rank that is lost takes the others with it: they wait for it in the middle of a
+    step."""
 
     def __init__(
         self,
@@ -75,9 +156,34 @@ class DecodeReplica(Replica):
     ) -> None:
         super().__init__(DECODE_PREFIX, config.drain_s)
         self._arguments = model, config, handoff, spans
+        self._ranks: list[Any] = []
         self._build()
 
     def _build(self) -> None:
         _model, config, _handoff, _spans = self._arguments
-        self._start_head(DecodeActor, 1, config.cpus, config.gpus, *self._arguments)
+        self._ranks = [
+            self._start(RankActor, rank + 1, config.cpus, config.gpus, rank, *self._arguments)
+            for rank in range(1, config.tensor_parallel)
+        ]
+        self._start_head(DecodeActor, 1, config.cpus, config.gpus, *self._arguments, self._ranks)
+        ray.get([rank.check.remote() for rank in self._ranks])
         ray.get(self.head.start.remote())
+
+    async def _fault(self) -> str:
+        faults = await asyncio.gather(super()._fault(), *map(_rank_fault, self._ranks))
+        return next(filter(None, faults), "")
+
+    def _rebuild(self) -> None:
+        self.stop()
+        self._build()
+
+
+async def _rank_fault(rank: Any) -> str:
+    try:
+        async with asyncio.timeout(HEAD_PATIENCE_S):
+            fault = str(await rank.check.remote())
+    except TimeoutError:
+        fault = f"has not answered for {HEAD_PATIENCE_S:g} s"
+    except RayError as error:
+        fault = failure_of(error).message
+    return f"a rank {fault}" if fault else ""

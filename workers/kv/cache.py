@@ -21,7 +21,8 @@ class KVCacheError(ValueError):
 
 
 class PagedKVCache:
-    """layers: the model's numbers. Fresh memory is zero, so unwritten slots are finite."""
+    """layers: the model's numbers. rank, ranks: `kv_heads` are this part of the model's. Fresh memory is
+    zero, so unwritten slots are finite."""
 
     def __init__(
         self,
@@ -31,9 +32,16 @@ class PagedKVCache:
         pages: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if layers.step != 1 or not layers:
             raise KVCacheError(f"layers must be a non-empty contiguous range, got {layers}")
+        self.model_heads = kv_heads * ranks
+        """Key/value heads of all ranks."""
+        self.heads = slice(rank * kv_heads, (rank + 1) * kv_heads)
+        """Which of them are here."""
         shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
         self.layers = layers
         self.device = torch.device(device)

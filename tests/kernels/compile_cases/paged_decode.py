@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.paged_decode import kernel, page_selection
 
 ATTEND = {
@@ -40,7 +41,21 @@ ATTEND_CASES = [
             "columns": "i32",
             "bundles": "i32",
         },
-        {"H": 32, "BLOCK": 64, "BLOCKS": 1},
+        {"H": 32, "BLOCK": 64, "BLOCKS": 1, "SPAN": PAGE_TOKENS},
+    ),
+    (
+        kernel._score,
+        {
+            "p_RBHT_ptr": "*bf16",
+            "m_REHW_ptr": "*fp32",
+            "lse_ptr": "*fp32",
+            "lengths_ptr": "*i32",
+            "score_ptr": "*fp32",
+            "heads": "i32",
+            "columns": "i32",
+            "bundles": "i32",
+        },
+        {"H": 32, "BLOCK": 64, "BLOCKS": 1, "SPAN": 1},
     ),
 ]
 

@@ -304,6 +304,7 @@ async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.usefixtures("single_rank")
 async def test_a_failing_step_fails_its_requests_and_the_worker_when_it_repeats(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

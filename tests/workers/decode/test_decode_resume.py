@@ -147,6 +147,7 @@ def pulled_late(run: Any, piece: KVAnnouncement, release: asyncio.Event) -> asyn
     return asyncio.create_task(run.engine.announce(replace(piece, payload=late())))
 
 
+@pytest.mark.usefixtures("single_rank")
 async def test_what_is_on_its_way_from_a_reading_that_was_given_up_is_not_written(
     bench: Callable[..., Any],
 ) -> None:
@@ -184,6 +185,7 @@ async def test_what_a_reading_that_was_given_up_says_later_is_not_heard(bench: C
     assert (await run.collect(GenerateJob(request_id="a", sampling=SHORT))).ids == whole.ids
 
 
+@pytest.mark.usefixtures("single_rank")
 async def test_a_late_end_of_a_reading_does_not_start_a_request_twice(bench: Callable[..., Any]) -> None:
     """It comes while the request reads what is appended to its prompt."""
     run = await bench(append_chunk_tokens=16)

@@ -16,6 +16,9 @@ from deltafront.workers.decode import runner as runner_module
 from deltafront.workers.decode.step_rows import Batch, BatchShape
 from deltafront.workers.messages.requests import PageSelection, Sampling
 
+pytestmark = pytest.mark.usefixtures("single_rank")
+
+
 DELTA = {"delta_layers": (1, 3), "full_layers": (0,), "page_budget": 3, "recency": 1}
 
 

@@ -12,6 +12,8 @@ from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.messages.requests import Sampling
 
+pytestmark = pytest.mark.usefixtures("single_rank")
+
 
 @pytest.mark.parametrize("delta_layers", [(), (1, 3)])
 async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one(

@@ -164,6 +164,7 @@ async def test_what_is_read_out_of_registered_memory_is_refused() -> None:
     assert not bench.written() and bench.held == 0
 
 
+@pytest.mark.usefixtures("single_rank")
 async def test_a_prompt_is_not_read_again_while_old_kv_may_still_come(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ def send_prompt(run: Any, end: KVSender, cache: PagedKVCache, request_id: str, i
 
 async def answer_by(run: Any, make_sender: Callable[[PagedKVCache], KVSender]) -> Any:
     there = run.engine._runner.cache
-    cache = PagedKVCache(there.layers, there.kv_heads, there.head_dim, 10, there.dtype, "cpu")
+    cache = PagedKVCache(there.layers, there.model_heads, there.head_dim, 10, there.dtype, "cpu")
     await run.reserve("a", 70, 8)
     await asyncio.to_thread(send_prompt, run, make_sender(cache), cache, "a", ids_of(70))
     answer = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
@@ -186,6 +186,7 @@ async def test_what_a_stage_computed_is_what_is_decoded(
     assert answer.finish.report.handoff_bytes == wanted.finish.report.handoff_bytes
 
 
+@pytest.mark.usefixtures("single_rank")  # the toy knows whole pages
 async def test_a_transport_from_outside_is_chosen_by_its_name(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

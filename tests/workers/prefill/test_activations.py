@@ -23,16 +23,16 @@ from deltafront.workers.prefill.stage.activations import (
     LinkClosed,
     NoActivations,
     PeerActivations,
-    host_store,
 )
+from deltafront.workers.rendezvous import host_store
 
 from ...strangers import Opened, listeners
 
 RANK = """
 import sys, time, torch
 from deltafront.workers.messages.stages import Rendezvous
-from deltafront.workers.prefill.stage.activations import GroupActivations, join_store
-from deltafront.workers.prefill.stage.activations import PeerActivations
+from deltafront.workers.prefill.stage.activations import GroupActivations, PeerActivations
+from deltafront.workers.rendezvous import join_store
 
 rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 secret = bytes.fromhex(sys.argv[5])
@@ -82,7 +82,7 @@ SECRET = b"known to all stages"
 @pytest.mark.parametrize(("stages", "kind"), [(3, "group"), (2, "peer"), (4, "peer")])
 def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
     """Over gloo, and by copies from each other's memory."""
-    _store, (_, port, secret) = host_store("127.0.0.1", stages=stages + 1)
+    _store, (_, port, secret) = host_store("127.0.0.1", processes=stages + 1)
     command = [sys.executable, "-W", "ignore", "-c", RANK]
     ranks = [
         subprocess.Popen(
@@ -104,7 +104,7 @@ def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
 def test_the_store_listens_at_its_address_alone() -> None:
     """Nobody writes to it who comes to another address of this machine."""
     before = set(listeners(os.getpid()))
-    store, (address, port, _) = host_store("127.0.0.1", stages=1)
+    store, (address, port, _) = host_store("127.0.0.1", processes=1)
     assert [one[:2] for one in set(listeners(os.getpid())) - before] == [(address, port)]
     store.set("ring/0", "ours")
     assert store.get("ring/0") == b"ours"

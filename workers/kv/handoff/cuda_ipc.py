@@ -168,7 +168,8 @@ class CudaIpcReader:
                 k_TGD, v_TGD = (
                     side[layer - kv.cache.layers.start].flatten(0, 1)[first : first + count] for side in sides
                 )
-                parts[layer] = k_TGD, v_TGD
+                heads = self._cache.heads
+                parts[layer] = k_TGD[:, heads], v_TGD[:, heads]
             self._cache.write_layers(pages, start, parts)
             start += count
         if self._clock() >= kv.until:

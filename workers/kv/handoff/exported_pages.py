@@ -60,7 +60,7 @@ def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) ->
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")
     exported = kv.cache
-    wanted = (PAGE_TOKENS, cache.kv_heads, cache.head_dim), str(cache.dtype)
+    wanted = (PAGE_TOKENS, cache.model_heads, cache.head_dim), str(cache.dtype)
     if (exported.shape[2:], exported.dtype) != wanted:
         raise HandoffError(
             f"{what} is in pages of {exported.shape[2:]} {exported.dtype}, expected {wanted[0]} {wanted[1]}; "

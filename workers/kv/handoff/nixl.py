@@ -180,14 +180,17 @@ class NixlReader:
     def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
         """Yield (address at the stage, address here, bytes)."""
         cache, theirs, size = self._cache, kv.cache, row_bytes(self._cache)
+        pitch, inside = cache.model_heads * size // cache.kv_heads, cache.heads.start * size // cache.kv_heads
         runs = list(paired_runs(kv.rows, ours))
+        if pitch != size:  # a part of a row's heads: each row is a piece of its own
+            runs = [(a + n, b + n, 1) for a, b, count in runs for n in range(count)]
         for layer in layers:
             their_start = (layer - theirs.layers.start) * theirs.shape[1] * PAGE_TOKENS
             our_start = (layer - cache.layers.start) * cache.pages * PAGE_TOKENS
             for source, target in ((theirs.k, cache.k_LPSGD), (theirs.v, cache.v_LPSGD)):
                 for their_row, our_row, count in runs:
                     yield (
-                        source + (their_start + their_row) * size,
+                        source + (their_start + their_row) * pitch + inside,
                         target.data_ptr() + (our_start + our_row) * size,
                         count * size,
                     )

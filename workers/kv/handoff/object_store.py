@@ -41,8 +41,11 @@ class ObjectStoreReader:
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         cache = self._cache
-        pulled = await pull(announcement, cache.kv_heads, cache.head_dim, cache.dtype)
-        parts = {layer: pulled[layer - announcement.layer] for layer in layers}
+        pulled = await pull(announcement, cache.model_heads, cache.head_dim, cache.dtype)
+        parts = {}
+        for layer in layers:
+            k_TGD, v_TGD = pulled[layer - announcement.layer]
+            parts[layer] = k_TGD[:, cache.heads], v_TGD[:, cache.heads]
         with use_pages() as pages:
             if pages is None:
                 return 0

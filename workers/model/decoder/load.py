@@ -13,6 +13,7 @@ from ..directory.json_files import ModelError
 from ..directory.model_config import read_config
 from ..directory.store import adapter_directory, model_directory
 from ..weights.stack_weights import StackSpec, read_stack
+from .collectives import SINGLE_RANK, Collectives
 from .stack import LayerStack
 
 _YIELD = 5
@@ -20,14 +21,22 @@ _YIELD = 5
 _LOWEST = 19
 
 
-def load_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> LayerStack:
-    return LayerStack(spec, read_stack(directory, spec, tell))
+def load_stack(
+    directory: str | Path, spec: StackSpec, tell: Tell = silent, collectives: Collectives = SINGLE_RANK
+) -> LayerStack:
+    return LayerStack(spec, read_stack(directory, spec, tell), collectives)
 
 
 def load_model(
-    model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1, tell: Tell = silent
+    model: ModelSpec,
+    device: torch.device | str,
+    stage: int = 0,
+    stages: int = 1,
+    *,
+    collectives: Collectives = SINGLE_RANK,
+    tell: Tell = silent,
 ) -> LayerStack:
-    """Load one of `stages` shares of a model.
+    """Load one of `stages` shares of a model, or a rank's part of it.
 
     Raises:
         ModelError: The model cannot be loaded, split or quantised like that.
@@ -47,8 +56,10 @@ def load_model(
         device=torch.device(device),
         adapter=None if model.adapter is None else adapter_directory(model.adapter),
         quantisation=model.quantisation,
+        rank=collectives.rank,
+        ranks=collectives.ranks,
     )
-    return load_stack(directory, spec, tell)
+    return load_stack(directory, spec, tell, collectives)
 
 
 def _check_quantisation(model: ModelSpec, device: torch.device) -> None:
@@ -71,9 +82,11 @@ def torch_dtype(model: ModelSpec) -> torch.dtype:
 
 
 def set_up_compute_thread(threads: int, device: str) -> None:
-    """Set this thread's torch threads. On a CPU, lower its priority: a refusal must not wait for a chunk's
-    time slices."""
+    """Set this thread's torch threads and GPU. On a CPU, lower its priority: a refusal must not wait for a
+    chunk's time slices."""
     torch.set_num_threads(threads)
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)
     if device == "cpu" and sys.platform == "linux":  # only Linux has niceness per thread
         thread = threading.get_native_id()
         nice = os.getpriority(os.PRIO_PROCESS, thread)

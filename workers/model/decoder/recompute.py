@@ -17,6 +17,7 @@ from ....kernels.constants import BLOCK
 from ....kernels.executors.block_sparse import BlockSparseExecutor
 from ....kernels.interface import AttentionInput, TileMask, no_phase
 from ....kernels.layers.rope import KVRows
+from .collectives import SINGLE_RANK, Collectives
 from .stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
@@ -25,10 +26,12 @@ KEYS_AT_ONCE = 1 << 17
 
 
 class BlockAttention:
-    """The largest share of attention that a question's last rows give each block, in any head or layer."""
+    """The largest share of attention that a question's last rows give each block, in any head or layer, on
+    any rank."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, collectives: Collectives = SINGLE_RANK) -> None:
         self._tokens = tokens
+        self._collectives = collectives
         self._mass_M: torch.Tensor | None = None
 
     def add(self, q_THD: torch.Tensor, k_GSD: torch.Tensor) -> None:
@@ -42,7 +45,7 @@ class BlockAttention:
         complete = self._tokens // BLOCK
         if self._mass_M is None or complete < 2:
             return []
-        mass_M = self._mass_M[1:complete].clone()
+        mass_M = self._collectives.max(self._mass_M[1:complete].clone())
         mass_M[-1] = -1.0
         best = mass_M.topk(min(count, complete - 1)).indices
         return sorted(1 + block for block in best.tolist())

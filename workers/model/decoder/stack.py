@@ -22,6 +22,7 @@ from ..directory.json_files import ModelError
 from ..directory.model_config import ModelConfig
 from ..weights.projections import Fp8Linear, Linear
 from ..weights.stack_weights import AttentionWeights, MlpWeights, StackSpec, StackWeights
+from .collectives import SINGLE_RANK, Collectives
 from .rope_angles import Rope
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -75,6 +76,7 @@ class DecoderLayer:
     config: ModelConfig
     attention: AttentionWeights | None
     mlp_weights: MlpWeights | None
+    collectives: Collectives = SINGLE_RANK
 
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
         """Return rotated q_THD, and put K and V into `kv`."""
@@ -86,13 +88,13 @@ class DecoderLayer:
 
     def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
         residual.hidden_TC = residual.total()
-        residual.update_TC = self._attention.output(out_THD.flatten(1))
+        residual.update_TC = self.collectives.sum(self._attention.output(out_THD.flatten(1)))
 
     def mlp(self, residual: Residual) -> None:
         weights = self.mlp_weights
         if weights is not None:
             normed = norm_of(residual, weights.post_norm_C, self.config.rms_eps, weights.gate_up)
-            residual.update_TC = weights.down(weights.gate_up.gated(normed))
+            residual.update_TC = self.collectives.sum(weights.down(weights.gate_up.gated(normed)))
 
     @property
     def output_weight_CO(self) -> torch.Tensor:
@@ -114,16 +116,23 @@ def norm_of(residual: Residual, weight_C: torch.Tensor, eps: float, taker: Linea
 
 class LayerStack:
     """Some layers of a model, with embedding and head if it has these ends. It may begin with the MLP of the
-    layer before `layers`, and lack its last MLP."""
+    layer before `layers`, and lack its last MLP.
 
-    def __init__(self, spec: StackSpec, weights: StackWeights) -> None:
+    Where `collectives` are of several ranks, it has a part of every layer: `config` counts its own heads and
+    MLP columns, and hidden states and logits are whole on every rank.
+    """
+
+    def __init__(
+        self, spec: StackSpec, weights: StackWeights, collectives: Collectives = SINGLE_RANK
+    ) -> None:
         layers, mlps = spec.layers, spec.share.mlps
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > spec.config.layers:
             raise ModelError(f"layers {layers} are not a contiguous part of the model's {spec.config.layers}")
         before, after = layers.start - mlps.start, layers.stop - mlps.stop
         if mlps.step != 1 or mlps.start < 0 or before not in (0, 1) or after not in (0, 1):
             raise ModelError(f"MLPs of layers {mlps} do not go with the attention of layers {layers}")
-        self.config = spec.config
+        self.config = config = spec.config.of_rank(spec.ranks)
+        self.collectives = collectives
         self.layers = layers
         self.mlps = mlps
         self.dtype = spec.dtype
@@ -132,9 +141,10 @@ class LayerStack:
         self._layers = [
             DecoderLayer(
                 number,
-                spec.config,
+                config,
                 weights.attentions[number - layers.start] if number in layers else None,
                 weights.mlps[number - mlps.start] if number in mlps else None,
+                collectives,
             )
             for number in range(mlps.start if mlps else layers.start, layers.stop)
         ]
@@ -231,4 +241,4 @@ class LayerStack:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
         head = self._weights.head
         normed = norm_of(Residual(hidden_TC), self._weights.final_norm_C, self.config.rms_eps, head)
-        return head(normed).float()
+        return self.collectives.gather(head(normed))[:, : self.config.vocab].float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,21 @@ class ModelConfig:
         costs = [attention, self.mlp_matrices] * self.layers
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
         return balanced(tuple(costs), stages)
+
+    def of_rank(self, ranks: int) -> ModelConfig:
+        """Describe one of `ranks` parts of every layer. Raises ModelError unless each has whole key/value
+        heads and as many MLP columns."""
+        for count, what in ((self.kv_heads, "key/value heads"), (self.intermediate, "MLP columns")):
+            if count % ranks:
+                raise ModelError(
+                    f"decode.tensor_parallel: {ranks} ranks cannot share the model's {count} {what} equally"
+                )
+        return replace(
+            self,
+            q_heads=self.q_heads // ranks,
+            kv_heads=self.kv_heads // ranks,
+            intermediate=self.intermediate // ranks,
+        )
 
     @property
     def macs_per_pair(self) -> int:

@@ -1,4 +1,9 @@
-"""A stage's share of the weights, fused into few matrices. Shape suffixes also: J = H + G."""
+"""A stage's share of the weights, fused into few matrices. Shape suffixes also: J = H + G.
+
+A rank of a decode worker has a part of each (Megatron-LM, Shoeybi et al. 2019, section 3): its heads' rows of
+q, k and v, its rows of gate and up, the columns of the output and down projections that go with them, and its
+rows of the head.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,7 @@ class StackSpec:
         embedding, head: Whether it has these ends.
         adapter: A LoRA adapter's directory.
         quantisation: The form of the layers' matrices; None for `dtype`.
+        rank, ranks: Which part of every matrix it has, of how many (tensor parallelism).
     """
 
     config: ModelConfig
@@ -48,6 +54,11 @@ class StackSpec:
     device: torch.device
     adapter: str | Path | None = None
     quantisation: Quantisation | None = None
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        self.config.of_rank(self.ranks)  # raises ModelError
 
     @property
     def share(self) -> LayerShare:
@@ -93,22 +104,40 @@ class _Reader:
         self._shapes = spec.config.shapes()
         self._shapes.setdefault(HEAD, self._shapes[EMBEDDING])
 
-    def get(self, *names: str) -> torch.Tensor:
-        """Return tensors one below the other. On a CPU a single one is the file's own memory if its dtype
-        fits."""
-        if self.spec.device.type == "cpu" and len(names) == 1:
-            return self._read(names[0]).to(self.spec.dtype)
-        rows, columns = [self._shapes[name][0] for name in names], self._shapes[names[0]][1:]
+    def get(self, *names: str, split: int | None = None) -> torch.Tensor:
+        """Return tensors one below the other, or this rank's parts of them along dimension `split`. On a CPU
+        a single one is the file's own memory if its dtype fits."""
+        parts = [self.part(self._read(name), split) for name in names]
+        if self.spec.device.type == "cpu" and len(parts) == 1:
+            return parts[0].to(self.spec.dtype)
+        rows, columns = [len(part) for part in parts], parts[0].shape[1:]
         fused = torch.empty((sum(rows), *columns), dtype=self.spec.dtype, device=self.spec.device)
-        for name, target in zip(names, torch.split(fused, rows), strict=True):
-            self._uploads.copy(self._read(name), target)
+        for part, target in zip(parts, torch.split(fused, rows), strict=True):
+            self._uploads.copy(part, target)
         return fused
 
-    def linear(self, *modules: str) -> Linear:
-        """Return modules with the same inputs as one layer."""
-        biased = f"{modules[0]}.bias" in self._shapes
-        weight_OI = self.get(*(f"{module}.weight" for module in modules))
-        return Linear(weight_OI, self.get(*(f"{module}.bias" for module in modules)) if biased else None)
+    def part(self, tensor: torch.Tensor, split: int | None) -> torch.Tensor:
+        """Return this rank's part. Where parts are unequal, the last ones are filled up with zeros."""
+        ranks = self.spec.ranks
+        if split is None or ranks == 1:
+            return tensor
+        size = -(-tensor.shape[split] // ranks)
+        part = tensor.tensor_split([size * n for n in range(1, ranks)], split)[self.spec.rank]
+        missing = size - part.shape[split]
+        if not missing:
+            return part
+        rest = part.new_zeros([missing if dim == split else n for dim, n in enumerate(part.shape)])
+        return torch.cat([part, rest], split)
+
+    def linear(self, *modules: str, split: int) -> Linear:
+        """Return modules with the same inputs as one layer. split: 0: ranks share its outputs; 1: its inputs,
+        and the first rank adds the bias."""
+        weight_OI = self.get(*(f"{module}.weight" for module in modules), split=split)
+        biases = [f"{module}.bias" for module in modules]
+        if biases[0] not in self._shapes:
+            return Linear(weight_OI)
+        bias_O = self.get(*biases, split=None if split else 0)
+        return Linear(weight_OI, None if split and self.spec.rank else bias_O)
 
     def _read(self, name: str) -> torch.Tensor:
         if name not in self.source.names():
@@ -172,8 +201,8 @@ def _read_ends(read: _Reader) -> tuple[torch.Tensor | None, torch.Tensor | None]
         embedding = head = EMBEDDING if EMBEDDING in names else HEAD
     embedding_VC = read.get(embedding) if spec.embedding else None
     if tied and embedding_VC is not None:
-        return embedding_VC, embedding_VC if spec.head else None
-    return embedding_VC, read.get(head) if spec.head else None
+        return embedding_VC, read.part(embedding_VC, 0) if spec.head else None
+    return embedding_VC, read.get(head, split=0) if spec.head else None
 
 
 def _tables_are_equal(read: _Reader) -> bool:
@@ -214,20 +243,20 @@ def _read_layer(
 
 
 def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
-    config, module = read.spec.config, f"{prefix}self_attn."
+    config, module = read.spec.config.of_rank(read.spec.ranks), f"{prefix}self_attn."
     norms = (("q", config.q_heads), ("k", config.kv_heads)) if config.qk_norm else ()
     norms_JD = [read.get(f"{module}{name}_norm.weight").expand(heads, -1) for name, heads in norms]
     return AttentionWeights(
         input_norm_C=read.get(f"{prefix}input_layernorm.weight"),
-        qkv=read.linear(*(f"{module}{name}_proj" for name in "qkv")),
+        qkv=read.linear(*(f"{module}{name}_proj" for name in "qkv"), split=0),
         qk_norm_JD=torch.cat(norms_JD) if norms_JD else None,
-        output=read.linear(f"{module}o_proj"),
+        output=read.linear(f"{module}o_proj", split=1),
     )
 
 
 def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
     return MlpWeights(
         post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=read.linear(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
-        down=read.linear(f"{prefix}mlp.down_proj"),
+        gate_up=read.linear(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", split=0),
+        down=read.linear(f"{prefix}mlp.down_proj", split=1),
     )

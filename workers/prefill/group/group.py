@@ -59,7 +59,7 @@ class StageActor:
 
     def host(self) -> Rendezvous:
         """Open the store where the group's stages meet. Only the first stage is asked."""
-        from ..stage.activations import host_store
+        from ...rendezvous import host_store
 
         address = str(ray.util.get_node_ip_address())
         self._store, rendezvous = host_store(address, self._config.stages)

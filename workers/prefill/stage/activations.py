@@ -13,28 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
-import socket
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from ...kv.peer_memory import CudaPeerMemory, PeerMemory, home
 from ...messages.stages import Rendezvous
 from ...model.decoder.stack import LayerStack
+from ...rendezvous import BACKENDS, join_store
 from ...settings import PrefillConfig
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_meet = partial(TCPStore, timeout=timedelta(seconds=120), wait_for_workers=False)
 SLOTS = 3
 """One chunk is copied, one waits, one is written."""
 
@@ -231,19 +227,6 @@ def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
         return Client(json.loads(store.get(f"ring/{rank}")), "AF_UNIX", secret)
     except (ValueError, TypeError, OSError, EOFError, AuthenticationError) as error:
         raise LinkClosed(f"stage {rank} is not where the group's store says: {error}") from None
-
-
-def host_store(address: str, stages: int) -> tuple[TCPStore, Rendezvous]:
-    """Make the first stage's store on a free port of `address`."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, 0), family=family)  # by itself it would listen everywhere
-    port, handed_over = listening.getsockname()[1], listening.detach()
-    store = _meet(address, port, stages, is_master=True, master_listen_fd=handed_over)
-    return store, Rendezvous(address, port, secrets.token_bytes(16))
-
-
-def join_store(rendezvous: Rendezvous, stages: int) -> TCPStore:
-    return _meet(rendezvous.address, rendezvous.port, stages, is_master=False)
 
 
 def connect_neighbours(

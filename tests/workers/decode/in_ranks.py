@@ -1,0 +1,70 @@
+"""A decode worker's ranks as threads of one process, linked by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deltafront.workers.decode.ranks import FollowerRank, ReaderMaker
+from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
+from deltafront.workers.model.decoder.collectives import GroupCollectives
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
+from deltafront.workers.settings import DecodeConfig
+
+
+def part(directory: Path, rank: int, ranks: int) -> LayerStack:
+    config = read_config(directory)
+    spec = StackSpec(
+        config=config,
+        layers=range(config.layers),
+        embedding=True,
+        head=True,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        rank=rank,
+        ranks=ranks,
+    )
+    return load_stack(directory, spec, collectives=GroupCollectives(rank, ranks))
+
+
+def parts(directory: Path, ranks: int) -> list[LayerStack]:
+    """Linked stacks. What one computes waits for the others."""
+    store, stacks = dist.HashStore(), [part(directory, rank, ranks) for rank in range(ranks)]
+
+    def connect(stack: LayerStack) -> None:
+        group: Any = dist.ProcessGroupGloo
+        collectives = stack.collectives
+        assert isinstance(collectives, GroupCollectives)
+        collectives.connect(group(store, collectives.rank, ranks, timedelta(seconds=120)))
+
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(connect, stacks))
+    return stacks
+
+
+@contextmanager
+def followers(
+    stacks: Sequence[LayerStack], config: DecodeConfig, reader: ReaderMaker = ObjectStoreReader
+) -> Iterator[list[FollowerRank]]:
+    """The ranks after the first. None may have failed at the end."""
+    ranks = [FollowerRank(stack, config, reader) for stack in stacks[1:]]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+    assert not any(rank.fault for rank in ranks)
+
+
+def unused(_cache: Any, _thread: Executor) -> Any:
+    """A `ReaderMaker` for ranks that are handed nothing."""

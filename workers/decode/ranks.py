@@ -1,0 +1,233 @@
+"""The ranks of a decode worker. Each has its heads' K/V and its part of every matrix (tensor parallelism).
+
+Rank 0 is the worker: it schedules, and sends every piece of work to the other ranks before it begins its own.
+So all ranks make the same calls in the same order, and meet in the collectives of each layer. Pages have one
+number on all ranks. K/V is handed over to each rank apart: it reads the heads that it keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..kv.cache import PagedKVCache
+from ..kv.fetch import to_host
+from ..kv.handoff.protocols import KVReader, UsePages
+from ..kv.pages.pool import PAGE_TOKENS, pages_for
+from ..kv.pages.request_pages import PageCopy
+from ..messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
+from ..model.decoder.collectives import SINGLE_RANK, GroupCollectives
+from ..model.decoder.load import load_model, set_up_compute_thread
+from ..model.decoder.stack import LayerStack
+from ..model.directory.model_config import ModelConfig
+from ..progress import Tell, silent
+from ..rendezvous import BACKENDS, join_store
+from ..roles import Rank
+from ..settings import DecodeConfig, ModelSpec
+from .decode_attention import LayerPlan, plan_layers
+from .reads import Read
+from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
+from .step_rows import Row
+
+log = logging.getLogger(__name__)
+
+ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
+
+
+def device_of_rank(config: DecodeConfig, rank: int) -> str:
+    """Ray shows a process that asks for no GPU all of them: each rank then takes one by its number."""
+    shared = config.device == "cuda" and config.gpus == 0 and config.tensor_parallel > 1
+    return f"cuda:{rank}" if shared else config.device
+
+
+def make_threads(config: DecodeConfig, rank: int = 0) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """Return the compute thread and the hand-off thread."""
+    arguments = config.threads, device_of_rank(config, rank)
+    compute, handoff = (
+        ThreadPoolExecutor(1, f"decode-{work}", set_up_compute_thread, arguments)
+        for work in ("compute", "handoff")
+    )
+    return compute, handoff
+
+
+def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, int]:
+    """Return `DecodeRunner`'s sizes, which are the same on every rank."""
+    pages = config.cache_tokens // PAGE_TOKENS
+    return {
+        "pages": pages,
+        "max_batch": config.max_batch,
+        "max_pages": min(pages, pages_for(model.positions)),
+    }
+
+
+class LeadRunner(DecodeRunner):
+    """Rank 0's runner: every call is made on the other ranks, too."""
+
+    def __init__(self, stack: LayerStack, plan: LayerPlan, ranks: Sequence[Rank] = (), **sizes: int) -> None:
+        super().__init__(stack, plan, **sizes)
+        self._ranks = ranks
+        self._sent: tuple[int, ...] = ()
+        """Keys of the rows that the other ranks have."""
+
+    def _send(self, work: str, *arguments: Any) -> None:
+        for rank in self._ranks:
+            rank.compute(work, *arguments)
+
+    def first_tokens(
+        self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
+    ) -> list[SampledToken]:
+        if copies:
+            self._send("copy_pages", copies)
+        return super().first_tokens(logits, rows, copies)
+
+    def append(
+        self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None
+    ) -> ReadResult:
+        self._send("append", pages, step, last, copy)
+        return super().append(pages, step, last, copy)
+
+    def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
+        self._send("recompute", pages, blocks, ids)
+        return super().recompute(pages, blocks, ids)
+
+    def launch(self, rows: Sequence[Row]) -> LaunchedStep:
+        keys = tuple(row.key for row in rows)
+        self._send("launch", None if keys == self._sent else rows)
+        self._sent = keys
+        return super().launch(rows)
+
+    def compile(self) -> None:
+        self._sent = ()
+        self._send("compile")
+        super().compile()
+
+
+class FollowerRank:
+    """Plays `Rank`. reader: of the K/V transport."""
+
+    def __init__(self, stack: LayerStack, config: DecodeConfig, reader: ReaderMaker) -> None:
+        model = stack.config
+        plan = plan_layers(config, model.layers)
+        self.fault = ""
+        """Why the worker should be replaced; empty while this rank is well."""
+        self._runner = DecodeRunner(stack, plan, **runner_sizes(config, model))
+        self._compute, self._handoff = make_threads(config, stack.collectives.rank)
+        self._reader = reader(self._runner.cache, self._handoff)
+        self._rows: Sequence[Row] = ()
+        self._stack = stack
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        join_ranks(self._stack, rendezvous)
+
+    def compute(self, work: str, *arguments: Any) -> None:
+        self._compute.submit(self._run, work, *arguments)
+
+    def _run(self, work: str, *arguments: Any) -> None:
+        if self.fault:
+            return
+        try:
+            if work == "launch":
+                self._launch(*arguments)
+            else:
+                getattr(self._runner, work)(*arguments)
+        except Exception as error:
+            log.exception("a rank of a decode worker failed")
+            self.fault = f"{work} failed: {type(error).__name__}: {error}"
+
+    def _launch(self, rows: Sequence[Row] | None) -> None:
+        """rows: None where they are the last step's."""
+        if rows is not None:
+            self._rows = rows
+        self._runner.launch(self._rows)
+
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], pages: Sequence[int]) -> int:
+        return await self._reader.read(announcement, layers, lambda: nullcontext(pages))
+
+    async def kv(self, wanted: KVRange, pages: Sequence[int]) -> HostKV:
+        work = to_host, self._runner.cache, pages, wanted
+        return await asyncio.get_running_loop().run_in_executor(self._handoff, *work)
+
+    def close(self) -> None:
+        self._compute.shutdown()
+        self._handoff.shutdown()
+
+
+class InOrder:
+    """Puts numbered calls into order. Each number comes once, from 0 on."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+        self._next = itertools.count()
+        self._expected = next(self._next)
+        self._early: dict[int, tuple[Any, ...]] = {}
+
+    def __call__(self, number: int, *arguments: Any) -> None:
+        self._early[number] = arguments
+        while self._expected in self._early:
+            self._call(*self._early.pop(self._expected))
+            self._expected = next(self._next)
+
+
+class RanksReader:
+    """A `KVReader` that has each rank read its heads."""
+
+    def __init__(self, own: KVReader, ranks: Sequence[Rank]) -> None:
+        self._own, self._ranks = own, ranks
+
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+        with use_pages() as pages:
+            if pages is None:
+                return 0
+            reads = [self._own.read(announcement, layers, lambda: nullcontext(pages))]
+            reads += [rank.read(announcement, layers, pages) for rank in self._ranks]
+            # The pages stay in use until the last rank has read, also if another has failed.
+            moved = await asyncio.gather(*reads, return_exceptions=True)
+        for outcome in moved:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return sum(count for count in moved if isinstance(count, int))
+
+
+def joined_heads(parts: Sequence[HostKV]) -> HostKV:
+    """Put the ranks' heads side by side."""
+    if len(parts) == 1:
+        return parts[0]
+    k, v = (np.concatenate([getattr(part, side) for part in parts], axis=1) for side in "kv")
+    return replace(parts[0], k=k, v=v)
+
+
+def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = silent) -> LayerStack:
+    """Load a rank's part of the model. Nothing can be computed before `join_ranks`. Raises ModelError."""
+    ranks = config.tensor_parallel
+    collectives = SINGLE_RANK if ranks == 1 else GroupCollectives(rank, ranks)
+    return load_model(model, device_of_rank(config, rank), collectives=collectives, tell=tell)
+
+
+def load_rank(
+    rank: int, model: ModelSpec, config: DecodeConfig, *, reader: ReaderMaker, tell: Tell = silent
+) -> FollowerRank:
+    torch.set_num_threads(config.threads)
+    return FollowerRank(load_part(model, config, rank, tell), config, reader)
+
+
+def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:
+    """Link this process to the other ranks, which must call it at the same time."""
+    device, collectives = stack.device, stack.collectives
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    store = join_store(rendezvous, collectives.ranks)
+    dist.init_process_group(
+        BACKENDS[device.type], store=store, rank=collectives.rank, world_size=collectives.ranks
+    )
+    assert isinstance(collectives, GroupCollectives) and dist.group.WORLD is not None
+    collectives.connect(dist.group.WORLD)

@@ -1,0 +1,76 @@
+"""Sums, maxima and gathers over the ranks of a decode worker, which hold parts of every layer.
+
+NCCL's calls only queue work on the device, so a CUDA graph can hold them. Every rank makes the same calls in
+the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Collectives(Protocol):
+    rank: int
+    ranks: int
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks. x: contiguous; it may be overwritten."""
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the largest value over ranks. x: contiguous; it may be overwritten."""
+
+    def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
+        """Put the ranks' columns side by side, in their order."""
+
+
+class SingleRank:
+    rank, ranks = 0, 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
+        return x_TO
+
+
+SINGLE_RANK = SingleRank()
+
+
+class GroupCollectives:
+    """Over a process group, NCCL or gloo, once it is connected."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._connected: dist.ProcessGroup | None = None
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        self._connected = group
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._connected is None:
+            raise RuntimeError(f"rank {self.rank} has not joined the {self.ranks} ranks of its worker")
+        return self._connected
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x_TO) for _ in range(self.ranks)]
+        self._group.allgather([parts], [x_TO.contiguous()]).wait()
+        return torch.cat(parts, dim=1)
+
+    def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        self._group.allreduce([x], options).wait()
+        return x
