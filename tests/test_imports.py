@@ -30,6 +30,7 @@ ROOMS = {
     "workers.remote": "workers.roles",
     "workers.replica": "workers.messages workers.remote",
     "workers.leaving": "",
+    "workers.rendezvous": "workers.messages",
     "workers.progress": "",
     "workers.tracing": "",
     "workers.model": "",
@@ -42,13 +43,15 @@ ROOMS = {
     "workers.kv": "workers.messages workers.settings workers.roles",
     "workers.kv.pages": "workers.messages kernels.constants",
     "workers.prefill": "",
-    "workers.prefill.stage": """workers.messages workers.settings workers.progress workers.tracing
+    "workers.prefill.stage": """workers.messages workers.settings workers.progress workers.rendezvous
+        workers.tracing
         workers.model workers.kv kernels""",
     "workers.prefill.group": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.progress workers.tracing workers.model workers.kv workers.prefill.stage
-        kernels""",
+        workers.leaving workers.progress workers.rendezvous workers.tracing workers.model workers.kv
+        workers.prefill.stage kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.progress workers.tracing workers.model workers.kv kernels""",
+        workers.leaving workers.progress workers.rendezvous workers.tracing workers.model workers.kv
+        kernels""",
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.tracing workers.model.directory
         workers.model.calibrated""",
@@ -92,7 +95,8 @@ HOMES = {
     "prometheus_client": "service.metrics",
     "opentelemetry": "service.tracing workers.tracing",
     "PIL": "service.cli.drawing",
-    "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",
+    "torch": """kernels workers.model workers.calibration workers.kv workers.prefill workers.decode
+        workers.rendezvous""",
     "triton": "kernels",
     "transformers": "",
 }

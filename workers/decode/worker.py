@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayError
 
 from ...kernels.compilations import watch
-from ..kv.handoff.protocols import HandoffError
 from ..leaving import Leaving
+from ..messages.requests import DecodeFailed
 from ..messages.stages import Rendezvous
 from ..messages.states import DECODE_PREFIX, DecodeStats
 from ..progress import progress
@@ -138,9 +138,9 @@ class RankOverRay:
 
 
 def _rank_error(number: int, failure: Failure) -> Exception:
-    if isinstance(failure.cause, HandoffError):
+    if isinstance(failure.cause, Exception):
         return failure.cause
-    return HandoffError(f"rank {number} {failure.message}: {failure.cause or 'it is gone'}")
+    return DecodeFailed(f"rank {number} {failure.message}")
 
 
 class DecodeReplica(Replica):

@@ -43,6 +43,61 @@ async def stream(actor: Any, job: GenerateJob) -> AsyncIterator[Any]:
         yield await reference
 
 
+@pytest.fixture(scope="module")
+def replica_of_two(cluster: Any, tiny_llama: Path) -> Iterator[Any]:
+    """A worker of two ranks."""
+    from deltafront.workers.decode.worker import DecodeReplica
+
+    config = DecodeConfig(
+        cache_tokens=2048, page_selection="full", stream_lease_s=600.0, tensor_parallel=2, warm_up=True
+    )
+    replica = DecodeReplica(ModelSpec(path=str(tiny_llama), dtype="float32"), config)
+    yield replica
+    replica.stop()
+
+
+async def answer_of(cluster: Any, replica: Any, run: Any, request_id: str, ids: list[int]) -> list[int]:
+    """A prompt's answer through Ray. All its pages are free afterwards."""
+    from deltafront.workers.kv.handoff.object_store import ObjectStoreOutbox
+    from deltafront.workers.kv.handoff.outbox import Delivery
+
+    actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
+    await actor.reserve.remote(
+        Reservation(request_id=request_id, owner="me", prompt_tokens=len(ids), max_tokens=NEW)
+    )
+    outbox, prompt, delivery = ObjectStoreOutbox(256 << 20, 60.0), run.prefill(ids), Delivery(replica.name)
+    for piece in run.pieces(request_id, prompt):
+        outbox.send_kv(delivery, piece)
+    outbox.send_logits(delivery, FirstLogits(request_id=request_id, logits=prompt.logits))
+    job = GenerateJob(request_id=request_id, sampling=Sampling(max_tokens=NEW, ignore_eos=True))
+    events = [event async for event in stream(actor, job)]
+    outbox.check(delivery)
+    stats = await actor.stats.remote()
+    assert stats.pages_free == stats.pages_total
+    return [event.token_id for event in events if isinstance(event, Token)]
+
+
+async def test_a_worker_of_two_ranks_answers_as_one_rank_and_is_replaced_with_any_of_them(
+    cluster: Any, replica_of_two: Any, bench: Any
+) -> None:
+    """Each rank is killed once; requests at once, and one after the other."""
+    run, replica = await bench(), replica_of_two
+    prompts = [np.random.default_rng(n).integers(0, 198, 40 + 30 * n).tolist() for n in range(3)]
+    wanted = [(await run.ask("here", ids, Sampling(max_tokens=NEW, ignore_eos=True))).ids for ids in prompts]
+    for killed in ("rank 1", "rank 0", ""):
+        for number, ids in enumerate(prompts):
+            assert await answer_of(cluster, replica, run, f"r{number}", ids) == wanted[number]
+        if not killed:
+            continue
+        lost = replica.name
+        cluster.kill(replica.head if killed == "rank 0" else replica._ranks[0])
+        async with asyncio.timeout(HANG_S):
+            while replica.name == lost or not replica._rebuilding.done():
+                await replica.check_health()
+                await asyncio.sleep(0.05)
+        await replica.check_health()
+
+
 async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     cluster: Any, replica: Any, bench: Any
 ) -> None:
