@@ -75,6 +75,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a group: one service for each")
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--decode-gpu", choices=("own", "last", "none"), default="own")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the decode worker")
     parser.add_argument("--chunk", type=int, default=16_384)
     parser.add_argument(
         "--quantisation", choices=get_args(Quantisation), help="sets model.quantisation and marks the cases"
@@ -129,6 +130,7 @@ class Run:
             "cuda" if self.on_gpu else "cpu",
             given.kernel_cache,
             more=more,
+            ranks=given.ranks,
         )
 
     def keep(self, one: Row, setup: Setup | None) -> None:
@@ -138,6 +140,8 @@ class Run:
         if setup is not None:
             made = {**one, "case": f"{one['case']}{self.mark}", "decode_gpu": setup.decode_gpu}
             made["chunk"] = setup.chunk_tokens
+            if setup.ranks > 1:
+                made["ranks"] = setup.ranks
         print(made, flush=True)
         merge_into(self.given.result, [made], self.gpu, self.commit)
 

@@ -1,9 +1,10 @@
 """Rows of results, in one file that several runs on several machines fill. Pure, but for reading and writing.
 
 A row is `case, tokens, gpus, density, value, unit`. gpus counts those of prefill; `parts` is where a time to
-first token went; `decode_gpu` says which GPU decoded, if any; `chunk` how many tokens the longest
-chunk could have (older rows do not say: 8,192 of one GPU's); `commit` stands where a row is of another one
-than the file. What follows from other rows (`derived`) is made anew whenever the file is written.
+first token went; `decode_gpu` says which GPU decoded, if any; `ranks` how many decoded together, if several;
+`chunk` how many tokens the longest chunk could have (older rows do not say: 8,192 of one GPU's); `commit`
+stands where a row is of another one than the file. What follows from other rows (`derived`) is made anew
+whenever the file is written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from deltafront.benchmarks.harness import write_json
 
 Row = dict[str, Any]
-Key = tuple[str, int, int]
+Key = tuple[str, int, int, int]
 BATCH = 4
 """Requests that decode together, beside one alone."""
 _GROUPS = "_groups_"
@@ -37,12 +38,11 @@ def throughput_row(method: str, rate: float, tokens: int, gpus: int, groups: int
 
 
 def key(one: Row) -> Key:
-    return str(one["case"]), int(one["tokens"]), int(one["gpus"])
+    return str(one["case"]), int(one["tokens"]), int(one["gpus"]), int(one.get("ranks", 1))
 
 
 def merged(old: Mapping[str, Any] | None, rows: Iterable[Row], gpu: str, commit: str) -> dict[str, Any]:
-    """The file's content: rows of the same case, tokens and gpus are replaced, others stay, with the commit
-    they are of."""
+    """The file's content: rows of the same key are replaced, others stay, with the commit they are of."""
     kept: dict[Key, Row] = {}
     if old is not None:
         for one in old["rows"]:
@@ -66,18 +66,19 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
     """What follows from the measured rows: efficiency of a pipeline against one GPU, the hand-off's share of
     a time to first token, projections over their plain products, DELTA over full, several groups over one.
     Only rows of one commit are compared."""
-    for (case, tokens, gpus), one in rows.items():
+    for (case, tokens, gpus, ranks), one in rows.items():
+        of_ranks = {} if ranks == 1 else {"ranks": ranks}
         mark = {"commit": one["commit"]} if "commit" in one else {}
 
-        def ratio(name: str, value: float, one: Row = one, mark: Row = mark) -> Row:
+        def ratio(name: str, value: float, one: Row = one, mark: Row = mark, of_ranks: Row = of_ranks) -> Row:
             at = {"tokens": one["tokens"], "gpus": one["gpus"], "density": one["density"]}
-            return {**row(name, round(value, 4), "ratio", **at), **mark}
+            return {**row(name, round(value, 4), "ratio", **at), **of_ranks, **mark}
 
         def beside(place: Key, one: Row = one) -> Row | None:
             other = rows.get(place)
             return other if other is not None and other.get("commit") == one.get("commit") else None
 
-        alone, products = beside((case, tokens, 1)), beside(("linear_products", tokens, gpus))
+        alone, products = beside((case, tokens, 1, 1)), beside(("linear_products", tokens, gpus, 1))
         if case in ("ttft_dense", "ttft_dpxa") and gpus > 1 and alone is not None:
             yield ratio(case.replace("ttft", "efficiency"), alone["value"] / (gpus * one["value"]))
         if case == "ttft_dpxa":
@@ -87,10 +88,10 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
             if products is not None:
                 yield ratio("projection_ratio", parts["prefill.projection"] / products["value"])
         name, _, groups = case.partition(_GROUPS)
-        if groups and (group := beside((name, tokens, gpus // int(groups)))) is not None:
+        if groups and (group := beside((name, tokens, gpus // int(groups), ranks))) is not None:
             yield ratio(
                 name.replace("prompts_per_s", f"groups_{groups}_over_1"), one["value"] / group["value"]
             )
-        delta = beside((f"batch{BATCH}_token_delta", tokens, gpus))
+        delta = beside((f"batch{BATCH}_token_delta", tokens, gpus, ranks))
         if case == f"batch{BATCH}_token_full" and delta is not None:
             yield ratio(f"batch{BATCH}_full_over_delta", one["value"] / delta["value"])

@@ -24,9 +24,9 @@ _BESIDE = 0.6, 0.4
 class Setup:
     """One service. tokens: the longest prompt. sessions: of how many tokens each, for decoding.
 
-    decode_gpu: `own`, or `last` where a stage's GPU has to do, or `none`: then the decode worker keeps K/V in
-    the host's memory, which is enough for first tokens. more: keys of the configuration to set, as
-    `section.key` → value.
+    ranks: GPUs of the decode worker. decode_gpu: `own`, or `last` where the stages' GPUs have to do, or
+    `none`: then the decode worker keeps K/V in the host's memory, which is enough for first tokens. more:
+    keys of the configuration to set, as `section.key` → value.
     """
 
     model: Path
@@ -40,6 +40,7 @@ class Setup:
     device: Literal["cuda", "cpu"] = "cuda"
     kernel_cache: Path | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
 
     @property
     def gpus(self) -> int:
@@ -61,6 +62,8 @@ class Setup:
         on_gpu = self.device == "cuda"
         decodes_on_gpu = on_gpu and self.decode_gpu != "none"
         beside = _BESIDE if self.decode_gpu == "last" else (1, int(decodes_on_gpu))
+        if self.decode_gpu == "last" and self.ranks > 1:
+            beside = 1, 0  # then rank i takes the host's GPU i
         stage, decode = beside if on_gpu else (0, 0)
         cpus = 1 if on_gpu else 0.1
         threads = 4 if on_gpu else 1
@@ -82,6 +85,7 @@ class Setup:
                 "warm_up": ["dense", "dpxa"],
             },
             "decode": {
+                "tensor_parallel": self.ranks,
                 "cache_tokens": self.decode_tokens,
                 "append_chunk_tokens": 512,
                 "page_selection": "full",
@@ -115,8 +119,7 @@ class Setup:
         stage = 2 * (self.shape.weights(layers) + self.shape.kv_values(layers) * self.prefill_tokens)
         whole = self.shape.layers
         decode = 2 * (self.shape.weights(whole) + self.shape.kv_values(whole) * self.decode_tokens)
-        if self.decode_gpu == "none":
-            decode = 0
+        decode = 0 if self.decode_gpu == "none" else decode / self.ranks
         shared = self.decode_gpu == "last"
         most = stage + decode if shared else max(stage, decode)
         return most / GIB + RESERVE_GIB * (1 + shared)
