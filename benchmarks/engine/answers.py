@@ -13,7 +13,7 @@ import json
 import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=16_384)
     parser.add_argument("--model", type=Path, default=Path("/dev/shm/deltafront-answers"))
     given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
     shape = replace(SHAPES[given.shape], positions=given.tokens + ANSWER_ROOM)
     write_model(given.model, shape, torch.device(device))
     of_ranks = {"ranks": given.ranks} if "ranks" in {field.name for field in fields(Setup)} else {}

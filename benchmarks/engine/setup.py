@@ -119,7 +119,7 @@ class Setup:
         stage = 2 * (self.shape.weights(layers) + self.shape.kv_values(layers) * self.prefill_tokens)
         whole = self.shape.layers
         decode = 2 * (self.shape.weights(whole) + self.shape.kv_values(whole) * self.decode_tokens)
-        decode = 0 if self.decode_gpu == "none" else decode / self.ranks
+        decode = 0 if self.decode_gpu == "none" else decode // self.ranks
         shared = self.decode_gpu == "last"
         most = stage + decode if shared else max(stage, decode)
         return most / GIB + RESERVE_GIB * (1 + shared)

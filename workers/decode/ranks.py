@@ -154,8 +154,8 @@ class FollowerRank:
         return await self._reader.read(announcement, layers, lambda: nullcontext(pages))
 
     async def kv(self, wanted: KVRange, pages: Sequence[int]) -> HostKV:
-        work = to_host, self._runner.cache, pages, wanted
-        return await asyncio.get_running_loop().run_in_executor(self._handoff, *work)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._handoff, to_host, self._runner.cache, pages, wanted)
 
     def close(self) -> None:
         self._compute.shutdown()

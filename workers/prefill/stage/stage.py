@@ -287,7 +287,7 @@ def load_stage(
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
-    stack = load_model(model, config.device, stage, config.stages, tell)
+    stack = load_model(model, config.device, stage, config.stages, tell=tell)
     shape, pages = stack.config, pages_for(config.cache_tokens)
     methods = [config.method(name, options) for name, options in config.warmed_up]
     longest = min(config.cache_tokens, shape.positions)
