@@ -20,11 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...kernels.layers.one_shot_reduce import OneShotReduce, own_memory
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import to_host
 from ..kv.handoff.protocols import KVReader, UsePages
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..kv.pages.request_pages import PageCopy
+from ..kv.peer_memory import CudaPeerMemory
 from ..messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
 from ..model.decoder.collectives import SINGLE_RANK, GroupCollectives
 from ..model.decoder.load import load_model, set_up_compute_thread
@@ -230,4 +232,15 @@ def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:
         BACKENDS[device.type], store=store, rank=collectives.rank, world_size=collectives.ranks
     )
     assert isinstance(collectives, GroupCollectives) and dist.group.WORLD is not None
-    collectives.connect(dist.group.WORLD)
+    one_shot = one_shot_reduce(collectives.rank, collectives.ranks, device) if device.type == "cuda" else None
+    collectives.connect(dist.group.WORLD, one_shot)
+
+
+def one_shot_reduce(rank: int, ranks: int, device: torch.device) -> OneShotReduce:
+    """Map every rank's memory here. All ranks must call it at the same time."""
+    peers, own = CudaPeerMemory(device), own_memory(ranks, device)
+    torch.cuda.synchronize(device)  # its zeros must not come after what others write
+    handles: list[Any] = [None] * ranks
+    dist.all_gather_object(handles, [peers.export(x) for x in own])
+    memory = [own if n == rank else (peers.open(a), peers.open(b)) for n, (a, b) in enumerate(handles)]
+    return OneShotReduce(rank, memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
-from deltafront.kernels.layers import fp8, linear_hopper_launch, norm, rope, swiglu
+from deltafront.kernels.layers import fp8, linear_hopper_launch, norm, one_shot_reduce, rope, swiglu
 from tests.kernels.descriptor_types import descriptor_type
 
 FP8_TYPES = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
@@ -79,4 +79,18 @@ SWIGLU_CASES = [
     ),
 ]
 
-COMPILE_CASES = [*FP8_CASES, *PRODUCT_CASES, *NORM_CASES, *ROPE_CASES, *SWIGLU_CASES]
+REDUCE_CASES = [
+    (
+        one_shot_reduce.one_shot_reduce_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "out_ptr"), pointer),
+            "calls_ptr": "*i32",
+            **dict.fromkeys(("places_ptr", "flags_ptr"), "*i64"),
+            "numbers": "i32",
+        },
+        {"RANK": 1, "RANKS": ranks, "MAXIMUM": maximum, "ROOM": one_shot_reduce.ROOM, "BLOCK": 1024},
+    )
+    for ranks, maximum, pointer in ((2, False, "*bf16"), (4, True, "*fp32"))
+]
+
+COMPILE_CASES = [*FP8_CASES, *PRODUCT_CASES, *NORM_CASES, *ROPE_CASES, *SWIGLU_CASES, *REDUCE_CASES]

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ....kernels.layers.one_shot_reduce import OneShotReduce
+
 
 class Collectives(Protocol):
     rank: int
@@ -43,14 +45,15 @@ SINGLE_RANK = SingleRank()
 
 
 class GroupCollectives:
-    """Over a process group, NCCL or gloo, once it is connected."""
+    """Over a process group, NCCL or gloo, once it is connected. one_shot: for what is small, on GPUs."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self._connected: dist.ProcessGroup | None = None
+        self._one_shot: OneShotReduce | None = None
 
-    def connect(self, group: dist.ProcessGroup) -> None:
-        self._connected = group
+    def connect(self, group: dist.ProcessGroup, one_shot: OneShotReduce | None = None) -> None:
+        self._connected, self._one_shot = group, one_shot
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -70,6 +73,8 @@ class GroupCollectives:
         return torch.cat(parts, dim=1)
 
     def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot(x, maximum=operation == dist.ReduceOp.MAX)
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         self._group.allreduce([x], options).wait()

@@ -1,0 +1,109 @@
+"""Sums and maxima over GPUs: the same bits on each, of any size, also in a CUDA graph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deltafront.kernels.layers.one_shot_reduce import ROOM, OneShotReduce, own_memory
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+RANK = """
+import sys
+import torch, torch.distributed as dist
+from deltafront.workers.decode.ranks import one_shot_reduce
+
+rank, ranks, port = map(int, sys.argv[1:])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+reduce = one_shot_reduce(rank, ranks, device)
+sizes = [1, 7, 1024, 4096, 5000, 4 * 8192, 131072, 262144]
+
+def numbers(call, of, size, dtype):
+    generator = torch.Generator().manual_seed(1000 * call + of)
+    return torch.randn(size, generator=generator).to(dtype).to(device)
+
+def expected(call, size, dtype, maximum):
+    parts = [numbers(call, of, size, dtype).float() for of in range(ranks)]
+    acc = parts[0]
+    for part in parts[1:]:
+        acc = torch.maximum(acc, part) if maximum else acc + part
+    return acc.to(dtype)
+
+for call in range(120):
+    size = sizes[call * 5 % len(sizes)]
+    dtype = (torch.bfloat16, torch.float32, torch.float16)[call % 3]
+    x = numbers(call, rank, size, dtype)
+    assert reduce.takes(x)
+    out = reduce(x, call % 2 == 1)
+    assert torch.equal(out, expected(call, size, dtype, call % 2 == 1)), (call, size, dtype)
+
+x = torch.zeros(4096, dtype=torch.bfloat16, device=device)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    out = x
+    for _ in range(8):
+        out = reduce(out * 0.5, False)
+for call in range(50):
+    x.fill_(float(call) * (rank + 1))
+    graph.replay()
+    total = sum(call * (of + 1) for of in range(ranks)) * 0.5
+    for _ in range(7):
+        total = total * 0.5 * ranks
+    assert torch.allclose(out.float(), torch.full((4096,), total, device=device), rtol=1e-2), (call, out[:4], total)
+
+began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+for name, one in (("one-shot", lambda: reduce(x, False)), ("nccl", lambda: dist.all_reduce(x))):
+    one()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(64):
+            one()
+    graph.replay()
+    torch.cuda.synchronize()
+    began.record()
+    for _ in range(20):
+        graph.replay()
+    ended.record()
+    torch.cuda.synchronize()
+    print(rank, name, round(began.elapsed_time(ended) / 20 / 64 * 1000, 2), "us a call of 8 KiB")
+torch.cuda.synchronize()
+print("ok")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_gpu_gets_the_same_sum(ranks: int) -> None:
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+    commands = [[sys.executable, "-c", RANK, str(rank), str(ranks), "29571"] for rank in range(ranks)]
+    running = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True) for one in commands]
+    try:
+        said = [one.communicate(timeout=120)[0] for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    print(*said)
+    assert all(text.strip().endswith("ok") for text in said)
+
+
+def test_it_takes_what_has_room() -> None:
+    memory = own_memory(1, torch.device("cpu"))
+    reduce = OneShotReduce(0, [memory])
+    assert reduce.takes(torch.zeros(ROOM)) and not reduce.takes(torch.zeros(ROOM + 1))
+    assert not reduce.takes(torch.zeros(0)) and not reduce.takes(torch.zeros(4, dtype=torch.int64))
+
+
+def test_one_rank_keeps_its_numbers() -> None:
+    reduce = OneShotReduce(0, [own_memory(1, torch.device("cuda" if GPUS else "cpu"))])
+    x = torch.arange(3000, dtype=torch.float32, device=reduce._calls.device)
+    for maximum in (False, True):
+        assert torch.equal(reduce(x, maximum), x)
+    assert reduce._calls[:3].tolist() == [2, 2, 2] and reduce._calls[3] == 0
