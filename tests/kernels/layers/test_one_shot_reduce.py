@@ -55,7 +55,8 @@ for call in range(50):
     total = sum(call * (of + 1) for of in range(ranks)) * 0.5
     for _ in range(7):
         total = total * 0.5 * ranks
-    assert torch.allclose(out.float(), torch.full((4096,), total, device=device), rtol=1e-2), (call, out[:4], total)
+    wanted = torch.full((4096,), total, device=device)
+    assert torch.allclose(out.float(), wanted, rtol=1e-2), (call, out[:4], total)
 
 began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 for name, one in (("one-shot", lambda: reduce(x, False)), ("nccl", lambda: dist.all_reduce(x))):
