@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024
-ROOM = 256 * _BLOCK
+ROOM = 1024 * _BLOCK
 """Most numbers of one call."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
