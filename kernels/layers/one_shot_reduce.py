@@ -3,8 +3,9 @@
 Each GPU writes its numbers into every other's memory, raises a flag there, and adds up what it was sent
 ("one-shot"; FlashInfer and TensorRT-LLM have the like). All GPUs add in one order, so all get the same bits.
 
-A place is written again two calls later: by then the other GPU has raised its flag of the call between, so it
-has ended the call before. Suffixes: N numbers.
+A program's place in the others' memory has two halves, used in turn. A half is written again two calls
+later: by then the other GPU has raised its flag of the call between, so it has ended the call before. It may
+be a call ahead, so a flag says the number of its last call.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -35,17 +36,19 @@ def one_shot_reduce_kernel(
     inside = at < numbers
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     call = tl.load(calls_ptr + program) + 1
-    half = (call % 2) * RANKS * ROOM
+    # In bytes, so that a program has one place for numbers of any size.
+    half = ((call & 1) * RANKS * ROOM + program * BLOCK) * 4
+    lane = tl.arange(0, BLOCK)
     for other in tl.static_range(RANKS):
         if other != RANK:
-            theirs = tl.load(places_ptr + other).to(tl.pointer_type(x_ptr.dtype.element_ty))
-            tl.store(theirs + half + RANK * ROOM + at, x, mask=inside)
+            theirs = tl.load(places_ptr + other) + half + RANK * ROOM * 4
+            tl.store(theirs.to(tl.pointer_type(x_ptr.dtype.element_ty)) + lane, x, mask=inside)
     tl.debug_barrier()  # all threads have written before one raises the flags
     for other in tl.static_range(RANKS):
         if other != RANK:
             flag = tl.load(flags_ptr + other).to(tl.pointer_type(tl.int32)) + RANK * (ROOM // BLOCK) + program
             tl.atomic_xchg(flag, call, sem="release", scope="sys")
-    ours = tl.load(places_ptr + RANK).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    ours = tl.load(places_ptr + RANK) + half
     own_flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32))
     acc = tl.full([BLOCK], float("-inf"), tl.float32) if MAXIMUM else tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(RANKS):
@@ -53,11 +56,10 @@ def one_shot_reduce_kernel(
             part = x.to(tl.float32)
         else:
             flag = own_flags + other * (ROOM // BLOCK) + program
-            while tl.atomic_cas(flag, call, call, sem="acquire", scope="sys") != call:
+            while tl.atomic_cas(flag, call, call, sem="acquire", scope="sys") - call < 0:
                 pass
-            part = tl.load(ours + half + other * ROOM + at, mask=inside, other=0.0, volatile=True).to(
-                tl.float32
-            )
+            place = (ours + other * ROOM * 4).to(tl.pointer_type(x_ptr.dtype.element_ty)) + lane
+            part = tl.load(place, mask=inside, other=0.0, volatile=True).to(tl.float32)
         acc = tl.maximum(acc, part) if MAXIMUM else acc + part
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(calls_ptr + program, call)

@@ -35,13 +35,26 @@ def expected(call, size, dtype, maximum):
         acc = torch.maximum(acc, part) if maximum else acc + part
     return acc.to(dtype)
 
-for call in range(120):
+torch.cuda.synchronize()
+for call in range(240):
     size = sizes[call * 5 % len(sizes)]
     dtype = (torch.bfloat16, torch.float32, torch.float16)[call % 3]
     x = numbers(call, rank, size, dtype)
     assert reduce.takes(x)
+    if (call // 8 + rank) % 2:  # one rank is ahead of the other by as many calls as it may be
+        torch.cuda._sleep(200_000)
     out = reduce(x, call % 2 == 1)
-    assert torch.equal(out, expected(call, size, dtype, call % 2 == 1)), (call, size, dtype)
+    if call % 8 == 7:
+        assert torch.equal(out, expected(call, size, dtype, call % 2 == 1)), (call, size, dtype)
+for call in range(2000):
+    if rank == call // 100 % ranks and call % 10 == 0:
+        torch.cuda._sleep(50_000)
+    size, dtype = sizes[call % len(sizes)], (torch.bfloat16, torch.float32)[call % 2]
+    x = torch.full((size,), float(rank + call % 50), dtype=dtype, device=device)
+    out = reduce(x, False)
+    total = float(sum(of + call % 50 for of in range(ranks)))
+    torch._assert_async((out == total).all())
+torch.cuda.synchronize()
 
 x = torch.zeros(4096, dtype=torch.bfloat16, device=device)
 graph = torch.cuda.CUDAGraph()
