@@ -244,17 +244,19 @@ class ServiceConfig(BaseModel):
                 problems.append(
                     f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {own}"
                 )
-        widths = (model.hidden, model.intermediate, model.q_heads * model.head_dim)
-        if self.model.quantisation is not None and any(width % 16 for width in widths):
-            problems.append(f"model.quantisation: the model's widths {widths} must be multiples of 16")
         try:
             model.split(self.prefill.stages)
         except ModelError as error:
             problems.append(f"prefill.stages: {error}")
         try:
-            model.of_rank(self.decode.tensor_parallel)
+            part = model.of_rank(self.decode.tensor_parallel)
         except ModelError as error:
             problems.append(str(error))
+            part = model
+        widths = (model.hidden, part.intermediate, part.q_heads * model.head_dim)
+        if self.model.quantisation is not None and any(width % 16 for width in widths):
+            whose = "the model's" if self.decode.tensor_parallel == 1 else "a rank's"
+            problems.append(f"model.quantisation: {whose} widths {widths} must be multiples of 16")
         for key, name, options in self._named_methods:
             try:
                 thresholds_for(profile, self.prefill.method(name, options))

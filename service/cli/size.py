@@ -56,8 +56,9 @@ class Sizing:
     Attributes:
         tokens: Prompt and answer.
         stages: None if no number fits.
+        ranks: GPUs of a decode worker (decode.tensor_parallel).
         stage_bytes, decode_bytes: Per GPU.
-        contexts_per_worker: 0 if a GPU cannot hold the weights and one context.
+        contexts_per_worker: 0 if its GPUs cannot hold the weights and one context.
     """
 
     model: str
@@ -71,6 +72,7 @@ class Sizing:
     kv_bytes: int
     stages: int | None
     stage_bytes: int
+    ranks: int
     contexts_per_worker: int
     decode_bytes: int
 
@@ -83,7 +85,7 @@ class Sizing:
         """None if something does not fit."""
         if self.stages is None or self.decode_workers is None:
             return None
-        return self.stages + self.decode_workers
+        return self.stages + self.decode_workers * self.ranks
 
 
 def weight_bytes(
@@ -114,7 +116,7 @@ def weight_bytes(
 def stage_bytes(
     model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
 ) -> int:
-    """Weights and K/V of the fullest stage. A decode worker is one. ModelError: more stages than layers."""
+    """Weights and K/V of the fullest stage. ModelError: more stages than layers."""
     room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
     sizes = []
     for stage, share in enumerate(model.split(stages)):
@@ -123,6 +125,23 @@ def stage_bytes(
         weights = weight_bytes(model, layers, dtype, quantisation, mlps=mlps, **ends)
         sizes.append(weights + room * model.kv_values(layers))
     return max(sizes)
+
+
+def rank_bytes(
+    model: ModelConfig, ranks: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
+) -> int:
+    """Weights and K/V of a decode worker's rank: its part of the layers and of the head, the whole embedding.
+    ModelError: the ranks cannot share the model equally."""
+    part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
+    kv = pages_for(cache_tokens) * PAGE_TOKENS * size * part.kv_values(model.layers)
+    rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
+    layers = weight_bytes(part, model.layers, dtype, quantisation, head=False)
+    return layers + kv + (rows + 1) * model.hidden * size
+
+
+def rank_counts(model: ModelConfig) -> list[int]:
+    """Into how many ranks a decode worker can be cut."""
+    return [n for n in range(1, model.kv_heads + 1) if model.kv_heads % n == model.intermediate % n == 0]
 
 
 def sizing(
@@ -135,12 +154,16 @@ def sizing(
     dtype: Dtype = "bfloat16",
     quantisation: Quantisation | None = None,
     stages: int | None = None,
+    ranks: int | None = None,
     reserve_gib: float = RESERVE_GIB,
 ) -> Sizing:
     """Find the prefill stages and decode workers for contexts of `tokens` tokens.
 
+    Args:
+        stages, ranks: None: as few as fit.
+
     Raises:
-        ModelError: There are more stages than layers.
+        ModelError: There are more stages than layers, or the ranks cannot share the model equally.
         ValueError: A number is not positive or finite, or the quantisation does not go with the dtype.
     """
     for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
@@ -155,7 +178,10 @@ def sizing(
     kv_token_bytes = model.kv_values(model.layers) * DTYPE_BYTES[dtype]
     weights = weight_bytes(model, model.layers, dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
-    contexts = min(max(room - weights, 0) // kv, concurrency)
+    counts = rank_counts(model) if ranks is None else [ranks]
+    held = {n: _contexts(model, n, kv // n, room, dtype, quantisation) for n in counts}
+    ranks = next((count for count in counts if held[count]), counts[-1])
+    contexts = min(held[ranks], concurrency)
     tried = range(1, model.layers + 1) if stages is None else (stages,)
     needs = {count: stage_bytes(model, count, tokens, dtype, quantisation) for count in tried}
     fewest = next((count for count, need in needs.items() if need <= room), None)
@@ -171,14 +197,23 @@ def sizing(
         kv_bytes=kv,
         stages=fewest,
         stage_bytes=needs[fewest] if fewest else min(needs.values()),
+        ranks=ranks,
         contexts_per_worker=contexts,
-        decode_bytes=weights + max(contexts, 1) * kv,
+        decode_bytes=rank_bytes(model, ranks, 0, dtype, quantisation) + max(contexts, 1) * (kv // ranks),
     )
 
 
+def _contexts(
+    model: ModelConfig, ranks: int, kv: int, room: int, dtype: Dtype, quantisation: Quantisation | None
+) -> int:
+    """How many contexts of `kv` bytes a rank holds."""
+    return max(room - rank_bytes(model, ranks, 0, dtype, quantisation), 0) // kv
+
+
 def row(sized: Sizing) -> dict[str, str]:
-    """Column → value. Prefill is stages × GiB, decode is workers × GiB."""
-    workers, stage, decode = sized.decode_workers, sized.stage_bytes / GIB, sized.decode_bytes / GIB
+    """Column → value. Prefill is stages × GiB, decode is workers × ranks × GiB."""
+    stage, decode = sized.stage_bytes / GIB, decode_cell(sized)
+    workers = sized.decode_workers
     return {
         "model": sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
         "context": f"{sized.tokens:,}",
@@ -189,9 +224,15 @@ def row(sized: Sizing) -> dict[str, str]:
         "pages": f"{sized.pages:,}",
         "K/V GiB": f"{sized.kv_bytes / GIB:.1f}",
         "prefill": f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
-        "decode": f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
+        "decode": f"{workers} × {decode}" if workers else f"does not fit: {decode}",
         "GPUs": "–" if sized.gpus is None else str(sized.gpus),
     }
+
+
+def decode_cell(sized: Sizing) -> str:
+    """A worker's ranks × GiB, or its GiB if it is one."""
+    gib = f"{sized.decode_bytes / GIB:.1f}"
+    return gib if sized.ranks == 1 else f"{sized.ranks} × {gib}"
 
 
 def size_command(
@@ -201,6 +242,7 @@ def size_command(
     concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
     gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
     stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Ranks of a decode worker (as few as fit).")] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
     quantisation: Annotated[
         str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")
@@ -214,7 +256,7 @@ def size_command(
     if quantisation is not None and quantisation not in get_args(Quantisation):
         fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
     how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "stages": stages}
-    how["reserve_gib"] = reserve_gib
+    how |= {"ranks": tensor_parallel, "reserve_gib": reserve_gib}
     try:
         sizings = [
             sizing(name, _shape(name), length, concurrency, gpu_gib, **how)
