@@ -160,7 +160,8 @@ def sizing(
     """Find the prefill stages and decode workers for contexts of `tokens` tokens.
 
     Args:
-        stages, ranks: None: as few as fit.
+        stages: None: as few as fit.
+        ranks: None: as many as take the fewest GPUs.
 
     Raises:
         ModelError: There are more stages than layers, or the ranks cannot share the model equally.
@@ -179,9 +180,12 @@ def sizing(
     weights = weight_bytes(model, model.layers, dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
     counts = rank_counts(model) if ranks is None else [ranks]
-    held = {n: _contexts(model, n, kv // n, room, dtype, quantisation) for n in counts}
-    ranks = next((count for count in counts if held[count]), counts[-1])
-    contexts = min(held[ranks], concurrency)
+    empty = {n: rank_bytes(model, n, 0, dtype, quantisation) for n in counts}
+    held = {n: min(max(room - empty[n], 0) // (kv // n), concurrency) for n in counts}
+    ranks = min(
+        (n for n in counts if held[n]), key=lambda n: (-(-concurrency // held[n]) * n, n), default=counts[-1]
+    )
+    contexts = held[ranks]
     tried = range(1, model.layers + 1) if stages is None else (stages,)
     needs = {count: stage_bytes(model, count, tokens, dtype, quantisation) for count in tried}
     fewest = next((count for count, need in needs.items() if need <= room), None)
@@ -199,15 +203,8 @@ def sizing(
         stage_bytes=needs[fewest] if fewest else min(needs.values()),
         ranks=ranks,
         contexts_per_worker=contexts,
-        decode_bytes=rank_bytes(model, ranks, 0, dtype, quantisation) + max(contexts, 1) * (kv // ranks),
+        decode_bytes=empty[ranks] + max(contexts, 1) * (kv // ranks),
     )
-
-
-def _contexts(
-    model: ModelConfig, ranks: int, kv: int, room: int, dtype: Dtype, quantisation: Quantisation | None
-) -> int:
-    """How many contexts of `kv` bytes a rank holds."""
-    return max(room - rank_bytes(model, ranks, 0, dtype, quantisation), 0) // kv
 
 
 def row(sized: Sizing) -> dict[str, str]:
@@ -242,7 +239,9 @@ def size_command(
     concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
     gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
     stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
-    tensor_parallel: Annotated[int | None, typer.Option(help="Ranks of a decode worker (as few as fit).")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Ranks of a decode worker (as take the fewest GPUs).")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
     quantisation: Annotated[
         str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")

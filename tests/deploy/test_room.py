@@ -20,7 +20,7 @@ def ranks(config: ServiceConfig) -> tuple[dict[str, str], float, float]:
 
 
 def bundles(config: ServiceConfig) -> Iterator[tuple[dict[str, str], float, float]]:
-    """node labels, CPUs and GPUs of everything that is placed, biggest first. Ranks of a worker stay together."""
+    """node labels, CPUs and GPUs of everything that is placed, biggest first; a worker's ranks as one."""
     prefill, decode, door = config.prefill, config.decode, config.door
     yield from [ranks(config)] * decode.workers
     stage = (dict(prefill.node_labels), prefill.cpus_per_stage, prefill.gpus_per_stage)
