@@ -249,14 +249,11 @@ class ServiceConfig(BaseModel):
         except ModelError as error:
             problems.append(f"prefill.stages: {error}")
         try:
-            part = model.of_rank(self.decode.tensor_parallel)
+            widths = model.matrix_widths(self.decode.tensor_parallel)
+            if self.model.quantisation is not None and any(width % 16 for width in widths):
+                problems.append(f"model.quantisation: a rank's widths {widths} must be multiples of 16")
         except ModelError as error:
             problems.append(str(error))
-            part = model
-        widths = (model.hidden, part.intermediate, part.q_heads * model.head_dim)
-        if self.model.quantisation is not None and any(width % 16 for width in widths):
-            whose = "the model's" if self.decode.tensor_parallel == 1 else "a rank's"
-            problems.append(f"model.quantisation: {whose} widths {widths} must be multiples of 16")
         for key, name, options in self._named_methods:
             try:
                 thresholds_for(profile, self.prefill.method(name, options))

@@ -1,26 +1,17 @@
-"""`deltafront size`: GPUs and memory that a model takes at given context lengths.
+"""GPUs and memory that a model takes at given context lengths.
 
 Weights and K/V are counted as workers allocate them. All else is a flat reserve per process.
 """
 
 from __future__ import annotations
 
-import json as json_format
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, get_args
-
-import typer
-from rich.console import Console
-from rich.table import Table
+from dataclasses import dataclass, replace
 
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from ...workers.model.directory.json_files import ModelError
-from ...workers.model.directory.model_config import ModelConfig, RopeConfig, read_config
+from ...workers.model.directory.model_config import ModelConfig, RopeConfig
 from ...workers.settings import Dtype, Quantisation
-from .terminal import fail
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -167,15 +158,10 @@ def sizing(
         ModelError: There are more stages than layers, or the ranks cannot share the model equally.
         ValueError: A number is not positive or finite, or the quantisation does not go with the dtype.
     """
-    for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
-        if value <= 0:
-            raise ValueError(f"{key} = {value}: must be above 0")
+    check(tokens, concurrency, gpu_gib, reserve_gib)
     if quantisation is not None and DTYPE_BYTES[dtype] != 2:
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
-    bytes_left = (gpu_gib - reserve_gib) * GIB
-    if not math.isfinite(bytes_left):
-        raise ValueError(f"gpu_gib = {gpu_gib} and reserve_gib = {reserve_gib}: must be finite")
-    room = int(bytes_left)
+    room = int((gpu_gib - reserve_gib) * GIB)
     kv_token_bytes = model.kv_values(model.layers) * DTYPE_BYTES[dtype]
     weights = weight_bytes(model, model.layers, dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
@@ -207,6 +193,15 @@ def sizing(
     )
 
 
+def check(tokens: int, concurrency: int, gpu_gib: float, reserve_gib: float) -> None:
+    """Raises ValueError for a number that is not positive or finite."""
+    for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
+        if value <= 0:
+            raise ValueError(f"{key} = {value}: must be above 0")
+    if not math.isfinite(gpu_gib - reserve_gib):
+        raise ValueError(f"gpu_gib = {gpu_gib} and reserve_gib = {reserve_gib}: must be finite")
+
+
 def row(sized: Sizing) -> dict[str, str]:
     """Column → value. Prefill is stages × GiB, decode is workers × ranks × GiB."""
     stage, decode = sized.stage_bytes / GIB, decode_cell(sized)
@@ -230,54 +225,3 @@ def decode_cell(sized: Sizing) -> str:
     """A worker's ranks × GiB, or its GiB if it is one."""
     gib = f"{sized.decode_bytes / GIB:.1f}"
     return gib if sized.ranks == 1 else f"{sized.ranks} × {gib}"
-
-
-def size_command(
-    *,
-    models: Annotated[list[str] | None, typer.Argument(help="8b, 70b or model directories.")] = None,
-    tokens: Annotated[list[int], typer.Option(help="Prompt and answer of a context.")] = [131_072, 524_288],  # noqa: B006
-    concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
-    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
-    stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
-    tensor_parallel: Annotated[
-        int | None, typer.Option(help="Ranks of a decode worker (as take the fewest GPUs).")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
-    quantisation: Annotated[
-        str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")
-    ] = None,
-    reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
-    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
-) -> None:
-    """How many GPUs, and what is in their memory, for a model at given context lengths."""
-    if dtype not in DTYPE_BYTES:
-        fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
-    if quantisation is not None and quantisation not in get_args(Quantisation):
-        fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
-    how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "stages": stages}
-    how |= {"ranks": tensor_parallel, "reserve_gib": reserve_gib}
-    try:
-        sizings = [
-            sizing(name, _shape(name), length, concurrency, gpu_gib, **how)
-            for name in models or SHAPES
-            for length in tokens
-        ]
-    except (ModelError, ValueError) as error:
-        fail(str(error))
-    if json:
-        for sized in sizings:
-            derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
-            print(json_format.dumps(asdict(sized) | derived))
-    else:
-        rows, table = [row(sized) for sized in sizings], Table(show_header=False)
-        for name in rows[0]:  # columns, since rows would be too wide for a terminal
-            table.add_row(name, *(values[name] for values in rows))
-        Console().print(table)
-
-
-def _shape(name: str) -> ModelConfig:
-    if name in SHAPES:
-        return SHAPES[name]
-    if not Path(name).is_dir():
-        raise ModelError(f"no model {name!r}: give {', '.join(SHAPES)} or a directory with a config.json")
-    return read_config(name)
