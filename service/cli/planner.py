@@ -141,13 +141,17 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
     """Plain data for `service.config.parse`. path: of the model."""
     use, stretched = found.use, demand.tokens > demand.model.positions
     chunk = min(_CHUNK_TOKENS, found.prefill_tokens // _TILE_TOKENS * _TILE_TOKENS)
-    model = {"path": path, "dtype": demand.dtype}
+    model: dict[str, Any] = {"path": path, "dtype": demand.dtype}
     model |= {"quantisation": use.quantisation} if use.quantisation else {}
     model |= {"max_position_embeddings": demand.tokens} if stretched else {}
-    prefill = {"stages": use.stages, "chunk_tokens": chunk, "cache_tokens": found.prefill_tokens}
+    prefill: dict[str, Any] = {
+        "stages": use.stages,
+        "chunk_tokens": chunk,
+        "cache_tokens": found.prefill_tokens,
+    }
     prefill |= {"device": "cuda", "gpus_per_stage": 1, "warm_up": ["dense", "dpxa"]}
-    decode = {"tensor_parallel": use.ranks, "cache_tokens": found.decode_tokens, "page_selection": "full"}
-    decode |= {"device": "cuda", "gpus": 0 if use.beside else 1, "warm_up": True}
+    decode: dict[str, Any] = {"tensor_parallel": use.ranks, "cache_tokens": found.decode_tokens}
+    decode |= {"page_selection": "full", "device": "cuda", "gpus": 0 if use.beside else 1, "warm_up": True}
     return {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": "cuda_ipc"}}
 
 

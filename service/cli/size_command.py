@@ -22,10 +22,10 @@ from .planner import (
     best,
     configuration,
     explained,
-    uses,
     gpus_needed,
     longest,
     missing_bytes,
+    uses,
 )
 from .size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, check, row, sizing
 from .terminal import fail

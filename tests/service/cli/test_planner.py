@@ -16,6 +16,7 @@ from deltafront.service.cli.planner import Demand, best
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.service.config import load
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.settings import Quantisation
 
 from ...workers.tiny_model import make_tiny_model
 from .test_main import run
@@ -28,7 +29,8 @@ Choice = tuple[bool, int, int, bool, int]
 def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:
     """GiB on the fullest GPU, if the fullest stage meets a rank."""
     plain, stages, ranks, apart, prompts = choice
-    kind, context = None if plain else "fp8", planner.cache_tokens(demand.tokens)
+    kind: Quantisation | None = None if plain else "fp8"
+    context = planner.cache_tokens(demand.tokens)
     stage = stage_bytes(demand.model, stages, prompts * context, "bfloat16", kind) / GIB
     rank = rank_bytes(demand.model, ranks, decode_tokens, "bfloat16", kind) / GIB
     loads = [stage, rank] if apart else [stage + demand.reserve_gib + rank]
