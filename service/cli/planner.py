@@ -144,14 +144,22 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
     model: dict[str, Any] = {"path": path, "dtype": demand.dtype}
     model |= {"quantisation": use.quantisation} if use.quantisation else {}
     model |= {"max_position_embeddings": demand.tokens} if stretched else {}
-    prefill: dict[str, Any] = {
+    prefill = {
         "stages": use.stages,
         "chunk_tokens": chunk,
         "cache_tokens": found.prefill_tokens,
+        "device": "cuda",
+        "gpus_per_stage": 1,
+        "warm_up": ["dense", "dpxa"],
     }
-    prefill |= {"device": "cuda", "gpus_per_stage": 1, "warm_up": ["dense", "dpxa"]}
-    decode: dict[str, Any] = {"tensor_parallel": use.ranks, "cache_tokens": found.decode_tokens}
-    decode |= {"page_selection": "full", "device": "cuda", "gpus": 0 if use.beside else 1, "warm_up": True}
+    decode = {
+        "tensor_parallel": use.ranks,
+        "cache_tokens": found.decode_tokens,
+        "page_selection": "full",
+        "device": "cuda",
+        "gpus": 0 if use.beside else 1,
+        "warm_up": True,
+    }
     return {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": "cuda_ipc"}}
 
 

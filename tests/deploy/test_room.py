@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -83,6 +87,41 @@ def test_ranks_beside_stages_have_a_gpu_each_and_no_second_worker_joins_them() -
     assert 0.2 <= left < cpus, "0.1 for each replica"
     environment = {one["name"]: one["value"] for one in container(group["template"])["env"]}
     assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in environment, "it would hide all GPUs from ranks"
+
+
+SEEN_GPUS = """
+import os, ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
+
+class Process:
+    def gpus(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+ray.init(address="local", num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+group = placement_group([{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1}], strategy="STRICT_PACK")
+ray.get(group.ready())
+made = [
+    ray.remote(Process).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=Bundle(group, bundle)).remote()
+    for bundle, gpus in enumerate((1, 1, 0))
+]
+print(ray.get([process.gpus.remote() for process in made]))
+"""
+
+
+def test_ray_shows_ranks_that_ask_for_no_gpu_all_of_their_pods() -> None:
+    """Made-up GPUs: Ray only counts them."""
+    hidden = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+    environment = {name: value for name, value in os.environ.items() if name != hidden}
+    done = subprocess.run(
+        [sys.executable, "-c", SEEN_GPUS],
+        env=environment | {"CUDA_VISIBLE_DEVICES": "0,1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    *stages, rank = ast.literal_eval(done.stdout)
+    assert sorted(stages) == ["0", "1"] and rank == "0,1"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
