@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..service.cli.size import GIB, Sizing, sizing
+from ..service.cli.size import GIB, RESERVE_GIB, Sizing, decode_cell, sizing
 from ..workers.model.directory.model_config import ModelConfig
 from ..workers.settings import Quantisation
 
@@ -16,8 +16,9 @@ _ANY_NUMBER = 1 << 30
 class Layout:
     """A deployment's processes and their GPUs.
 
-    stages: of one prefill group. gpus_per_stage, gpus_per_worker: above 0; less than 1 where processes share
-    a GPU, and each may fill its part. stage_gpu_gib, worker_gpu_gib: memory of the GPUs they run on.
+    stages: of one prefill group. ranks: of a decode worker. gpus_per_stage, gpus_per_rank: less than 1 where
+    a stage and a rank share a GPU: the rank then has what the stage leaves. stage_gpu_gib, rank_gpu_gib:
+    memory of the GPUs they run on.
     """
 
     groups: int
@@ -25,12 +26,18 @@ class Layout:
     gpus_per_stage: float
     stage_gpu_gib: float
     workers: int
-    gpus_per_worker: float
-    worker_gpu_gib: float
+    ranks: int
+    gpus_per_rank: float
+    rank_gpu_gib: float
 
     @property
     def gpus(self) -> float:
-        return self.groups * self.stages * self.gpus_per_stage + self.workers * self.gpus_per_worker
+        ranks = self.workers * self.ranks
+        return self.groups * self.stages * self.gpus_per_stage + ranks * self.gpus_per_rank
+
+    @property
+    def shared(self) -> bool:
+        return self.gpus_per_rank < 1
 
 
 @dataclass(frozen=True)
@@ -64,26 +71,36 @@ def fit(
     """With weights and K/V of bfloat16. Raises ModelError for more stages than the model has layers, and
     ValueError for GPUs without memory."""
 
-    def sized(contexts: int, gpu_gib: float, stages: int | None = None) -> Sizing:
-        return sizing(name, model, tokens, contexts, gpu_gib, quantisation=quantisation, stages=stages)
+    def sized(contexts: int, gpu_gib: float, stages: int | None, reserve_gib: float = RESERVE_GIB) -> Sizing:
+        return sizing(
+            name,
+            model,
+            tokens,
+            contexts,
+            gpu_gib,
+            quantisation=quantisation,
+            stages=stages,
+            ranks=layout.ranks,
+            reserve_gib=reserve_gib,
+        )
 
-    stage_gib = layout.stage_gpu_gib * min(layout.gpus_per_stage, 1.0)
-    worker_gib = layout.worker_gpu_gib * min(layout.gpus_per_worker, 1.0)
+    prefill = sized(1, layout.stage_gpu_gib, layout.stages)
+    stage_gib = prefill.stage_bytes / GIB + RESERVE_GIB if layout.shared else 0.0
     return Fit(
         layout,
-        prefill=sized(1, stage_gib, layout.stages),
-        stages_needed=sized(1, layout.stage_gpu_gib).stages,
-        decode=sized(_ANY_NUMBER, worker_gib),
+        prefill=prefill,
+        stages_needed=sized(1, layout.stage_gpu_gib, None).stages,
+        decode=sized(_ANY_NUMBER, layout.rank_gpu_gib, None, stage_gib + RESERVE_GIB),
     )
 
 
-HEADER = ("model", "context", "GPUs", "GiB of a prefill stage", "GiB of a decode worker", "held at once")
+HEADER = ("model", "context", "GPUs", "GiB of a prefill stage", "GiB of a decode rank", "held at once")
 
 
 def row(found: Fit) -> list[str]:
-    """A line under HEADER: stages × GiB on the fullest, workers × GiB, contexts that decode workers hold."""
+    """A line under HEADER: stages × GiB on the fullest, workers × ranks × GiB, contexts held at once."""
     layout, prefill, decode = found.layout, found.prefill, found.decode
-    stage, worker = prefill.stage_bytes / GIB, decode.decode_bytes / GIB
+    stage, worker = prefill.stage_bytes / GIB, decode_cell(decode)
     needed = (
         "no number of stages fits" if found.stages_needed is None else f"needs {found.stages_needed} stages"
     )
@@ -94,6 +111,6 @@ def row(found: Fit) -> list[str]:
         f"{layout.groups * layout.stages} × {stage:.1f}"
         if prefill.stages
         else f"does not fit: {stage:.1f}, {needed}",
-        f"{layout.workers} × {worker:.1f}" if found.contexts else f"does not fit: {worker:.1f}",
+        f"{layout.workers} × {worker}" if found.contexts else f"does not fit: {worker}",
         str(found.contexts or "–"),
     ]

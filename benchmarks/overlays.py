@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from ..service.cli.size import GIB, SHAPES, stage_bytes
+from ..service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
 from ..service.config import ServiceConfig, load
 from ..workers.settings import Quantisation
 from . import layout as layouts
@@ -47,6 +47,7 @@ class Overlay:
             prefill.gpus_per_stage,
             self._gpu_gib(dict(prefill.node_labels)),
             decode.workers,
+            decode.tensor_parallel,
             decode.gpus,
             self._gpu_gib(dict(decode.node_labels)),
         )
@@ -138,14 +139,17 @@ def rows() -> list[list[str]]:
 
 
 def row(overlay: Overlay) -> list[str]:
-    """The overlay as it is. GiB: weights and K/V of the fullest stage, of a worker."""
+    """The overlay as it is. GiB: weights and K/V of the fullest stage, of a decode worker's rank."""
     prefill, decode, model = overlay.config.prefill, overlay.config.decode, overlay.config.model
     stages, workers = str(prefill.groups * prefill.stages), str(decode.workers)
+    ranks = decode.tensor_parallel
+    if ranks > 1:
+        workers = f"{workers} × {ranks}"
     shape = next((shape for name, shape in SHAPES.items() if name in model.path), None)
     if shape is not None:
         stage = stage_bytes(shape, prefill.stages, prefill.cache_tokens, model.dtype, model.quantisation)
-        worker = stage_bytes(shape, 1, decode.cache_tokens, model.dtype, model.quantisation)
-        stages, workers = f"{stages} × {stage / GIB:.1f} GiB", f"{workers} × {worker / GIB:.1f} GiB"
+        rank = rank_bytes(shape, ranks, decode.cache_tokens, model.dtype, model.quantisation)
+        stages, workers = f"{stages} × {stage / GIB:.1f} GiB", f"{workers} × {rank / GIB:.1f} GiB"
     return [
         f"`{overlay.name}`",
         overlay.config.door.display_name,
@@ -163,7 +167,7 @@ def _gpus(layout: Layout | None) -> str:
     found: dict[float, float] = {}
     for count, gib in (
         (layout.groups * layout.stages * layout.gpus_per_stage, layout.stage_gpu_gib),
-        (layout.workers * layout.gpus_per_worker, layout.worker_gpu_gib),
+        (layout.workers * layout.ranks * layout.gpus_per_rank, layout.rank_gpu_gib),
     ):
         found[gib] = found.get(gib, 0.0) + count
     return ", ".join(f"{count:g} × {gib:.0f} GiB" for gib, count in found.items())

@@ -244,15 +244,14 @@ class ServiceConfig(BaseModel):
                 problems.append(
                     f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {own}"
                 )
-        widths = (model.hidden, model.intermediate, model.q_heads * model.head_dim)
-        if self.model.quantisation is not None and any(width % 16 for width in widths):
-            problems.append(f"model.quantisation: the model's widths {widths} must be multiples of 16")
         try:
             model.split(self.prefill.stages)
         except ModelError as error:
             problems.append(f"prefill.stages: {error}")
         try:
-            model.of_rank(self.decode.tensor_parallel)
+            widths = model.matrix_widths(self.decode.tensor_parallel)
+            if self.model.quantisation is not None and any(width % 16 for width in widths):
+                problems.append(f"model.quantisation: a rank's widths {widths} must be multiples of 16")
         except ModelError as error:
             problems.append(str(error))
         for key, name, options in self._named_methods:

@@ -170,7 +170,9 @@ class DecodeConfig(WorkerConfig):
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
     cpus: NonNegative = 0.5
+    """Of each rank, as gpus."""
     gpus: NonNegative = 0.0
+    """0 with `device: cuda`: rank i takes GPU i of its host, beside the stage that Ray has put there."""
     warm_up: bool = False
     """Decode made-up requests first: a GPU compiles at first use, and only then are decode steps CUDA
     graphs."""

@@ -20,7 +20,7 @@ from .chat import chat_command
 from .drain import drain_command
 from .picture import picture_command
 from .serve import serve_command
-from .size import size_command
+from .size_command import size_command
 from .terminal import ADDRESS, Address, Bearer, Chat, Keep, Method, Options, Recompute, Salt, Tls, err, fail
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)

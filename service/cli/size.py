@@ -1,26 +1,17 @@
-"""`deltafront size`: GPUs and memory that a model takes at given context lengths.
+"""GPUs and memory that a model takes at given context lengths.
 
 Weights and K/V are counted as workers allocate them. All else is a flat reserve per process.
 """
 
 from __future__ import annotations
 
-import json as json_format
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, get_args
-
-import typer
-from rich.console import Console
-from rich.table import Table
+from dataclasses import dataclass, replace
 
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from ...workers.model.directory.json_files import ModelError
-from ...workers.model.directory.model_config import ModelConfig, RopeConfig, read_config
+from ...workers.model.directory.model_config import ModelConfig, RopeConfig
 from ...workers.settings import Dtype, Quantisation
-from .terminal import fail
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -56,8 +47,9 @@ class Sizing:
     Attributes:
         tokens: Prompt and answer.
         stages: None if no number fits.
+        ranks: GPUs of a decode worker (decode.tensor_parallel).
         stage_bytes, decode_bytes: Per GPU.
-        contexts_per_worker: 0 if a GPU cannot hold the weights and one context.
+        contexts_per_worker: 0 if its GPUs cannot hold the weights and one context.
     """
 
     model: str
@@ -71,6 +63,7 @@ class Sizing:
     kv_bytes: int
     stages: int | None
     stage_bytes: int
+    ranks: int
     contexts_per_worker: int
     decode_bytes: int
 
@@ -83,7 +76,7 @@ class Sizing:
         """None if something does not fit."""
         if self.stages is None or self.decode_workers is None:
             return None
-        return self.stages + self.decode_workers
+        return self.stages + self.decode_workers * self.ranks
 
 
 def weight_bytes(
@@ -114,7 +107,7 @@ def weight_bytes(
 def stage_bytes(
     model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
 ) -> int:
-    """Weights and K/V of the fullest stage. A decode worker is one. ModelError: more stages than layers."""
+    """Weights and K/V of the fullest stage. ModelError: more stages than layers."""
     room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
     sizes = []
     for stage, share in enumerate(model.split(stages)):
@@ -123,6 +116,23 @@ def stage_bytes(
         weights = weight_bytes(model, layers, dtype, quantisation, mlps=mlps, **ends)
         sizes.append(weights + room * model.kv_values(layers))
     return max(sizes)
+
+
+def rank_bytes(
+    model: ModelConfig, ranks: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
+) -> int:
+    """Weights and K/V of a decode worker's rank: its part of the layers and of the head, the whole embedding.
+    ModelError: the ranks cannot share the model equally."""
+    part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
+    kv = pages_for(cache_tokens) * PAGE_TOKENS * size * part.kv_values(model.layers)
+    rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
+    layers = weight_bytes(part, model.layers, dtype, quantisation, head=False)
+    return layers + kv + (rows + 1) * model.hidden * size
+
+
+def rank_counts(model: ModelConfig) -> list[int]:
+    """Into how many ranks a decode worker can be cut."""
+    return [n for n in range(1, model.kv_heads + 1) if model.kv_heads % n == model.intermediate % n == 0]
 
 
 def sizing(
@@ -135,27 +145,33 @@ def sizing(
     dtype: Dtype = "bfloat16",
     quantisation: Quantisation | None = None,
     stages: int | None = None,
+    ranks: int | None = None,
     reserve_gib: float = RESERVE_GIB,
 ) -> Sizing:
     """Find the prefill stages and decode workers for contexts of `tokens` tokens.
 
+    Args:
+        stages: None: as few as fit.
+        ranks: None: as many as take the fewest GPUs.
+
     Raises:
-        ModelError: There are more stages than layers.
+        ModelError: There are more stages than layers, or the ranks cannot share the model equally.
         ValueError: A number is not positive or finite, or the quantisation does not go with the dtype.
     """
-    for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
-        if value <= 0:
-            raise ValueError(f"{key} = {value}: must be above 0")
+    check(tokens, concurrency, gpu_gib, reserve_gib)
     if quantisation is not None and DTYPE_BYTES[dtype] != 2:
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
-    bytes_left = (gpu_gib - reserve_gib) * GIB
-    if not math.isfinite(bytes_left):
-        raise ValueError(f"gpu_gib = {gpu_gib} and reserve_gib = {reserve_gib}: must be finite")
-    room = int(bytes_left)
+    room = int((gpu_gib - reserve_gib) * GIB)
     kv_token_bytes = model.kv_values(model.layers) * DTYPE_BYTES[dtype]
     weights = weight_bytes(model, model.layers, dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
-    contexts = min(max(room - weights, 0) // kv, concurrency)
+    counts = rank_counts(model) if ranks is None else [ranks]
+    empty = {n: rank_bytes(model, n, 0, dtype, quantisation) for n in counts}
+    held = {n: min(max(room - empty[n], 0) // (kv // n), concurrency) for n in counts}
+    ranks = min(
+        (n for n in counts if held[n]), key=lambda n: (-(-concurrency // held[n]) * n, n), default=counts[-1]
+    )
+    contexts = held[ranks]
     tried = range(1, model.layers + 1) if stages is None else (stages,)
     needs = {count: stage_bytes(model, count, tokens, dtype, quantisation) for count in tried}
     fewest = next((count for count, need in needs.items() if need <= room), None)
@@ -171,14 +187,25 @@ def sizing(
         kv_bytes=kv,
         stages=fewest,
         stage_bytes=needs[fewest] if fewest else min(needs.values()),
+        ranks=ranks,
         contexts_per_worker=contexts,
-        decode_bytes=weights + max(contexts, 1) * kv,
+        decode_bytes=empty[ranks] + max(contexts, 1) * (kv // ranks),
     )
 
 
+def check(tokens: int, concurrency: int, gpu_gib: float, reserve_gib: float) -> None:
+    """Raises ValueError for a number that is not positive or finite."""
+    for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
+        if value <= 0:
+            raise ValueError(f"{key} = {value}: must be above 0")
+    if not math.isfinite(gpu_gib - reserve_gib):
+        raise ValueError(f"gpu_gib = {gpu_gib} and reserve_gib = {reserve_gib}: must be finite")
+
+
 def row(sized: Sizing) -> dict[str, str]:
-    """Column → value. Prefill is stages × GiB, decode is workers × GiB."""
-    workers, stage, decode = sized.decode_workers, sized.stage_bytes / GIB, sized.decode_bytes / GIB
+    """Column → value. Prefill is stages × GiB, decode is workers × ranks × GiB."""
+    stage, decode = sized.stage_bytes / GIB, decode_cell(sized)
+    workers = sized.decode_workers
     return {
         "model": sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
         "context": f"{sized.tokens:,}",
@@ -189,54 +216,12 @@ def row(sized: Sizing) -> dict[str, str]:
         "pages": f"{sized.pages:,}",
         "K/V GiB": f"{sized.kv_bytes / GIB:.1f}",
         "prefill": f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
-        "decode": f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
+        "decode": f"{workers} × {decode}" if workers else f"does not fit: {decode}",
         "GPUs": "–" if sized.gpus is None else str(sized.gpus),
     }
 
 
-def size_command(
-    *,
-    models: Annotated[list[str] | None, typer.Argument(help="8b, 70b or model directories.")] = None,
-    tokens: Annotated[list[int], typer.Option(help="Prompt and answer of a context.")] = [131_072, 524_288],  # noqa: B006
-    concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
-    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
-    stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
-    quantisation: Annotated[
-        str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")
-    ] = None,
-    reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
-    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
-) -> None:
-    """How many GPUs, and what is in their memory, for a model at given context lengths."""
-    if dtype not in DTYPE_BYTES:
-        fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
-    if quantisation is not None and quantisation not in get_args(Quantisation):
-        fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
-    how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "stages": stages}
-    how["reserve_gib"] = reserve_gib
-    try:
-        sizings = [
-            sizing(name, _shape(name), length, concurrency, gpu_gib, **how)
-            for name in models or SHAPES
-            for length in tokens
-        ]
-    except (ModelError, ValueError) as error:
-        fail(str(error))
-    if json:
-        for sized in sizings:
-            derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
-            print(json_format.dumps(asdict(sized) | derived))
-    else:
-        rows, table = [row(sized) for sized in sizings], Table(show_header=False)
-        for name in rows[0]:  # columns, since rows would be too wide for a terminal
-            table.add_row(name, *(values[name] for values in rows))
-        Console().print(table)
-
-
-def _shape(name: str) -> ModelConfig:
-    if name in SHAPES:
-        return SHAPES[name]
-    if not Path(name).is_dir():
-        raise ModelError(f"no model {name!r}: give {', '.join(SHAPES)} or a directory with a config.json")
-    return read_config(name)
+def decode_cell(sized: Sizing) -> str:
+    """A worker's ranks × GiB, or its GiB if it is one."""
+    gib = f"{sized.decode_bytes / GIB:.1f}"
+    return gib if sized.ranks == 1 else f"{sized.ranks} × {gib}"

@@ -237,10 +237,16 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def check_gpus(settings: ServiceConfig, present: float) -> None:
     """Raise ConfigError if Ray has too few GPUs, for which Serve would wait for ever."""
     prefill, decode = settings.prefill, settings.decode
-    needed = prefill.groups * prefill.stages * prefill.gpus_per_stage + decode.workers * decode.gpus
+    needed = prefill.groups * prefill.stages * prefill.gpus_per_stage
+    needed += decode.workers * decode.tensor_parallel * decode.gpus
     if needed > present + 1e-6:  # a sum of shares
         raise ConfigError(
             f"prefill.gpus_per_stage and decode.gpus: {needed:g} GPUs in all, but Ray finds {present:g} here"
+        )
+    if decode.device == "cuda" and not decode.gpus and decode.tensor_parallel > present:
+        raise ConfigError(
+            f"decode.tensor_parallel: with decode.gpus 0, {decode.tensor_parallel} ranks take a GPU each by "
+            f"their numbers, but Ray finds {present:g} here"
         )
 
 

@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 
 from deltafront.benchmarks.layout import HEADER, Layout, fit, row
-from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, stage_bytes
+from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.settings import Quantisation
 
 LAYOUTS = {
-    "shared": Layout(1, 1, 0.5, 79.0, 1, 0.5, 79.0),
-    "two groups": Layout(2, 2, 1.0, 79.0, 3, 1.0, 79.0),
-    "unlike GPUs": Layout(1, 8, 1.0, 79.0, 1, 1.0, 267.0),
+    "shared": Layout(1, 1, 0.5, 79.0, 1, 1, 0.5, 79.0),
+    "two groups": Layout(2, 2, 1.0, 79.0, 3, 1, 1.0, 79.0),
+    "unlike GPUs": Layout(1, 8, 1.0, 79.0, 1, 1, 1.0, 267.0),
+    "ranks": Layout(1, 4, 1.0, 79.0, 2, 4, 1.0, 79.0),
+    "side by side": Layout(1, 8, 1.0, 79.0, 1, 8, 0.0, 79.0),
 }
 
 
@@ -26,14 +28,16 @@ def test_what_fits_has_room_and_what_does_not_has_none(
     layout: Layout, name: str, tokens: int, kind: Quantisation | None
 ) -> None:
     model, found = SHAPES[name], fit(layout, name, SHAPES[name], tokens, kind)
-    stage_room = (layout.stage_gpu_gib * layout.gpus_per_stage - RESERVE_GIB) * GIB
-    worker_room = (layout.worker_gpu_gib * layout.gpus_per_worker - RESERVE_GIB) * GIB
+    stage_room = (layout.stage_gpu_gib - RESERVE_GIB) * GIB
     stage = stage_bytes(model, layout.stages, tokens, "bfloat16", kind)
     assert found.prefill.stage_bytes == stage
     assert bool(found.prefill.stages) == (stage <= stage_room)
+    rank_room = (layout.rank_gpu_gib - RESERVE_GIB) * GIB
+    if layout.gpus_per_rank < 1:
+        rank_room -= stage + RESERVE_GIB * GIB
     each, pages = found.decode.contexts_per_worker, -(-tokens // 16) * 16
-    assert stage_bytes(model, 1, (each + 1) * pages, "bfloat16", kind) > worker_room
-    assert not each or stage_bytes(model, 1, each * pages, "bfloat16", kind) <= worker_room
+    assert rank_bytes(model, layout.ranks, (each + 1) * pages, "bfloat16", kind) > rank_room
+    assert not each or rank_bytes(model, layout.ranks, each * pages, "bfloat16", kind) <= rank_room
     assert found.contexts == layout.workers * each
     assert found.gpus == (layout.gpus if each and stage <= stage_room else None)
     whole = (layout.stage_gpu_gib - RESERVE_GIB) * GIB
@@ -42,7 +46,7 @@ def test_what_fits_has_room_and_what_does_not_has_none(
 
 
 def test_gpus_are_added_up() -> None:
-    assert [layout.gpus for layout in LAYOUTS.values()] == [1, 7, 9]
+    assert [layout.gpus for layout in LAYOUTS.values()] == [1, 7, 9, 12, 8]
 
 
 def test_a_line_says_what_fits_and_what_would() -> None:
@@ -53,6 +57,8 @@ def test_a_line_says_what_fits_and_what_would() -> None:
         ["8b", "524,288", "–", "does not fit: 79.0, needs 2 stages", "does not fit: 79.0", "–"],
     ]
     assert row(fit(unlike, "70b", SHAPES["70b"], 524_288, "fp8"))[0] == "70b, fp8"
+    beside = row(fit(LAYOUTS["side by side"], "70b", SHAPES["70b"], 131_072))
+    assert beside == ["70b", "131,072", "8", "8 × 22.9", "1 × 8 × 38.1", "4"]
     tiny = replace(unlike, stage_gpu_gib=RESERVE_GIB + 0.1)
     assert "no number of stages fits" in row(fit(tiny, "70b", SHAPES["70b"], 1000))[3]
     assert all(len(line) == len(HEADER) for line in lines)

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from deltafront.benchmarks import overlays
 from deltafront.benchmarks.overlays import quantity
-from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, stage_bytes
+from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.service.config import ServiceConfig
 
 from .manifests import OVERLAYS, container, ray_service, settings, worker_groups
 
 
+def ranks(config: ServiceConfig) -> tuple[dict[str, str], float, float]:
+    decode, count = config.decode, config.decode.tensor_parallel
+    return dict(decode.node_labels), count * decode.cpus, count * decode.gpus
+
+
 def bundles(config: ServiceConfig) -> Iterator[tuple[dict[str, str], float, float]]:
-    """node labels, CPUs and GPUs of everything that is placed, biggest first."""
+    """node labels, CPUs and GPUs of everything that is placed, biggest first; a worker's ranks as one."""
     prefill, decode, door = config.prefill, config.decode, config.door
+    yield from [ranks(config)] * decode.workers
     stage = (dict(prefill.node_labels), prefill.cpus_per_stage, prefill.gpus_per_stage)
     yield from [stage] * (prefill.groups * prefill.stages)
-    yield from [(dict(decode.node_labels), decode.cpus, decode.gpus)] * decode.workers
     for owner in [*[prefill] * prefill.groups, *[decode] * decode.workers]:
         yield dict(owner.node_labels), 0.1, 0.0
     yield from [(dict(door.node_labels), door.cpus, 0.0)] * door.replicas
@@ -50,19 +59,68 @@ def test_the_pods_have_room_for_what_the_configuration_places(overlay: str) -> N
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "cpu"])
 def test_weights_and_kv_fit_the_gpus_that_are_asked_for(overlay: str) -> None:
+    """By the processes of each GPU: Ray gives stages whole ones or parts, and rank i is on GPU i besides."""
     config = settings(overlay)
     shape = SHAPES["70b" if "70b" in config.model.path else "8b"]
     prefill, decode, dtype = config.prefill, config.decode, config.model.dtype
     needs = {"prefill": stage_bytes(shape, prefill.stages, prefill.cache_tokens, dtype) + RESERVE_GIB * GIB}
     group = dict(decode.node_labels)["ray.io/node-group"]
-    worker = stage_bytes(shape, 1, decode.cache_tokens, dtype) + RESERVE_GIB * GIB
-    needs[group] = worker + (needs[group] if decode.gpus < 1 else 0)
+    rank = rank_bytes(shape, decode.tensor_parallel, decode.cache_tokens, dtype) + RESERVE_GIB * GIB
+    needs[group] = rank + (needs[group] if decode.gpus < 1 else 0)
     for name, need in needs.items():
         affinity = worker_groups(overlay)[name]["template"]["spec"]["affinity"]["nodeAffinity"]
         terms = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
         ((expression,),) = [term["matchExpressions"] for term in terms]
         assert (expression["key"], expression["operator"]) == ("nvidia.com/gpu.memory", "Gt")
         assert need <= int(expression["values"][0]) << 20, f"{overlay}: {name} needs {need / GIB:.1f} GiB"
+
+
+def test_ranks_beside_stages_have_a_gpu_each_and_no_second_worker_joins_them() -> None:
+    """Ray counts no GPU of theirs. So CPUs keep a second worker away, also while the stages are replaced."""
+    config, group = settings("pd-70b"), worker_groups("pd-70b")["prefill"]
+    prefill, decode = config.prefill, config.decode
+    limits = container(group["template"])["resources"]["limits"]
+    assert decode.gpus == 0 and decode.node_labels == prefill.node_labels
+    assert decode.tensor_parallel <= quantity(limits["nvidia.com/gpu"]) == prefill.stages
+    _labels, cpus, _gpus = ranks(config)
+    assert 2 * cpus > quantity(limits["cpu"]) >= cpus + prefill.stages * prefill.cpus_per_stage + 0.2
+    environment = {one["name"]: one["value"] for one in container(group["template"])["env"]}
+    assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in environment, "it would hide all GPUs from ranks"
+
+
+SEEN_GPUS = """
+import os, ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
+
+class Process:
+    def gpus(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+ray.init(address="local", num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+group = placement_group([{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1}], strategy="STRICT_PACK")
+ray.get(group.ready())
+made = [
+    ray.remote(Process).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=Bundle(group, bundle)).remote()
+    for bundle, gpus in enumerate((1, 1, 0))
+]
+print(ray.get([process.gpus.remote() for process in made]))
+"""
+
+
+def test_ray_shows_ranks_that_ask_for_no_gpu_all_of_their_pods() -> None:
+    """Made-up GPUs: Ray only counts them."""
+    hidden = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+    environment = {name: value for name, value in os.environ.items() if name != hidden}
+    done = subprocess.run(
+        [sys.executable, "-c", SEEN_GPUS],
+        env=environment | {"CUDA_VISIBLE_DEVICES": "0,1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    *stages, rank = ast.literal_eval(done.stdout)
+    assert sorted(stages) == ["0", "1"] and rank == "0,1"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -266,6 +266,10 @@ def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:
     parse(given).check_against(shape, None)
     with pytest.raises(ConfigError, match=r"model.quantisation: .*100.* must be multiples of 16"):
         parse(given).check_against(replace(shape, intermediate=100), None)
+    parse(given).check_against(replace(shape, intermediate=48), None)
+    given["decode"]["tensor_parallel"] = 2
+    with pytest.raises(ConfigError, match=r"model.quantisation: a rank's widths .*24.* multiples of 16"):
+        parse(given).check_against(replace(shape, intermediate=48), None)
 
 
 @pytest.mark.parametrize(("part", "taken"), [("prefill", (16, 32, 64, 128)), ("decode", (64, 128))])

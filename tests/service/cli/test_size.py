@@ -43,17 +43,39 @@ def test_what_is_chosen_fits_and_nothing_less_would_do(
         n for n in range(1, model.layers + 1) if size.stage_bytes(model, n, tokens, "bfloat16") <= room
     ]
     assert found.stages == (fitting[0] if fitting else None)
-    most = max(
-        (n for n in range(1, 60) if size.stage_bytes(model, 1, 0, "bfloat16") + n * found.kv_bytes <= room),
-        default=0,
-    )
-    assert found.contexts_per_worker == min(most, concurrency)
+    pages = found.pages * 16
+    holding = {
+        ranks: max(
+            (n for n in range(1, 300) if size.rank_bytes(model, ranks, n * pages, "bfloat16") <= room),
+            default=0,
+        )
+        for ranks in (1, 2, 4, 8)
+    }
+    gpus = {ranks: -(-concurrency // most) * ranks for ranks, most in holding.items() if most}
+    assert found.ranks == min(gpus, key=lambda ranks: (gpus[ranks], ranks), default=8)
+    most = min(holding[found.ranks], concurrency)
+    assert found.contexts_per_worker == most
     if found.decode_workers is None:
         assert most == 0 and found.decode_bytes > room and found.gpus is None
     else:
         assert found.decode_bytes <= room
         assert (found.decode_workers - 1) * most < concurrency <= found.decode_workers * most
-        assert found.gpus == (None if found.stages is None else found.stages + found.decode_workers)
+        decode = found.decode_workers * found.ranks
+        assert found.gpus == (None if found.stages is None else found.stages + decode)
+
+
+def test_8_ranks_hold_70b_where_no_gpu_does() -> None:
+    """Per GPU an eighth of layers, head and K/V, and the whole embedding."""
+    model, tokens = SHAPES["70b"], 131_072
+    table = model.vocab * model.hidden * 2
+    eighth = (model.weights(80) * 2 - table) / 8 + table + 40 * GIB / 8
+    assert size.rank_bytes(model, 8, tokens, "bfloat16") == pytest.approx(eighth, rel=1e-3)
+    assert size.rank_bytes(model, 1, tokens, "bfloat16") == size.stage_bytes(model, 1, tokens, "bfloat16")
+    found = sizing("70b", model, tokens, 1, 79, ranks=8)
+    assert (found.ranks, found.contexts_per_worker, found.gpus) == (8, 1, 3 + 8)
+    assert size.row(found)["decode"] == "1 × 8 × 23.1"
+    with pytest.raises(ModelError, match=r"decode\.tensor_parallel: 3 ranks"):
+        sizing("70b", model, tokens, 1, 79, ranks=3)
 
 
 def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
@@ -70,7 +92,7 @@ def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) ->
     directory = make_tiny_model(tmp_path / "tiny")
     config = read_config(directory)
 
-    def loaded(quantisation: Quantisation | None, layers: range, mlps: range) -> int:
+    def loaded(quantisation: Quantisation | None, layers: range, mlps: range, ranks: int = 1) -> int:
         weights = read_stack(
             directory,
             StackSpec(
@@ -82,6 +104,7 @@ def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) ->
                 dtype=torch.bfloat16,
                 device=torch.device("cpu"),
                 quantisation=quantisation,
+                ranks=ranks,
             ),
         )
         return sum(tensor.nbytes for tensor in {id(one): one for one in _tensors(weights)}.values())
@@ -92,6 +115,8 @@ def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) ->
         for layers, mlps in ((range(1, 4), range(3)), (range(2), range(1)), (range(2, 4), range(1, 4))):
             counted = size.weight_bytes(config, len(layers), "bfloat16", kind, mlps=len(mlps))
             assert counted == loaded(kind, layers, mlps)
+        for ranks in size.rank_counts(config):
+            assert size.rank_bytes(config, ranks, 0, "bfloat16", kind) == loaded(kind, whole, whole, ranks)
 
 
 @pytest.mark.parametrize("kind", [None, "fp8"])

@@ -58,6 +58,13 @@ def test_gpus_that_are_not_there_are_named() -> None:
     check_gpus(parse(content()), 0.0)
     with pytest.raises(ConfigError, match=r"decode\.gpus: 1 GPUs in all, but Ray finds 0 here"):
         check_gpus(parse(given), 0.0)
+    given["decode"] |= {"tensor_parallel": 4, "gpus": 1}
+    with pytest.raises(ConfigError, match=r"decode\.gpus: 4\.3 GPUs in all, but Ray finds 4 here"):
+        check_gpus(parse(given), 4.0)
+    given["decode"] |= {"gpus": 0, "device": "cuda"}
+    check_gpus(parse(given), 4.0)
+    with pytest.raises(ConfigError, match=r"decode\.tensor_parallel: .* 4 ranks .* finds 2 here"):
+        check_gpus(parse(given), 2.0)
 
 
 def test_a_node_waits_for_its_object_store_as_long_as_before(tmp_path: Path) -> None:

@@ -109,6 +109,11 @@ class ModelConfig:
             intermediate=self.intermediate // ranks,
         )
 
+    def matrix_widths(self, ranks: int = 1) -> tuple[int, ...]:
+        """Return the inputs of a rank's matrices. Raises ModelError as `of_rank`."""
+        part = self.of_rank(ranks)
+        return self.hidden, part.intermediate, part.q_heads * self.head_dim
+
     @property
     def macs_per_pair(self) -> int:
         """Multiply-adds of a layer's attention for each query and key."""

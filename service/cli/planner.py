@@ -1,0 +1,197 @@
+"""Which configuration of one host's GPUs serves a model. Memory is counted as in `size`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from ...workers.model.directory.model_config import ModelConfig
+from ...workers.settings import Dtype, Quantisation
+from .size import GIB, RESERVE_GIB, rank_bytes, rank_counts, stage_bytes
+
+MOST_GPUS = 16
+"""Of one host."""
+_LEAST_TOKENS = 256
+"""For which `decode.warm_up` needs room."""
+_CHUNK_TOKENS = 8192
+_TILE_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a plan is made for. A host's GPUs have `gpu_gib` each.
+
+    quantisations: those that may be chosen, best first. stages, ranks: None: any.
+    """
+
+    model: ModelConfig
+    gpus: int
+    gpu_gib: float
+    tokens: int
+    concurrency: int = 1
+    dtype: Dtype = "bfloat16"
+    quantisations: Sequence[Quantisation | None] = (None, "fp8")
+    stages: int | None = None
+    ranks: int | None = None
+    reserve_gib: float = RESERVE_GIB
+
+    @property
+    def room(self) -> int:
+        """Bytes of a GPU that one process may fill."""
+        return int((self.gpu_gib - self.reserve_gib) * GIB)
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """beside: ranks are on the stages' GPUs, else on GPUs of their own."""
+
+    quantisation: Quantisation | None
+    stages: int
+    ranks: int
+    beside: bool
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """prefill_tokens, decode_tokens: `cache_tokens` of both. stage_bytes, rank_bytes: with that K/V."""
+
+    use: HostUse
+    tokens: int
+    prefill_tokens: int
+    decode_tokens: int
+    stage_bytes: int
+    rank_bytes: int
+
+
+def uses(demand: Demand) -> Iterator[HostUse]:
+    """Best first: unquantised weights, then many stages, for the first token, then many ranks, for the rest.
+
+    Ranks have GPUs of their own where there are enough for both.
+    """
+    most = min(demand.gpus, demand.model.layers)
+    counts = [n for n in range(most, 0, -1) if demand.stages in (None, n)]
+    cuts = [n for n in reversed(rank_counts(demand.model)) if demand.ranks in (None, n) and n <= demand.gpus]
+    for kind, stages, ranks in itertools.product(demand.quantisations, counts, cuts):
+        if kind is None or not any(width % 16 for width in demand.model.matrix_widths(ranks)):
+            yield HostUse(kind, stages, ranks, beside=stages + ranks > demand.gpus)
+
+
+def best(demand: Demand) -> HostPlan | None:
+    """The first use that fits. A stage then has room for two contexts where decode holds as many."""
+    plans = (plan(demand, use, held) for use in uses(demand) for held in (2, 1))
+    return next((found for found in plans if found is not None), None)
+
+
+def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
+    """Fill the GPUs. prompts: contexts in the stages' room. None: decode has no room for as many."""
+    context = cache_tokens(demand.tokens)
+    how = demand.dtype, use.quantisation
+    stage = stage_bytes(demand.model, use.stages, prompts * context, *how)
+    weights = rank_bytes(demand.model, use.ranks, 0, *how)
+    page = rank_bytes(demand.model, use.ranks, PAGE_TOKENS, *how) - weights
+    left = demand.room - weights
+    if use.beside:
+        left += demand.room - stage - int(demand.gpu_gib * GIB)
+    pages = max(left, 0) // page
+    if stage > demand.room or pages * PAGE_TOKENS < max(prompts, demand.concurrency) * context:
+        return None
+    tokens = pages * PAGE_TOKENS
+    return HostPlan(use, demand.tokens, prompts * context, tokens, stage, weights + pages * page)
+
+
+def longest(demand: Demand) -> HostPlan | None:
+    """The plan for the longest context that fits, up to the demand's."""
+    held: HostPlan | None = None
+    low, high = 0, pages_for(demand.tokens)
+    while low < high:
+        pages = (low + high + 1) // 2
+        found = best(replace(demand, tokens=pages * PAGE_TOKENS))
+        held = found or held
+        low, high = (pages, high) if found else (low, pages - 1)
+    return held
+
+
+def gpus_needed(demand: Demand) -> int | None:
+    """The fewest GPUs of that memory on one host."""
+    counts = range(1, MOST_GPUS + 1)
+    return next((count for count in counts if best(replace(demand, gpus=count))), None)
+
+
+def cache_tokens(tokens: int) -> int:
+    """Whole pages."""
+    return max(pages_for(tokens) * PAGE_TOKENS, _LEAST_TOKENS)
+
+
+def missing_bytes(demand: Demand) -> int:
+    """What the fullest GPU lacks in the use that lacks least; 0 if one fits."""
+    return min((max(_excess(demand, use), 0) for use in uses(demand)), default=0)
+
+
+def _excess(demand: Demand, use: HostUse) -> int:
+    context, how = cache_tokens(demand.tokens), (demand.dtype, use.quantisation)
+    stage = stage_bytes(demand.model, use.stages, context, *how) - demand.room
+    rank = rank_bytes(demand.model, use.ranks, demand.concurrency * context, *how) - demand.room
+    return stage + rank + int(demand.gpu_gib * GIB) if use.beside else max(stage, rank)
+
+
+def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
+    """Plain data for `service.config.parse`. path: of the model."""
+    use, stretched = found.use, demand.tokens > demand.model.positions
+    chunk = min(_CHUNK_TOKENS, found.prefill_tokens // _TILE_TOKENS * _TILE_TOKENS)
+    model: dict[str, Any] = {"path": path, "dtype": demand.dtype}
+    model |= {"quantisation": use.quantisation} if use.quantisation else {}
+    model |= {"max_position_embeddings": demand.tokens} if stretched else {}
+    prefill = {
+        "stages": use.stages,
+        "chunk_tokens": chunk,
+        "cache_tokens": found.prefill_tokens,
+        "device": "cuda",
+        "gpus_per_stage": 1,
+        "warm_up": ["dense", "dpxa"],
+    }
+    decode = {
+        "tensor_parallel": use.ranks,
+        "cache_tokens": found.decode_tokens,
+        "page_selection": "full",
+        "device": "cuda",
+        "gpus": 0 if use.beside else 1,
+        "warm_up": True,
+    }
+    return {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": "cuda_ipc"}}
+
+
+def explained(demand: Demand, found: HostPlan) -> list[str]:
+    """A line for each choice."""
+    use, context, kept = found.use, cache_tokens(found.tokens), demand.reserve_gib
+    stage, rank = (size / GIB for size in (found.stage_bytes, found.rank_bytes))
+    weights = rank_bytes(demand.model, use.ranks, 0, demand.dtype, use.quantisation) / GIB
+    kind, where, most = f"none: weights fit in {demand.dtype}", "1: ranks have GPUs of their own", "or"
+    if use.quantisation:
+        tried = "they do not fit in 16 bits" if None in demand.quantisations else "as asked for"
+        kind = f"{use.quantisation}: the layers' matrices in 8 bits, {tried}"
+    if use.beside:
+        where = (
+            f"0: ranks stand beside stages, so weights are there twice, {weights:.1f} GiB of a GPU for ranks"
+        )
+        kept, most = 2 * kept, "+"
+    prompts, contexts = (tokens // context for tokens in (found.prefill_tokens, found.decode_tokens))
+    host = f"one host, {demand.gpus} × {demand.gpu_gib:.1f} GiB"
+    lines = [
+        f"contexts of {found.tokens:,} tokens, prompt and answer; {host}",
+        f"model.quantisation {kind}",
+        f"prefill.stages {use.stages}: the most that fit, for the first token",
+        f"prefill.cache_tokens {found.prefill_tokens:,}: {prompts} such prompts read at once",
+        f"decode.tensor_parallel {use.ranks}: the most ranks that fit and divide the key/value heads",
+        f"decode.gpus {where}",
+        f"decode.cache_tokens {found.decode_tokens:,}: what is left, {contexts} such contexts",
+        f"fullest GPU: {stage:.1f} GiB (stage) {most} {rank:.1f} (rank), and {kept:g} kept free",
+    ]
+    if demand.tokens > demand.model.positions:
+        lines.insert(
+            1,
+            f"model.max_position_embeddings {demand.tokens}: the model's own are {demand.model.positions:,}",
+        )
+    return lines

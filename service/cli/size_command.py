@@ -1,0 +1,167 @@
+"""`deltafront size`: what a model takes, or which configuration to use on given GPUs."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from ...workers.model.directory.json_files import ModelError
+from ...workers.model.directory.model_config import ModelConfig, read_config
+from ...workers.settings import Dtype, Quantisation
+from .planner import (
+    MOST_GPUS,
+    Demand,
+    best,
+    configuration,
+    explained,
+    gpus_needed,
+    longest,
+    missing_bytes,
+    uses,
+)
+from .size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, check, row, sizing
+from .terminal import fail
+
+TOKENS = (131_072, 524_288)
+HUB: Mapping[str, str] = {
+    "8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "70b": "meta-llama/Llama-3.1-70B-Instruct",
+}
+"""Where the models of SHAPES come from."""
+
+
+def size_command(
+    *,
+    models: Annotated[list[str] | None, typer.Argument(help="8b, 70b or model directories.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Prompt and answer of a context (131,072 and 524,288).")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
+    stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Ranks of a decode worker (as take the fewest GPUs).")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
+    quantisation: Annotated[
+        str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")
+    ] = None,
+    reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNTxGB",
+            help="Choose the configuration for one host's GPUs, such as 8x80. GB: thousands of MiB, as "
+            "nvidia-smi shows them. Without --tokens, for the model's longest context.",
+        ),
+    ] = None,
+    write: Annotated[Path | None, typer.Option(help="With --gpus, write the configuration there.")] = None,
+) -> None:
+    """How many GPUs, and what is in their memory, for a model at given context lengths.
+
+    With --gpus: which configuration to use on the GPUs of one host.
+    """
+    if dtype not in DTYPE_BYTES:
+        fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
+    if quantisation is not None and quantisation not in get_args(Quantisation):
+        fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
+    how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "stages": stages}
+    how |= {"ranks": tensor_parallel, "reserve_gib": reserve_gib}
+    if gpus is not None:
+        _plan(models or [], tokens or [], gpus, how | {"concurrency": concurrency}, json, write)
+        return
+    if write is not None:
+        fail("--write: goes with --gpus")
+    try:
+        sizings = [
+            sizing(name, _shape(name), length, concurrency, gpu_gib, **how)
+            for name in models or SHAPES
+            for length in tokens or TOKENS
+        ]
+    except (ModelError, ValueError) as error:
+        fail(str(error))
+    if json:
+        for sized in sizings:
+            derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
+            print(json_format.dumps(asdict(sized) | derived))
+    else:
+        rows, table = [row(sized) for sized in sizings], Table(show_header=False)
+        for name in rows[0]:  # columns, since rows would be too wide for a terminal
+            table.add_row(name, *(values[name] for values in rows))
+        Console().print(table)
+
+
+def _plan(
+    models: Sequence[str],
+    tokens: Sequence[int],
+    gpus: str,
+    how: dict[str, Any],
+    json: bool,
+    write: Path | None,
+) -> None:
+    """Ends the process with 1 if nothing fits."""
+    if len(models) != 1 or len(tokens) > 1:
+        fail("--gpus: takes one model and one number of --tokens")
+    try:
+        demand = _demand(models[0], tokens, gpus, how)
+        found = best(demand)
+        if found is None:
+            fail("\n".join(_what_fits(demand)))
+    except (ModelError, ValueError) as error:
+        fail(str(error))
+    content = configuration(demand, found, HUB.get(models[0]) or str(Path(models[0]).resolve()))
+    lines = explained(demand, found)
+    if json:
+        print(json_format.dumps(asdict(found) | {"configuration": content}))
+    else:
+        print("\n".join(lines))
+    if write is not None:
+        comments = "".join(f"# {line}\n" for line in lines)
+        write.write_text(comments + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def _demand(name: str, tokens: Sequence[int], gpus: str, how: dict[str, Any]) -> Demand:
+    count, _, gb = gpus.partition("x")
+    if not count.isdecimal() or not gb.replace(".", "", 1).isdecimal() or int(count) < 1:
+        raise ValueError(f"--gpus {gpus}: give a count and GB of memory, such as 8x80")
+    model, given = _shape(name), how.pop("quantisation")
+    any_kind = DTYPE_BYTES[how["dtype"]] == 2 and given is None
+    if given is not None and DTYPE_BYTES[how["dtype"]] != 2:
+        raise ValueError(f"quantisation {given} goes with a dtype of 16 bits, not {how['dtype']}")
+    demand = Demand(
+        model=model,
+        gpus=int(count),
+        gpu_gib=float(gb) * 1000 / 1024,
+        tokens=tokens[0] if tokens else model.positions,
+        quantisations=(None, *get_args(Quantisation)) if any_kind else (given,),
+        **how,
+    )
+    check(demand.tokens, demand.concurrency, demand.gpu_gib, demand.reserve_gib)
+    if next(uses(demand), None) is None:
+        raise ValueError(f"--gpus {gpus}: the GPUs cannot be used with such --stages and --tensor-parallel")
+    return demand
+
+
+def _what_fits(demand: Demand) -> Iterator[str]:
+    missing, longer, more = missing_bytes(demand), longest(demand), gpus_needed(demand)
+    yield f"{demand.tokens:,} tokens do not fit: the fullest GPU lacks {missing / GIB:.1f} GiB"
+    if longer is not None:
+        yield f"{longer.tokens:,} tokens fit: --tokens {longer.tokens}"
+    yield f"{more} such GPUs are enough" if more else f"nor do they fit {MOST_GPUS} such GPUs"
+
+
+def _shape(name: str) -> ModelConfig:
+    if name in SHAPES:
+        return SHAPES[name]
+    if not Path(name).is_dir():
+        raise ModelError(f"no model {name!r}: give {', '.join(SHAPES)} or a directory with a config.json")
+    return read_config(name)

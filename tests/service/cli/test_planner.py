@@ -1,0 +1,155 @@
+"""`deltafront size --gpus` against every way to use a host's GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltafront.service.cli import planner
+from deltafront.service.cli.planner import Demand, best
+from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
+from deltafront.service.config import load
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.settings import Quantisation
+
+from ...workers.tiny_model import make_tiny_model
+from .test_main import run
+
+SMALL = replace(SHAPES["8b"], layers=3, kv_heads=6, q_heads=12, intermediate=96, hidden=64, vocab=999)
+Choice = tuple[bool, int, int, bool, int]
+"""In the order of preference: 16 bits, stages, ranks, apart, prompts read at once."""
+
+
+def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:
+    """GiB on the fullest GPU, if the fullest stage meets a rank."""
+    plain, stages, ranks, apart, prompts = choice
+    kind: Quantisation | None = None if plain else "fp8"
+    context = planner.cache_tokens(demand.tokens)
+    stage = stage_bytes(demand.model, stages, prompts * context, "bfloat16", kind) / GIB
+    rank = rank_bytes(demand.model, ranks, decode_tokens, "bfloat16", kind) / GIB
+    loads = [stage, rank] if apart else [stage + demand.reserve_gib + rank]
+    return max(loads) + demand.reserve_gib
+
+
+def choices(demand: Demand) -> list[Choice]:
+    """Whatever fits, found by trying everything."""
+    context, model = planner.cache_tokens(demand.tokens), demand.model
+    ranks = [n for n in range(1, demand.gpus + 1) if model.kv_heads % n == 0 and model.intermediate % n == 0]
+    stages = range(1, min(demand.gpus, model.layers) + 1)
+    return [
+        choice
+        for choice in itertools.product((True, False), stages, ranks, (True, False), (1, 2))
+        if not choice[3] or choice[1] + choice[2] <= demand.gpus
+        if used(demand, choice, max(choice[4], demand.concurrency) * context) <= demand.gpu_gib
+    ]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("tokens", [1000, 131_072, 524_288])
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("gib", [24.0, 78.1, 137.7])
+@pytest.mark.parametrize("model", [SHAPES["8b"], SHAPES["70b"]], ids=["8b", "70b"])
+def test_the_plan_is_the_best_of_all_that_fit(
+    model: ModelConfig, gib: float, gpus: int, tokens: int, concurrency: int
+) -> None:
+    demand = Demand(model=model, gpus=gpus, gpu_gib=gib, tokens=tokens, concurrency=concurrency)
+    fitting, found = choices(demand), best(demand)
+    assert (found is None) == (not fitting)
+    if found is None:
+        check_that_too_little_is_explained(demand)
+        return
+    use, context = found.use, planner.cache_tokens(tokens)
+    prompts = found.prefill_tokens // context
+    chosen = (use.quantisation is None, use.stages, use.ranks, not use.beside, prompts)
+    assert chosen == max(fitting)
+    assert used(demand, chosen, found.decode_tokens) <= gib < used(demand, chosen, found.decode_tokens + 16)
+
+
+def check_that_too_little_is_explained(demand: Demand) -> None:
+    missing = planner.missing_bytes(demand)
+    assert best(replace(demand, gpu_gib=demand.gpu_gib + missing / GIB + 1e-6)) is not None
+    assert best(replace(demand, gpu_gib=demand.gpu_gib + missing / GIB / 2 - 1e-6)) is None
+    longest = planner.longest(demand)
+    for tokens in (16, 256, 1000, 50_000, 131_072):
+        if tokens < demand.tokens and best(replace(demand, tokens=tokens)):
+            assert longest is not None and longest.tokens >= tokens
+    if longest is not None and longest.tokens >= 256:
+        assert best(replace(demand, tokens=longest.tokens)) == longest
+        assert best(replace(demand, tokens=longest.tokens + 16)) is None
+    needed = planner.gpus_needed(demand)
+    fitting = [n for n in range(1, 17) if best(replace(demand, gpus=n))]
+    assert needed == (fitting[0] if fitting else None)
+
+
+@pytest.mark.parametrize("gib", [16.5, 24.0])
+@pytest.mark.parametrize("gpus", [1, 2, 5, 16])
+def test_heads_and_layers_bound_ranks_and_stages(gpus: int, gib: float) -> None:
+    demand = Demand(model=SMALL, gpus=gpus, gpu_gib=gib, tokens=4096)
+    for use in planner.uses(demand):
+        assert use.stages <= min(3, gpus) and SMALL.kv_heads % use.ranks == 0 and use.ranks <= gpus
+        assert use.quantisation is None or SMALL.intermediate // use.ranks % 16 == 0
+    found = best(demand)
+    assert found is not None and found.use.stages == min(3, gpus)
+
+
+@pytest.mark.parametrize("arguments", [("8b", "1x80"), ("70b", "4x80"), ("70b", "8x80"), ("8b", "5x80")])
+def test_what_is_written_is_a_configuration_of_the_model(arguments: tuple[str, str], tmp_path: Path) -> None:
+    name, gpus = arguments
+    done = run("size", name, "--gpus", gpus, "--write", tmp_path / "host.yaml")
+    assert done.exit_code == 0, done.output
+    config = load(tmp_path / "host.yaml")
+    config.check_against(SHAPES[name], None)
+    host = int(gpus[0])
+    assert config.prefill.stages <= host and config.decode.tensor_parallel <= host
+    assert config.prefill.stages + config.decode.tensor_parallel * config.decode.gpus <= host
+    comments = [line for line in (tmp_path / "host.yaml").read_text().splitlines() if line.startswith("# ")]
+    assert [line.removeprefix("# ") for line in comments] == done.stdout.splitlines()
+    assert f"decode.cache_tokens {config.decode.cache_tokens:,}" in done.stdout
+
+
+def test_a_longer_context_than_the_models_is_written_as_such(tmp_path: Path) -> None:
+    done = run("size", "8b", "--gpus", "8x80", "--tokens", 524_288, "--write", tmp_path / "long.yaml")
+    assert "max_position_embeddings 524288" in done.stdout
+    assert load(tmp_path / "long.yaml").model.max_position_embeddings == 524_288
+
+
+def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / "tiny")
+    done = run("size", directory, "--gpus", "2x24", "--json", "--write", tmp_path / "tiny.yaml")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["configuration"] == yaml.safe_load((tmp_path / "tiny.yaml").read_text())
+    assert load(tmp_path / "tiny.yaml").model.path == str(directory.resolve())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["70b", "--gpus", "2x80"], "131,072 tokens do not fit: the fullest GPU lacks 37.6 GiB"),
+        (["70b", "--gpus", "2x80"], "7,968 tokens fit: --tokens 7968\n4 such GPUs are enough"),
+        (["70b", "--gpus", "1x9"], "nor do they fit 16 such GPUs"),
+        (["8b", "--gpus", "8"], "--gpus 8: give a count and GB of memory, such as 8x80"),
+        (["8b", "--gpus", "0x80"], "--gpus 0x80: give a count"),
+        (["8b", "--gpus", "8xinf"], "--gpus 8xinf: give a count"),
+        (["8b", "70b", "--gpus", "8x80"], "takes one model"),
+        (["8b", "--gpus", "8x80", "--tokens", 0], "tokens = 0"),
+        (["8b", "--gpus", "8x80", "--tensor-parallel", 3], "the GPUs cannot be used"),
+        (["8b", "--gpus", "8x80", "--dtype", "float32", "--quantisation", "fp8"], "goes with a dtype of 16"),
+        (["8b", "--write", "x.yaml"], "--write: goes with --gpus"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(arguments: list[object], named: str) -> None:
+    done = run("size", *arguments)
+    assert done.exit_code == 1
+    assert named in done.stderr
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    done = run("size", "8b", "--gpus", "4x80", "--stages", 1, "--tensor-parallel", 2, "--quantisation", "fp8")
+    for line in ("prefill.stages 1:", "decode.tensor_parallel 2:", "decode.gpus 1:", "as asked for"):
+        assert line in done.stdout
