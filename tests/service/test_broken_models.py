@@ -62,7 +62,7 @@ def test_8_bit_weights_that_are_held_in_16_are_said(whole: Path, caplog: pytest.
     settings = parse({"model": {"path": str(whole)}, "decode": {"page_selection": "full"}})
     with caplog.at_level(logging.WARNING):
         check_start(settings)
-    assert "holds weights in 8 bits: they are held in 16" in caplog.text
+    assert "holds weights in FP8: they are dequantised and held in bfloat16" in caplog.text
 
 
 def test_a_model_without_an_end_is_warned_of(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
