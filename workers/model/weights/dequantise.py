@@ -12,7 +12,7 @@ from ..directory.json_files import ModelError
 from ..directory.quantised import Quantised
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word of AWQ's the first to eighth column is."""
+"""Where in a word of AWQ's the first to eighth output is."""
 
 Parts = Mapping[str, torch.Tensor]
 
@@ -33,12 +33,14 @@ def _fp8(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tens
 
 
 def _awq(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
-    values_OI, zeros_ON = (_in_order(_unpacked(parts[name], form.bits)).T for name in ("qweight", "qzeros"))
+    values_OI, zeros_ON = (_in_order(parts[name].T.contiguous()) for name in ("qweight", "qzeros"))
     return _scaled(values_OI, zeros_ON, parts["scales"].T, _groups(form, None, inputs))
 
 
-def _in_order(values: torch.Tensor) -> torch.Tensor:
-    return values.unflatten(-1, (-1, len(_AWQ_ORDER)))[..., _AWQ_ORDER].flatten(-2)
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """Return eight rows for each row of words."""
+    rows = [(words >> 4 * place & 15).to(torch.uint8) for place in _AWQ_ORDER]
+    return torch.stack(rows, 1).flatten(0, 1)
 
 
 def _gptq(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
