@@ -168,20 +168,18 @@ def quantised_form(directory: Path, config: Mapping[str, Any] | None = None) -> 
     Raises:
         ModelError: They are quantised in a way that is not served.
     """
-    given = (text_config(read_json(directory / "config.json")) if config is None else config).get(
-        "quantization_config"
-    )
-    given = given or _beside(directory)
+    config = text_config(read_json(directory / "config.json")) if config is None else config
+    file, given = "config.json", config.get("quantization_config")
+    if not given:
+        file, given = _beside(directory)
     if not given:
         return None
     if not isinstance(given, dict):
-        raise ModelError(
-            f"{directory}: config.json: quantization_config = {given!r} is not a section of keys"
-        )
+        raise ModelError(f"{directory / file}: quantization_config = {given!r} is not a section of keys")
     try:
         return _form(given)
     except ModelError as error:
-        raise ModelError(f"{directory}: config.json: {error}") from None
+        raise ModelError(f"{directory / file}: {error}") from None
 
 
 def is_ignored(name: str) -> bool:
@@ -192,11 +190,11 @@ def has_kv_scales(names: Iterable[str]) -> bool:
     return any(name.rpartition(".")[2] in _KV_SCALES for name in names)
 
 
-def _beside(directory: Path) -> dict[str, Any]:
+def _beside(directory: Path) -> tuple[str, dict[str, Any]]:
     for file, method in _BESIDE.items():
         if given := read_json_or_empty(directory / file):
-            return {"quant_method": method, **(given.get("quantization") or given)}
-    return {}
+            return file, {"quant_method": method, **(given.get("quantization") or given)}
+    return "", {}
 
 
 def _form(given: Mapping[str, Any]) -> Quantised:

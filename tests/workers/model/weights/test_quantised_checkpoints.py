@@ -335,6 +335,19 @@ def test_a_model_computes_with_what_is_meant(tmp_path: Path, form: str) -> None:
     assert float(row_errors(torch.cat(logits), wanted_TV).max()) < 1e-4
 
 
+def test_a_multimodal_checkpoint_may_be_quantised(tmp_path: Path) -> None:
+    meant = write(tmp_path, "W4A16")
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({f"language_model.{name}": one for name, one in stored.items()}, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "mistral"}
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    outer["quantization_config"] = text.pop("quantization_config")
+    text["architectures"] = ["MistralForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    check_weights(tmp_path, read_config(tmp_path))
+    assert torch.equal(open_weights(tmp_path).read(DOWN + "weight"), meant[DOWN + "weight"])
+
+
 @pytest.mark.parametrize("form", ["AWQ", "W4A16, asymmetric, act-order"])
 def test_a_rank_has_its_part_of_what_is_meant(tmp_path: Path, form: str) -> None:
     meant = write(tmp_path, form)
