@@ -39,6 +39,11 @@ def whole(tmp_path: Path) -> Path:
         ("tokenizer.json", b"{}", "tokenizer.json cannot be read as a tokenizer"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json does not contain a JSON object, but a list"),
         ("chat_template.jinja", b"{% if %}", "the chat template is broken in its line 1"),
+        (
+            "quant_config.json",
+            b'{"w_bit": 3}',
+            "quant_config.json: weights quantised by awq in 3 bits are not",
+        ),
         ("config.json", POINTER, "config.json is a Git LFS pointer, not the file itself"),
         ("generation_config.json", b'{"eos_token_id": true}', "something else than token ids: [True, 257]"),
     ],

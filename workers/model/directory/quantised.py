@@ -180,6 +180,8 @@ def quantised_form(directory: Path, config: Mapping[str, Any] | None = None) -> 
         return _form(given)
     except ModelError as error:
         raise ModelError(f"{directory / file}: {error}") from None
+    except (AttributeError, TypeError):
+        raise ModelError(f"{directory / file}: quantization_config = {given} is not understood") from None
 
 
 def is_ignored(name: str) -> bool:
@@ -193,41 +195,48 @@ def has_kv_scales(names: Iterable[str]) -> bool:
 def _beside(directory: Path) -> tuple[str, dict[str, Any]]:
     for file, method in _BESIDE.items():
         if given := read_json_or_empty(directory / file):
-            return file, {"quant_method": method, **(given.get("quantization") or given)}
+            section = given.get("quantization")
+            return file, {"quant_method": method, **(section if isinstance(section, dict) else given)}
     return "", {}
 
 
 def _form(given: Mapping[str, Any]) -> Quantised:
     method = str(given.get("quant_method"))
-    if method == "fp8":
-        return Quantised(kind="FP8", block=_block(given.get("weight_block_size")))
-    if method == "modelopt" and given.get("quant_algo") == "FP8":
-        return Quantised(kind="FP8")
     if method == "compressed-tensors":
         return _compressed(given)
-    layout = _layout(given, {"awq": "gemm"}.get(method, method))
-    if method == "awq" and layout == "gemm":
-        return Quantised(kind="AWQ", bits=_bits(given, method, 4), group=_group(given))
-    if method == "gptq" and layout in ("gptq", "gptq_v2") and not given.get("is_marlin_format"):
-        bits, ordered = _bits(given, method, 4, 8), bool(given.get("desc_act"))
-        offset = int(layout == "gptq")
-        return Quantised(kind="GPTQ", bits=bits, group=_group(given), ordered=ordered, zero_offset=offset)
-    kind = given.get("quant_algo") or given.get("quant_type") or given.get("bnb_4bit_quant_type")
-    if method == "bitsandbytes":
-        kind = "int8" if given.get("load_in_8bit") else kind or "fp4"
-        if kind == "nf4":
+    detail = _detail(given, method)
+    match method, detail:
+        case "fp8", _:
+            return Quantised(kind="FP8", block=_block(given.get("weight_block_size")))
+        case "modelopt", "FP8":
+            return Quantised(kind="FP8")
+        case "awq", "gemm":
+            return Quantised(kind="AWQ", bits=_bits(given, method, 4), group=_group(given))
+        case "gptq", "gptq" | "gptq_v2":
             return Quantised(
-                kind="bitsandbytes nf4", bits=4, nested=bool(given.get("bnb_4bit_use_double_quant"))
+                kind="GPTQ",
+                bits=_bits(given, method, 4, 8),
+                group=_group(given),
+                ordered=bool(given.get("desc_act")),
+                zero_offset=int(detail == "gptq"),
             )
-    kind = layout if method in ("awq", "gptq") else kind
-    raise ModelError(f"weights quantised by {method}{f' ({kind})' if kind else ''} are not served: {_SERVED}")
+        case "bitsandbytes", "nf4":
+            nested = bool(given.get("bnb_4bit_use_double_quant"))
+            return Quantised(kind="bitsandbytes nf4", bits=4, nested=nested)
+    said = f" ({detail})" if detail else ""
+    raise ModelError(f"weights quantised by {method}{said} are not served: {_SERVED}")
 
 
-def _layout(given: Mapping[str, Any], default: str) -> str:
-    keys = (
-        ("version", "checkpoint_format", "format") if default == "gemm" else ("checkpoint_format", "format")
-    )
-    return str(next((given[key] for key in keys if given.get(key)), default)).lower()
+def _detail(given: Mapping[str, Any], method: str) -> str:
+    """Return a method's layout, or its kind of numbers."""
+    if method == "bitsandbytes":
+        return "int8" if given.get("load_in_8bit") else str(given.get("bnb_4bit_quant_type", "fp4"))
+    if method == "gptq" and given.get("is_marlin_format"):
+        return "marlin"
+    keys = {"awq": ("version",), "modelopt": ("quant_algo",)}.get(method, ())
+    default = {"awq": "gemm", "gptq": "gptq"}.get(method, "")
+    found = next((given[key] for key in (*keys, "checkpoint_format", "format") if given.get(key)), default)
+    return str(found).lower() if default else str(found)
 
 
 def _bits(given: Mapping[str, Any], method: str, *served: int) -> int:
@@ -247,26 +256,20 @@ def _group(given: Mapping[str, Any]) -> int | None:
 
 
 def _compressed(given: Mapping[str, Any]) -> Quantised:
-    groups = list((given.get("config_groups") or {}).values())
-    layouts = {str(group.get("format") or given.get("format")) for group in groups}
-    weights = [group.get("weights") or {} for group in groups]
     keys = ("type", "num_bits", "strategy", "group_size", "symmetric", "actorder", "block_structure")
-    if len({str([each.get(key) for key in keys]) for each in weights}) != 1 or len(layouts) != 1:
-        raise ModelError(f"compressed-tensors with {len(groups)} kinds of weights are not served: {_SERVED}")
-    if (
-        given.get("transform_config")
-        or (given.get("sparsity_config") or {}).get("format", "dense") != "dense"
-    ):
+    groups = list((given.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    layouts = {group.get("format") or given.get("format") for group in groups}
+    if (kinds := len({str([each.get(key) for key in keys]) for each in weights}) * len(layouts)) != 1:
+        raise ModelError(f"compressed-tensors with {kinds} kinds of weights are not served: {_SERVED}")
+    sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
+    if given.get("transform_config") or sparsity != "dense":
         raise ModelError(f"compressed-tensors that are sparse or rotated are not served: {_SERVED}")
     kind, bits, strategy, group, symmetric, order, block = (weights[0].get(key) for key in keys)
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block"):
         return Quantised(kind="FP8", block=_block(block) if strategy == "block" else None)
-    if (
-        layouts != {"pack-quantized"}
-        or kind != "int"
-        or bits not in (4, 8)
-        or strategy not in ("group", "channel")
-    ):
+    packed = layouts == {"pack-quantized"} and kind == "int" and bits in (4, 8)
+    if not packed or strategy not in ("group", "channel"):
         raise ModelError(
             f"compressed-tensors weights of {bits} bits ({kind}, by {strategy}) are not served: {_SERVED}"
         )
@@ -275,7 +278,7 @@ def _compressed(given: Mapping[str, Any]) -> Quantised:
         bits=bits,
         group=_group({"group_size": group}) if strategy == "group" else None,
         symmetric=symmetric is not False,
-        ordered=order in ("group", True),
+        ordered=order in ("group", "dynamic", True),
     )
 
 

@@ -54,12 +54,13 @@ class QuantisedSource:
         self._source, self._form, self._shapes = source, form, shapes
         self._stored = source.names()
         self._matrices = form.matrices(self._stored)
+        parts = {stem + suffix for stem in self._matrices for suffix in form.suffixes}
+        parts |= {f"{stem}bias" for stem in self._matrices} - shapes.keys()  # zeros
+        weights = {f"{stem}weight" for stem in self._matrices}
+        self._names = frozenset(name for name in self._stored - parts if not is_ignored(name)) | weights
 
     def names(self) -> frozenset[str]:
-        parts = {stem + suffix for stem in self._matrices for suffix in self._form.suffixes}
-        parts |= {f"{stem}bias" for stem in self._matrices} - self._shapes.keys()  # zeros
-        weights = {f"{stem}weight" for stem in self._matrices}
-        return frozenset(name for name in self._stored - parts if not is_ignored(name)) | weights
+        return self._names
 
     def read(self, name: str) -> torch.Tensor:
         """Return a quantised matrix in float32, other tensors as they are stored. Raises ModelError."""

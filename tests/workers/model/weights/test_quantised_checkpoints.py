@@ -501,6 +501,7 @@ def test_a_file_of_its_own_may_say_it(tmp_path: Path, file: str, content: dict[s
     assert torch.equal(open_weights(tmp_path).read(DOWN + "weight"), meant[DOWN + "weight"])
 
 
+MIXED = w4a16() | {"config_groups": w4a16()["config_groups"] | {"8": w4a16(8)["config_groups"]["group_0"]}}
 REFUSED: list[tuple[object, str]] = [
     (AWQ | {"version": "gemv"}, r"quantised by awq \(gemv\) are not served"),
     (AWQ | {"bits": 8}, "by awq in 8 bits"),
@@ -522,6 +523,8 @@ REFUSED: list[tuple[object, str]] = [
     (w4a16() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse or rotated"),
     (w4a16() | {"transform_config": {"config_groups": {}}}, "sparse or rotated"),
     ({"quant_method": "compressed-tensors", "config_groups": {}}, "with 0 kinds of weights"),
+    (MIXED, "with 2 kinds of weights"),
+    (GPTQ | {"is_marlin_format": True}, r"by gptq \(marlin\)"),
 ]
 
 
@@ -538,5 +541,7 @@ def test_a_section_that_is_none_is_named(tmp_path: Path) -> None:
         quantised_form(tmp_path, {"quantization_config": "fp8"})
     with pytest.raises(ModelError, match=r"\[128\] is no size of blocks"):
         quantised_form(tmp_path, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}})
+    with pytest.raises(ModelError, match="is not understood"):
+        quantised_form(tmp_path, {"quantization_config": w4a16() | {"config_groups": ["W4A16"]}})
     with pytest.raises(ModelError, match="group_size = 0 is no number of weights"):
         quantised_form(tmp_path, {"quantization_config": AWQ | {"group_size": 0}})
