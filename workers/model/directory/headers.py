@@ -144,7 +144,8 @@ def _as_meant(
     }
     matrices = [name for name, shape in expected.items() if name[:-6] in stems and len(shape) == 2]
     if not matrices:
-        file, scales = next(iter(stored.values())).path, [name for name in meant if name.endswith(_SCALES)]
+        file = next((tensor.path for tensor in stored.values()), "no file")
+        scales = [name for name in meant if name.endswith(_SCALES)]
         holds = _several(scales) if scales else "no quantised matrix"
         raise ModelError(f"{file}: config.json says {form.name}, but the weights hold {holds}: {_OF_ANOTHER}")
     for name in matrices:
@@ -159,14 +160,14 @@ def _put_matrix(meant: dict[str, Stored], name: str, shape: Shape, form: Quantis
     stem = name.removesuffix("weight")
     parts = [(part, part.find(stem, meant)) for part in form.parts(*shape)]
     file = next((meant[found].path for _, found in parts if found), None) or meant[name].path
-    if name in meant and not any(found == name for _, found in parts):
-        raise ModelError(f"{file}: {name} is given twice, as it is and in {form.name}: {_OF_ANOTHER}")
     for part, found in parts:
         if found is None and not part.optional:
             lacks = f"{file} lacks {stem}{part.names[0]}, without which {name} cannot be computed"
             raise ModelError(f"{lacks} ({form.name}): {_OF_ANOTHER}")
         if found is not None and (problem := part.problem((tensor := meant.pop(found)).dtype, tensor.shape)):
             raise ModelError(f"{tensor.path}: {found} {problem} for {shape} in {form.name}: {_OF_ANOTHER}")
+    if name in meant:
+        raise ModelError(f"{file}: {name} is given twice, as it is and in {form.name}: {_OF_ANOTHER}")
     meant[name] = Stored(file, "F32", shape, 0, 0)
 
 

@@ -265,7 +265,8 @@ def _compressed(given: Mapping[str, Any]) -> Quantised:
     sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
     if given.get("transform_config") or sparsity != "dense":
         raise ModelError(f"compressed-tensors that are sparse or rotated are not served: {_SERVED}")
-    kind, bits, strategy, group, symmetric, order, block = (weights[0].get(key) for key in keys)
+    form: list[Any] = [weights[0].get(key) for key in keys]
+    kind, bits, strategy, group, symmetric, order, block = form
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block"):
         return Quantised(kind="FP8", block=_block(block) if strategy == "block" else None)
     packed = layouts == {"pack-quantized"} and kind == "int" and bits in (4, 8)

@@ -392,7 +392,7 @@ BROKEN: list[tuple[str, object, dict[str, torch.Tensor | None], str]] = [
     ),
     (CHANNELS, None, {"weight": None}, "lacks {}weight, without which"),
     ("fp8, blocks", None, {"weight_scale_inv": torch.ones(2, 1)}, "is F32 (2, 1) instead of floats (2, 2)"),
-    (CHANNELS, AWQ, {}, "q_proj.weight is given twice, as it is and in AWQ of 4 bits"),
+    (CHANNELS, AWQ, {}, "lacks model.layers.0.self_attn.q_proj.qweight, without which"),
     (
         "AWQ",
         None,
