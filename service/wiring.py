@@ -13,8 +13,7 @@ from .. import __version__
 from ..workers.messages.methods import PRESETS
 from ..workers.messages.states import WorkerStats
 from ..workers.model.calibrated.profile import Profile, load_profile
-from ..workers.model.directory.fp8_checkpoint import holds_fp8
-from ..workers.model.directory.headers import check_weights
+from ..workers.model.directory.headers import check_weights, quantisation_notes
 from ..workers.model.directory.model_config import ModelConfig, read_config
 from ..workers.model.directory.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec
@@ -208,10 +207,8 @@ def check_start(settings: ServiceConfig) -> None:
     model = read_config(directory, settings.model.overrides)
     settings.check_against(model, load_profile(settings.model))
     check_weights(directory, model)
-    if settings.model.quantisation is None and holds_fp8(directory):
-        log.warning(
-            "%s holds weights in 8 bits: they are held in 16; model.quantisation: fp8 keeps 8", directory
-        )
+    for note in quantisation_notes(directory, settings.model.quantisation or settings.model.dtype):
+        log.warning("%s", note)
     TextTokenizer.load(directory)
     if not model.eos_ids:
         log.warning(

@@ -39,6 +39,11 @@ def whole(tmp_path: Path) -> Path:
         ("tokenizer.json", b"{}", "tokenizer.json cannot be read as a tokenizer"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json does not contain a JSON object, but a list"),
         ("chat_template.jinja", b"{% if %}", "the chat template is broken in its line 1"),
+        (
+            "quant_config.json",
+            b'{"w_bit": 3}',
+            "quant_config.json: weights quantised by awq in 3 bits are not",
+        ),
         ("config.json", POINTER, "config.json is a Git LFS pointer, not the file itself"),
         ("generation_config.json", b'{"eos_token_id": true}', "something else than token ids: [True, 257]"),
     ],
@@ -62,7 +67,7 @@ def test_8_bit_weights_that_are_held_in_16_are_said(whole: Path, caplog: pytest.
     settings = parse({"model": {"path": str(whole)}, "decode": {"page_selection": "full"}})
     with caplog.at_level(logging.WARNING):
         check_start(settings)
-    assert "holds weights in 8 bits: they are held in 16" in caplog.text
+    assert "holds weights in FP8: they are dequantised and held in bfloat16" in caplog.text
 
 
 def test_a_model_without_an_end_is_warned_of(whole: Path, caplog: pytest.LogCaptureFixture) -> None:

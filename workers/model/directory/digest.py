@@ -19,7 +19,7 @@ from ...settings import ModelSpec
 from .headers import read_header
 from .json_files import ModelError, read_json
 from .model_config import read_config
-from .store import adapter_directory, model_directory, weight_file, weight_index
+from .store import adapter_directory, gguf_parts, model_directory, weight_file, weight_index
 
 SAMPLE_BYTES = 4096
 """Training and merging change a whole matrix, so its first rows tell."""
@@ -71,10 +71,11 @@ def _safetensors(path: Path) -> Iterator[Tensor]:
 
 
 def _gguf(path: Path) -> Iterator[Tensor]:
-    try:
-        reader: Any = GGUFReader(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as GGUF: {error}") from None
-    for tensor in reader.tensors:
-        sample = tensor.data.reshape(-1).view("uint8")[:SAMPLE_BYTES].tobytes()
-        yield tensor.name, tensor.tensor_type.name, [int(size) for size in tensor.shape], sample
+    for part in gguf_parts(path):
+        try:
+            reader: Any = GGUFReader(part)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{part} cannot be read as GGUF: {error}") from None
+        for tensor in reader.tensors:
+            sample = tensor.data.reshape(-1).view("uint8")[:SAMPLE_BYTES].tobytes()
+            yield tensor.name, tensor.tensor_type.name, [int(size) for size in tensor.shape], sample

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from .fp8_checkpoint import E4M3, Fp8Checkpoint, fp8_checkpoint, is_scale
 from .json_files import ModelError, read_json, refuse_pointer
 from .model_config import EMBEDDING, HEAD, ModelConfig, Shape
+from .quantised import FLOATS, Quantised, has_kv_scales, is_ignored, quantised_form
 from .store import weight_file, weight_index
 from .text_part import text_names
 
-_DTYPES = ("F64", "F32", "F16", "BF16")
 _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"
 """Old checkpoints have it."""
@@ -24,6 +23,7 @@ _OF_ANOTHER = "take weights and config.json of one model"
 class Stored:
     """Bytes begin .. end - 1 of a file."""
 
+    path: Path
     dtype: str
     shape: Shape
     begin: int
@@ -42,7 +42,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             content = json.loads(file.read(min(start, size) - 8))
-        tensors = dict(_tensors(content, start))
+        tensors = dict(_tensors(path, content, start))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ModelError):
             raise
@@ -53,36 +53,45 @@ def read_header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _tensors(content: Mapping[str, dict[str, list[int]]], start: int) -> Iterator[tuple[str, Stored]]:
+def _tensors(
+    path: Path, content: Mapping[str, dict[str, list[int]]], start: int
+) -> Iterator[tuple[str, Stored]]:
     for name, about in content.items():
         if name != "__metadata__":
             begin, end = about["data_offsets"]
-            yield name, Stored(str(about["dtype"]), tuple(about["shape"]), start + begin, start + end)
+            yield name, Stored(path, str(about["dtype"]), tuple(about["shape"]), start + begin, start + end)
 
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
-    """Check that each tensor of the decoder is complete, in its shape, in 16 bits or in 8 with its scale, and
-    that none is left over. GGUF weights are checked when they are read. Raises ModelError."""
+    """Check that each tensor of the decoder is complete, in its shape, in 16 bits or quantised with all its
+    parts, and that none is left over. GGUF weights are checked when they are read. Raises ModelError."""
     stored = _stored(directory)
     if stored is None:
         return
-    raw = read_json(directory / "config.json")
-    stored = {own: stored[name] for own, name in text_names(stored, raw).items()}
-    fp8 = fp8_checkpoint(directory, raw)
-    if fp8 is not None:
-        for problem in _fp8_problems(stored, fp8):
-            raise ModelError(f"{directory}: {problem}")
-        stored = {
-            name: replace(tensor, dtype="F32") if tensor.dtype == E4M3 else tensor
-            for name, tensor in stored.items()
-            if not is_scale(name)
-        }
-    expected = config.shapes()
+    stored = {
+        own: stored[name] for own, name in text_names(stored, read_json(directory / "config.json")).items()
+    }
+    form, expected = quantised_form(directory), config.shapes()
+    if form is not None:
+        stored = _as_meant(stored, {HEAD: expected[EMBEDDING]} | expected, form)
     if config.tied_embeddings and HEAD in stored:  # loading compares it with the embedding
         table = expected[EMBEDDING] if EMBEDDING in stored else expected.pop(EMBEDDING)
         expected[HEAD] = table
-    for problem in _problems(stored, expected, config):
+    for problem in _problems(stored, expected, config, form):
         raise ModelError(f"{directory}: {problem}")
+
+
+def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:
+    """Say what becomes of quantised weights, a line each. held_in: the form in which stages hold them. Raises
+    ModelError."""
+    form = quantised_form(directory)
+    if form is None:
+        return
+    if (form.kind, held_in) != ("FP8", "fp8"):
+        other = "" if held_in == "fp8" else "; model.quantisation: fp8 holds 8 bits"
+        yield f"{directory} holds weights in {form.name}: they are dequantised and held in {held_in}{other}"
+    if has_kv_scales(_stored(directory) or ()):
+        yield f"{directory} holds scales of K/V: they are ignored, because K/V has 16 bits"
 
 
 def _stored(directory: Path) -> dict[str, Stored] | None:
@@ -104,10 +113,13 @@ def _stored(directory: Path) -> dict[str, Stored] | None:
 
 
 def _problems(
-    stored: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
+    stored: Mapping[str, Stored],
+    expected: Mapping[str, Shape],
+    config: ModelConfig,
+    form: Quantised | None,
 ) -> Iterator[str]:
     """The likeliest cause comes first."""
-    yield from _quantised(stored)
+    yield from _quantised(stored, form)
     missing = [name for name in expected if name not in stored]
     if missing and (prefix := _prefix(stored)) is not None:
         yield (
@@ -122,21 +134,55 @@ def _problems(
             yield f"tensor {name} is {stored[name].shape}, config.json says {shape}: {_OF_ANOTHER}"
 
 
-def _fp8_problems(stored: Mapping[str, Stored], fp8: Fp8Checkpoint) -> Iterator[str]:
-    for name, tensor in stored.items():
-        if tensor.dtype == E4M3:
-            scale = fp8.scale_of(name, stored)
-            if scale is None:
-                yield f"tensor {name} is in 8 bits and has no scale: download the model again"
-            elif problem := fp8.check_scale(tensor.shape, stored[scale].shape):
-                yield f"tensor {scale} {problem}"
+def _as_meant(
+    stored: Mapping[str, Stored], expected: Mapping[str, Shape], form: Quantised
+) -> dict[str, Stored]:
+    """Put matrices in the place of their parts. Raises ModelError."""
+    meant = {name: tensor for name, tensor in stored.items() if not is_ignored(name)}
+    stems = form.matrices(meant) | {
+        name.removesuffix("weight") for name, one in meant.items() if one.dtype not in FLOATS
+    }
+    matrices = [name for name, shape in expected.items() if name[:-6] in stems and len(shape) == 2]
+    if not matrices:
+        file = next((tensor.path for tensor in stored.values()), "no file")
+        scales = [name for name in meant if name.endswith(_SCALES)]
+        holds = _several(scales) if scales else "no quantised matrix"
+        raise ModelError(f"{file}: config.json says {form.name}, but the weights hold {holds}: {_OF_ANOTHER}")
+    for name in matrices:
+        _put_matrix(meant, name, expected[name], form)
+        bias = f"{name[:-6]}bias"
+        if bias not in expected and bias in meant and _is_zero(meant[bias]):  # AutoGPTQ adds it
+            del meant[bias]
+    return meant
 
 
-def _quantised(stored: Mapping[str, Stored]) -> Iterator[str]:
-    advice = "config.json does not say how they are quantised: take the model in 16 bits"
+def _put_matrix(meant: dict[str, Stored], name: str, shape: Shape, form: Quantised) -> None:
+    stem = name.removesuffix("weight")
+    parts = [(part, part.find(stem, meant)) for part in form.parts(*shape)]
+    file = next((meant[found].path for _, found in parts if found), None) or meant[name].path
+    for part, found in parts:
+        if found is None and not part.optional:
+            lacks = f"{file} lacks {stem}{part.names[0]}, without which {name} cannot be computed"
+            raise ModelError(f"{lacks} ({form.name}): {_OF_ANOTHER}")
+        if found is not None and (problem := part.problem((tensor := meant.pop(found)).dtype, tensor.shape)):
+            raise ModelError(f"{tensor.path}: {found} {problem} for {shape} in {form.name}: {_OF_ANOTHER}")
+    if name in meant:
+        raise ModelError(f"{file}: {name} is given twice, as it is and in {form.name}: {_OF_ANOTHER}")
+    meant[name] = Stored(file, "F32", shape, 0, 0)
+
+
+def _is_zero(tensor: Stored) -> bool:
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.begin)
+        return not any(file.read(tensor.end - tensor.begin))
+
+
+def _quantised(stored: Mapping[str, Stored], form: Quantised | None) -> Iterator[str]:
+    says = "does not say how they are quantised" if form is None else f"says {form.name}"
+    advice = f"config.json {says}: take the model in 16 bits"
     if scales := [name for name in stored if name.endswith(_SCALES)]:
         yield f"the weights hold scales, {_several(scales)}; {advice}"
-    if odd := [name for name, tensor in stored.items() if tensor.dtype not in _DTYPES]:
+    if odd := [name for name, tensor in stored.items() if tensor.dtype not in FLOATS]:
         yield f"the weights hold {stored[odd[0]].dtype}, {_several(odd)}; {advice}"
 
 

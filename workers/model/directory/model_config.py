@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .fp8_checkpoint import fp8_checkpoint
 from .json_files import ModelError, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
+from .quantised import quantised_form
 from .text_part import text_config
 from .tokenizer_files import end_tokens
 
@@ -195,7 +195,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     raw = {**raw, **extra}
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
-    fp8_checkpoint(Path(directory), raw)
+    quantised_form(Path(directory), raw)
     heads, hidden = _positive_int(raw, "num_attention_heads"), _positive_int(raw, "hidden_size")
     default_dim = 128 if architecture in ("Qwen3ForCausalLM", "SeedOssForCausalLM") else hidden // heads
     config = ModelConfig(

@@ -32,6 +32,9 @@ _CONVERTED, _UNFINISHED = re.compile(r"[0-9a-f]{16}-v(\d+)"), ".preparing-"
 _UNREAD_S = 7 * 24 * 3600.0
 """An older version may still serve what it has converted. So long after it was last read, nobody does."""
 
+_GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""How llama-gguf-split names a part."""
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _NOT_HUB_FILES = ("consolidated*", "*/*")
@@ -42,13 +45,12 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
     """Raises ModelError.
 
     Args:
-        model: A local directory or .gguf file, DEFAULT_MODEL, or a hub id.
+        model: A local directory or .gguf file (of several parts: any), DEFAULT_MODEL, or a hub id.
         cache: For converted GGUF files; by default deltafront/models in XDG_CACHE_HOME, or in ~/.cache.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
-        if len(ggufs) == 1 and not (path / "config.json").exists():
+        if not (path / "config.json").exists() and len(ggufs := _ggufs(path)) == 1:
             return prepare_gguf(ggufs[0], cache)
         return _checked_directory(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -92,11 +94,11 @@ def weight_index(directory: Path) -> dict[str, Path] | None:
 
 
 def weight_file(directory: Path) -> Path:
-    """Return the one file of weights. Raises ModelError."""
-    single, ggufs = directory / _SINGLE, sorted(directory.glob("*.gguf"))
+    """Return the one file of weights, of a GGUF in parts the first. Raises ModelError."""
+    single = directory / _SINGLE
     if single.exists():
         return single
-    if len(ggufs) == 1:
+    if len(ggufs := _ggufs(directory)) == 1:
         return ggufs[0]
     counts = {".safetensors": len(list(directory.glob("*.safetensors"))), ".gguf": len(ggufs)}
     others = [f"{count} other {kind} files" for kind, count in counts.items() if count]
@@ -104,6 +106,22 @@ def weight_file(directory: Path) -> Path:
         f"no weights in {directory}: looked for {WEIGHT_INDEX}, {_SINGLE} and one .gguf, found "
         f"{' and '.join(others) or 'none of them'}"
     )
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return all files of a GGUF in their order. Raises ModelError without one of them."""
+    match = _GGUF_PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    parts = [path.with_name(f"{stem}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
+    if lost := [part.name for part in parts if not part.is_file()]:
+        raise ModelError(f"{path} is one of {count} parts, and {', '.join(lost)} beside it are not there")
+    return parts
+
+
+def _ggufs(directory: Path) -> list[Path]:
+    return sorted({gguf_parts(path)[0] for path in directory.glob("*.gguf")})
 
 
 def embedded_gguf() -> Path:
@@ -129,7 +147,7 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = home / "deltafront" / "models" if cache is None else Path(cache)
     _sweep(root)
-    target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
+    target = root / f"{_sha256(*gguf_parts(path))[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
     from ..weights.gguf_source import convert_gguf  # it imports torch
@@ -196,6 +214,9 @@ def _checked_directory(path: Path) -> Path:
     return path.resolve()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()

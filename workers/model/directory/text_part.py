@@ -36,7 +36,7 @@ def text_names(names: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
     """Map the language model's tensors to their names in a checkpoint. Tensors for images have no place."""
     if not is_wrapped(config):
         return {name: name for name in names}
-    found = {"lm_head.weight": "lm_head.weight"} if "lm_head.weight" in names else {}
+    found = {name: name for name in names if name.startswith("lm_head.")}
     for name in names:
         for prefix, own in _PREFIXES.items():
             if name.startswith(prefix):

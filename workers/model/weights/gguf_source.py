@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from ..directory.json_files import WEIGHT_INDEX, ModelError
 from ..directory.model_config import read_config
+from ..directory.store import gguf_parts
 from .gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json
 
 _SHARD_BYTES = 2 << 30
@@ -58,21 +59,19 @@ _FACTORS = """attention.output_scale logit_scale embedding_scale residual_scale
 
 
 class GgufSource:
-    """A memory-mapped file, dequantised tensor by tensor."""
+    """A memory-mapped file, or all its parts, dequantised tensor by tensor."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            self._reader: Any = GGUFReader(self.path)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.path} cannot be read as GGUF: {error}") from None
+        parts = gguf_parts(Path(path))
+        self.path = parts[0]
+        readers = [_opened(part) for part in parts]
+        self._reader = readers[0]
+        self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        self._refuse_other_parts(parts, readers)
         self._architecture = str(self.field("general.architecture"))
         if self._architecture not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
             raise ModelError(f"{self.path}: GGUF architecture {self._architecture!r} is not one of {known}")
-        if (parts := int(self.field("split.count", 1))) > 1:
-            raise ModelError(f"{self.path} is one of {parts} parts: join them by llama-gguf-split --merge")
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._names = {_hugging_face_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
 
     def names(self) -> frozenset[str]:
@@ -105,6 +104,20 @@ class GgufSource:
 
     def has_field(self, key: str) -> bool:
         return self._reader.get_field(key) is not None
+
+    def _refuse_other_parts(self, parts: list[Path], readers: list[Any]) -> None:
+        for number, (part, reader) in enumerate(zip(parts, readers, strict=True)):
+            at, count = _split(reader, "no", 0), _split(reader, "count", 1)
+            if (at, count) != (number, len(parts)):
+                raise ModelError(
+                    f"{part} is part {at + 1} of {count}: the parts must be called as llama-gguf-split calls "
+                    f"them (…-00001-of-{count:05d}.gguf), side by side"
+                )
+        if (expected := int(self.field("split.tensors.count", len(self._tensors)))) != len(self._tensors):
+            raise ModelError(
+                f"{self.path} says {expected} tensors, but its {len(parts)} parts hold {len(self._tensors)}: "
+                "take parts of one model"
+            )
 
     def config(self) -> dict[str, Any]:
         """Return the config.json that this metadata stands for."""
@@ -199,6 +212,18 @@ class GgufSource:
     def _refuse_rope(self, key: str, value: float) -> NoReturn:
         name = f"{self._architecture}.rope.scaling.{key}"
         raise ModelError(f"{self.path}: GGUF key {name} = {value} is not supported with this kind of scaling")
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return GGUFReader(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as GGUF: {error}") from None
+
+
+def _split(reader: Any, key: str, default: int) -> int:
+    entry = reader.get_field(f"split.{key}")
+    return default if entry is None else int(entry.contents())
 
 
 def _is_inert(value: Any, wanted: Any) -> bool:

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..directory.fp8_checkpoint import Fp8Checkpoint, fp8_checkpoint, is_scale
 from ..directory.json_files import ModelError, read_json
+from ..directory.model_config import EMBEDDING, HEAD, Shape, read_config
+from ..directory.quantised import Quantised, is_ignored, quantised_form
 from ..directory.store import weight_file, weight_index
 from ..directory.text_part import text_names
+from .dequantise import dequantised
 from .gguf_source import GgufSource
 
 
@@ -44,38 +46,33 @@ class SafetensorsSource:
         return tensor
 
 
-class Fp8Source:
-    """A checkpoint in 8-bit floats as the numbers that it stands for."""
+class QuantisedSource:
+    """A quantised checkpoint as the numbers that it stands for. `check_weights` has compared its parts with
+    config.json. shapes: of all the model's tensors."""
 
-    def __init__(self, source: WeightSource, checkpoint: Fp8Checkpoint) -> None:
-        self._source = source
-        self._checkpoint = checkpoint
+    def __init__(self, source: WeightSource, form: Quantised, shapes: Mapping[str, Shape]) -> None:
+        self._source, self._form, self._shapes = source, form, shapes
         self._stored = source.names()
+        self._matrices = form.matrices(self._stored)
+        parts = {stem + suffix for stem in self._matrices for suffix in form.suffixes}
+        parts |= {f"{stem}bias" for stem in self._matrices} - shapes.keys()  # zeros
+        weights = {f"{stem}weight" for stem in self._matrices}
+        self._names = frozenset(name for name in self._stored - parts if not is_ignored(name)) | weights
 
     def names(self) -> frozenset[str]:
-        return frozenset(name for name in self._stored if not is_scale(name))
+        return self._names
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a scaled matrix in float32, other tensors as they are stored."""
-        tensor = self._source.read(name)
-        if tensor.dtype != torch.float8_e4m3fn:
-            return tensor
-        scale = self._checkpoint.scale_of(name, self._stored)
-        if scale is None:
-            raise ModelError(f"tensor {name!r} is in 8 bits and has no scale")
-        factor = self._source.read(scale).float()
-        if problem := self._checkpoint.check_scale(tuple(tensor.shape), tuple(factor.shape)):
-            raise ModelError(f"tensor {scale!r} {problem}")
-        return tensor.float() * self._spread(factor, *tensor.shape)
-
-    def _spread(self, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        block = self._checkpoint.block
-        if factor.numel() == 1:
-            return factor.reshape(1, 1)
-        if block is None:
-            return factor.reshape(rows, 1)
-        spread = factor.repeat_interleave(block[0], 0)[:rows]
-        return spread.repeat_interleave(block[1], 1)[:, :columns]
+        """Return a quantised matrix in float32, other tensors as they are stored. Raises ModelError."""
+        stem, shape = name.removesuffix("weight"), self._shapes.get(name, ())
+        if stem not in self._matrices or len(shape) != 2:
+            return self._source.read(name)
+        found = {part.names[0]: part.find(stem, self._stored) for part in self._form.parts(*shape)}
+        parts = {part: self._source.read(stored) for part, stored in found.items() if stored is not None}
+        try:
+            return dequantised(self._form, parts, *shape)
+        except (ModelError, RuntimeError, LookupError, ValueError) as error:
+            raise ModelError(f"{name!r} cannot be computed from {', '.join(parts)}: {error}") from None
 
 
 def open_weights(directory: str | Path) -> WeightSource:
@@ -87,9 +84,12 @@ def open_weights(directory: str | Path) -> WeightSource:
         if single.suffix == ".gguf":
             return GgufSource(single)
         files = dict.fromkeys(open_safetensors(single).keys(), single)
-    raw = read_json(root / "config.json")
-    source, fp8 = SafetensorsSource(files, text_names(files, raw)), fp8_checkpoint(root, raw)
-    return source if fp8 is None else Fp8Source(source, fp8)
+    source = SafetensorsSource(files, text_names(files, read_json(root / "config.json")))
+    form = quantised_form(root)
+    if form is None:
+        return source
+    shapes = read_config(root).shapes()
+    return QuantisedSource(source, form, {HEAD: shapes[EMBEDDING]} | shapes)
 
 
 def open_safetensors(path: Path) -> Any:

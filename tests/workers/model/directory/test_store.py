@@ -55,10 +55,10 @@ def add_metadata(writer: Any) -> None:
         add(value)
 
 
-def write_model(path: Path, seed: int = 0) -> Path:
-    """A GGUF of a two-layer Llama with a byte-level tokenizer and a chat template."""
+def write_model(path: Path, seed: int = 0, **split: Any) -> Path:
+    """A GGUF of a two-layer Llama with a byte-level tokenizer and a chat template. split: into parts."""
     random = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", **split)
     add_metadata(writer)
     square, wide, tall, flat = (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN,)
     parts = {f"attn_{part}": square for part in ("q", "k", "v", "output")}
@@ -142,6 +142,41 @@ def test_the_second_call_converts_nothing(
 def test_another_file_is_another_directory(tmp_path: Path, prepared: Path) -> None:
     other = model_store.model_directory(str(write_model(tmp_path / "other.gguf", seed=1)), prepared.parent)
     assert other != prepared and other.parent == prepared.parent
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_gguf_in_parts_is_one_model(prepared: Path, tmp_path: Path, first: bool) -> None:
+    """first: a first part without tensors."""
+    write_model(tmp_path / "big.gguf", split_max_tensors=8, small_first_shard=first)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert [part.name for part in parts] == [
+        f"big-{n:05d}-of-{len(parts):05d}.gguf" for n in range(1, len(parts) + 1)
+    ]
+    found = {model_store.model_directory(str(path), tmp_path / "cache") for path in (tmp_path, *parts)}
+    ours, whole = open_weights(found.pop()), open_weights(prepared)
+    assert not found and ours.names() == whole.names()
+    assert all(torch.equal(ours.read(name), whole.read(name)) for name in whole.names())
+    assert GgufSource(parts[1]).config() == json.loads((prepared / "config.json").read_text())
+
+
+def test_parts_that_are_missing_or_of_another_model_are_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "big.gguf", split_max_tensors=8)
+    first, second, last = sorted(tmp_path.glob("*.gguf"))
+    content = second.read_bytes()
+    second.write_bytes(last.read_bytes())
+    with pytest.raises(ModelError, match=rf"{second.name} is part 3 of 3: the parts must be called"):
+        model_store.model_directory(str(first), tmp_path / "cache")
+    write_model(tmp_path / "other.gguf", split_max_tensors=9)
+    assert len(list(tmp_path.glob("other-*"))) == 3
+    (tmp_path / "other-00002-of-00003.gguf").rename(second)
+    with pytest.raises(ModelError, match=rf"{first.name} says \d+ tensors, but its 3 parts hold"):
+        model_store.model_directory(str(first), tmp_path / "cache")
+    second.unlink()
+    with pytest.raises(ModelError, match=rf"one of 3 parts, and {second.name} beside it are not there"):
+        model_store.model_directory(str(tmp_path), tmp_path / "cache")
+    (tmp_path / "alone.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=r"alone\.gguf is part 2 of 3"):
+        model_store.model_directory(str(tmp_path / "alone.gguf"), tmp_path / "cache")
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
         ("llama", {**LINEAR, "rope__scaling__attn_factor": 1.5}, "rope.scaling.attn_factor = 1.5"),
         ("llama", {**LINEAR, "factors": True}, "rope.scaling.factor = 4.0"),
         ("llama", {"rope__scaling__type": "longrope"}, "rope scaling 'longrope'"),
-        ("llama", {"split__count": 3}, "some.gguf is one of 3 parts: join them"),
+        ("llama", {"split__count": 3}, "some.gguf is part 1 of 3: the parts must be called"),
         ("llama", {"tokenizer__ggml__tokens": list("abcdefghi")}, "9 tokens, but only 8 embeddings"),
     ],
 )

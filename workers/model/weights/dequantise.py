@@ -1,0 +1,101 @@
+"""The numbers that a quantised matrix's parts stand for, in float32. `directory/quantised.py` has their names
+and shapes. O outputs, I inputs, N groups of inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from ..directory.json_files import ModelError
+from ..directory.quantised import Quantised
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word of AWQ's the first to eighth output is."""
+
+Parts = Mapping[str, torch.Tensor]
+
+
+def dequantised(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
+    """Return weight_OI. parts: by the first of a part's names. Raises ModelError."""
+    return _FORMS[form.kind](form, parts, outputs, inputs)
+
+
+def _fp8(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
+    weight, scale = parts["weight"], parts["weight_scale"].float()
+    if scale.numel() == 1:
+        return weight.float() * scale.reshape(1, 1)
+    if form.block is None:
+        return weight.float() * scale.reshape(outputs, 1)
+    spread = scale.repeat_interleave(form.block[0], 0)[:outputs]
+    return weight.float() * spread.repeat_interleave(form.block[1], 1)[:, :inputs]
+
+
+def _awq(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
+    values_OI, zeros_ON = (_in_order(parts[name].T.contiguous()) for name in ("qweight", "qzeros"))
+    return _scaled(values_OI, zeros_ON, parts["scales"].T, _groups(form, None, inputs))
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """Return eight rows for each row of words."""
+    rows = [(words >> 4 * place & 15).to(torch.uint8) for place in _AWQ_ORDER]
+    return torch.stack(rows, 1).flatten(0, 1)
+
+
+def _gptq(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
+    values_OI = _unpacked(parts["qweight"].T, form.bits)[:, :inputs]
+    zeros_NO = (_unpacked(parts["qzeros"], form.bits)[:, :outputs] + form.zero_offset) & (2**form.bits - 1)
+    return _scaled(values_OI, zeros_NO.T, parts["scales"].T, _groups(form, parts.get("g_idx"), inputs))
+
+
+def _packed(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
+    """Numbers and zero points are signed, and stored with half their range added unless they are int8."""
+    values_OI, scale_ON = _unpacked(parts["weight_packed"], form.bits)[:, :inputs], parts["weight_scale"]
+    zeros_ON, half = parts.get("weight_zero_point"), 2 ** (form.bits - 1)
+    if zeros_ON is None:
+        zeros_ON = torch.full_like(scale_ON, half)
+    elif zeros_ON.dtype == torch.int8:
+        zeros_ON = zeros_ON.short() + half
+    else:
+        zeros_ON = _unpacked(zeros_ON.T, form.bits)[:, :outputs].T
+    return _scaled(values_OI, zeros_ON, scale_ON, _groups(form, parts.get("weight_g_idx"), inputs))
+
+
+def _nf4(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
+    """The first of two numbers is in a byte's upper half. Blocks run over rows' ends."""
+    state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
+    if list(state["shape"]) != [outputs, inputs] or state["blocksize"] != 64:
+        raise ModelError(f"its state says shape {state['shape']} in blocks of {state['blocksize']}")
+    scale = parts["weight.absmax"]
+    if form.nested:
+        nested = parts["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(scale)]
+        scale = parts["weight.nested_quant_map"][scale.int()] * nested + state["nested_offset"]
+    data = parts["weight"].flatten()
+    codes = torch.stack([data >> 4, data & 15], -1).flatten()[: outputs * inputs]
+    numbers = parts["weight.quant_map"][codes.int()]
+    return (numbers * scale.repeat_interleave(64)[: len(numbers)]).view(outputs, inputs)
+
+
+_FORMS = {"FP8": _fp8, "AWQ": _awq, "GPTQ": _gptq, "compressed-tensors": _packed, "bitsandbytes nf4": _nf4}
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the unsigned values of each row's 32-bit words, the lowest bits first."""
+    data = words.contiguous().view(torch.uint8)
+    return data if bits == 8 else torch.stack([data & 15, data >> 4], -1).flatten(-2)
+
+
+def _groups(form: Quantised, given_I: torch.Tensor | None, inputs: int) -> torch.Tensor:
+    if given_I is None:
+        return torch.arange(inputs) // (form.group or inputs)
+    if given_I.min() < 0 or given_I.max() > (inputs - 1) // (form.group or inputs):
+        raise ModelError("its g_idx names groups that there are not")
+    return given_I.long()
+
+
+def _scaled(
+    values_OI: torch.Tensor, zeros_ON: torch.Tensor, scale_ON: torch.Tensor, groups_I: torch.Tensor
+) -> torch.Tensor:
+    weight_OI = values_OI.float() - zeros_ON.float()[:, groups_I]
+    return weight_OI.mul_(scale_ON.float()[:, groups_I])
