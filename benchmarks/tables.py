@@ -149,13 +149,20 @@ def engine(result: Result) -> str:
             row["gpus"],
             f"{row['density']:.3f}" if row["density"] is not None else None,
             f"{row['value']:.4g} {row['unit']}",
-            {"own": "its own GPU", "last": "a stage's GPU", "none": "no GPU"}.get(row.get("decode_gpu", "")),
+            _decodes_on(row),
             _largest(row.get("parts", {})),
             row.get("commit"),
         ]
         for row in result["rows"]
     ]
     return markdown(header, rows) + provenance(result)
+
+
+def _decodes_on(row: Result) -> str | None:
+    if (ranks := row.get("ranks", 1)) > 1:
+        whose = "their own" if row.get("decode_gpu") == "own" else "stages'"
+        return f"{ranks} ranks on {whose} GPUs"
+    return {"own": "its own GPU", "last": "a stage's GPU", "none": "no GPU"}.get(row.get("decode_gpu", ""))
 
 
 def _largest(parts: Mapping[str, float]) -> str:
