@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from .engine import DecodeEngine
     from .ranks import FollowerRank
 
+_ASK_S = 1.0
+"""While rank 0 starts, the others are asked so often whether they have failed."""
+
 __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
@@ -167,7 +170,16 @@ class DecodeReplica(Replica):
         ]
         self._start_head(DecodeActor, 1, config.cpus, config.gpus, *self._arguments, self._ranks)
         ray.get([rank.check.remote() for rank in self._ranks])
-        ray.get(self.head.start.remote())
+        started = self.head.start.remote()
+        while not ray.wait([started], timeout=_ASK_S)[0]:
+            self._check_ranks()
+        ray.get(started)
+
+    def _check_ranks(self) -> None:
+        """Rank 0 would wait for a rank that has failed. Raises RuntimeError, or RayError for a dead one."""
+        for fault in ray.get([rank.check.remote() for rank in self._ranks]):
+            if fault:
+                raise RuntimeError(f"a rank {fault}")
 
     async def _fault(self) -> str:
         faults = await asyncio.gather(super()._fault(), *map(_rank_fault, self._ranks))
