@@ -237,7 +237,11 @@ class DecodeEngine:
                         self._threads[1], to_host, self._runner.cache, pages, wanted
                     )
                     others = [rank.kv(wanted, pages) for rank in self._ranks]
-                    return joined_heads(await asyncio.gather(own, *others))
+                    try:
+                        return joined_heads(await asyncio.gather(own, *others))
+                    except DecodeFailed as error:
+                        self._runner.lose(error)
+                        raise
         raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:

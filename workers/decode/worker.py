@@ -177,20 +177,21 @@ class DecodeReplica(Replica):
 
     def _check_ranks(self) -> None:
         """Rank 0 would wait for a rank that has failed. Raises RuntimeError, or RayError for a dead one."""
-        for fault in ray.get([rank.check.remote() for rank in self._ranks]):
+        for rank, fault in enumerate(ray.get([rank.check.remote() for rank in self._ranks]), start=1):
             if fault:
-                raise RuntimeError(f"a rank {fault}")
+                raise RuntimeError(f"rank {rank}: {fault}")
 
     async def _fault(self) -> str:
-        faults = await asyncio.gather(super()._fault(), *map(_rank_fault, self._ranks))
-        return next(filter(None, faults), "")
+        ranks = (_rank_fault(number, rank) for number, rank in enumerate(self._ranks, start=1))
+        faults = await asyncio.gather(super()._fault(), *ranks)
+        return "; ".join(filter(None, faults))
 
     def _rebuild(self) -> None:
         self.stop()
         self._build()
 
 
-async def _rank_fault(rank: Any) -> str:
+async def _rank_fault(number: int, rank: Any) -> str:
     try:
         async with asyncio.timeout(HEAD_PATIENCE_S):
             fault = str(await rank.check.remote())
@@ -198,4 +199,4 @@ async def _rank_fault(rank: Any) -> str:
         fault = f"has not answered for {HEAD_PATIENCE_S:g} s"
     except RayError as error:
         fault = failure_of(error).message
-    return f"a rank {fault}" if fault else ""
+    return f"rank {number}: {fault}" if fault else ""

@@ -132,7 +132,7 @@ def test_a_start_ends_where_a_rank_fails_in_it(
 
     monkeypatch.setattr(worker, "RankActor", Failing)
     config = DecodeConfig(cache_tokens=512, page_selection="full", tensor_parallel=2, warm_up=True)
-    with pytest.raises(RuntimeError, match="a rank compile failed: TypeError"):
+    with pytest.raises(RuntimeError, match="rank 1: compile failed: TypeError"):
         worker.DecodeReplica(ModelSpec(path=str(tiny_llama), dtype="float32"), config)
 
 
@@ -257,3 +257,25 @@ async def test_a_replica_that_cannot_replace_its_actor_is_unhealthy_for_good(
                 await asyncio.sleep(0.05)
     with pytest.raises(RuntimeError, match="no GPU is left"):
         await replica.check_health()
+
+
+async def test_a_worker_whose_rank_cannot_be_started_again_is_unhealthy_for_good(
+    cluster: Any, replica_of_two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of the worker of two ranks."""
+    from deltafront.workers.decode import worker
+
+    class Broken(worker.RankActor):  # type: ignore[misc]
+        def __init__(self, *_arguments: Any) -> None:
+            raise RuntimeError("no GPU is left")
+
+    replica = replica_of_two
+    await replica.check_health()
+    monkeypatch.setattr(worker, "RankActor", Broken)
+    cluster.kill(replica._ranks[0])
+    for _ in range(2):
+        with pytest.raises(ActorDiedError, match="no GPU is left"):
+            async with asyncio.timeout(HANG_S):
+                while True:
+                    await replica.check_health()
+                    await asyncio.sleep(0.05)

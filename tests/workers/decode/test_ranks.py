@@ -163,17 +163,19 @@ PIECE = KVAnnouncement(
 )
 
 
-async def test_a_rank_that_dies_while_it_reads_takes_the_worker_with_it(tmp_path: Path) -> None:
-    """Doors hear it at once, and blame no prefill group."""
+@pytest.mark.parametrize("giving", [False, True])
+async def test_a_rank_that_dies_while_it_hands_over_takes_the_worker_with_it(
+    tmp_path: Path, giving: bool
+) -> None:
+    """In a read, or when it gives K/V back. Doors hear it at once, and blame no prefill group."""
 
     async def dies() -> int:
         raise DecodeFailed("rank 1 died")
 
     engine = await engine_beside(make_tiny_model(tmp_path), Recorder(dies))
-    with pytest.raises(DecodeFailed, match="rank 1 died"):
-        await engine.kv(KVRange(request_id="a", layer=0, start=0, tokens=1))
+    back = KVRange(request_id="a", layer=0, start=0, tokens=1)
     with pytest.raises(DecodeFailed, match=r"^rank 1 died"):
-        await engine.announce(PIECE)
+        await (engine.kv(back) if giving else engine.announce(PIECE))
     other = Reservation(request_id="b", owner="me", prompt_tokens=32, max_tokens=4)
     for call in (engine.stats(), engine.reserve(other), engine.resume("a", [16], 1)):
         with pytest.raises(DecodeFailed, match="rank 1 died"):
