@@ -166,7 +166,8 @@ class DecodeRunner:
         """Ranks wait for each other: the pages may get other K/V once rank 0 goes on."""
         for source, target in copies:
             self.cache.copy_page(source, target)
-        self.stack.collectives.sum(torch.zeros(1, device=self.stack.device))
+        # Of the type of layers' sums, which is compiled.
+        self.stack.collectives.sum(torch.zeros(1, dtype=self.stack.dtype, device=self.stack.device))
 
     @torch.inference_mode()
     def append(
