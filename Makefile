@@ -44,10 +44,12 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: dev model vocabularies
 	$(BIN)/pytest -n 4
 
-# What takes minutes by itself: a cluster of four nodes, every query of the dashboards, every kernel for Hopper.
+# What takes minutes by itself: a cluster of four nodes, every query of the dashboards, every kernel for Hopper,
+# and what a decode worker of one rank does done by two.
 test-long: export PYTHONDONTWRITEBYTECODE :=
 test-long: dev model vocabularies
 	$(BIN)/pytest -n 4 --long
+	$(BIN)/pytest -n 4 --ranks 2 tests/workers/decode tests/workers/kv
 
 acceptance: dev model
 	$(BIN)/pytest tests/e2e tests/deploy/test_scaling.py --acceptance -s

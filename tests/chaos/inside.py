@@ -22,6 +22,8 @@ from deltafront.workers.prefill.group.controller import PrefillController
 from ..service.inprocess import HANG_S, Cut, House, Loop, open_house
 from .running import MODEL, Audits, Service, configuration, merge, whole_of, write_model
 
+_ONE_RANK = {"decode": {"tensor_parallel": 1}}
+
 
 class ToEngines:
     """What stages hand over, to the engine that has the request. Called on the stages' threads."""
@@ -87,7 +89,7 @@ async def _workers(config: ServiceConfig) -> tuple[list[PrefillController], list
 @contextmanager
 def running_inside(folder: Path, **sections: dict[str, Any]) -> Iterator[Service]:
     """Like `running`."""
-    content = merge(configuration(write_model(folder / MODEL)), sections)
+    content = merge(merge(configuration(write_model(folder / MODEL)), sections), _ONE_RANK)
     config, loop, audit = parse(content), Loop(), _Audit()
     logger = logging.getLogger("deltafront.audit")
     logger.addHandler(audit)

@@ -27,18 +27,21 @@ MODEL = "tiny"
 _AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 """Ray's workers run at a low priority otherwise: whatever else the machine does would be a fault, too."""
 Audits = list[dict[str, Any]]
+RANKS = 2
+"""Of each decode worker."""
 REPLAYS = 5
 """How often a request is tried again: so many processes may die under it."""
 PATIENCE_S = 600.0
 """Until what must happen counts as never happening."""
 
 
-def whole_of(groups: int, stages: int, workers: int, doors: int = 2) -> dict[Kind, int]:
+def whole_of(groups: int, stages: int, workers: int, doors: int = 2, ranks: int = 1) -> dict[Kind, int]:
     """How many processes of Deltafront's there are of each kind."""
     return {
         Kind.STAGE: groups * stages,
         Kind.CONTROLLER: groups,
         Kind.DECODE: workers,
+        Kind.RANK: workers * (ranks - 1),
         Kind.GROUP_OWNER: groups,
         Kind.DECODE_OWNER: workers,
         Kind.DOOR: doors,
@@ -48,10 +51,11 @@ def whole_of(groups: int, stages: int, workers: int, doors: int = 2) -> dict[Kin
 def configuration(model: Path) -> dict[str, Any]:
     """Two of everything."""
     worker = {"cache_tokens": 32_768, "device": "cpu"}
+    ranks = {"tensor_parallel": RANKS, "cpus": 0.1}
     return {
         "model": {"path": str(model), "dtype": "float32"},
         "prefill": {**worker, "groups": 2, "stages": 2, "chunk_tokens": 128, "cpus_per_stage": 0.1},
-        "decode": {**worker, "workers": 2, "max_batch": 16, "page_selection": "full", "cpus": 0.1},
+        "decode": {**worker, **ranks, "workers": 2, "max_batch": 16, "page_selection": "full"},
         "door": {
             "replicas": 2,
             "replays": REPLAYS,
@@ -215,7 +219,10 @@ def running(folder: Path, **sections: dict[str, Any]) -> Iterator[Service]:
     path.write_text(yaml.safe_dump(content))
     prefill, decode = content["prefill"], content["decode"]
     with LocalService(path, start_s=PATIENCE_S, environment=_AS_OTHERS) as local:
-        service = Service(local.pid, whole_of(prefill["groups"], prefill["stages"], decode["workers"]))
+        whole = whole_of(
+            prefill["groups"], prefill["stages"], decode["workers"], ranks=decode["tensor_parallel"]
+        )
+        service = Service(local.pid, whole)
         with service.client() as client:
             service.seconds_to_whole(client)
         yield service

@@ -16,6 +16,7 @@ class Kind(StrEnum):
     STAGE = "ray::StageActor"
     CONTROLLER = "ray::ControllerActor"
     DECODE = "ray::DecodeActor"
+    RANK = "ray::RankActor"
     GROUP_OWNER = "ray::ServeReplica:deltafront:PrefillGroup"
     DECODE_OWNER = "ray::ServeReplica:deltafront:DecodeReplica"
     DOOR = "ray::ServeReplica:deltafront:FrontDoor"

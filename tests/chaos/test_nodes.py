@@ -18,14 +18,14 @@ from ..deploy.local_cluster import LABEL, LocalCluster
 from .conftest import Amount, Record, Switch
 from .play import play
 from .references import references
-from .running import MODEL, Service, configuration, merge, whole_of, write_model
+from .running import MODEL, RANKS, Service, configuration, merge, whole_of, write_model
 from .schedule import Episode, Fault, Kind, episode
 
 NODES = ("door", "prefill", "prefill", "decode", "decode")
 REMOVABLE = ((1, 2), (3, 4))
 """In turn, one of each. A client speaks to one door's node; a load balancer, not Deltafront, would choose
 another."""
-ALONE = {"prefill": {"cpus_per_stage": 0.6}, "decode": {"cpus": 1.2}, "door": {"host": "0.0.0.0"}}
+ALONE = {"prefill": {"cpus_per_stage": 0.6}, "decode": {"cpus": 0.6}, "door": {"host": "0.0.0.0"}}
 """A node has two CPUs, so that each has one group or one worker, and an address of its own."""
 
 
@@ -34,7 +34,7 @@ class OnNodes(Service):
 
     def __init__(self, cluster: LocalCluster) -> None:
         http = f"http://{cluster.http_doors[0]}"
-        super().__init__(os.getpid(), whole_of(2, 2, 2), cluster.doors[0], http)
+        super().__init__(os.getpid(), whole_of(2, 2, 2, ranks=RANKS), cluster.doors[0], http)
         self._cluster = cluster
 
     def strike(self, fault: Fault) -> bool:

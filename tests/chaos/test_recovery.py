@@ -20,6 +20,7 @@ import pytest
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.client import DeltafrontError, Token
+from deltafront.workers.replica import HEAD_PATIENCE_S
 
 from .checks import longest_wait
 from .conftest import Amount, Record
@@ -27,7 +28,8 @@ from .running import PATIENCE_S, Service
 from .schedule import Kind, prompt
 
 WITH_SPARE_S, WITHOUT_S, PAGES_S, NOTICE_S = 3.0, 12.0, 10.0, 5.0
-_KINDS = (Kind.STAGE, Kind.DECODE, Kind.CONTROLLER)
+_KINDS = (Kind.STAGE, Kind.DECODE, Kind.RANK, Kind.CONTROLLER)
+_DECODE = (Kind.DECODE, Kind.RANK, Kind.DECODE_OWNER)
 _OWNERS = (Kind.GROUP_OWNER, Kind.DECODE_OWNER)
 """Serve's replicas, with which their group or worker dies. They compute nothing, so about every second one
 that is killed owns what works."""
@@ -105,7 +107,7 @@ def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> Pause | 
         with service.client() as client:
             for event in client.generate(text, max_tokens=60, ignore_eos=True, method="dense"):
                 heard.append(time.monotonic())
-                if number == 0 and (kind not in (Kind.DECODE, Kind.DECODE_OWNER) or isinstance(event, Token)):
+                if number == 0 and (kind not in _DECODE or isinstance(event, Token)):
                     begun.set()
         return longest_wait(heard, killed)
 
@@ -158,6 +160,17 @@ def test_a_hanging_stage_is_noticed(service: Service, trials: Trials) -> None:
         return None if found is None else found.noticed if found.longest < math.inf else math.inf
 
     trials.run("sigstop", 10, NOTICE_S + 2 * service.chunk_seconds(), once)
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_a_hanging_rank_is_its_workers(service: Service, trials: Trials) -> None:
+    """The others wait for it; their replica ends them all, and their requests finish elsewhere."""
+
+    def once(_number: int) -> float | None:
+        found = pause(service, Kind.RANK, SIGSTOP, clients=1)
+        return None if found is None else found.noticed if found.longest < math.inf else math.inf
+
+    trials.run("sigstop_rank", 6, HEAD_PATIENCE_S + NOTICE_S, once)
 
 
 @pytest.mark.timeout(24 * 3600)

@@ -93,7 +93,8 @@ class DecodeEngine:
         self._stack, self._ranks = stack, ranks
         self._runner = LeadRunner(stack, self._plan, ranks, **runner_sizes(config, model))
         self._threads = make_threads(config)
-        self._reader = RanksReader(reader(self._runner.cache, self._threads[1]), ranks)
+        own = reader(self._runner.cache, self._threads[1])
+        self._reader = RanksReader(own, ranks, self._runner.lose) if ranks else own
         self._receiving: set[asyncio.Task[None]] = set()
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
@@ -136,7 +137,7 @@ class DecodeEngine:
         """Why the worker should be replaced; empty while it is well."""
         if any(task.done() for task in self._tasks):
             return "the decode loop has stopped"
-        return self._scheduler.fault
+        return self._scheduler.fault or self._runner.fault
 
     async def stats(self) -> DecodeStats:
         self._check_available()
@@ -216,6 +217,7 @@ class DecodeEngine:
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         """Writes under way end first and later ones are dropped, so that none overwrites what is read
         again."""
+        self._check_available()
         await self._being_read(request_id).pages.unused()
         request = self._being_read(request_id)  # unless it has ended meanwhile
         return request.resume(points, attempt, self._clock())
@@ -235,7 +237,11 @@ class DecodeEngine:
                         self._threads[1], to_host, self._runner.cache, pages, wanted
                     )
                     others = [rank.kv(wanted, pages) for rank in self._ranks]
-                    return joined_heads(await asyncio.gather(own, *others))
+                    try:
+                        return joined_heads(await asyncio.gather(own, *others))
+                    except DecodeFailed as error:
+                        self._runner.lose(error)
+                        raise
         raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
@@ -372,8 +378,9 @@ class DecodeEngine:
             await asyncio.sleep(_TICK_S)
 
     def _check_available(self) -> None:
-        if self._unavailable:
-            raise DecodeFailed(self._unavailable)
+        why = self._unavailable or self.fault
+        if why:
+            raise DecodeFailed(why)
 
 
 def load_engine(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..kv.handoff.protocols import KVReader, UsePages
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..kv.pages.request_pages import PageCopy
 from ..kv.peer_memory import CudaPeerMemory
+from ..messages.requests import DecodeFailed
 from ..messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
 from ..model.decoder.collectives import SINGLE_RANK, GroupCollectives
 from ..model.decoder.load import load_model, set_up_compute_thread
@@ -38,7 +39,7 @@ from ..roles import Rank
 from ..settings import DecodeConfig, ModelSpec
 from .decode_attention import LayerPlan, plan_layers
 from .reads import Read
-from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
+from .runner import DecodeRunner, LaunchedStep, ReadResult
 from .step_rows import Row
 
 log = logging.getLogger(__name__)
@@ -73,45 +74,59 @@ def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, int]:
 
 
 class LeadRunner(DecodeRunner):
-    """Rank 0's runner: every call is made on the other ranks, too."""
+    """Rank 0's runner: every call is made on the other ranks, too. One that fails leaves the ranks out of
+    step, so none follows."""
 
     def __init__(self, stack: LayerStack, plan: LayerPlan, ranks: Sequence[Rank] = (), **sizes: int) -> None:
         super().__init__(stack, plan, **sizes)
         self._ranks = ranks
         self._sent: tuple[int, ...] = ()
         """Keys of the rows that the other ranks have."""
+        self.fault = ""
+        """Why the worker should be replaced; empty while its ranks are in step."""
 
-    def _send(self, work: str, *arguments: Any) -> None:
-        for rank in self._ranks:
-            rank.compute(work, *arguments)
+    def lose(self, error: BaseException) -> None:
+        """A rank is lost, or out of step."""
+        self.fault = self.fault or f"its ranks are out of step: {type(error).__name__}: {error}"
 
-    def first_tokens(
-        self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
-    ) -> list[SampledToken]:
-        if copies:
-            self._send("copy_pages", copies)
-        return super().first_tokens(logits, rows, copies)
+    @contextmanager
+    def _on_all(self, work: str, *arguments: Any) -> Iterator[None]:
+        """Send a call to the other ranks, and make rank 0's in the block."""
+        if self.fault:
+            raise RuntimeError(self.fault)
+        try:
+            for rank in self._ranks:
+                rank.compute(work, *arguments)
+            yield
+        except Exception as error:
+            if self._ranks:
+                self.lose(error)
+            raise
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        with self._on_all("copy_pages", copies):
+            super().copy_pages(copies)
 
     def append(
         self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None
     ) -> ReadResult:
-        self._send("append", pages, step, last, copy)
-        return super().append(pages, step, last, copy)
+        with self._on_all("append", pages, step, last, copy):
+            return super().append(pages, step, last, copy)
 
     def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
-        self._send("recompute", pages, blocks, ids)
-        return super().recompute(pages, blocks, ids)
+        with self._on_all("recompute", pages, blocks, ids):
+            return super().recompute(pages, blocks, ids)
 
     def launch(self, rows: Sequence[Row]) -> LaunchedStep:
         keys = tuple(row.key for row in rows)
-        self._send("launch", None if keys == self._sent else rows)
-        self._sent = keys
-        return super().launch(rows)
+        with self._on_all("launch", None if keys == self._sent else rows):
+            self._sent = keys
+            return super().launch(rows)
 
     def compile(self) -> None:
         self._sent = ()
-        self._send("compile")
-        super().compile()
+        with self._on_all("compile"):
+            super().compile()
 
 
 class FollowerRank:
@@ -181,10 +196,13 @@ class InOrder:
 
 
 class RanksReader:
-    """A `KVReader` that has each rank read its heads."""
+    """A `KVReader` that has each rank read its heads. lose: told that a rank is gone.
 
-    def __init__(self, own: KVReader, ranks: Sequence[Rank]) -> None:
-        self._own, self._ranks = own, ranks
+    The pages are in use as soon as ranks are asked, so a resumed prompt also waits for what they still pull.
+    """
+
+    def __init__(self, own: KVReader, ranks: Sequence[Rank], lose: Callable[[BaseException], None]) -> None:
+        self._own, self._ranks, self._lose = own, ranks, lose
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         with use_pages() as pages:
@@ -194,9 +212,12 @@ class RanksReader:
             reads += [rank.read(announcement, layers, pages) for rank in self._ranks]
             # The pages stay in use until the last rank has read, also if another has failed.
             moved = await asyncio.gather(*reads, return_exceptions=True)
-        for outcome in moved:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        failures = [outcome for outcome in moved if isinstance(outcome, BaseException)]
+        for failure in failures:
+            if isinstance(failure, DecodeFailed):
+                self._lose(failure)
+        if failures:
+            raise failures[0]
         return sum(count for count in moved if isinstance(count, int))
 
 

@@ -152,7 +152,8 @@ class DecodeRunner:
         self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
     ) -> list[SampledToken]:
         """logits: float32 [V] for each row. Also copies the pages of `copies`."""
-        self.copy_pages(copies)
+        if copies:
+            self.copy_pages(copies)
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
         logits_RV = torch.stack([x.to(self.stack.device, torch.float32) for x in rows_V])
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
@@ -160,9 +161,13 @@ class DecodeRunner:
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
         return LaunchedStep(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
 
+    @torch.inference_mode()
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Ranks wait for each other: the pages may get other K/V once rank 0 goes on."""
         for source, target in copies:
             self.cache.copy_page(source, target)
+        # Of the type of layers' sums, which is compiled.
+        self.stack.collectives.sum(torch.zeros(1, dtype=self.stack.dtype, device=self.stack.device))
 
     @torch.inference_mode()
     def append(

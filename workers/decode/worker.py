@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from .engine import DecodeEngine
     from .ranks import FollowerRank
 
+_ASK_S = 1.0
+"""While rank 0 starts, the others are asked so often whether they have failed."""
+
 __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
@@ -167,18 +170,28 @@ class DecodeReplica(Replica):
         ]
         self._start_head(DecodeActor, 1, config.cpus, config.gpus, *self._arguments, self._ranks)
         ray.get([rank.check.remote() for rank in self._ranks])
-        ray.get(self.head.start.remote())
+        started = self.head.start.remote()
+        while not ray.wait([started], timeout=_ASK_S)[0]:
+            self._check_ranks()
+        ray.get(started)
+
+    def _check_ranks(self) -> None:
+        """Rank 0 would wait for a rank that has failed. Raises RuntimeError, or RayError for a dead one."""
+        for rank, fault in enumerate(ray.get([rank.check.remote() for rank in self._ranks]), start=1):
+            if fault:
+                raise RuntimeError(f"rank {rank}: {fault}")
 
     async def _fault(self) -> str:
-        faults = await asyncio.gather(super()._fault(), *map(_rank_fault, self._ranks))
-        return next(filter(None, faults), "")
+        ranks = (_rank_fault(number, rank) for number, rank in enumerate(self._ranks, start=1))
+        faults = await asyncio.gather(super()._fault(), *ranks)
+        return "; ".join(filter(None, faults))
 
     def _rebuild(self) -> None:
         self.stop()
         self._build()
 
 
-async def _rank_fault(rank: Any) -> str:
+async def _rank_fault(number: int, rank: Any) -> str:
     try:
         async with asyncio.timeout(HEAD_PATIENCE_S):
             fault = str(await rank.check.remote())
@@ -186,4 +199,4 @@ async def _rank_fault(rank: Any) -> str:
         fault = f"has not answered for {HEAD_PATIENCE_S:g} s"
     except RayError as error:
         fault = failure_of(error).message
-    return f"a rank {fault}" if fault else ""
+    return f"rank {number}: {fault}" if fault else ""

@@ -109,6 +109,43 @@ def test_every_gpu_gets_the_same_sum(ranks: int) -> None:
     assert all(text.strip().endswith("ok") for text in said)
 
 
+def rank_of(rank: int, ranks: int) -> tuple[OneShotReduce, list[tuple[torch.Tensor, torch.Tensor]]]:
+    memory = [own_memory(ranks, torch.device("cuda" if GPUS else "cpu")) for _ in range(ranks)]
+    return OneShotReduce(rank, memory), memory
+
+
+@pytest.mark.parametrize("before", [0, 1, 6, 2**31 - 1, -3], ids=lambda calls: f"after {calls} calls")
+def test_a_rank_whose_peer_is_a_call_ahead_does_not_wait(before: int) -> None:
+    """Its flag is the next call's by then; its numbers are where they were. The count may overflow."""
+    reduce, memory = rank_of(0, 2)
+    places, flags = memory[0]
+    x = torch.arange(5, dtype=torch.float32, device=places.device)
+    reduce._calls.fill_(before)
+    call = (before + 1 + 2**31) % 2**32 - 2**31
+    places[(call & 1) * 2 * ROOM + ROOM :][:5] = 10.0
+    flags.fill_((call + 1 + 2**31) % 2**32 - 2**31)
+    assert torch.equal(reduce(x, False), x + 10)
+    assert memory[1][1][0] == call, "the other hears of this call"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_next_calls_numbers_lie_apart_whatever_their_type(ranks: int) -> None:
+    """They are written while a slow rank may still read this call's."""
+    written = {}
+    for rank in range(ranks):
+        for dtype in (torch.float32, torch.float16):
+            for call in (1, 2):
+                reduce, memory = rank_of(rank, ranks)
+                reduce._calls.fill_(call - 1)
+                memory[rank][1].fill_(call)
+                reduce(torch.ones(3000, dtype=dtype, device=memory[0][0].device), False)
+                places = memory[(rank + 1) % ranks][0]
+                written[rank, dtype, call & 1] = {*places.nonzero()[:, 0].tolist()}
+    for (rank, _, half), theirs in written.items():
+        for (other, _, other_half), ours in written.items():
+            assert (rank, half) == (other, other_half) or not theirs & ours
+
+
 def test_it_takes_what_has_room() -> None:
     memory = own_memory(1, torch.device("cpu"))
     reduce = OneShotReduce(0, [memory])

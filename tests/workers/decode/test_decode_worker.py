@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from ray.exceptions import ActorDiedError
+from safetensors.torch import load_file, save_file
 
 from deltafront.workers.messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
 from deltafront.workers.messages.requests import (
@@ -22,6 +27,8 @@ from deltafront.workers.messages.requests import (
 from deltafront.workers.messages.stages import FirstLogits
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats
 from deltafront.workers.settings import DecodeConfig, ModelSpec
+
+from ..tiny_model import make_tiny_model
 
 NEW = 20
 HANG_S = 300.0
@@ -96,6 +103,60 @@ async def test_a_worker_of_two_ranks_answers_as_one_rank_and_is_replaced_with_an
                 await replica.check_health()
                 await asyncio.sleep(0.05)
         await replica.check_health()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_cannot_be_loaded_is_named_however_many_ranks_there_are(
+    cluster: Any, tmp_path: Path, ranks: int
+) -> None:
+    from deltafront.workers.decode.worker import DecodeReplica
+
+    directory = make_tiny_model(tmp_path / "tiny")
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors")
+    config = DecodeConfig(cache_tokens=512, page_selection="full", tensor_parallel=ranks)
+    with pytest.raises(ActorDiedError, match=r"ModelError: .*model\.layers\.3\.mlp\.up_proj\.weight"):
+        DecodeReplica(ModelSpec(path=str(directory), dtype="float32"), config)
+
+
+def test_a_start_ends_where_a_rank_fails_in_it(
+    cluster: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 would wait for it in its first sum."""
+    from deltafront.workers.decode import worker
+
+    class Failing(worker.RankActor):  # type: ignore[misc]
+        async def compute(self, number: int, work: str, *arguments: Any) -> None:
+            self._in_order(number, work, "too many", *arguments)
+
+    monkeypatch.setattr(worker, "RankActor", Failing)
+    config = DecodeConfig(cache_tokens=512, page_selection="full", tensor_parallel=2, warm_up=True)
+    with pytest.raises(RuntimeError, match="rank 1: compile failed: TypeError"):
+        worker.DecodeReplica(ModelSpec(path=str(tiny_llama), dtype="float32"), config)
+
+
+@pytest.mark.long
+async def test_a_rank_that_hangs_is_replaced_with_its_worker(
+    cluster: Any, replica_of_two: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltafront.workers.decode import worker
+
+    monkeypatch.setattr(worker, "HEAD_PATIENCE_S", 1.0)
+    run, replica = await bench(), replica_of_two
+    ids = np.random.default_rng(1).integers(0, 198, 70).tolist()
+    wanted = (await run.ask("here", ids, Sampling(max_tokens=NEW, ignore_eos=True))).ids
+    await replica.check_health()
+    lost = replica.name
+    children = psutil.Process().children(recursive=True)
+    (rank,) = (one.pid for one in children if "ray::RankActor" in " ".join(one.cmdline()))
+    os.kill(rank, signal.SIGSTOP)
+    async with asyncio.timeout(HANG_S):
+        while replica.name == lost or not replica._rebuilding.done():
+            await replica.check_health()
+            await asyncio.sleep(0.05)
+    await replica.check_health()
+    assert await answer_of(cluster, replica, run, "again", ids) == wanted
 
 
 async def test_an_answer_through_ray_equals_the_engine_in_one_process(
@@ -196,3 +257,25 @@ async def test_a_replica_that_cannot_replace_its_actor_is_unhealthy_for_good(
                 await asyncio.sleep(0.05)
     with pytest.raises(RuntimeError, match="no GPU is left"):
         await replica.check_health()
+
+
+async def test_a_worker_whose_rank_cannot_be_started_again_is_unhealthy_for_good(
+    cluster: Any, replica_of_two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of the worker of two ranks."""
+    from deltafront.workers.decode import worker
+
+    class Broken(worker.RankActor):  # type: ignore[misc]
+        def __init__(self, *_arguments: Any) -> None:
+            raise RuntimeError("no GPU is left")
+
+    replica = replica_of_two
+    await replica.check_health()
+    monkeypatch.setattr(worker, "RankActor", Broken)
+    cluster.kill(replica._ranks[0])
+    for _ in range(2):
+        with pytest.raises(ActorDiedError, match="no GPU is left"):
+            async with asyncio.timeout(HANG_S):
+                while True:
+                    await replica.check_health()
+                    await asyncio.sleep(0.05)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deltafront.workers.decode.decode_attention import plan_layers
+from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.decode.ranks import InOrder, LeadRunner, runner_sizes
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.runner import DecodeRunner, warm_up
+from deltafront.workers.decode.step_rows import Row
+from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
+from deltafront.workers.kv.handoff.protocols import HandoffError
+from deltafront.workers.messages.requests import DecodeFailed, Reservation, Sampling
+from deltafront.workers.messages.stages import KVAnnouncement, KVRange
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import read_config
@@ -94,6 +107,123 @@ def test_ranks_read_and_recompute_as_one_rank_does(tmp_path: Path, ranks: int) -
     assert our_blocks == blocks and len(blocks) == 2
     assert logits_V is not None and our_logits_V is not None and logits_V.shape == (199,)
     assert torch.allclose(our_logits_V, logits_V, atol=2e-4)
+
+
+class Recorder:
+    """A rank that only notes what it is sent. It reads as `reading` does."""
+
+    def __init__(self, reading: Callable[[], Awaitable[int]] | None = None) -> None:
+        self.sent: list[str] = []
+        self._reading = reading
+
+    def compute(self, work: str, *_arguments: Any) -> None:
+        self.sent.append(work)
+
+    async def read(self, *_arguments: Any) -> int:
+        assert self._reading is not None
+        return await self._reading()
+
+    async def kv(self, *_arguments: Any) -> Any:
+        raise DecodeFailed("rank 1 died")
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_no_call_follows_one_that_failed_on_rank_0_alone(tmp_path: Path, failing: int) -> None:
+    """Else the sums of the others, one call behind, would meet those of rank 0's next call."""
+    stack, other = part(make_tiny_model(tmp_path), 0, 2), Recorder()
+    lead = LeadRunner(stack, plan_layers(CONFIG, 5), [other], **runner_sizes(CONFIG, stack.config))
+    row = Row(1, (0, 1), 3, 5, Sampling(), False)
+    calls: list[Callable[[], Any]] = [
+        lambda: lead.launch([row]),
+        lambda: lead.append((0, 1), Read(0, [1, 2, 3]), last=True),
+        lambda: lead.recompute(tuple(range(16)), (0,), [1] * 128),
+        lambda: lead.first_tokens([torch.zeros(199)], [row], [(0, 1)]),
+    ]
+    with pytest.raises(RuntimeError, match=r"^rank 0 has not joined"):
+        calls[failing]()
+    assert lead.fault.startswith("its ranks are out of step: RuntimeError: rank 0 has not joined")
+    assert len(other.sent) == 1
+    for call in calls:
+        with pytest.raises(RuntimeError, match="out of step"):
+            call()
+    assert len(other.sent) == 1
+
+
+async def engine_beside(directory: Path, other: Recorder) -> DecodeEngine:
+    """Its rank 0. A prompt of 32 tokens is reserved as `a`."""
+    stack = part(directory, 0, 2)
+    engine = DecodeEngine("decode:test", stack, CONFIG, reader=ObjectStoreReader, ranks=[other])
+    await engine.start()
+    await engine.reserve(Reservation(request_id="a", owner="me", prompt_tokens=32, max_tokens=4))
+    return engine
+
+
+PIECE = KVAnnouncement(
+    request_id="a", layer=0, start=0, tokens=32, payload=(np.zeros((32, 2, 64), np.float32),) * 2
+)
+
+
+@pytest.mark.parametrize("giving", [False, True])
+async def test_a_rank_that_dies_while_it_hands_over_takes_the_worker_with_it(
+    tmp_path: Path, giving: bool
+) -> None:
+    """In a read, or when it gives K/V back. Doors hear it at once, and blame no prefill group."""
+
+    async def dies() -> int:
+        raise DecodeFailed("rank 1 died")
+
+    engine = await engine_beside(make_tiny_model(tmp_path), Recorder(dies))
+    back = KVRange(request_id="a", layer=0, start=0, tokens=1)
+    with pytest.raises(DecodeFailed, match=r"^rank 1 died"):
+        await (engine.kv(back) if giving else engine.announce(PIECE))
+    other = Reservation(request_id="b", owner="me", prompt_tokens=32, max_tokens=4)
+    for call in (engine.stats(), engine.reserve(other), engine.resume("a", [16], 1)):
+        with pytest.raises(DecodeFailed, match="rank 1 died"):
+            await call
+    assert "rank 1 died" in engine.fault
+    await engine.cancel("a")
+    assert engine._manager.pool.used == 0
+    await engine.close()
+
+
+async def test_pages_stay_in_use_until_the_last_rank_has_read(tmp_path: Path) -> None:
+    """One rank cannot read, which is the prompt's trouble alone; the request is cancelled meanwhile."""
+    began, release = asyncio.Event(), asyncio.Event()
+
+    async def reads_long() -> int:
+        began.set()
+        await release.wait()
+        return 1
+
+    engine = await engine_beside(make_tiny_model(tmp_path), Recorder(reads_long))
+    announcing = asyncio.create_task(engine.announce(replace(PIECE, payload=None)))
+    await began.wait()
+    cancelling = asyncio.create_task(engine.cancel("a"))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert engine._manager.pool.used == 3 and not cancelling.done() and not announcing.done()
+    release.set()
+    with pytest.raises(HandoffError):
+        await announcing
+    await cancelling
+    assert engine._manager.pool.used == 0 and not engine.fault
+    await engine.close()
+
+
+def test_pages_are_copied_on_every_rank_before_rank_0_goes_on(tmp_path: Path) -> None:
+    """A copy meets in no layer's sum. Without waiting, K/V of the next request could be there first."""
+    stacks = parts(make_tiny_model(tmp_path), 2)
+    gate = threading.Event()
+    with followers(stacks, CONFIG, unused) as others, ThreadPoolExecutor(1) as thread:
+        lead = LeadRunner(stacks[0], plan_layers(CONFIG, 5), others, **runner_sizes(CONFIG, stacks[0].config))
+        late = others[0]._compute.submit(gate.wait)
+        others[0]._runner.cache.k_LPSGD[:, 3] = 7.0
+        row = Row(1, (3, 4), 3, 5, Sampling(), False)
+        copied = thread.submit(lead.first_tokens, [torch.zeros(199)], [row], [(3, 4)])
+        assert not wait([copied, late], timeout=0.2).done
+        gate.set()
+        copied.result()
+        assert (others[0]._runner.cache.k_LPSGD[:, 4] == 7.0).all()
 
 
 def test_warm_up_runs_on_every_rank(tmp_path: Path) -> None:

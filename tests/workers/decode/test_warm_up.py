@@ -28,9 +28,9 @@ async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one
         steps.append([(row.length, row.selects_pages, row.sampling.temperature) for row in rows])
         return decode(self, rows)
 
-    def noting_append(self: DecodeRunner, pages: Any, step: Read, last: bool) -> Any:
+    def noting_append(self: DecodeRunner, pages: Any, step: Read, *more: Any) -> Any:
         appended.append(step.start)
-        return append(self, pages, step, last)
+        return append(self, pages, step, *more)
 
     def noting_recompute(self: DecodeRunner, pages: Any, blocks: Any, ids: Any) -> Any:
         again.append(len(blocks))

@@ -1,0 +1,124 @@
+"""Every rank of a decode worker gets its heads' K/V from every stage, whichever transport brings it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from deltafront.workers.decode.ranks import RanksReader, joined_heads
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.fetch import to_host
+from deltafront.workers.kv.handoff.protocols import Destination, KVReader
+from deltafront.workers.kv.pages.pool import pages_for
+from deltafront.workers.messages.stages import HostKV, KVAnnouncement, KVRange
+from deltafront.workers.settings import HandoffConfig
+
+from .test_transports import LocalOutbox, without_ray_and_gpu
+
+HEADS, DIM = 4, 8
+STAGES = (range(3), range(3, 5))
+
+
+class Collected:
+    """What stages announce."""
+
+    def __init__(self) -> None:
+        self.announced: list[KVAnnouncement] = []
+
+    def announce(self, announcement: KVAnnouncement) -> None:
+        self.announced.append(announcement)
+
+
+class ReaderRank:
+    """As much of a `Rank` as reads K/V."""
+
+    def __init__(self, cache: PagedKVCache, reader: KVReader) -> None:
+        self._cache, self._reader = cache, reader
+
+    def compute(self, work: str, *arguments: object) -> None:
+        raise NotImplementedError
+
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], pages: Sequence[int]) -> int:
+        return await self._reader.read(announcement, layers, lambda: nullcontext(pages))
+
+    async def kv(self, wanted: KVRange, pages: Sequence[int]) -> HostKV:
+        return to_host(self._cache, pages, wanted)
+
+
+def poisoned(layers: range, heads: int, pages: int, dtype: torch.dtype, **rank: int) -> PagedKVCache:
+    """All is NaN."""
+    cache = PagedKVCache(layers, heads, DIM, pages, dtype, "cpu", **rank)
+    for side in (cache.k_LPSGD, cache.v_LPSGD):
+        side.fill_(torch.nan)
+    return cache
+
+
+def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
+    """Cut a prompt into chunks: start, tokens."""
+    start = 0
+    while start < tokens:
+        count = min(draw.randint(1, 50), tokens - start)
+        yield start, count
+        start += count
+
+
+@pytest.mark.parametrize("transport", ["object_store", "cuda_ipc", "nixl"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+async def test_each_rank_has_its_heads_and_nothing_else(transport: str, ranks: int, seed: int) -> None:
+    """Ragged chunks from two stages, into pages that lie anywhere. All ranks together move one rank's bytes.
+    Whatever was not handed over stays NaN. The K/V goes back to a stage as it came."""
+    draw = random.Random(seed)
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    tokens, layers = draw.randint(1, 150), range(STAGES[-1].stop)
+    theirs, ours = (draw.sample(range(20), pages_for(tokens)) for _ in range(2))
+    box, config = LocalOutbox(), HandoffConfig()
+    box.receiver = Collected()
+    ends = without_ray_and_gpu(transport, box)
+    caches = [poisoned(layers, HEADS // ranks, 20, dtype, rank=n, ranks=ranks) for n in range(ranks)]
+    readers = [ends.reader(config, cache, ThreadPoolExecutor(1)) for cache in caches]
+    others = [ReaderRank(*pair) for pair in zip(caches[1:], readers[1:], strict=True)]
+    lost = list[BaseException]()
+    reader = RanksReader(readers[0], others, lost.append)
+
+    whole = {layer: torch.randn(2, tokens, HEADS, DIM).to(dtype) for layer in layers}
+    streams = []
+    for share in STAGES:
+        stage = poisoned(share, HEADS, 20, dtype)
+        stream = ends.sender(config, stage).open(
+            Destination(request_id="r", decode_worker="decode:x", pages=theirs)
+        )
+        for start, count in ragged(draw, tokens):
+            for layer in share:
+                k_TGD, v_TGD = whole[layer][:, start : start + count]
+                stage.write(layer, torch.tensor(theirs), start, k_TGD, v_TGD)
+                stream.put(layer, start, k_TGD, v_TGD)
+            stream.end_chunk()()
+        streams.append(stream)
+    received = box.receiver.announced
+    draw.shuffle(received)
+    moved = 0
+    for message in received:
+        covered = range(message.layer, message.layer + message.layers)
+        moved += await reader.read(message, covered, lambda: nullcontext(ours))
+    assert moved == sum(x.nbytes for x in whole.values()) and not lost
+    assert all(stream.close() for stream in streams)
+    for cache in caches:
+        for layer in layers:
+            k_GSD, v_GSD = cache.gather(layer, torch.tensor(ours), tokens)
+            arrived = torch.stack((k_GSD, v_GSD)).transpose(1, 2)
+            assert torch.equal(arrived, whole[layer][:, :, cache.heads])
+        sides = torch.stack((cache.k_LPSGD, cache.v_LPSGD))
+        assert int((~sides.isnan()).sum()) == 2 * len(layers) * tokens * cache.kv_heads * DIM
+    start = draw.randrange(tokens)
+    wanted = KVRange(request_id="r", layer=3, start=start, tokens=tokens - start)
+    back = joined_heads([to_host(cache, ours, wanted) for cache in caches])
+    one = poisoned(layers, HEADS, 20, dtype)
+    one.write_layers(ours, 0, {3: tuple(whole[3])})
+    again = to_host(one, ours, wanted)
+    assert (back.k == again.k).all() and (back.v == again.v).all()
