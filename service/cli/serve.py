@@ -26,7 +26,7 @@ def serve_command(
     model: Annotated[str | None, typer.Option(help="Directory, .gguf file, hub id or embedded name.")] = None,
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer, in place of model.max_position_embeddings.")
+        int | None, typer.Option(help="Of prompt and answer, in place of model.max_position_embeddings.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Of OpenAI's API, in place of door.http_port.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="In place of door.grpc_port.")] = None,

@@ -320,9 +320,9 @@ def _refuse_unscaled(overrides: Mapping[str, Any], raw: Mapping[str, Any], rope:
     known = _positions(raw, rope, {}) if wanted else 0
     if wanted > known and rope.kind in ("default", "yarn") and "rope_theta" not in overrides:
         raise ModelError(
-            f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} positions: "
-            "more need YaRN in config.json's rope_scaling with a factor that reaches so far, or model.rope_theta "
-            "of a model that was trained for it"
+            f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} "
+            "positions: more need YaRN in config.json with a factor that reaches so far, or another "
+            "model.rope_theta"
         )
 
 
