@@ -108,6 +108,8 @@ class DoorConfig:
     """For people; by default model_name."""
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
+    reasoning: Literal["think", "off"] = "off"
+    """`think` gives what chat answers of OpenAI's API mark with <think>…</think> as `reasoning_content`."""
     sampling_defaults: Literal["model", "neutral"] = "neutral"
     """`model` takes temperature, top_p and top_k of requests that leave them out from the model's
     generation_config.json, as vLLM does; `neutral` is greedy.

@@ -236,6 +236,8 @@ def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, str]:
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{name}.role", f"{role!r} must be one of {', '.join(_ROLES)}")
+    if role == "assistant":
+        given.pop("reasoning_content", None)  # reasoning is not read again
     for field in given:
         raise InvalidArgument(f"{name}.{field}", _UNSUPPORTED)
     return {"role": role, "content": _text(f"{name}.content", content)}
