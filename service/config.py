@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -108,6 +108,12 @@ class DoorConfig:
     """For people; by default model_name."""
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
+    reasoning: Literal["think", "off"] = "off"
+    """`think` gives what chat answers of OpenAI's API mark with <think>…</think> as `reasoning_content`."""
+    sampling_defaults: Literal["model", "neutral"] = "neutral"
+    """`model` takes temperature, top_p and top_k of requests that leave them out from the model's
+    generation_config.json, as vLLM does; `neutral` is greedy.
+    """
     default_session_ttl_s: Positive = 600.0
     prefix_reuse: bool = True
     """Reuse the K/V of a live session that begins a prompt and has the same owner, method and options.

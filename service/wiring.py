@@ -11,9 +11,11 @@ from pathlib import Path
 
 from .. import __version__
 from ..workers.messages.methods import PRESETS
+from ..workers.messages.requests import Sampling
 from ..workers.messages.states import WorkerStats
 from ..workers.model.calibrated.profile import Profile, load_profile
 from ..workers.model.directory.headers import check_weights, quantisation_notes
+from ..workers.model.directory.json_files import ModelError, read_json_or_empty
 from ..workers.model.directory.model_config import ModelConfig, read_config
 from ..workers.model.directory.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec
@@ -26,7 +28,8 @@ from .fleet.fleet_view import FleetView
 from .metrics import Metrics, state_of
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.callers import Callers, Quota
-from .request.check import Limits
+from .request.calls import SamplingParams
+from .request.check import Limits, model_sampling
 from .request.context import Resources
 from .request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
 from .request.text.tokenizer import TextTokenizer
@@ -98,6 +101,7 @@ def request_handler(
     )
     limits = _limits(settings, model, profile, tokenizer.longest_token)
     about = _server_info(settings, model, profile, tokenizer.has_template, metrics_address)
+    about = replace(about, default_sampling=SamplingParams(**vars(limits.default_sampling)))
     return RequestHandler(resources, limits, authenticator(door, gate).caller, about, cancel_at_other_doors)
 
 
@@ -111,13 +115,25 @@ def _limits(
         prefill=settings.prefill,
         profile=profile,
         default_method=door.default_method,
-        default_max_tokens=door.default_max_tokens,
         default_ttl_s=door.default_session_ttl_s,
         max_ttl_s=decode.max_session_ttl_s,
         longest_token=longest_token,
         delta_layers=bool(decode.delta_layers),
         default_recompute_blocks=decode.recompute_blocks,
+        default_sampling=_default_sampling(settings, model.positions),
     )
+
+
+def _default_sampling(settings: ServiceConfig, positions: int) -> Sampling:
+    """Raises ModelError."""
+    door, file = settings.door, Path(settings.model.path) / "generation_config.json"
+    neutral = Sampling(max_tokens=min(door.default_max_tokens, positions))
+    if door.sampling_defaults == "neutral":
+        return neutral
+    try:
+        return model_sampling(read_json_or_empty(file), neutral)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{file}: {error}; door.sampling_defaults: neutral does without it") from None
 
 
 def _server_info(
@@ -210,6 +226,7 @@ def check_start(settings: ServiceConfig) -> None:
     for note in quantisation_notes(directory, settings.model.quantisation or settings.model.dtype):
         log.warning("%s", note)
     TextTokenizer.load(directory)
+    _default_sampling(settings, model.positions)
     if not model.eos_ids:
         log.warning(
             "%s names no end token (eos_token_id, eos_token, or one after an assistant's message in its chat "

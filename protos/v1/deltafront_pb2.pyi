@@ -367,7 +367,7 @@ class Profile(_message.Message):
     def __init__(self, model: _Optional[str] = ..., levels: _Optional[_Iterable[_Union[ProfileLevel, _Mapping]]] = ..., figures: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address", "full_layers", "delta_layers", "page_budget", "recency", "profile", "recompute_blocks", "display_name", "chat_template")
+    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address", "full_layers", "delta_layers", "page_budget", "recency", "profile", "recompute_blocks", "display_name", "chat_template", "default_sampling")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -392,6 +392,7 @@ class GetServerInfoResponse(_message.Message):
     RECOMPUTE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     max_positions: int
@@ -416,4 +417,5 @@ class GetServerInfoResponse(_message.Message):
     recompute_blocks: int
     display_name: str
     chat_template: bool
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., full_layers: _Optional[_Iterable[int]] = ..., delta_layers: _Optional[_Iterable[int]] = ..., page_budget: _Optional[int] = ..., recency: _Optional[int] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ..., recompute_blocks: _Optional[int] = ..., display_name: _Optional[str] = ..., chat_template: _Optional[bool] = ...) -> None: ...
+    default_sampling: SamplingOptions
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., full_layers: _Optional[_Iterable[int]] = ..., delta_layers: _Optional[_Iterable[int]] = ..., page_budget: _Optional[int] = ..., recency: _Optional[int] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ..., recompute_blocks: _Optional[int] = ..., display_name: _Optional[str] = ..., chat_template: _Optional[bool] = ..., default_sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ...) -> None: ...

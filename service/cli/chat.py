@@ -31,7 +31,7 @@ def chat_command(
     method: Method = "",
     option: Options = [],  # noqa: B006
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     recompute: Recompute = None,
     keep: Keep = None,
 ) -> None:

@@ -109,9 +109,9 @@ def generate(
     method: Method = "",
     option: Options = [],  # noqa: B006
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int, typer.Option()] = 0,
+    top_k: Annotated[int | None, typer.Option()] = None,
     seed: Annotated[int, typer.Option()] = 0,
     stop: Annotated[list[str], typer.Option(help="The answer ends before it.")] = [],  # noqa: B006
     page_selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",

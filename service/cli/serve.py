@@ -25,6 +25,9 @@ def serve_command(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; see deploy/config.")] = None,
     model: Annotated[str | None, typer.Option(help="Directory, .gguf file, hub id or embedded name.")] = None,
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Of prompt and answer, in place of model.max_position_embeddings.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Of OpenAI's API, in place of door.http_port.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="In place of door.grpc_port.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="In place of door.metrics_port.")] = None,
@@ -35,7 +38,8 @@ def serve_command(
     """Start Ray and the service on this machine; Ctrl-C stops both."""
     try:
         ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": metrics_port}
-        settings = local_model(with_ports(read_settings(config, model, adapter), ports))
+        given = with_keys(read_settings(config, model, adapter), "door", ports)
+        settings = local_model(with_keys(given, "model", {"max_position_embeddings": max_model_len}))
         signal.signal(signal.SIGTERM, _interrupt)
         _serve(settings, log or default_log(settings.door.grpc_port))
     except KeyboardInterrupt:
@@ -68,13 +72,13 @@ def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) 
     return settings.model_copy(update=changes)
 
 
-def with_ports(settings: ServiceConfig, ports: Mapping[str, int | None]) -> ServiceConfig:
-    """Replace ports by the door's keys. None keeps a port."""
-    given = {key: port for key, port in ports.items() if port is not None}
+def with_keys(settings: ServiceConfig, section: str, keys: Mapping[str, int | None]) -> ServiceConfig:
+    """Replace a section's keys. None keeps one."""
+    given = {key: value for key, value in keys.items() if value is not None}
     if not given:
         return settings
     content = settings.model_dump()
-    return parse({**content, "door": {**content["door"], **given}}, "serve")
+    return parse({**content, section: {**content[section], **given}}, "serve")
 
 
 def _serve(settings: ServiceConfig, log: Path) -> None:

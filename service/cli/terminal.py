@@ -195,6 +195,8 @@ def show_info(console: Console, info: ServerInfo) -> None:
     table.add_row("decode pages", f"{info.decode_pages_free} of {info.decode_pages_total} free")
     table.add_row("page selection", _page_selection(info))
     table.add_row("recompute", f"{info.recompute_blocks} blocks of 128 tokens")
+    names = ("temperature", "top_p", "top_k", "max_tokens") if info.default_sampling else ()
+    table.add_row("sampling", ", ".join(f"{name}={getattr(info.default_sampling, name)}" for name in names))
     table.add_row("metrics", f"http://{info.metrics_address}/metrics")
     console.print(table)
     methods = Table("attention method", "options", "source")

@@ -41,6 +41,7 @@ from .openai_answers import (
     status_of,
 )
 from .openai_requests import StreamOptions, UnknownModel
+from .reasoning import ReasoningSplitter, is_open
 
 KEEP_ALIVE_S = 5.0
 """Longest silence of a stream."""
@@ -128,6 +129,9 @@ class _Completions:
                     raise body
                 generate, options = self.endpoint.read(body, reply.model)
                 generate = replace(generate, request_id=reply.request_id)
+                if self.requests.marks_reasoning and self.endpoint is CHAT:
+                    opening = await asyncio.to_thread(self.requests.generation_prompt, generate)
+                    reply = replace(reply, reasoning=ReasoningSplitter(is_open(opening)))
                 events = self.requests.run(accepted, generate)
                 del body, generate  # the text is let go once it is tokenised
                 watched = until_disconnect(events, receive, self.keep_alive_s)
@@ -203,7 +207,7 @@ async def _stream(
                 await stream.send_json(reply.first_chunks(usage))
             elif isinstance(event, Token):
                 usage = usage and replace(usage, completion_tokens=event.index + 1)
-                await stream.send_json([reply.chunk(event.text, usage)] if event.text else [])
+                await stream.send_json(reply.chunks(event.text, usage))
             elif isinstance(event, GenerateFinished):
                 await stream.send_json(reply.last_chunks(event, options))
         await stream.write(b"data: [DONE]\n\n")

@@ -17,6 +17,7 @@ from ..errors import Code, DeadlineExceeded, DeltafrontError, InvalidArgument, O
 from ..request.answers import GenerateFinished, ServerInfo
 from ..request.calls import GenerateRequest
 from .openai_requests import StreamOptions, UnknownModel, read_chat, read_text
+from .reasoning import Part, ReasoningSplitter
 
 Json = dict[str, Any]
 
@@ -31,8 +32,12 @@ class Endpoint:
     source: str
     read: Callable[[bytes, str], tuple[GenerateRequest, StreamOptions | None]]
     first_delta: Json | None
-    answer: Callable[[str], Json]
-    delta: Callable[[str], Json]
+    answer: Callable[[Part], Json]
+    delta: Callable[[Part], Json]
+
+
+def _reasoning(part: Part) -> Json:
+    return {"reasoning_content": part.reasoning} if part.reasoning else {}
 
 
 CHAT = Endpoint(
@@ -42,8 +47,10 @@ CHAT = Endpoint(
     source="messages",
     read=read_chat,
     first_delta={"delta": {"role": "assistant", "content": ""}},
-    answer=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    delta=lambda text: {"delta": {"content": text} if text else {}},
+    answer=lambda part: {
+        "message": {"role": "assistant", "content": part.content, "refusal": None} | _reasoning(part)
+    },
+    delta=lambda part: {"delta": ({"content": part.content} if part.content else {}) | _reasoning(part)},
 )
 TEXT = Endpoint(
     prefix="cmpl-",
@@ -52,20 +59,25 @@ TEXT = Endpoint(
     source="prompt",
     read=read_text,
     first_delta=None,
-    answer=lambda text: {"text": text},
-    delta=lambda text: {"text": text},
+    answer=lambda part: {"text": part.content},
+    delta=lambda part: {"text": part.content},
 )
 
 
 @dataclass(frozen=True)
 class Reply:
+    """reasoning: None if an answer's text is its content as it stands."""
+
     endpoint: Endpoint
     model: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
+    reasoning: ReasoningSplitter | None = None
 
     def answer(self, text: str, finish: GenerateFinished) -> Json:
-        choice = _choice(self.endpoint.answer(text), _reason(finish))
+        parts = self._parts(text, last=True)
+        whole = Part("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
+        choice = _choice(self.endpoint.answer(whole), _reason(finish))
         return self._object(
             self.endpoint.object_type, [choice], usage=_usage(finish.usage), **_report(finish)
         )
@@ -74,14 +86,23 @@ class Reply:
         delta = self.endpoint.first_delta
         return [] if delta is None else [self._chunk(_choice(delta), usage)]
 
-    def chunk(self, text: str, usage: Usage | None) -> Json:
-        return self._chunk(_choice(self.endpoint.delta(text)), usage)
+    def chunks(self, text: str, usage: Usage | None, last: bool = False) -> list[Json]:
+        """Nothing where the text is held back."""
+        return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in self._parts(text, last)]
+
+    def _parts(self, text: str, last: bool) -> list[Part]:
+        if self.reasoning is None:
+            return [Part(content=text)] if text else []
+        parts = [self.reasoning.push(text), *([self.reasoning.flush()] if last else [])]
+        return [part for part in parts if any(part)]
 
     def last_chunks(self, finish: GenerateFinished, options: StreamOptions) -> list[Json]:
         """End with the held-back text, the finish reason with our report, and usage if it was asked for."""
         usage = finish.usage if options.continuous_usage_stats else None
-        chunks = [self.chunk(finish.text, usage)] if finish.text else []
-        chunks += [self._chunk(_choice(self.endpoint.delta(""), _reason(finish)), usage, **_report(finish))]
+        chunks = self.chunks(finish.text, usage, last=True)
+        chunks += [
+            self._chunk(_choice(self.endpoint.delta(Part()), _reason(finish)), usage, **_report(finish))
+        ]
         if options.include_usage:
             chunks += [self._object(self.endpoint.chunk_type, [], usage=_usage(finish.usage))]
         return chunks

@@ -85,7 +85,7 @@ class _CommonFields(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float = 0.0
+    temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << _SEED_BITS)] | None = None
     stop: str | list[str] = []
@@ -95,7 +95,7 @@ class _CommonFields(_Strict):
     session_ttl_s: float | None = None
     page_selection: Literal["", "full", "delta"] = ""
     recompute_blocks: int | None = None
-    top_k: int = 0
+    top_k: int | None = None
     ignore_eos: bool = False
     cache_salt: str = ""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
@@ -150,7 +150,7 @@ def _request(
         raise InvalidArgument("stream_options", "needs stream: true")
     seed = fields.seed
     if seed is None:  # each sampled answer has a new one, as OpenAI's have
-        seed = secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
+        seed = secrets.randbits(_SEED_BITS)
     request = GenerateRequest(
         prompt=prompt,
         session_id=fields.session_id,
@@ -236,6 +236,8 @@ def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, str]:
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{name}.role", f"{role!r} must be one of {', '.join(_ROLES)}")
+    if role == "assistant":
+        given.pop("reasoning_content", None)  # reasoning is not read again
     for field in given:
         raise InvalidArgument(f"{name}.{field}", _UNSUPPORTED)
     return {"role": role, "content": _text(f"{name}.content", content)}

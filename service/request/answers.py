@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
+from .calls import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -113,3 +114,4 @@ class ServerInfo:
     recompute_blocks: int = 0
     display_name: str = ""
     chat_template: bool = False
+    default_sampling: SamplingParams | None = None

@@ -42,9 +42,9 @@ class Prompt:
 class SamplingParams:
     """Unchecked. None takes the server's default."""
 
-    temperature: float = 0.0
+    temperature: float | None = None
     top_p: float | None = None
-    top_k: int = 0
+    top_k: int | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None

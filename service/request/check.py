@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,11 @@ _MAX_STOP_BYTES = 256
 _MAX_REQUEST_ID = 128
 _MAX_SHOWN = 64
 _MAX_TOP_K = 1 << 20
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": lambda top_k: max(int(top_k), 0),  # some files write -1 where it is off
+}
 MAX_MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """A message's role → its name in chat templates."""
@@ -38,12 +45,12 @@ class Limits:
     prefill: PrefillConfig
     profile: Profile | None
     default_method: str
-    default_max_tokens: int
     default_ttl_s: float
     max_ttl_s: float
     longest_token: int
     delta_layers: bool
     default_recompute_blocks: int
+    default_sampling: Sampling
 
     @property
     def max_characters(self) -> int:
@@ -201,21 +208,40 @@ def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
 
 
 def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
-    temperature, top_k = params.temperature, params.top_k
-    top_p = 1.0 if params.top_p is None else params.top_p
-    default = min(limits.default_max_tokens, limits.positions)
-    max_tokens = default if params.max_tokens is None else params.max_tokens
+    given = {name: value for name, value in vars(params).items() if value is not None and name != "stop"}
+    sampling = replace(limits.default_sampling, **given)
+    _check_sampling(sampling)
+    bounds = f"{sampling.max_tokens} must be between 1 and the model's {limits.positions} positions"
+    fits = 1 <= sampling.max_tokens <= limits.positions
+    _require(fits, "sampling.max_tokens", f"{bounds}; for no answer use Prefill")
+    return sampling if sampling.temperature else replace(sampling, seed=0)  # greedy answers draw nothing
+
+
+def model_sampling(generation: Mapping[str, Any], neutral: Sampling) -> Sampling:
+    """Read generation_config.json's content. With `do_sample: false` it is greedy, whatever else it says.
+
+    Raises:
+        TypeError, ValueError: A value is wrong.
+    """
+    sampled = generation.get("do_sample")
+    if sampled is False:
+        return neutral
+    said = ({"temperature": 1.0} if sampled else {}) | generation  # transformers' default where it samples
+    given = {name: kind(said[name]) for name, kind in _KINDS.items() if said.get(name) is not None}
+    try:
+        _check_sampling(found := replace(neutral, **given))
+    except InvalidArgument as error:
+        raise ValueError(error.message) from None
+    return found
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
     warm = math.isfinite(temperature) and temperature >= 0
     _require(warm, "sampling.temperature", f"{temperature} must be a number of at least 0")
     _require(0 < top_p <= 1, "sampling.top_p", f"{top_p} must be above 0 and at most 1")
     bounds = f"{top_k} must be between 0 (off) and {_MAX_TOP_K}"
     _require(0 <= top_k <= _MAX_TOP_K, "sampling.top_k", bounds)
-    bounds = f"{max_tokens} must be between 1 and the model's {limits.positions} positions"
-    _require(
-        1 <= max_tokens <= limits.positions, "sampling.max_tokens", f"{bounds}; for no answer use Prefill"
-    )
-    sent = {name: value for name, value in vars(params).items() if name != "stop"}
-    return Sampling(**{**sent, "top_p": top_p, "max_tokens": max_tokens})
 
 
 def _stop(stops: tuple[str, ...]) -> tuple[str, ...]:

@@ -22,11 +22,12 @@ from ..metrics import FINISHED
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
 from .audit import Audit
 from .callers import Caller
-from .calls import PrefillRequest
+from .calls import GenerateRequest, PrefillRequest
 from .check import Limits, checked_call, is_request_id
 from .context import Accepted, Resources
 from .run.request_run import RequestRun
 from .text.text_budget import TextBudget
+from .text.tokenizer import TemplateError
 from .timings import TtftClock
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,20 @@ class RequestHandler:
     @property
     def max_request_bytes(self) -> int:
         return 2 * self._limits.max_characters + _FIELD_BYTES
+
+    def generation_prompt(self, request: GenerateRequest) -> str:
+        """Return what the chat template writes before the answer; nothing behind other prompts."""
+        prompt = request.append or request.prompt
+        if prompt is None or prompt.messages is None:
+            return ""
+        with contextlib.suppress(TemplateError):  # the run refuses it
+            tokenizer = self._resources.tokenizer.with_variables(prompt.chat_template_kwargs)
+            return tokenizer.generation_prompt()
+        return ""
+
+    @property
+    def marks_reasoning(self) -> bool:
+        return self._resources.settings.reasoning == "think"
 
     def owner(self, headers: Headers) -> str:
         """Raises Unauthenticated."""

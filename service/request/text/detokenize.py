@@ -71,7 +71,7 @@ class StopMatcher:
         if found:
             self._held = ""
             return Match(held[: min(found)], stopped=True)
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return Match(held[: len(held) - keep])
 
@@ -80,7 +80,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - length :]):

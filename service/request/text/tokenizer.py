@@ -139,6 +139,13 @@ class TextTokenizer:
         assert refusal is not None, "there are sample conversations"
         raise refusal
 
+    def generation_prompt(self) -> str:
+        """Return what the template writes before an answer, at most with a sample conversation before it."""
+        for conversation in _SAMPLE_CONVERSATIONS:
+            with contextlib.suppress(TemplateError):
+                return self._render(conversation, True).removeprefix(self._render(conversation, False))
+        return ""
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 

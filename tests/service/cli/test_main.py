@@ -19,13 +19,13 @@ from typer.testing import CliRunner, Result
 from deltafront import __version__
 from deltafront.service.cli import terminal
 from deltafront.service.cli.main import app
-from deltafront.service.cli.serve import read_settings, with_ports
+from deltafront.service.cli.serve import read_settings, with_keys
 from deltafront.service.cli.size import SHAPES
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.request.answers import ProfileInfo, Timings
 from deltafront.workers.settings import ModelSpec
 
-from ..inprocess import HANG_S, House, settings
+from ..inprocess import HANG_S, House, settings, write_model
 from ..test_requests import expected, ids
 
 DEMO = Path(__file__).parents[3] / "deploy" / "config" / "demo.yaml"
@@ -204,11 +204,22 @@ def test_the_version_is_told() -> None:
 
 def test_ports_on_the_command_line_come_before_the_files() -> None:
     settings = read_settings(DEMO, None, None)
-    moved = with_ports(settings, {"http_port": 8080, "grpc_port": 9090, "metrics_port": None})
+    moved = with_keys(settings, "door", {"http_port": 8080, "grpc_port": 9090, "metrics_port": None})
     assert (moved.door.http_port, moved.door.grpc_port, moved.door.metrics_port) == (8080, 9090, 9464)
     same = moved.model_dump()
     same["door"] |= {"http_port": 8000, "grpc_port": 9000}
     assert same == settings.model_dump()
+
+
+def test_max_model_len_stands_for_the_models_positions(tmp_path: Path) -> None:
+    tiny = str(write_model(tmp_path / "tiny", positions=512))
+    changed = with_keys(read_settings(None, tiny, None), "model", {"max_position_embeddings": 256})
+    assert changed.model.max_position_embeddings == 256
+    (tmp_path / "tiny" / "model.safetensors").touch()
+    refusals = {0: "model.max_position_embeddings = 0: must be", 513: "but the model has 512 positions"}
+    for given, says in refusals.items():
+        done = run("serve", "--model", tiny, "--max-model-len", given)
+        assert done.exit_code == 1 and says in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(("port", "says"), [(0, "door.http_port = 0: must be"), (9000, "must differ")])

@@ -36,6 +36,7 @@ import openai
 import pytest
 
 from deltafront.service.client import DeltafrontClient
+from deltafront.workers.model.directory.json_files import ModelError
 
 from ..fakes import EOS
 from ..inprocess import HANG_S, House, wait_until
@@ -209,6 +210,49 @@ def test_sampling_options_reach_the_worker(house: House, api: openai.OpenAI) -> 
     sampling = house.decode.jobs[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.max_tokens) == (0.5, 0.9, 7, 3)
     assert (sampling.top_k, sampling.ignore_eos) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "used"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}, (0.6, 0.95, 20)),
+        ({"do_sample": True, "top_k": -1}, (1.0, 1.0, 0)),
+        ({"temperature": 0.6}, (0.6, 1.0, 0)),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 20}, (0.0, 1.0, 0)),
+    ],
+)
+def test_the_models_sampling_defaults_are_taken_on_request_alone(
+    model: Path,
+    make_house: Callable[..., House],
+    make_http: Callable[..., str],
+    connect: Open,
+    said: dict[str, Any],
+    used: tuple[float, float, int],
+) -> None:
+    (model / "generation_config.json").write_text(json.dumps(said))
+    for default, expected_defaults in (("neutral", (0.0, 1.0, 0)), ("model", used)):
+        house = make_house(model_name=MODEL, sampling_defaults=default)
+        chat(connect(make_http(house)))
+        chat(connect(make_http(house)), temperature=0.25, top_p=0.5, extra_body={"top_k": 3})
+        with DeltafrontClient(house.address) as client:
+            collect(client.generate(HI, max_tokens=5))
+            collect(client.generate(HI, max_tokens=5, temperature=0.25, top_p=0.5, top_k=3))
+            told = client.info().default_sampling
+        assert told is not None and (told.temperature, told.top_p, told.top_k) == expected_defaults
+        sampled = [
+            (job.sampling.temperature, job.sampling.top_p, job.sampling.top_k) for job in house.decode.jobs
+        ]
+        assert sampled == [expected_defaults, (0.25, 0.5, 3)] * 2
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 2}, {"top_k": "many"}, {"top_p": [1]}])
+def test_sampling_defaults_that_cannot_be_are_named(
+    model: Path, make_house: Callable[..., House], wrong: dict[str, Any]
+) -> None:
+    (model / "generation_config.json").write_text(json.dumps(wrong))
+    make_house()
+    with pytest.raises(ModelError, match=r"generation_config.json: .*; door.sampling_defaults: neutral"):
+        make_house(sampling_defaults="model")
 
 
 def test_who_names_no_seed_gets_another_answer_each_time(house: House, api: openai.OpenAI) -> None:

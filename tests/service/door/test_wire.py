@@ -65,8 +65,8 @@ common = {
     "request_id": texts,
 }
 sampling_params = st.builds(
-    SamplingParams, numbers, maybe(numbers), small, counts, st.lists(texts, max_size=3).map(tuple),
-    maybe(small), st.booleans(),
+    SamplingParams, maybe(numbers), maybe(numbers), maybe(small), counts,
+    st.lists(texts, max_size=3).map(tuple), maybe(small), st.booleans(),
 )  # fmt: skip
 requests = st.builds(
     GenerateRequest,
@@ -135,9 +135,10 @@ profiles = st.builds(
 
 
 selection = (lists, lists, small, small)
+told = (texts, st.booleans(), sampling_params)
 
 
-@given(st.builds(ServerInfo, *facts, *(counts,) * 4, small, *selection, st.none() | profiles, small))
+@given(st.builds(ServerInfo, *facts, *(counts,) * 4, small, *selection, st.none() | profiles, small, *told))
 def test_server_info(info: ServerInfo) -> None:
     assert wire.read(_sent(wire.write(pb.GetServerInfoResponse, info))) == info
 

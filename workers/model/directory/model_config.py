@@ -192,6 +192,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
             raise ModelError(f"model override {key!r} is unknown; known: {', '.join(sorted(OVERRIDES))}")
     architecture = _architecture(raw)
     rope = _rope(raw, extra)
+    _refuse_unscaled(extra, raw, rope)
     raw = {**raw, **extra}
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
@@ -316,6 +317,18 @@ def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str,
     if rope.kind != "yarn" or "max_position_embeddings" in overrides:
         return given
     return int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
+
+
+def _refuse_unscaled(overrides: Mapping[str, Any], raw: Mapping[str, Any], rope: RopeConfig) -> None:
+    """More positions need a rope that was stretched to them: its scaling, or another rope_theta."""
+    wanted = overrides.get("max_position_embeddings", 0)
+    known = _positions(raw, rope, {}) if wanted else 0
+    if wanted > known and rope.kind in ("default", "yarn") and "rope_theta" not in overrides:
+        raise ModelError(
+            f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} "
+            "positions: more need YaRN in config.json with a factor that reaches so far, or another "
+            "model.rope_theta"
+        )
 
 
 def _biases(raw: Mapping[str, Any], architecture: str) -> dict[str, bool]:

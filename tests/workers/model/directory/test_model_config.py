@@ -123,6 +123,16 @@ def test_yarn_raises_the_positions(tmp_path: Path, said: int) -> None:
     assert read(tmp_path, yarn | linear).positions == said
 
 
+@pytest.mark.parametrize(("rope", "known"), [({}, 32768), ({"rope_parameters": YARN}, 131072)])
+def test_more_positions_than_the_rope_reaches_are_refused(
+    tmp_path: Path, rope: dict[str, Any], known: int
+) -> None:
+    raw, more = SAVED_BY_TRANSFORMERS_5 | rope, {"max_position_embeddings": known + 1}
+    with pytest.raises(ModelError, match=rf"--max-model-len\) = {known + 1}, but the model has {known} pos"):
+        read(tmp_path, raw, more)
+    assert read(tmp_path, raw, more | {"rope_theta": 8e6}).positions == known + 1
+
+
 def test_overrides_replace_theta_and_positions(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA31, {"rope_theta": 8e6, "max_position_embeddings": 262144})
     assert config.rope.theta == 8e6 and config.positions == 262144

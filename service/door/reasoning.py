@@ -1,0 +1,68 @@
+"""Tells a model's reasoning, marked `<think>…</think>` at an answer's beginning, from its content."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from ..request.text.detokenize import overlap
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+def is_open(prompt: str) -> bool:
+    """Whether an answer to this prompt begins inside reasoning."""
+    return prompt.rfind(_OPEN) > prompt.rfind(_CLOSE)
+
+
+class Part(NamedTuple):
+    reasoning: str = ""
+    content: str = ""
+
+
+class _State(Enum):
+    BEGINNING = auto()
+    REASONING = auto()
+    CONTENT = auto()
+
+
+class ReasoningSplitter:
+    """Text may come in any pieces: what may be a marker's beginning is held back.
+
+    Args:
+        opened: whether the template has written the first marker.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        self._state = _State.REASONING if opened else _State.BEGINNING
+        self._held = ""
+
+    def push(self, text: str) -> Part:
+        self._held += text
+        if self._state is _State.BEGINNING:
+            self._begin(self._held.lstrip())
+        if self._state is _State.REASONING:
+            return self._reason()
+        return Part(content=self._take()) if self._state is _State.CONTENT else Part()
+
+    def flush(self) -> Part:
+        rest = self._take()
+        return Part(reasoning=rest) if self._state is _State.REASONING else Part(content=rest)
+
+    def _begin(self, begun: str) -> None:
+        if begun.startswith(_OPEN):
+            self._state, self._held = _State.REASONING, begun.removeprefix(_OPEN)
+        elif not _OPEN.startswith(begun):
+            self._state = _State.CONTENT
+
+    def _reason(self) -> Part:
+        reasoning, close, content = self._held.partition(_CLOSE)
+        if not close:
+            return Part(reasoning=self._take(len(self._held) - overlap(self._held, _CLOSE)))
+        self._state, self._held = _State.CONTENT, ""
+        return Part(reasoning, content)
+
+    def _take(self, length: int | None = None) -> str:
+        length = len(self._held) if length is None else length
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken

@@ -1,0 +1,122 @@
+"""Reasoning is told from content, through OpenAI's client and with real vocabularies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from deltafront.service.door.reasoning import Part, ReasoningSplitter, is_open
+from deltafront.service.request.text.detokenize import AnswerText
+from deltafront.workers.model.weights.gguf_tokenizer import tokenizer_json
+
+from ...workers.vocabularies import FAMILIES, Metadata
+from ..fakes import EOS
+from ..inprocess import House
+from .openai_calls import HI, MODEL, Open, chat, complete
+
+ANSWERS = [
+    (False, "<think>\nHm <b> é🙂\n</think>\n\nYes.", Part("\nHm <b> é🙂\n", "\n\nYes.")),
+    (False, "\n<think>a</think>b", Part("a", "b")),
+    (True, "\nHm</thin k</think>Yes", Part("\nHm</thin k", "Yes")),
+    (True, "cut short </thi", Part("cut short </thi", "")),
+    (False, "<think>cut short", Part("cut short", "")),
+    (False, "Yes <think>no</think>", Part("", "Yes <think>no</think>")),
+    (False, " <thing", Part("", " <thing")),
+    (False, "<think", Part("", "<think")),
+    (False, "", Part("", "")),
+    (True, "a</think>b</think>", Part("a", "b</think>")),
+]
+
+
+def joined(opened: bool, pieces: list[str]) -> Part:
+    splitter = ReasoningSplitter(opened)
+    parts = [*map(splitter.push, pieces), splitter.flush()]
+    return Part("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
+
+
+@pytest.mark.parametrize(("opened", "text", "told"), ANSWERS)
+def test_answers_are_told_apart_wherever_they_are_cut(opened: bool, text: str, told: Part) -> None:
+    assert joined(opened, list(text)) == told
+    for cuts in itertools.combinations_with_replacement(range(len(text) + 1), 2):
+        edges = [0, *cuts, len(text)]
+        assert joined(opened, [text[a:b] for a, b in itertools.pairwise(edges)]) == told
+
+
+def test_nothing_is_held_back_that_begins_no_marker() -> None:
+    splitter = ReasoningSplitter(opened=True)
+    assert [splitter.push(piece) for piece in ("a<", "b", "</think>", "<")] == [
+        Part("a"), Part("<b"), Part(), Part(content="<"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [("", False), ("<a>", False), ("<a><think>\n", True), ("<a><think>\n\n</think>\n\n", False)],
+)
+def test_a_template_may_open_the_reasoning(prompt: str, opened: bool) -> None:
+    assert is_open(prompt) == opened
+
+
+@pytest.mark.parametrize("name", ["qwen_2", "deepseek"])
+def test_real_vocabularies_keep_the_markers(name: str) -> None:
+
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(Metadata(FAMILIES[name]().metadata))))
+    for _, text, _ in ANSWERS:
+        answer = AnswerText(partial(tokenizer.decode, skip_special_tokens=True), ())
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        pieces = [answer.push(id_).text for id_ in ids] + [answer.flush().text]
+        for opened in (False, True):
+            assert joined(opened, pieces) == joined(opened, [text])
+
+
+@pytest.fixture
+def house(make_house: Callable[..., House]) -> House:
+    return make_house(model_name=MODEL, reasoning="think")
+
+
+def streamed(api: openai.OpenAI, **options: Any) -> Part:
+    chunks = chat(api, max_tokens=99, stream=True, **options)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    return Part(reasoning, "".join(delta.content or "" for delta in deltas))
+
+
+@pytest.mark.parametrize(("opened", "text", "told"), ANSWERS)
+def test_a_chat_has_its_reasoning_beside_the_content(
+    house: House, api: openai.OpenAI, opened: bool, text: str, told: Part
+) -> None:
+    house.decode.script = [*text.encode(), EOS]
+    options = {"extra_body": {"chat_template_kwargs": {"mood": "<think>\n" if opened else "<think></think>"}}}
+    done = chat(api, max_tokens=99, **options)
+    message = done.choices[0].message
+    assert Part(getattr(message, "reasoning_content", ""), message.content) == told
+    assert streamed(api, **options) == told
+    assert done.usage.completion_tokens == len(text.encode()) + 1
+    back = {"role": "assistant", "content": told.content, "reasoning_content": told.reasoning}
+    chat(api, [*HI, back, *HI])
+
+
+def test_stop_strings_and_lengths_count_reasoning_and_completions_keep_it(
+    house: House, api: openai.OpenAI
+) -> None:
+    house.decode.script = list(b"<think>ab STOP</think>c")
+    done = chat(api, stop="STOP", max_tokens=99)
+    assert (done.choices[0].message.reasoning_content, done.choices[0].finish_reason) == ("ab ", "stop")
+    cut = chat(api, max_tokens=8)
+    assert (cut.choices[0].message.reasoning_content, cut.choices[0].finish_reason) == ("a", "length")
+    assert complete(api, max_tokens=8).choices[0].text == "<think>a"
+
+
+def test_reasoning_is_content_unless_configured(
+    make_house: Callable[..., House], make_http: Callable[..., str], connect: Open
+) -> None:
+    house = make_house(model_name=MODEL)
+    house.decode.script = [*b"<think>a</think>b", EOS]
+    assert streamed(connect(make_http(house))) == Part("", "<think>a</think>b")
