@@ -6,12 +6,14 @@ import itertools
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from tokenizers import Tokenizer
 
+from deltafront.service.config import ConfigError
 from deltafront.service.door.reasoning import Part, ReasoningSplitter, is_open
 from deltafront.service.request.text.detokenize import AnswerText
 from deltafront.workers.model.weights.gguf_tokenizer import tokenizer_json
@@ -112,6 +114,15 @@ def test_stop_strings_and_lengths_count_reasoning_and_completions_keep_it(
     cut = chat(api, max_tokens=8)
     assert (cut.choices[0].message.reasoning_content, cut.choices[0].finish_reason) == ("a", "length")
     assert complete(api, max_tokens=8).choices[0].text == "<think>a"
+
+
+def test_a_marker_without_text_is_refused_at_the_start(model: Path, make_house: Callable[..., House]) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["</think>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    make_house()
+    with pytest.raises(ConfigError, match=r"door.reasoning = think: .*special token"):
+        make_house(reasoning="think")
 
 
 def test_reasoning_is_content_unless_configured(
