@@ -79,7 +79,7 @@ def request_handler(
     """
     directory, door = Path(settings.model.path), settings.door
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
-    tokenizer = TextTokenizer.load(directory)
+    tokenizer = _tokenizer(settings)
     callers = Callers(
         door_id,
         lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
@@ -122,6 +122,14 @@ def _limits(
         default_recompute_blocks=decode.recompute_blocks,
         default_sampling=_default_sampling(settings, model.positions),
     )
+
+
+def _tokenizer(settings: ServiceConfig) -> TextTokenizer:
+    """Raises ConfigError where `door.reasoning` could never see where reasoning ends."""
+    tokenizer = TextTokenizer.load(Path(settings.model.path))
+    if settings.door.reasoning == "think" and not tokenizer.spells("</think>"):
+        raise ConfigError("door.reasoning = think: </think> is a special token of this model, without text")
+    return tokenizer
 
 
 def _default_sampling(settings: ServiceConfig, positions: int) -> Sampling:
@@ -225,7 +233,7 @@ def check_start(settings: ServiceConfig) -> None:
     check_weights(directory, model)
     for note in quantisation_notes(directory, settings.model.quantisation or settings.model.dtype):
         log.warning("%s", note)
-    TextTokenizer.load(directory)
+    _tokenizer(settings)
     _default_sampling(settings, model.positions)
     if not model.eos_ids:
         log.warning(

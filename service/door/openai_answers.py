@@ -17,7 +17,7 @@ from ..errors import Code, DeadlineExceeded, DeltafrontError, InvalidArgument, O
 from ..request.answers import GenerateFinished, ServerInfo
 from ..request.calls import GenerateRequest
 from .openai_requests import StreamOptions, UnknownModel, read_chat, read_text
-from .reasoning import Part, ReasoningSplitter
+from .reasoning import AnswerPart, ReasoningSplitter
 
 Json = dict[str, Any]
 
@@ -32,11 +32,11 @@ class Endpoint:
     source: str
     read: Callable[[bytes, str], tuple[GenerateRequest, StreamOptions | None]]
     first_delta: Json | None
-    answer: Callable[[Part], Json]
-    delta: Callable[[Part], Json]
+    answer: Callable[[AnswerPart], Json]
+    delta: Callable[[AnswerPart], Json]
 
 
-def _reasoning(part: Part) -> Json:
+def _reasoning(part: AnswerPart) -> Json:
     return {"reasoning_content": part.reasoning} if part.reasoning else {}
 
 
@@ -76,7 +76,7 @@ class Reply:
 
     def answer(self, text: str, finish: GenerateFinished) -> Json:
         parts = self._parts(text, last=True)
-        whole = Part("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
+        whole = AnswerPart("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
         choice = _choice(self.endpoint.answer(whole), _reason(finish))
         return self._object(
             self.endpoint.object_type, [choice], usage=_usage(finish.usage), **_report(finish)
@@ -90,9 +90,9 @@ class Reply:
         """Nothing where the text is held back."""
         return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in self._parts(text, last)]
 
-    def _parts(self, text: str, last: bool) -> list[Part]:
+    def _parts(self, text: str, last: bool) -> list[AnswerPart]:
         if self.reasoning is None:
-            return [Part(content=text)] if text else []
+            return [AnswerPart(content=text)] if text else []
         parts = [self.reasoning.push(text), *([self.reasoning.flush()] if last else [])]
         return [part for part in parts if any(part)]
 
@@ -101,7 +101,7 @@ class Reply:
         usage = finish.usage if options.continuous_usage_stats else None
         chunks = self.chunks(finish.text, usage, last=True)
         chunks += [
-            self._chunk(_choice(self.endpoint.delta(Part()), _reason(finish)), usage, **_report(finish))
+            self._chunk(_choice(self.endpoint.delta(AnswerPart()), _reason(finish)), usage, **_report(finish))
         ]
         if options.include_usage:
             chunks += [self._object(self.endpoint.chunk_type, [], usage=_usage(finish.usage))]

@@ -15,7 +15,7 @@ def is_open(prompt: str) -> bool:
     return prompt.rfind(_OPEN) > prompt.rfind(_CLOSE)
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     reasoning: str = ""
     content: str = ""
 
@@ -37,17 +37,17 @@ class ReasoningSplitter:
         self._state = _State.REASONING if opened else _State.BEGINNING
         self._held = ""
 
-    def push(self, text: str) -> Part:
+    def push(self, text: str) -> AnswerPart:
         self._held += text
         if self._state is _State.BEGINNING:
             self._begin(self._held.lstrip())
         if self._state is _State.REASONING:
             return self._reason()
-        return Part(content=self._take()) if self._state is _State.CONTENT else Part()
+        return AnswerPart(content=self._take()) if self._state is _State.CONTENT else AnswerPart()
 
-    def flush(self) -> Part:
+    def flush(self) -> AnswerPart:
         rest = self._take()
-        return Part(reasoning=rest) if self._state is _State.REASONING else Part(content=rest)
+        return AnswerPart(reasoning=rest) if self._state is _State.REASONING else AnswerPart(content=rest)
 
     def _begin(self, begun: str) -> None:
         if begun.startswith(_OPEN):
@@ -55,12 +55,12 @@ class ReasoningSplitter:
         elif not _OPEN.startswith(begun):
             self._state = _State.CONTENT
 
-    def _reason(self) -> Part:
+    def _reason(self) -> AnswerPart:
         reasoning, close, content = self._held.partition(_CLOSE)
         if not close:
-            return Part(reasoning=self._take(len(self._held) - overlap(self._held, _CLOSE)))
+            return AnswerPart(reasoning=self._take(len(self._held) - overlap(self._held, _CLOSE)))
         self._state, self._held = _State.CONTENT, ""
-        return Part(reasoning, content)
+        return AnswerPart(reasoning, content)
 
     def _take(self, length: int | None = None) -> str:
         length = len(self._held) if length is None else length

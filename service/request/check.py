@@ -226,7 +226,8 @@ def model_sampling(generation: Mapping[str, Any], neutral: Sampling) -> Sampling
     sampled = generation.get("do_sample")
     if sampled is False:
         return neutral
-    said = ({"temperature": 1.0} if sampled else {}) | generation  # transformers' default where it samples
+    assumed = {"temperature": 1.0} if sampled else {}  # by transformers, where a file samples
+    said = {**assumed, **generation}
     given = {name: kind(said[name]) for name, kind in _KINDS.items() if said.get(name) is not None}
     try:
         _check_sampling(found := replace(neutral, **given))

@@ -146,6 +146,10 @@ class TextTokenizer:
                 return self._render(conversation, True).removeprefix(self._render(conversation, False))
         return ""
 
+    def spells(self, text: str) -> bool:
+        """Whether answers can hold this text. Special tokens have none."""
+        return text in self.decode(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 

@@ -6,13 +6,15 @@ import itertools
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from tokenizers import Tokenizer
 
-from deltafront.service.door.reasoning import Part, ReasoningSplitter, is_open
+from deltafront.service.config import ConfigError
+from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter, is_open
 from deltafront.service.request.text.detokenize import AnswerText
 from deltafront.workers.model.weights.gguf_tokenizer import tokenizer_json
 
@@ -22,27 +24,27 @@ from ..inprocess import House
 from .openai_calls import HI, MODEL, Open, chat, complete
 
 ANSWERS = [
-    (False, "<think>\nHm <b> é🙂\n</think>\n\nYes.", Part("\nHm <b> é🙂\n", "\n\nYes.")),
-    (False, "\n<think>a</think>b", Part("a", "b")),
-    (True, "\nHm</thin k</think>Yes", Part("\nHm</thin k", "Yes")),
-    (True, "cut short </thi", Part("cut short </thi", "")),
-    (False, "<think>cut short", Part("cut short", "")),
-    (False, "Yes <think>no</think>", Part("", "Yes <think>no</think>")),
-    (False, " <thing", Part("", " <thing")),
-    (False, "<think", Part("", "<think")),
-    (False, "", Part("", "")),
-    (True, "a</think>b</think>", Part("a", "b</think>")),
+    (False, "<think>\nHm <b> é🙂\n</think>\n\nYes.", AnswerPart("\nHm <b> é🙂\n", "\n\nYes.")),
+    (False, "\n<think>a</think>b", AnswerPart("a", "b")),
+    (True, "\nHm</thin k</think>Yes", AnswerPart("\nHm</thin k", "Yes")),
+    (True, "cut short </thi", AnswerPart("cut short </thi", "")),
+    (False, "<think>cut short", AnswerPart("cut short", "")),
+    (False, "Yes <think>no</think>", AnswerPart("", "Yes <think>no</think>")),
+    (False, " <thing", AnswerPart("", " <thing")),
+    (False, "<think", AnswerPart("", "<think")),
+    (False, "", AnswerPart("", "")),
+    (True, "a</think>b</think>", AnswerPart("a", "b</think>")),
 ]
 
 
-def joined(opened: bool, pieces: list[str]) -> Part:
+def joined(opened: bool, pieces: list[str]) -> AnswerPart:
     splitter = ReasoningSplitter(opened)
     parts = [*map(splitter.push, pieces), splitter.flush()]
-    return Part("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
+    return AnswerPart("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
 
 
 @pytest.mark.parametrize(("opened", "text", "told"), ANSWERS)
-def test_answers_are_told_apart_wherever_they_are_cut(opened: bool, text: str, told: Part) -> None:
+def test_answers_are_told_apart_wherever_they_are_cut(opened: bool, text: str, told: AnswerPart) -> None:
     assert joined(opened, list(text)) == told
     for cuts in itertools.combinations_with_replacement(range(len(text) + 1), 2):
         edges = [0, *cuts, len(text)]
@@ -52,7 +54,7 @@ def test_answers_are_told_apart_wherever_they_are_cut(opened: bool, text: str, t
 def test_nothing_is_held_back_that_begins_no_marker() -> None:
     splitter = ReasoningSplitter(opened=True)
     assert [splitter.push(piece) for piece in ("a<", "b", "</think>", "<")] == [
-        Part("a"), Part("<b"), Part(), Part(content="<"),
+        AnswerPart("a"), AnswerPart("<b"), AnswerPart(), AnswerPart(content="<"),
     ]  # fmt: skip
 
 
@@ -81,22 +83,22 @@ def house(make_house: Callable[..., House]) -> House:
     return make_house(model_name=MODEL, reasoning="think")
 
 
-def streamed(api: openai.OpenAI, **options: Any) -> Part:
+def streamed(api: openai.OpenAI, **options: Any) -> AnswerPart:
     chunks = chat(api, max_tokens=99, stream=True, **options)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    return Part(reasoning, "".join(delta.content or "" for delta in deltas))
+    return AnswerPart(reasoning, "".join(delta.content or "" for delta in deltas))
 
 
 @pytest.mark.parametrize(("opened", "text", "told"), ANSWERS)
 def test_a_chat_has_its_reasoning_beside_the_content(
-    house: House, api: openai.OpenAI, opened: bool, text: str, told: Part
+    house: House, api: openai.OpenAI, opened: bool, text: str, told: AnswerPart
 ) -> None:
     house.decode.script = [*text.encode(), EOS]
     options = {"extra_body": {"chat_template_kwargs": {"mood": "<think>\n" if opened else "<think></think>"}}}
     done = chat(api, max_tokens=99, **options)
     message = done.choices[0].message
-    assert Part(getattr(message, "reasoning_content", ""), message.content) == told
+    assert AnswerPart(getattr(message, "reasoning_content", ""), message.content) == told
     assert streamed(api, **options) == told
     assert done.usage.completion_tokens == len(text.encode()) + 1
     back = {"role": "assistant", "content": told.content, "reasoning_content": told.reasoning}
@@ -114,9 +116,18 @@ def test_stop_strings_and_lengths_count_reasoning_and_completions_keep_it(
     assert complete(api, max_tokens=8).choices[0].text == "<think>a"
 
 
+def test_a_marker_without_text_is_refused_at_the_start(model: Path, make_house: Callable[..., House]) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["</think>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    make_house()
+    with pytest.raises(ConfigError, match=r"door.reasoning = think: .*special token"):
+        make_house(reasoning="think")
+
+
 def test_reasoning_is_content_unless_configured(
     make_house: Callable[..., House], make_http: Callable[..., str], connect: Open
 ) -> None:
     house = make_house(model_name=MODEL)
     house.decode.script = [*b"<think>a</think>b", EOS]
-    assert streamed(connect(make_http(house))) == Part("", "<think>a</think>b")
+    assert streamed(connect(make_http(house))) == AnswerPart("", "<think>a</think>b")
