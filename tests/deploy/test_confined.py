@@ -141,6 +141,8 @@ def cluster(
     """Two nodes; the environment of whoever belongs to them, and a folder."""
     folder = tmp_path_factory.mktemp("tls")
     environment = variables(Authority(folder / "pki", addresses), "node") | TOKEN
+    # Another test of this process may have its Ray at loopback.
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     start = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus", "1"]
     head = ["--head", "--port", str(PORT), "--node-ip-address", HEAD, "--include-dashboard", "false"]
     other = ["--address", f"{HEAD}:{PORT}", "--node-ip-address", OTHER, "--resources", '{"other": 1}']
