@@ -75,7 +75,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """What prefill groups and decode workers share."""
+    """The settings that prefill groups and decode workers share."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -170,7 +170,7 @@ class DecodeConfig(WorkerConfig):
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
     cpus: NonNegative = 0.5
-    """Of each rank, as gpus."""
+    """Each rank asks for so many, and for so many `gpus`."""
     gpus: NonNegative = 0.0
     """0 with `device: cuda`: rank i takes GPU i of its host, beside the stage that Ray has put there."""
     warm_up: bool = False

@@ -1,4 +1,4 @@
-"""What launches of Hopper kernels need on the host: answers about the device, and descriptors of tensors for
+"""Launches of Hopper kernels ask here about the device, and get descriptors of tensors for
 the copy engine (TMA)."""
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ...workers.settings import Dtype, Quantisation
 from .size import GIB, RESERVE_GIB, rank_bytes, rank_counts, stage_bytes
 
 MOST_GPUS = 16
-"""Of one host."""
+"""The most GPUs that a host is planned with."""
 _LEAST_TOKENS = 256
 """For which `decode.warm_up` needs room."""
 _CHUNK_TOKENS = 8192
@@ -22,7 +22,7 @@ _TILE_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a plan is made for. A host's GPUs have `gpu_gib` each.
+    """A plan's purpose and limits. A host's GPUs have `gpu_gib` each.
 
     quantisations: those that may be chosen, best first. stages, ranks: None: any.
     """
@@ -126,7 +126,7 @@ def cache_tokens(tokens: int) -> int:
 
 
 def missing_bytes(demand: Demand) -> int:
-    """What the fullest GPU lacks in the use that lacks least; 0 if one fits."""
+    """Return how much the fullest GPU lacks in the use that lacks least; 0 if one fits."""
     return min((max(_excess(demand, use), 0) for use in uses(demand)), default=0)
 
 

@@ -1,4 +1,4 @@
-"""What a run is given: the parts of its door, and its own request's state."""
+"""A run's context: the parts of its door, and its own request's state."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 """Ray's workers run at a low priority otherwise: whatever else the machine does would be a fault, too."""
 Audits = list[dict[str, Any]]
 RANKS = 2
-"""Of each decode worker."""
+"""Every decode worker has so many."""
 REPLAYS = 5
 """How often a request is tried again: so many processes may die under it."""
 PATIENCE_S = 600.0

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 import numpy as np
-import torch
 
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
@@ -393,10 +392,6 @@ def load_engine(
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
-    """Sets this process's torch threads. ranks: the other ranks.
-
-    Raises: ModelError, and what `DecodeEngine` raises.
-    """
-    torch.set_num_threads(config.threads)
+    """ranks: the other ranks. Raises: ModelError, and what `DecodeEngine` raises."""
     stack = load_part(model, config, 0, tell)
     return DecodeEngine(name, stack, config, reader=reader, ranks=ranks, tracer=tracer)

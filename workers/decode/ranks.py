@@ -230,7 +230,9 @@ def joined_heads(parts: Sequence[HostKV]) -> HostKV:
 
 
 def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = silent) -> LayerStack:
-    """Load a rank's part of the model. Nothing can be computed before `join_ranks`. Raises ModelError."""
+    """Load a rank's part of the model, and set this process's torch threads. Several ranks compute nothing
+    before `join_ranks`. Raises ModelError."""
+    torch.set_num_threads(config.threads)
     ranks = config.tensor_parallel
     collectives = SINGLE_RANK if ranks == 1 else GroupCollectives(rank, ranks)
     return load_model(model, device_of_rank(config, rank), collectives=collectives, tell=tell)
@@ -239,7 +241,6 @@ def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = si
 def load_rank(
     rank: int, model: ModelSpec, config: DecodeConfig, *, reader: ReaderMaker, tell: Tell = silent
 ) -> FollowerRank:
-    torch.set_num_threads(config.threads)
     return FollowerRank(load_part(model, config, rank, tell), config, reader)
 
 

@@ -166,7 +166,9 @@ class DecodeRunner:
         """Ranks wait for each other: the pages may get other K/V once rank 0 goes on."""
         for source, target in copies:
             self.cache.copy_page(source, target)
-        # Of the type of layers' sums, which is compiled.
+        if self.stack.collectives.ranks == 1:
+            return
+        # A sum of another type would be compiled at the first copy.
         self.stack.collectives.sum(torch.zeros(1, dtype=self.stack.dtype, device=self.stack.device))
 
     @torch.inference_mode()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deltafront.workers.decode.ranks import FollowerRank, ReaderMaker
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
-from deltafront.workers.model.decoder.collectives import GroupCollectives
+from deltafront.workers.model.decoder.collectives import SINGLE_RANK, GroupCollectives
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.model_config import read_config
@@ -34,11 +34,12 @@ def part(directory: Path, rank: int, ranks: int) -> LayerStack:
         rank=rank,
         ranks=ranks,
     )
-    return load_stack(directory, spec, collectives=GroupCollectives(rank, ranks))
+    collectives = SINGLE_RANK if ranks == 1 else GroupCollectives(rank, ranks)
+    return load_stack(directory, spec, collectives=collectives)
 
 
 def parts(directory: Path, ranks: int) -> list[LayerStack]:
-    """Linked stacks. What one computes waits for the others."""
+    """Linked stacks. Each waits for the others when it computes."""
     store, stacks = dist.HashStore(), [part(directory, rank, ranks) for rank in range(ranks)]
 
     def connect(stack: LayerStack) -> None:

@@ -24,10 +24,7 @@ from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.requests import DecodeFailed, Reservation, Sampling
 from deltafront.workers.messages.stages import KVAnnouncement, KVRange
-from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.json_files import ModelError
-from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 
 from ..tiny_model import make_tiny_model
@@ -45,17 +42,8 @@ CONFIG = DecodeConfig(
 
 
 def whole_runner(directory: Path) -> DecodeRunner:
-    config = read_config(directory)
-    spec = StackSpec(
-        config=config,
-        layers=range(config.layers),
-        embedding=True,
-        head=True,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    stack = load_stack(directory, spec)
-    return DecodeRunner(stack, plan_layers(CONFIG, config.layers), **runner_sizes(CONFIG, stack.config))
+    stack = part(directory, 0, 1)
+    return DecodeRunner(stack, plan_layers(CONFIG, stack.config.layers), **runner_sizes(CONFIG, stack.config))
 
 
 @pytest.mark.parametrize(
