@@ -64,6 +64,7 @@ class InProcessSender:
 class InProcessStream:
     def __init__(self, destination: Destination, receiver: LocalReceiver) -> None:
         self._to, self._receiver = destination, receiver
+        self.pages, self.has_prefix = destination.pages, False
         self._failure = ""
 
     def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
@@ -113,7 +114,9 @@ class InProcessReader:
         self._cache = cache
         self._thread = thread
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+    async def read(
+        self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
+    ) -> int | None:
         kv = announcement.payload
         expected = (announcement.tokens, self._cache.model_heads, self._cache.head_dim)
         if not isinstance(kv, DeviceKV) or kv.k_TGD.shape != expected or kv.v_TGD.shape != expected:
@@ -122,7 +125,7 @@ class InProcessReader:
         parts = dict.fromkeys(layers, own)
         with use_pages() as pages:
             if pages is None:
-                return 0
+                return None
             await asyncio.get_running_loop().run_in_executor(
                 self._thread, self._cache.write_layers, pages, announcement.start, parts, kv.ready
             )

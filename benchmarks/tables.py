@@ -162,7 +162,13 @@ def _decodes_on(row: Result) -> str | None:
     if (ranks := row.get("ranks", 1)) > 1:
         whose = "their own" if row.get("decode_gpu") == "own" else "stages'"
         return f"{ranks} ranks on {whose} GPUs"
-    return {"own": "its own GPU", "last": "a stage's GPU", "none": "no GPU"}.get(row.get("decode_gpu", ""))
+    where = {
+        "own": "its own GPU",
+        "last": "a stage's GPU",
+        "mapped": "the stage's GPU, one copy",
+        "none": "no GPU",
+    }
+    return where.get(row.get("decode_gpu", ""))
 
 
 def _largest(parts: Mapping[str, float]) -> str:

@@ -198,6 +198,8 @@ class ServiceConfig(BaseModel):
             yield "handoff.transport: cuda_ipc needs prefill.device and decode.device to be cuda"
         if self.handoff.transport == "nixl" and find_spec("nixl") is None:
             yield "handoff.transport: nixl needs the package nixl, which is not installed: deltafront[nixl]"
+        if self.handoff.transport == "mapped":
+            yield from (f"{problem}, with handoff.transport: mapped" for problem in self._mapped_problems())
         if door.default_session_ttl_s > decode.max_session_ttl_s:
             yield "door.default_session_ttl_s: must not exceed decode.max_session_ttl_s"
         for key, lease in (("prefill", prefill.stream_lease_s), ("decode", decode.stream_lease_s)):
@@ -205,6 +207,27 @@ class ServiceConfig(BaseModel):
                 yield f"door.renew_s: must be at most half of {key}.stream_lease_s"
         yield from self._door_contradictions()
         yield from self._quantisation_problems()
+
+    def _mapped_problems(self) -> Iterator[str]:
+        prefill, decode = self.prefill, self.decode
+        counts = {
+            "prefill.groups": prefill.max_groups or prefill.groups,
+            "prefill.stages": prefill.stages,
+            "decode.workers": decode.max_workers or decode.workers,
+            "decode.tensor_parallel": decode.tensor_parallel,
+        }
+        for key, count in counts.items():
+            if count > 1:
+                yield f"{key} = {count}: must be 1, a stage and a decode worker on one device"
+        if prefill.device != decode.device:
+            yield f"prefill.device = {prefill.device}: must be decode.device ({decode.device})"
+        if prefill.cache_tokens != decode.cache_tokens:
+            yield (
+                f"prefill.cache_tokens = {prefill.cache_tokens}: must be decode.cache_tokens "
+                f"({decode.cache_tokens}), since both use the same pages"
+            )
+        if prefill.surge or decode.surge:
+            yield "prefill.surge and decode.surge: must be false"
 
     def _door_contradictions(self) -> Iterator[str]:
         door = self.door

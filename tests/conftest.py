@@ -51,6 +51,7 @@ TOGETHER = {
     "tests/service/local/test_serve_process.py": "serve",
     "tests/workers/prefill/test_prefill_group.py": "actors",
     "tests/workers/decode/test_decode_worker.py": "actors",
+    "tests/workers/test_mapped_actors.py": "actors",
     "tests/workers/kv/test_exported_pages_deaths.py": "actors",
     "tests/kernels/test_compile_sm90.py": "compiler",
     "tests/workers/test_specialisations.py": "specialisations",

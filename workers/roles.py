@@ -94,6 +94,12 @@ class KVReceiver(Protocol):
     async def kv(self, wanted: stages.KVRange) -> stages.HostKV:
         """Return K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed."""
 
+    async def open_pages(self, writer: stages.PageWriter) -> tuple[int, ...]:
+        """Return the request's page table, and keep its pages until the stage closes them or ends. Raises
+        DecodeFailed."""
+
+    async def close_pages(self, writer: stages.PageWriter) -> None: ...
+
 
 class Rank(Protocol):
     """A rank of a decode worker other than 0, as rank 0 sees it."""

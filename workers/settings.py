@@ -197,13 +197,14 @@ class HandoffConfig:
 
     transport: `object_store`: Ray's shared memory. `cuda_ipc`: from GPU to GPU, in one container of one host.
     `nixl`: across hosts, from GPU to GPU or host to host, by RDMA where there is some; needs its package.
+    `mapped`: a stage and a decode worker on one GPU share weights and pages, and nothing is handed over.
     max_unanswered_bytes: of copies for decode workers; a stage waits at so much. ack_timeout_s: a decode
     worker that takes K/V slower has failed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    transport: Literal["object_store", "cuda_ipc", "nixl"] = "object_store"
+    transport: Literal["object_store", "cuda_ipc", "nixl", "mapped"] = "object_store"
     max_unanswered_bytes: Count = 256 << 20
     ack_timeout_s: Positive = 60.0
 

@@ -25,8 +25,9 @@ class Setup:
     """One service. tokens: the longest prompt. sessions: of how many tokens each, for decoding.
 
     ranks: GPUs of the decode worker. decode_gpu: `own`, or `last` where the stages' GPUs have to do, or
-    `none`: then the decode worker keeps K/V in the host's memory, which is enough for first tokens. more:
-    keys of the configuration to set, as `section.key` → value.
+    `mapped`: that of the only stage, with one copy of weights and K/V, or `none`: then the decode worker
+    keeps K/V in the host's memory, which is enough for first tokens. more: keys of the configuration to set,
+    as `section.key` → value.
     """
 
     model: Path
@@ -35,7 +36,7 @@ class Setup:
     sessions: Sequence[int] = ()
     stages: int = 1
     groups: int = 1
-    decode_gpu: Literal["own", "last", "none"] = "own"
+    decode_gpu: Literal["own", "last", "mapped", "none"] = "own"
     chunk_tokens: int = 16_384
     device: Literal["cuda", "cpu"] = "cuda"
     kernel_cache: Path | None = None
@@ -61,7 +62,9 @@ class Setup:
         """What the configuration file holds."""
         on_gpu = self.device == "cuda"
         decodes_on_gpu = on_gpu and self.decode_gpu != "none"
-        beside = _BESIDE if self.decode_gpu == "last" else (1, int(decodes_on_gpu))
+        mapped = self.decode_gpu == "mapped"
+        beside = _BESIDE if mapped or self.decode_gpu == "last" else (1, int(decodes_on_gpu))
+        transport = "mapped" if mapped else "cuda_ipc" if decodes_on_gpu else "object_store"
         if self.decode_gpu == "last" and self.ranks > 1:
             beside = 1, 0  # then rank i takes the host's GPU i
         stage, decode = beside if on_gpu else (0, 0)
@@ -73,7 +76,7 @@ class Setup:
                 "groups": self.groups,
                 "stages": self.stages,
                 "chunk_tokens": self.chunk_tokens,
-                "cache_tokens": self.prefill_tokens,
+                "cache_tokens": self.decode_tokens if mapped else self.prefill_tokens,
                 "device": self.device,
                 "threads": threads,
                 "cpus_per_stage": cpus,
@@ -97,7 +100,7 @@ class Setup:
                 "gpus": decode,
                 "warm_up": True,
             },
-            "handoff": {"transport": "cuda_ipc" if decodes_on_gpu else "object_store"},
+            "handoff": {"transport": transport},
             "door": {"replicas": 1, "prefix_reuse": False, "metrics_host": "127.0.0.1"},
         }
         if self.kernel_cache is not None:
@@ -120,8 +123,8 @@ class Setup:
         whole = self.shape.layers
         decode = 2 * (self.shape.weights(whole) + self.shape.kv_values(whole) * self.decode_tokens)
         decode = 0 if self.decode_gpu == "none" else decode // self.ranks
-        shared = self.decode_gpu == "last"
-        most = stage + decode if shared else max(stage, decode)
+        shared = self.decode_gpu in ("last", "mapped")
+        most = stage + decode if self.decode_gpu == "last" else max(stage, decode)
         return most / GIB + RESERVE_GIB * (1 + shared)
 
 

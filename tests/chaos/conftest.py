@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--chaos-tries", type=int, default=0, help="of every other case; 0: each case's own")
     group.addoption("--chaos-budget", type=float, default=1e9, help="seconds; then no further try begins")
     group.addoption("--chaos-inside", action="store_true", help="in one process, where nothing can be killed")
+    group.addoption("--chaos-mapped", action="store_true", help="handoff.transport: mapped, one of each role")
     group.addoption("--chaos-add", action="store_true", help="add to the rows of chaos.json")
 
 
@@ -58,6 +59,13 @@ def amount(request: pytest.FixtureRequest) -> Amount:
         option("--chaos-add"),
         option("--chaos-inside"),
     )
+
+
+MAPPED: dict[str, dict[str, Any]] = {
+    "prefill": {"groups": 1, "stages": 1},
+    "decode": {"workers": 1, "tensor_parallel": 1},
+    "handoff": {"transport": "mapped"},
+}
 
 
 class Switch:
@@ -91,8 +99,10 @@ def switch(amount: Amount, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture
-def service(switch: Switch) -> Service:
-    """Two of everything."""
+def service(switch: Switch, request: pytest.FixtureRequest) -> Service:
+    """Two of everything; with --chaos-mapped one stage that maps one decode worker's memory."""
+    if request.config.getoption("--chaos-mapped"):
+        return switch.to("mapped", **MAPPED)
     return switch.to("whole")
 
 
@@ -111,10 +121,11 @@ Record = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
-def record(amount: Amount) -> Record:
+def record(amount: Amount, request: pytest.FixtureRequest) -> Record:
     """record(case, tries, bad, note, add): a row of chaos.json."""
 
     def write(case: str, tries: int, bad: int, note: str = "", add: bool = amount.add) -> None:
+        case = f"mapped_{case}" if request.config.getoption("--chaos-mapped") else case
         where = "in one process" if amount.inside else ""
         row = Row(case, tries, bad, "; ".join(filter(None, (note, where))))
         print(row, flush=True)

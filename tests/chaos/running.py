@@ -56,6 +56,7 @@ def configuration(model: Path) -> dict[str, Any]:
         "model": {"path": str(model), "dtype": "float32"},
         "prefill": {**worker, "groups": 2, "stages": 2, "chunk_tokens": 128, "cpus_per_stage": 0.1},
         "decode": {**worker, **ranks, "workers": 2, "max_batch": 16, "page_selection": "full"},
+        "handoff": {"transport": "object_store"},
         "door": {
             "replicas": 2,
             "replays": REPLAYS,

@@ -14,7 +14,9 @@ import numpy as np
 
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
+from ..kv.handoff.mapped import PageWriters
 from ..kv.pages.pool import OutOfPages
+from ..kv.peer_memory import ExportedObjects, export_objects
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
 from ..messages.requests import (
     DecodeFailed,
@@ -25,7 +27,15 @@ from ..messages.requests import (
     Reservation,
     Reserved,
 )
-from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange, Rendezvous
+from ..messages.stages import (
+    FirstLogits,
+    HandoffFailed,
+    HostKV,
+    KVAnnouncement,
+    KVRange,
+    PageWriter,
+    Rendezvous,
+)
 from ..messages.states import DecodeStats
 from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
@@ -95,11 +105,16 @@ class DecodeEngine:
         own = reader(self._runner.cache, self._threads[1])
         self._reader = RanksReader(own, ranks, self._runner.lose) if ranks else own
         self._receiving: set[asyncio.Task[None]] = set()
+        self._writers = PageWriters()
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._unavailable = _STARTING
+
+    def exported_memory(self) -> ExportedObjects:
+        """Let a stage on the same device map the weights (`LayerStack`) and the pages (`PagedKVCache`)."""
+        return export_objects((self._stack, self._runner.cache), self._stack.device)
 
     def join(self, rendezvous: Rendezvous) -> None:
         """Link rank 0 to the other ranks, before `start`."""
@@ -195,7 +210,16 @@ class DecodeEngine:
             vocab = self._model.vocab if request.reservation.session_id is None else 0
             request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
 
-    def _expecting(self, message: KVAnnouncement | FirstLogits) -> DecodeRequest | None:
+    async def open_pages(self, writer: PageWriter) -> tuple[int, ...]:
+        request = self._expecting(writer)
+        if request is None:
+            raise DecodeFailed(f"request {writer.request_id} is not being read here")
+        return self._writers.open(writer, request.pages)
+
+    async def close_pages(self, writer: PageWriter) -> None:
+        self._writers.close(writer)
+
+    def _expecting(self, message: KVAnnouncement | FirstLogits | PageWriter) -> DecodeRequest | None:
         request = self._requests.live(message.request_id)
         return None if request is None or request.inbox.attempt != message.attempt else request
 

@@ -168,7 +168,7 @@ class FollowerRank:
         self._runner.launch(self._rows)
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], pages: Sequence[int]) -> int:
-        return await self._reader.read(announcement, layers, lambda: nullcontext(pages))
+        return await self._reader.read(announcement, layers, lambda: nullcontext(pages)) or 0
 
     async def kv(self, wanted: KVRange, pages: Sequence[int]) -> HostKV:
         loop = asyncio.get_running_loop()
@@ -204,10 +204,12 @@ class RanksReader:
     def __init__(self, own: KVReader, ranks: Sequence[Rank], lose: Callable[[BaseException], None]) -> None:
         self._own, self._ranks, self._lose = own, ranks, lose
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+    async def read(
+        self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
+    ) -> int | None:
         with use_pages() as pages:
             if pages is None:
-                return 0
+                return None
             reads = [self._own.read(announcement, layers, lambda: nullcontext(pages))]
             reads += [rank.read(announcement, layers, pages) for rank in self._ranks]
             # The pages stay in use until the last rank has read, also if another has failed.

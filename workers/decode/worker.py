@@ -98,6 +98,10 @@ class DecodeActor(Leaving):
     async def check(self) -> str:
         return self.hosted.fault
 
+    async def exported_memory(self, pairing: str) -> Any:
+        """Return what `DecodeEngine.exported_memory` does; None for a stage of another pairing."""
+        return self.hosted.exported_memory() if pairing == self._pairing else None
+
 
 @hosts(Rank)
 class RankActor:

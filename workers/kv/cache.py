@@ -47,11 +47,14 @@ class PagedKVCache:
         self.device = torch.device(device)
         self.k_LPSGD = _zeros(shape, dtype, self.device)
         self.v_LPSGD = _zeros(shape, dtype, self.device)
-        self._arrivals: Any = None
-        """A GPU's stream of `write_layers`: received K/V does not queue behind computation."""
-        if self.device.type == "cuda":
-            self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
+        self._arrivals = _arrivals(self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_arrivals": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._arrivals = _arrivals(self.device)
 
     @property
     def kv_heads(self) -> int:
@@ -221,6 +224,15 @@ class PagedKVCache:
 def _dense(x_PSGD: torch.Tensor, table_N: torch.Tensor, tokens: int) -> torch.Tensor:
     rows_NSGD = x_PSGD.index_select(0, table_N)
     return rows_NSGD.flatten(0, 1)[:tokens].transpose(0, 1).contiguous()
+
+
+def _arrivals(device: torch.device) -> Any:
+    """Make a GPU's stream of `write_layers`: received K/V does not queue behind computation."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""GPU memory that other processes of this host can read: CUDA IPC.
+"""Memory that processes of one host share: CUDA IPC on a GPU, shared memory on a CPU.
 
 A process sees mapped memory as its own device's, whichever GPUs Ray shows it. Mapped memory outlives its
 owner until it is unmapped.
@@ -7,14 +7,23 @@ owner until it is unmapped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
+import logging
 import os
+import pickle
+import select
 import socket
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+log = logging.getLogger(__name__)
 
 
 class PeerMemory(Protocol):
@@ -58,23 +67,108 @@ class CudaPeerMemory:
         return launched(self._device)
 
     def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            watched = os.pidfd_open(pid)
-        except ProcessLookupError:
-            loop.call_soon(on_end)
-            return
-
-        def ended() -> None:
-            loop.remove_reader(watched)
-            os.close(watched)
-            on_end()
-
-        loop.add_reader(watched, ended)
+        when_gone(pid, on_end)
 
 
 _DEVICE_ARGUMENT = 6
 """The device's number among `rebuild_cuda_tensor`'s arguments."""
+
+
+class HostPeerMemory:
+    """`PeerMemory` of a CPU. An exported tensor's storage moves to shared memory."""
+
+    def __init__(self) -> None:
+        self.home = home()
+
+    def export(self, x: torch.Tensor) -> Any:
+        file, size = x.untyped_storage()._share_fd_cpu_()
+        return os.getpid(), file, size, x.dtype, x.storage_offset(), x.shape, x.stride()
+
+    def open(self, handle: Any) -> torch.Tensor:
+        pid, file, size, dtype, *place = handle
+        try:
+            storage = torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{file}", True, size)
+        except RuntimeError as error:
+            raise RuntimeError(f"process {pid}, whose memory it is, is gone") from error
+        return torch.empty(0, dtype=dtype).set_(cast(torch.UntypedStorage, storage), *place)
+
+    def mark(self) -> Any:
+        return None
+
+    def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
+        when_gone(pid, on_end)
+
+
+def peer_memory(device: torch.device) -> PeerMemory:
+    return CudaPeerMemory(device) if device.type == "cuda" else HostPeerMemory()
+
+
+def when_gone(pid: int, on_end: Callable[[], None]) -> None:
+    """As `PeerMemory.when_gone`."""
+    loop = asyncio.get_running_loop()
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        loop.call_soon(on_end)
+        return
+
+    def ended() -> None:
+        loop.remove_reader(watched)
+        os.close(watched)
+        on_end()
+
+    loop.add_reader(watched, ended)
+
+
+def end_with(pid: int) -> None:
+    """End this process as soon as another one ends, so that it keeps none of its memory."""
+
+    def wait() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(pid)], [], [])
+        log.warning("process %d, whose memory this one maps, has ended: so does this one", pid)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-owner", daemon=True).start()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedObjects:
+    """Objects of another process, with tensors that can be mapped. home, pid: of that process. gpu: its
+    device's id; empty for a CPU."""
+
+    home: str
+    pid: int
+    gpu: str
+    pickled: bytes = field(repr=False)
+
+
+def export_objects(objects: Any, device: torch.device) -> ExportedObjects:
+    """Pickle objects, but their tensors as handles. The tensors must live as long as this process."""
+    peers, buffer = peer_memory(device), io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.persistent_id = lambda x: peers.export(x) if isinstance(x, torch.Tensor) else None  # type: ignore[method-assign]
+    pickler.dump(objects)
+    return ExportedObjects(home=peers.home, pid=os.getpid(), gpu=_gpu(device), pickled=buffer.getvalue())
+
+
+def map_objects(exported: ExportedObjects, device: torch.device | str) -> Any:
+    """Return the objects with their tensors mapped. Raises RuntimeError if they cannot be."""
+    device = torch.device(device)
+    peers = peer_memory(device)
+    if exported.home != peers.home:
+        raise RuntimeError(
+            f"it lies on another host or in another container ({exported.home}; here: {peers.home})"
+        )
+    if exported.gpu != _gpu(device):
+        raise RuntimeError(f"it lies on another GPU ({exported.gpu}; here: {_gpu(device)})")
+    unpickler = pickle.Unpickler(io.BytesIO(exported.pickled))
+    unpickler.persistent_load = peers.open  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+def _gpu(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def launched(device: torch.device) -> Any:

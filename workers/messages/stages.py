@@ -89,6 +89,16 @@ class KVAnnouncement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageWriter:
+    """A stage that writes one attempt's K/V to the decode worker's own pages. home, pid: of its process."""
+
+    request_id: str
+    attempt: int
+    home: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVRange:
     """K/V of one layer for tokens start .. start+tokens-1 that a stage wants back."""
 

@@ -101,11 +101,13 @@ class ToyReader:
     def __init__(self, memory: Memory, cache: PagedKVCache) -> None:
         self._memory, self._cache = memory, cache
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+    async def read(
+        self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
+    ) -> int | None:
         _, k_TGD, v_TGD = self._memory.exported[announcement.payload]
         with use_pages() as pages:
             if pages is None:
-                return 0
+                return None
             self._cache.write_layers(pages, announcement.start, dict.fromkeys(layers, (k_TGD, v_TGD)))
         return int(k_TGD.nbytes + v_TGD.nbytes)
 

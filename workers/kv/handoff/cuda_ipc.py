@@ -100,8 +100,9 @@ class CudaIpcExport(PageExport):
     def payload(self, layers: Sequence[Runs]) -> MappedKV:
         return self._describe(layers[0])
 
-    def revoke(self) -> None:
+    def revoke(self) -> bool:
         """The decode worker sees the end by the clock."""
+        return True
 
 
 class CudaIpcReader:
@@ -117,12 +118,14 @@ class CudaIpcReader:
         self._cache, self._thread, self._peers, self._clock = cache, thread, peers, clock
         self._mapped: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+    async def read(
+        self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
+    ) -> int | None:
         kv = self._checked(announcement)
         loop = asyncio.get_running_loop()
         with use_pages() as pages:
             if pages is None:
-                return 0
+                return None
             sides = await loop.run_in_executor(self._thread, self._map, announcement, kv.cache)
             if kv.cache.name not in self._mapped:
                 self._mapped[kv.cache.name] = sides

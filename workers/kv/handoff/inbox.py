@@ -48,11 +48,11 @@ class KVInbox:
         layers = range(first, first + announcement.layers)
         try:
             new = [layer for layer in layers if self._arrival.claim(layer, start, tokens)]
-            moved = await reader.read(announcement, new, self._use_pages) if new else 0
+            moved = await reader.read(announcement, new, self._use_pages) if new else None
         except Exception as error:
             self.lose(error)
             raise
-        if not moved or self._closed:
+        if moved is None or self._closed:
             return 0
         for layer in new:
             self._arrival.written(layer, start, tokens)

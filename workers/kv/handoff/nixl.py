@@ -117,9 +117,10 @@ class NixlExport(PageExport):
             self._leases[page], self._leased = next(self._serials), True
         return RegisteredKV(self._exported, layers[0], self._leases.span(page), self._leases[page])
 
-    def revoke(self) -> None:
+    def revoke(self) -> bool:
         if self._leased:
             self._leases[self._pages[0]], self._leased = 0, False
+        return True
 
 
 T = TypeVar("T")
@@ -140,7 +141,9 @@ class NixlReader:
         self._lost: set[str] = set()
         """Agents whose connection failed. It is made anew once nobody uses it."""
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+    async def read(
+        self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
+    ) -> int | None:
         kv = checked(announcement, self._cache, RegisteredKV)
         slot = await self._slots.get()
         try:

@@ -39,7 +39,9 @@ class ObjectStoreReader:
         self._cache = cache
         self._thread = thread
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+    async def read(
+        self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
+    ) -> int | None:
         cache = self._cache
         pulled = await pull(announcement, cache.model_heads, cache.head_dim, cache.dtype)
         parts = {}
@@ -48,7 +50,7 @@ class ObjectStoreReader:
             parts[layer] = k_TGD[:, cache.heads], v_TGD[:, cache.heads]
         with use_pages() as pages:
             if pages is None:
-                return 0
+                return None
             await asyncio.get_running_loop().run_in_executor(
                 self._thread, cache.write_layers, pages, announcement.start, parts
             )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import ray
 
-from ...messages.stages import FirstLogits, KVAnnouncement
+from ...messages.stages import FirstLogits, KVAnnouncement, PageWriter
 from ...messages.states import NAMESPACE
 from ...roles import KVReceiver, sent
 from .protocols import HandoffError, plain
@@ -44,6 +45,15 @@ class Outbox(Protocol):
         """Whether the decode worker owes an answer, and may still read."""
 
 
+class PageOpener(Outbox, Protocol):
+    """An `Outbox` of a stage that writes to decode workers' own pages."""
+
+    def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
+        """Return a request's page table. Raises HandoffError."""
+
+    def close_pages(self, decode_worker: str, writer: PageWriter) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class _Unanswered:
     reply: Any
@@ -70,6 +80,19 @@ class ActorOutbox:
         self._actors: dict[str, Any] = {}
         self._unanswered: deque[_Unanswered] = deque()
 
+    def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
+        try:
+            reply = sent(self._actor(decode_worker), KVReceiver.open_pages, writer)
+            return cast(tuple[int, ...], self._ray.get(reply, timeout=self._ack_timeout_s))
+        except Exception as error:
+            self.close_pages(decode_worker, writer)
+            raise HandoffError(f"{decode_worker} did not open its pages: {plain(error)}") from error
+
+    def close_pages(self, decode_worker: str, writer: PageWriter) -> None:
+        """A dead worker has no pages."""
+        with contextlib.suppress(Exception):
+            sent(self._actor(decode_worker), KVReceiver.close_pages, writer)
+
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
         self._call(KVReceiver.announce, delivery, announcement, 0)
 
@@ -93,9 +116,7 @@ class ActorOutbox:
             return
         name = delivery.decode_worker
         try:
-            if name not in self._actors:
-                self._actors[name] = self._ray.get_actor(name, namespace=NAMESPACE)
-            reply = sent(self._actors[name], method, message)
+            reply = sent(self._actor(name), method, message)
         except Exception as error:
             self._not_taken(delivery, error)
             return
@@ -106,6 +127,11 @@ class ActorOutbox:
             patience = max(0.0, oldest.until - self._clock())
             self._ray.wait([oldest.reply], num_returns=1, timeout=patience, fetch_local=False)
             self._settle_answered()
+
+    def _actor(self, name: str) -> Any:
+        if name not in self._actors:
+            self._actors[name] = self._ray.get_actor(name, namespace=NAMESPACE)
+        return self._actors[name]
 
     def _over_limit(self) -> _Unanswered | None:
         with self._lock:

@@ -37,6 +37,11 @@ class KVStream(Protocol):
     its peers.
     """
 
+    pages: Sequence[int]
+    """The request's pages in the stage's cache, in token order."""
+    has_prefix: bool
+    """Whether they hold what the decode worker has of the prompt."""
+
     def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
         """Start handing over one layer's chunk.
 
@@ -44,7 +49,7 @@ class KVStream(Protocol):
             start: position of the chunk's first token.
             k_TGD, v_TGD: views of the stage's pages. Nobody writes to them before the last chunk is handed
                 over.
-        Returns: bytes of the two.
+        Returns: bytes that will move.
         Raises: HandoffError for tensors that are not K/V.
         """
 
@@ -63,7 +68,8 @@ class KVStream(Protocol):
 
 
 class KVSender(Protocol):
-    def open(self, destination: Destination) -> KVStream: ...
+    def open(self, destination: Destination) -> KVStream:
+        """Raises HandoffError."""
 
 
 UsePages = Callable[[], AbstractContextManager[Sequence[int] | None]]
@@ -71,11 +77,13 @@ UsePages = Callable[[], AbstractContextManager[Sequence[int] | None]]
 
 
 class KVReader(Protocol):
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
+    async def read(
+        self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
+    ) -> int | None:
         """Write these layers of an announcement into the request's pages. Reads run side by side, and only a
         worker's shutdown cancels one.
 
-        Returns: bytes written, once all that runs later sees them; 0 if the request was over.
+        Returns: bytes written, once all that runs later sees them; None if the request was over.
         Raises: HandoffError for K/V that is lost or another's.
         """
 

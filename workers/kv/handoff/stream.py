@@ -26,8 +26,11 @@ class KVExport(Protocol):
     def payload(self, layers: Sequence[Any]) -> Any:
         """Make an announcement's payload from its layers' descriptions."""
 
-    def revoke(self) -> None:
-        """Let no reader take anything described so far: another request gets the pages."""
+    def revoke(self) -> bool:
+        """Let no reader take anything described so far: another request gets the pages.
+
+        Returns: whether it may have them now. If not, ask again.
+        """
 
 
 class KVExporter(Protocol):
@@ -36,6 +39,7 @@ class KVExporter(Protocol):
     message_bytes: int
     """A message is sent once it stands for so much K/V, or its chunk ends."""
     in_place: bool
+    """Whether decode workers read the stage's own pages."""
 
     def export(self, pages: Sequence[int]) -> KVExport: ...
 
@@ -59,20 +63,34 @@ class MessageSender:
         self._thread = ThreadPoolExecutor(1, "kv-send") if background else None
 
     def open(self, destination: Destination) -> MessageStream:
-        return MessageStream(destination, self._exporter, self._outbox, self._thread)
+        exporter = self._exporter
+        return MessageStream(
+            destination,
+            exporter.export(destination.pages),
+            self._outbox,
+            self._thread,
+            message_bytes=exporter.message_bytes,
+            in_place=exporter.in_place,
+        )
 
 
 class MessageStream:
+    """in_place: as in `KVExporter`. message_bytes: likewise; None: nothing travels, and a message ends a
+    chunk."""
+
     def __init__(
         self,
         destination: Destination,
-        exporter: KVExporter,
+        export: KVExport,
         outbox: Outbox,
         thread: ThreadPoolExecutor | None,
+        *,
+        message_bytes: int | None,
+        in_place: bool,
     ) -> None:
-        self._to = destination
-        self._message_bytes, self._in_place = exporter.message_bytes, exporter.in_place
-        self._export = exporter.export(destination.pages)
+        self.pages, self.has_prefix = destination.pages, message_bytes is None
+        self._to, self._export = destination, export
+        self._message_bytes, self._in_place = message_bytes, in_place
         self._outbox, self._delivery = outbox, Delivery(destination.decode_worker)
         self._thread = thread
         self._sending: list[Future[None]] = []
@@ -96,6 +114,8 @@ class MessageStream:
                 ready=ready,
             )
         )
+        if self._message_bytes is None:
+            return 0
         if sum(entry.bytes for entry in self._layers) >= self._message_bytes:
             self._send_message()
         return size
@@ -117,8 +137,7 @@ class MessageStream:
         sending = any(not work.done() for work in self._sending)
         if self._in_place and (sending or self._outbox.unanswered(self._delivery)):
             return False
-        self._export.revoke()
-        return True
+        return self._export.revoke()
 
     def _settle(self, sending: Sequence[Future[None]]) -> None:
         for work in sending:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from . import cuda_ipc, nixl, object_store
+from . import cuda_ipc, mapped, nixl, object_store
 from .protocols import KVReader, KVSender
 
 
@@ -23,6 +23,7 @@ TRANSPORTS: dict[str, Transport] = {
     "object_store": Transport(object_store.sender, object_store.reader),
     "cuda_ipc": Transport(cuda_ipc.sender, cuda_ipc.reader),
     "nixl": Transport(nixl.sender, nixl.reader),
+    "mapped": Transport(mapped.sender, mapped.reader),
 }
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,8 +22,8 @@ from ray.exceptions import RayError
 from ....kernels.compilations import Compilations, Phases, added_up, watch
 from ...leaving import Leaving
 from ...messages.stages import HandoffFailed, Rendezvous, RequestFailed
-from ...messages.states import PREFILL_PREFIX, GroupStats
-from ...progress import progress
+from ...messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX, GroupStats
+from ...progress import Tell, progress
 from ...remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ...replica import Replica
 from ...roles import Group, Stage
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _SWITCH_S = 2e-4
 """The thread that launches may keep the reporting thread waiting for so long."""
 _LEAVE_S = 10.0
+_ASK_AGAIN_S = 0.2
 
 __all__ = ["REPLICA_CPUS", "PrefillGroup", "placement"]
 
@@ -79,14 +81,36 @@ class StageActor:
         sys.setswitchinterval(_SWITCH_S)
         self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")
+        memory = self._decode_workers_memory(tell)
         ends = partial(kv_sender, self._handoff)
         source = RayKVSource(self._handoff.ack_timeout_s)
         tracer = Tracer(provider(self._spans, f"stage{self._number}:{node[:8]}:{os.getpid()}"))
         self._stage = load_stage(
-            self._model, self._config, self._number, None, ends, source=source, tell=tell, tracer=tracer
+            self._model,
+            self._config,
+            self._number,
+            None,
+            ends,
+            memory=memory,
+            source=source,
+            tell=tell,
+            tracer=tracer,
         )
         self._compilations.ready = True
         return node, self._work()
+
+    def _decode_workers_memory(self, tell: Tell) -> Any:
+        """With `handoff.transport: mapped`, wait for the decode worker and map its weights and pages."""
+        if self._handoff.transport != "mapped":
+            return None
+        from ...kv.peer_memory import end_with, map_objects
+
+        tell("waits for the decode worker, whose weights and pages it maps")
+        wanted = pairing(self._model, self._handoff)
+        while (exported := _exported_memory(wanted)) is None:
+            time.sleep(_ASK_AGAIN_S)
+        end_with(exported.pid)
+        return map_objects(exported, self._config.device)
 
     def _work(self) -> ModelWork | None:
         stack = self.hosted.stack
@@ -226,6 +250,18 @@ class PrefillGroup(Replica):
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
         return [number for number, left in leaving.items() if not _succeeded(left)]
+
+
+def _exported_memory(wanted: str) -> Any:
+    """Ask the decode workers that can be found; None: none of this pairing lives."""
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["namespace"] == NAMESPACE and found["name"].startswith(DECODE_PREFIX):
+            with contextlib.suppress(RayError, ValueError):
+                actor = ray.get_actor(found["name"], namespace=NAMESPACE)
+                exported = ray.get(actor.exported_memory.remote(wanted))
+                if exported is not None:
+                    return exported
+    return None
 
 
 def _succeeded(answer: Any) -> bool:

@@ -5,7 +5,7 @@ group."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,7 +106,10 @@ class PrefillStage:
             attempt=request.attempt,
             pages=request.pages,
         )
-        stream = self._sender.open(destination)
+        try:
+            stream = self._sender.open(destination)
+        except HandoffError as error:
+            raise HandoffFailed(str(error)) from error
         self._streams[request.request_id] = stream
         self._open[request.request_id] = OpenPrompt(
             request=request,
@@ -114,18 +117,17 @@ class PrefillStage:
             stream=stream,
             spec=spec,
             states=states,
-            pages_N=self._to_device(np.array(request.pages, dtype=np.int64)),
-            first_page=first_of_run(request.pages),
+            pages_N=self._to_device(np.array(stream.pages, dtype=np.int64)),
+            first_page=first_of_run(stream.pages),
         )
         try:
-            self._fetch_kv(request)
+            if request.start and not stream.has_prefix:
+                self._fetch_kv(request, stream.pages)
         except _REQUEST_ERRORS as error:
             self._drop(request.request_id)
             raise RequestFailed(str(error)) from error
 
-    def _fetch_kv(self, request: OpenRequest) -> None:
-        if not request.start:
-            return
+    def _fetch_kv(self, request: OpenRequest, pages: Sequence[int]) -> None:
         if self.stack.device.type == "cuda":  # an abandoned chunk may still write to what were its pages
             torch.cuda.synchronize(self.stack.device)
         wanted = pieces(request.request_id, self._cache, request.start)
@@ -133,7 +135,7 @@ class PrefillStage:
             if request.serial in self._abandoned:
                 raise RequestFailed(f"request {request.request_id} was abandoned")
             layer = {piece.layer: from_host(kv, piece, self._cache)}
-            self._cache.write_layers(request.pages, piece.start, layer)
+            self._cache.write_layers(pages, piece.start, layer)
 
     @torch.inference_mode()
     def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
@@ -273,6 +275,7 @@ def load_stage(
     activations: Activations | None,
     sender: Callable[[PagedKVCache], KVSender],
     *,
+    memory: tuple[LayerStack, PagedKVCache] | None = None,
     source: KVSource | None = None,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
@@ -282,17 +285,22 @@ def load_stage(
     Args:
         activations: None in a group of one stage.
         sender: makes the hand-off's end for the stage's cache.
+        memory: weights and pages of the decode worker, instead of its own.
         source: of a resumed prompt's K/V; None where none is resumed.
     """
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
-    stack = load_model(model, config.device, stage, config.stages, tell=tell)
+    stack = memory[0] if memory else load_model(model, config.device, stage, config.stages, tell=tell)
     shape, pages = stack.config, pages_for(config.cache_tokens)
     methods = [config.method(name, options) for name, options in config.warmed_up]
     longest = min(config.cache_tokens, shape.positions)
     warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
-    cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
+    cache = (
+        memory[1]
+        if memory
+        else PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
+    )
     ends, place = activations or NoActivations(), {"stage": stage, "stages": config.stages}
     return PrefillStage(
         stack, cache, sender(cache), ends, **place, profile=profile, source=source, tracer=tracer

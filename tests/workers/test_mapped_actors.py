@@ -1,0 +1,205 @@
+"""A stage that maps a decode worker's memory, both on a real Ray: answers, and what a death leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayError
+
+from deltafront.workers.decode.worker import DecodeReplica
+from deltafront.workers.messages.events import PrefillDone, Token
+from deltafront.workers.messages.methods import method_spec
+from deltafront.workers.messages.requests import GenerateJob, PrefillJob, Reservation, Sampling
+from deltafront.workers.messages.states import NAMESPACE
+from deltafront.workers.prefill.group.group import PrefillGroup
+from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, PrefillConfig
+
+from .tiny_model import make_tiny_model, random_ids
+
+TOKENS, NEW, CHUNK = 600, 6, 128
+HANG_S = 300.0
+"""Longest wait for what must happen: a guard against hanging, never a measure."""
+PREFILL = PrefillConfig(stages=1, chunk_tokens=CHUNK, cache_tokens=4096, stream_lease_s=600.0)
+DECODE = DecodeConfig(cache_tokens=4096, page_selection="full", stream_lease_s=600.0)
+
+
+@dataclass
+class Pair:
+    """A decode worker and a prefill group."""
+
+    ray: Any
+    worker: DecodeReplica
+    group: PrefillGroup
+
+    @property
+    def decode(self) -> Any:
+        return self.ray.get_actor(self.worker.name, namespace=NAMESPACE)
+
+    async def reserve(self, name: str) -> None:
+        await self.decode.reserve.remote(
+            Reservation(request_id=name, owner="me", prompt_tokens=TOKENS, max_tokens=NEW)
+        )
+
+    async def read(self, name: str, ids: bytes, chunks: int = 99, **job: Any) -> list[Any]:
+        """Read a prompt, or its first chunks alone."""
+        seen: list[Any] = []
+        asked = PrefillJob(
+            request_id=name, token_ids=ids, method=method_spec("dense"), decode_worker=self.worker.name, **job
+        )
+        async for reference in self.group.head.prefill.remote(asked):
+            seen.append(await reference)
+            if len(seen) >= chunks:
+                break
+        return seen
+
+    async def answer(self, name: str) -> list[int]:
+        job = GenerateJob(request_id=name, sampling=Sampling(max_tokens=NEW, ignore_eos=True))
+        stream = self.decode.generate.options(num_returns="streaming").remote(job)
+        events = [await reference async for reference in stream]
+        return [event.token_id for event in events if isinstance(event, Token)]
+
+    async def used(self) -> int:
+        stats = await self.decode.stats.remote()
+        return int(stats.pages_total - stats.pages_free)
+
+    async def whole(self) -> None:
+        """Until health checks have replaced what is lost."""
+
+        async def alive() -> bool:
+            await self.worker.check_health()
+            await self.group.check_health()
+            await self.decode.stats.remote()
+            await self.group.head.stats.remote()
+            return not await self.group.head.check.remote()
+
+        await until(alive)
+
+
+async def until(true: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while True:
+            try:
+                if await true():
+                    return
+            except (RayError, ValueError):
+                pass
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: Any, model: ModelSpec) -> Iterator[Pair]:
+    handoff = HandoffConfig(transport="mapped")
+    worker = DecodeReplica(model, DECODE, handoff)
+    group = PrefillGroup(model, PREFILL, handoff)
+    yield Pair(cluster, worker, group)
+    group.stop()
+    worker.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Any, model: ModelSpec) -> tuple[bytes, list[int]]:
+    """A prompt, and its answer where K/V is handed over."""
+    ids = random_ids(TOKENS)
+    copied = Pair(cluster, DecodeReplica(model, DECODE), PrefillGroup(model, PREFILL))
+
+    async def answer() -> list[int]:
+        await copied.reserve("a")
+        await copied.read("a", ids)
+        return await copied.answer("a")
+
+    found = asyncio.run(answer())
+    copied.group.stop()
+    copied.worker.stop()
+    return ids, found
+
+
+async def test_the_answer_is_that_of_handed_over_kv_and_nothing_moves(
+    pair: Pair, expected: tuple[bytes, list[int]]
+) -> None:
+    ids, answer = expected
+    await pair.whole()
+    await pair.reserve("a")
+    done = (await pair.read("a", ids))[-1]
+    assert isinstance(done, PrefillDone) and done.report.handoff_bytes == 0
+    assert await pair.answer("a") == answer
+    assert await pair.used() == 0
+
+
+async def test_prompts_side_by_side_do_not_meet(pair: Pair, expected: tuple[bytes, list[int]]) -> None:
+    ids, answer = expected
+    await pair.whole()
+    others = [np.frombuffer(ids, "<u4")[::-1].tobytes(), ids, ids]
+    names = [f"side{n}" for n in range(len(others))]
+    await asyncio.gather(*map(pair.reserve, names))
+    await asyncio.gather(*map(pair.read, names, others))
+    answers = await asyncio.gather(*map(pair.answer, names))
+    assert answers[1] == answers[2] == answer != answers[0]
+    assert await pair.used() == 0
+
+
+async def test_a_stage_that_dies_leaves_the_weights_and_what_it_has_read(
+    pair: Pair, expected: tuple[bytes, list[int]]
+) -> None:
+    ids, answer = expected
+    await pair.whole()
+    decode = pair.worker.name
+    await pair.reserve("b")
+    await pair.read("b", ids, chunks=2)
+    stage = pair.group._stages[0]
+    os.kill(await stage.pulse.options(concurrency_group="notices").remote(), signal.SIGKILL)
+    start = await pair.decode.resume.remote("b", range(0, TOKENS, CHUNK), 1)
+    assert start >= 2 * CHUNK
+    await pair.whole()
+    assert pair.worker.name == decode
+    await pair.read("b", ids, start=start, attempt=1)
+    assert await pair.answer("b") == answer
+    assert await pair.used() == 0
+
+
+async def test_a_prompt_that_is_given_up_frees_its_pages(
+    pair: Pair, expected: tuple[bytes, list[int]]
+) -> None:
+    ids, answer = expected
+    await pair.whole()
+    await pair.reserve("c")
+    await pair.read("c", ids, chunks=1)
+    await pair.decode.cancel.remote("c")
+    assert await pair.used() == 0
+    await pair.reserve("d")
+    await pair.read("d", ids)
+    assert await pair.answer("d") == answer
+
+
+async def test_a_decode_worker_that_dies_takes_the_stage_along_and_both_come_back(
+    pair: Pair, expected: tuple[bytes, list[int]]
+) -> None:
+    ids, answer = expected
+    await pair.whole()
+    first = pair.worker.name
+    stage = pair.group._stages[0]
+    pid = await stage.pulse.options(concurrency_group="notices").remote()
+    pair.ray.kill(pair.decode)
+
+    async def ended() -> bool:
+        return not Path(f"/proc/{pid}").exists()
+
+    await until(ended)
+    await pair.whole()
+    assert pair.worker.name != first
+    await pair.reserve("e")
+    await pair.read("e", ids)
+    assert await pair.answer("e") == answer
+    assert await pair.used() == 0

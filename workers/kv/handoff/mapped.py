@@ -1,0 +1,137 @@
+"""One copy on one GPU: a stage maps the decode worker's pages and writes a prompt's K/V there, so nothing is
+handed over. An announcement says that K/V is complete.
+
+The decode worker owns the memory. It keeps a request's pages while a stage has them open: until the stage has
+closed them, once its device writes no more, or its process is gone. A stage ends with the decode worker whose
+memory it maps (docs/decisions/0024).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...messages.requests import DecodeFailed
+from ...messages.stages import KVAnnouncement, PageWriter
+from ...settings import HandoffConfig
+from ..cache import PagedKVCache
+from ..pages.request_pages import RequestPages
+from ..peer_memory import PeerMemory, home, peer_memory, when_gone
+from .outbox import ActorOutbox, PageOpener
+from .protocols import Destination, HandoffError, UsePages, described
+from .stream import MessageStream
+
+
+class MappedSender:
+    """A `KVSender`. opener: asks decode workers for pages. background: as in `MessageSender`."""
+
+    def __init__(self, peers: PeerMemory, outbox: PageOpener, *, background: bool) -> None:
+        self._peers, self._outbox = peers, outbox
+        self._thread = ThreadPoolExecutor(1, "kv-send") if background else None
+
+    def open(self, destination: Destination) -> MessageStream:
+        writer = PageWriter(
+            request_id=destination.request_id,
+            attempt=destination.attempt,
+            home=self._peers.home,
+            pid=os.getpid(),
+        )
+        worker = destination.decode_worker
+        pages = self._outbox.open_pages(worker, writer)
+        close = partial(self._outbox.close_pages, worker, writer)
+        return MessageStream(
+            replace(destination, pages=pages),
+            MappedExport(self._peers.mark, close),
+            self._outbox,
+            self._thread,
+            message_bytes=None,
+            in_place=True,
+        )
+
+
+class MappedExport:
+    """A `stream.KVExport`. mark: as `PeerMemory.mark`. close: gives the pages back."""
+
+    def __init__(self, mark: Callable[[], Any], close: Callable[[], None]) -> None:
+        self._mark, self._close = mark, close
+        self._last: Any = None
+        self._revoked = self._closed = False
+
+    def layer(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[None, Any]:
+        return None, self._mark()
+
+    def payload(self, layers: Sequence[Any]) -> None:
+        return None
+
+    def revoke(self) -> bool:
+        """An abandoned chunk may still be on its way through the device."""
+        if not self._revoked:
+            self._revoked, self._last = True, self._mark()
+        if not self._closed and (self._last is None or self._last.query()):
+            self._closed, self._last = True, None
+            self._close()
+        return self._closed
+
+
+class MappedReader:
+    """A `KVReader` of K/V that is where it belongs."""
+
+    async def read(
+        self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
+    ) -> int | None:
+        if announcement.payload is not None:
+            raise HandoffError(f"{described(announcement)} lies elsewhere, not in the decode worker's pages")
+        with use_pages() as pages:
+            return None if pages is None else 0
+
+
+class PageWriters:
+    """Keeps requests' pages while stages write to them. Used on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._open: dict[PageWriter, ExitStack] = {}
+        self._watched: set[int] = set()
+
+    def open(self, writer: PageWriter, pages: RequestPages) -> tuple[int, ...]:
+        """Return the page table. Raises DecodeFailed if the stage cannot write there."""
+        if writer.home != home():
+            raise DecodeFailed(
+                f"a stage elsewhere ({writer.home}; here: {home()}) cannot write "
+                "to these pages: with handoff.transport: mapped both are in one container of one host"
+            )
+        if writer in self._open:
+            raise DecodeFailed(f"the stage has opened the pages of {writer.request_id} before")
+        with ExitStack() as use:
+            table = use.enter_context(pages.use())
+            if table is None:
+                raise DecodeFailed(f"request {writer.request_id} has ended")
+            self._open[writer] = use.pop_all()
+        if writer.pid not in self._watched:
+            self._watched.add(writer.pid)
+            when_gone(writer.pid, partial(self._gone, writer.pid))
+        return table
+
+    def close(self, writer: PageWriter) -> None:
+        if writer in self._open:
+            self._open.pop(writer).close()
+
+    def _gone(self, pid: int) -> None:
+        self._watched.discard(pid)
+        for writer in [writer for writer in self._open if writer.pid == pid]:
+            self.close(writer)
+
+
+def sender(config: HandoffConfig, cache: PagedKVCache) -> MappedSender:
+    outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
+    return MappedSender(peer_memory(cache.device), outbox, background=cache.device.type == "cuda")
+
+
+def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> MappedReader:
+    return MappedReader()
