@@ -4,8 +4,8 @@
 
 Random weights attend evenly, so `dpxa` gets its density as a share of each row's tiles; the selector scores
 and ranks as ever. Every start is a row (`ready_cold` where the kernel cache was empty, else `ready_warm`).
-`--decode-gpu last` decodes on a stage's GPU, `mapped` there too, with one copy of weights and K/V
-(`handoff.transport: mapped`), `own` on one more, `none` on the host's processors (for first tokens alone). gpus in the rows counts those of prefill.
+`--decode-gpu last` decodes on a stage's GPU, `mapped` there with one copy of weights and K/V, `own` on one
+more, `none` on the host's processors (for first tokens alone). gpus in the rows counts those of prefill.
 
 Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
 (the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
