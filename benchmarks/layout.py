@@ -17,8 +17,8 @@ class Layout:
     """A deployment's processes and their GPUs.
 
     stages: of one prefill group. ranks: of a decode worker. gpus_per_stage, gpus_per_rank: less than 1 where
-    a stage and a rank share a GPU: the rank then has what the stage leaves. stage_gpu_gib, rank_gpu_gib:
-    memory of the GPUs they run on.
+    a stage and a rank share a GPU: the rank then has what the stage leaves, all but a reserve where the stage
+    maps the rank's memory (mapped). stage_gpu_gib, rank_gpu_gib: memory of the GPUs they run on.
     """
 
     groups: int
@@ -29,6 +29,7 @@ class Layout:
     ranks: int
     gpus_per_rank: float
     rank_gpu_gib: float
+    mapped: bool = False
 
     @property
     def gpus(self) -> float:
@@ -85,7 +86,8 @@ def fit(
         )
 
     prefill = sized(1, layout.stage_gpu_gib, layout.stages)
-    stage_gib = prefill.stage_bytes / GIB + RESERVE_GIB if layout.shared else 0.0
+    stage_gib = RESERVE_GIB if layout.shared else 0.0
+    stage_gib += prefill.stage_bytes / GIB if layout.shared and not layout.mapped else 0.0
     return Fit(
         layout,
         prefill=prefill,
@@ -104,13 +106,16 @@ def row(found: Fit) -> list[str]:
     needed = (
         "no number of stages fits" if found.stages_needed is None else f"needs {found.stages_needed} stages"
     )
+    reads = f"{layout.groups * layout.stages} × {stage:.1f}"
+    if not prefill.stages:
+        reads = f"does not fit: {stage:.1f}, {needed}"
+    elif layout.mapped:
+        reads = "the rank's"
     return [
         prefill.model if prefill.quantisation is None else f"{prefill.model}, {prefill.quantisation}",
         f"{prefill.tokens:,}",
         "–" if found.gpus is None else f"{found.gpus:g}",
-        f"{layout.groups * layout.stages} × {stage:.1f}"
-        if prefill.stages
-        else f"does not fit: {stage:.1f}, {needed}",
+        reads,
         f"{layout.workers} × {worker}" if found.contexts else f"does not fit: {worker}",
         str(found.contexts or "–"),
     ]

@@ -50,6 +50,7 @@ class Overlay:
             decode.tensor_parallel,
             decode.gpus,
             self._gpu_gib(dict(decode.node_labels)),
+            mapped=self.config.handoff.transport == "mapped",
         )
 
     def _gpu_gib(self, node_labels: Mapping[str, str]) -> float:
@@ -150,6 +151,8 @@ def row(overlay: Overlay) -> list[str]:
         stage = stage_bytes(shape, prefill.stages, prefill.cache_tokens, model.dtype, model.quantisation)
         rank = rank_bytes(shape, ranks, decode.cache_tokens, model.dtype, model.quantisation)
         stages, workers = f"{stages} × {stage / GIB:.1f} GiB", f"{workers} × {rank / GIB:.1f} GiB"
+        if overlay.config.handoff.transport == "mapped":
+            stages = "1, maps decode's"
     return [
         f"`{overlay.name}`",
         overlay.config.door.display_name,

@@ -17,7 +17,7 @@ from typing import Any
 from deltafront.benchmarks.harness import write_json
 
 Row = dict[str, Any]
-Key = tuple[str, int, int, int]
+Key = tuple[str, int, int, int, str]
 BATCH = 4
 """Requests that decode together, beside one alone."""
 _GROUPS = "_groups_"
@@ -38,7 +38,10 @@ def throughput_row(method: str, rate: float, tokens: int, gpus: int, groups: int
 
 
 def key(one: Row) -> Key:
-    return str(one["case"]), int(one["tokens"]), int(one["gpus"]), int(one.get("ranks", 1))
+    """Rows that measure the same have equal keys. The last part tells how K/V is held."""
+    held = [one["decode_gpu"]] if one.get("decode_gpu") == "mapped" else []
+    held += [one["kv_dtype"]] if "kv_dtype" in one else []
+    return str(one["case"]), int(one["tokens"]), int(one["gpus"]), int(one.get("ranks", 1)), " ".join(held)
 
 
 def merged(old: Mapping[str, Any] | None, rows: Iterable[Row], gpu: str, commit: str) -> dict[str, Any]:
@@ -66,19 +69,20 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
     """What follows from the measured rows: efficiency of a pipeline against one GPU, the hand-off's share of
     a time to first token, projections over their plain products, DELTA over full, several groups over one.
     Only rows of one commit are compared."""
-    for (case, tokens, gpus, ranks), one in rows.items():
-        of_ranks = {} if ranks == 1 else {"ranks": ranks}
+    for (case, tokens, gpus, ranks, held), one in rows.items():
+        like: Row = {name: one[name] for name in ("ranks", "kv_dtype") if name in one}
+        like |= {"decode_gpu": "mapped"} if one.get("decode_gpu") == "mapped" else {}
         mark = {"commit": one["commit"]} if "commit" in one else {}
 
-        def ratio(name: str, value: float, one: Row = one, mark: Row = mark, of_ranks: Row = of_ranks) -> Row:
+        def ratio(name: str, value: float, one: Row = one, mark: Row = mark, like: Row = like) -> Row:
             at = {"tokens": one["tokens"], "gpus": one["gpus"], "density": one["density"]}
-            return {**row(name, round(value, 4), "ratio", **at), **of_ranks, **mark}
+            return {**row(name, round(value, 4), "ratio", **at), **like, **mark}
 
         def beside(place: Key, one: Row = one) -> Row | None:
             other = rows.get(place)
             return other if other is not None and other.get("commit") == one.get("commit") else None
 
-        alone, products = beside((case, tokens, 1, 1)), beside(("linear_products", tokens, gpus, 1))
+        alone, products = beside((case, tokens, 1, 1, "")), beside(("linear_products", tokens, gpus, 1, ""))
         if case in ("ttft_dense", "ttft_dpxa") and gpus > 1 and alone is not None:
             yield ratio(case.replace("ttft", "efficiency"), alone["value"] / (gpus * one["value"]))
         if case == "ttft_dpxa":
@@ -88,10 +92,10 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
             if products is not None:
                 yield ratio("projection_ratio", parts["prefill.projection"] / products["value"])
         name, _, groups = case.partition(_GROUPS)
-        if groups and (group := beside((name, tokens, gpus // int(groups), ranks))) is not None:
+        if groups and (group := beside((name, tokens, gpus // int(groups), ranks, held))) is not None:
             yield ratio(
                 name.replace("prompts_per_s", f"groups_{groups}_over_1"), one["value"] / group["value"]
             )
-        delta = beside((f"batch{BATCH}_token_delta", tokens, gpus, ranks))
+        delta = beside((f"batch{BATCH}_token_delta", tokens, gpus, ranks, held))
         if case == f"batch{BATCH}_token_full" and delta is not None:
             yield ratio(f"batch{BATCH}_full_over_delta", one["value"] / delta["value"])

@@ -53,10 +53,16 @@ class HostUse:
     ranks: int
     beside: bool
 
+    @property
+    def mapped(self) -> bool:
+        """Whether the stage maps the decode worker's memory."""
+        return self.beside and self.stages == self.ranks == 1
+
 
 @dataclass(frozen=True)
 class HostPlan:
-    """prefill_tokens, decode_tokens: `cache_tokens` of both. stage_bytes, rank_bytes: with that K/V."""
+    """prefill_tokens, decode_tokens: `cache_tokens` of both. stage_bytes, rank_bytes: with that K/V, and
+    without what the stage maps."""
 
     use: HostUse
     tokens: int
@@ -89,7 +95,7 @@ def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
     """Fill the GPUs. prompts: contexts in the stages' room. None: decode has no room for as many."""
     context = cache_tokens(demand.tokens)
     how = demand.dtype, use.quantisation
-    stage = stage_bytes(demand.model, use.stages, prompts * context, *how)
+    stage = _stage_bytes(demand, use, prompts * context)
     weights = rank_bytes(demand.model, use.ranks, 0, *how)
     page = rank_bytes(demand.model, use.ranks, PAGE_TOKENS, *how) - weights
     left = demand.room - weights
@@ -99,7 +105,14 @@ def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
     if stage > demand.room or pages * PAGE_TOKENS < max(prompts, demand.concurrency) * context:
         return None
     tokens = pages * PAGE_TOKENS
-    return HostPlan(use, demand.tokens, prompts * context, tokens, stage, weights + pages * page)
+    prefill_tokens = tokens if use.mapped else prompts * context
+    return HostPlan(use, demand.tokens, prefill_tokens, tokens, stage, weights + pages * page)
+
+
+def _stage_bytes(demand: Demand, use: HostUse, cache_tokens: int) -> int:
+    if use.mapped:
+        return 0
+    return stage_bytes(demand.model, use.stages, cache_tokens, demand.dtype, use.quantisation)
 
 
 def longest(demand: Demand) -> HostPlan | None:
@@ -132,7 +145,7 @@ def missing_bytes(demand: Demand) -> int:
 
 def _excess(demand: Demand, use: HostUse) -> int:
     context, how = cache_tokens(demand.tokens), (demand.dtype, use.quantisation)
-    stage = stage_bytes(demand.model, use.stages, context, *how) - demand.room
+    stage = _stage_bytes(demand, use, context) - demand.room
     rank = rank_bytes(demand.model, use.ranks, demand.concurrency * context, *how) - demand.room
     return stage + rank + int(demand.gpu_gib * GIB) if use.beside else max(stage, rank)
 
@@ -149,7 +162,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "chunk_tokens": chunk,
         "cache_tokens": found.prefill_tokens,
         "device": "cuda",
-        "gpus_per_stage": 1,
+        "gpus_per_stage": 0.5 if use.mapped else 1,
         "warm_up": ["dense", "dpxa"],
     }
     decode = {
@@ -157,10 +170,11 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "cache_tokens": found.decode_tokens,
         "page_selection": "full",
         "device": "cuda",
-        "gpus": 0 if use.beside else 1,
+        "gpus": 0.5 if use.mapped else int(not use.beside),
         "warm_up": True,
     }
-    return {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": "cuda_ipc"}}
+    transport = "mapped" if use.mapped else "cuda_ipc"
+    return {"model": model, "prefill": prefill, "decode": decode, "handoff": {"transport": transport}}
 
 
 def explained(demand: Demand, found: HostPlan) -> list[str]:
@@ -172,7 +186,10 @@ def explained(demand: Demand, found: HostPlan) -> list[str]:
     if use.quantisation:
         tried = "they do not fit in 16 bits" if None in demand.quantisations else "as asked for"
         kind = f"{use.quantisation}: the layers' matrices in 8 bits, {tried}"
-    if use.beside:
+    if use.mapped:
+        where = "0.5: the stage has the other half, and maps the decode worker's weights and K/V"
+        kept, most = 2 * kept, "+"
+    elif use.beside:
         where = (
             f"0: ranks stand beside stages, so weights are there twice, {weights:.1f} GiB of a GPU for ranks"
         )

@@ -164,6 +164,21 @@ def test_groups_are_compared_with_one_of_as_many_stages(tmp_path: Path) -> None:
     assert found == {"groups_2_over_1_dpxa": 1.96}
 
 
+def test_one_copy_and_8_bits_are_rows_of_their_own(tmp_path: Path) -> None:
+    one = {**rows.row("memory", 68.4, "GiB", tokens=1024), "decode_gpu": "last"}
+    found = rows.merge_into(
+        tmp_path / "r.json",
+        [one, {**one, "decode_gpu": "mapped"}, {**one, "kv_dtype": "fp8"}, {**one, "decode_gpu": "own"}],
+        "GPU",
+        "first",
+    )
+    assert [(row["decode_gpu"], row.get("kv_dtype")) for row in found["rows"]] == [
+        ("own", None),
+        ("last", "fp8"),
+        ("mapped", None),
+    ]
+
+
 def test_rows_of_several_runs_fill_one_file(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     one = ttft(

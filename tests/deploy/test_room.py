@@ -66,6 +66,8 @@ def test_weights_and_kv_fit_the_gpus_that_are_asked_for(overlay: str) -> None:
     needs = {"prefill": stage_bytes(shape, prefill.stages, prefill.cache_tokens, dtype) + RESERVE_GIB * GIB}
     group = dict(decode.node_labels)["ray.io/node-group"]
     rank = rank_bytes(shape, decode.tensor_parallel, decode.cache_tokens, dtype) + RESERVE_GIB * GIB
+    if config.handoff.transport == "mapped":
+        needs["prefill"] = RESERVE_GIB * GIB
     needs[group] = rank + (needs[group] if decode.gpus < 1 else 0)
     for name, need in needs.items():
         affinity = worker_groups(overlay)[name]["template"]["spec"]["affinity"]["nodeAffinity"]

@@ -113,7 +113,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         (
             "handoff",
             {"transport": "rdma"},
-            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc' or 'nixl'",
+            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc', 'nixl' or 'mapped'",
         ),
         (
             "handoff",
@@ -123,7 +123,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         (
             "handoff",
             {"transport": "in_process"},
-            "handoff.transport = 'in_process': must be 'object_store', 'cuda_ipc' or 'nixl'",
+            "handoff.transport = 'in_process': must be 'object_store', 'cuda_ipc', 'nixl' or 'mapped'",
         ),
         (
             "prefill",
@@ -178,6 +178,36 @@ def test_nixl_needs_its_package_and_works_on_any_device(monkeypatch: pytest.Monk
         parse(content("handoff", transport="nixl"))
     monkeypatch.setattr("deltafront.service.config.find_spec", lambda name: name)
     assert parse(content("handoff", transport="nixl")).handoff.transport == "nixl"
+
+
+MAPPED: dict[str, dict[str, Any]] = {
+    "prefill": {"stages": 1, "cache_tokens": 4096},
+    "decode": {"cache_tokens": 4096, "page_selection": "full"},
+    "handoff": {"transport": "mapped"},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "problem"),
+    [
+        ("prefill", {"stages": 2}, "prefill.stages = 2: must be 1"),
+        ("prefill", {"groups": 2}, "prefill.groups = 2: must be 1"),
+        ("prefill", {"max_groups": 3}, "prefill.groups = 3: must be 1"),
+        ("decode", {"workers": 2}, "decode.workers = 2: must be 1"),
+        ("decode", {"max_workers": 2}, "decode.workers = 2: must be 1"),
+        ("decode", {"tensor_parallel": 2}, "decode.tensor_parallel = 2: must be 1"),
+        ("decode", {"device": "cuda"}, r"prefill.device = cpu: must be decode.device \(cuda\)"),
+        ("decode", {"cache_tokens": 8192}, r"prefill.cache_tokens = 4096: must be .* \(8192\), since both"),
+        ("decode", {"surge": True}, "prefill.surge and decode.surge: must be false"),
+    ],
+)
+def test_one_stage_maps_the_memory_of_one_decode_worker(
+    section: str, values: dict[str, Any], problem: str
+) -> None:
+    whole = {**content(), **MAPPED}
+    assert parse(whole).handoff.transport == "mapped"
+    with pytest.raises(ConfigError, match=f"{problem}.*, with handoff.transport: mapped"):
+        parse({**whole, section: {**MAPPED.get(section, {}), **values}})
 
 
 @pytest.mark.parametrize(
