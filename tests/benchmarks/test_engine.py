@@ -192,12 +192,12 @@ def test_rows_of_several_runs_fill_one_file(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == whole and whole["commit"] == "second"
     found = {rows.key(row): row for row in whole["rows"]}
     assert len(found) == len(whole["rows"])
-    assert found["ttft_dense", 1024, 1, 1]["value"] == 8.0, "replaced"
-    assert "commit" not in found["ttft_dense", 1024, 1, 1]
-    assert found["ttft_dpxa", 1024, 1, 1]["commit"] == "first"
-    assert found["projection_ratio", 1024, 1, 1]["value"] == pytest.approx(1.1)
-    assert found["handoff_share", 1024, 1, 1]["value"] == pytest.approx(0.05)
-    assert found["projection_ratio", 1024, 1, 1]["commit"] == "first"
+    assert found["ttft_dense", 1024, 1, 1, ""]["value"] == 8.0, "replaced"
+    assert "commit" not in found["ttft_dense", 1024, 1, 1, ""]
+    assert found["ttft_dpxa", 1024, 1, 1, ""]["commit"] == "first"
+    assert found["projection_ratio", 1024, 1, 1, ""]["value"] == pytest.approx(1.1)
+    assert found["handoff_share", 1024, 1, 1, ""]["value"] == pytest.approx(0.05)
+    assert found["projection_ratio", 1024, 1, 1, ""]["commit"] == "first"
     assert not {name for name, *_ in found if name.startswith("efficiency")}, "of two commits"
     alone = rows.merge_into(path, [ttft("ttft_dpxa", 4.0)], "GPU", "second")
     assert {row["value"] for row in alone["rows"] if row["case"] == "efficiency_dpxa"} == {0.8}
