@@ -26,6 +26,7 @@ from ..workers.model.calibrated.profile import Profile
 from ..workers.model.directory.json_files import ModelError
 from ..workers.model.directory.model_config import ModelConfig
 from ..workers.model.directory.store import profile_file
+from ..workers.model.families.registry import FamilyError, load_families
 from ..workers.settings import (
     Count,
     DecodeConfig,
@@ -145,10 +146,17 @@ class ServiceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
-        problems = [*self._method_problems(), *self._contradictions()]
+        problems = [*self._family_problems(), *self._method_problems(), *self._contradictions()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _family_problems(self) -> Iterator[str]:
+        for module in self.model.family_modules:
+            try:
+                load_families(module)
+            except FamilyError as error:
+                yield f"model.family_modules: {error}"
 
     def _method_problems(self) -> Iterator[str]:
         for module in self.prefill.method_modules:  # these register names

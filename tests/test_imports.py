@@ -34,8 +34,10 @@ ROOMS = {
     "workers.progress": "",
     "workers.tracing": "",
     "workers.model": "",
-    "workers.model.directory": "workers.settings workers.model.weights.gguf_source",
-    "workers.model.weights": "workers.settings workers.progress workers.model.directory kernels",
+    "workers.model.families": "",
+    "workers.model.directory": "workers.settings workers.model.families workers.model.weights.gguf_source",
+    "workers.model.weights": """workers.settings workers.progress workers.model.families
+        workers.model.directory kernels""",
     "workers.model.decoder": """workers.settings workers.progress workers.model.directory
         workers.model.weights kernels""",
     "workers.model.calibrated": "workers.settings workers.model.directory kernels",
@@ -53,8 +55,8 @@ ROOMS = {
         workers.leaving workers.progress workers.rendezvous workers.tracing workers.model workers.kv
         kernels""",
     "service.errors": "",
-    "service.config": """workers.messages workers.settings workers.tracing workers.model.directory
-        workers.model.calibrated""",
+    "service.config": """workers.messages workers.settings workers.tracing workers.model.families
+        workers.model.directory workers.model.calibrated""",
     "service.metrics": "workers.messages service.errors",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
     "service.request": """workers.messages workers.roles workers.settings workers.model.directory
@@ -257,6 +259,7 @@ TORCH_FREE = [
     "service.cli.size",
     "workers.messages.stages",
     "workers.settings",
+    "workers.model.families.registry",
     "workers.model.directory.digest",
     "workers.model.directory.headers",
     "workers.model.directory.layer_shares",

@@ -52,15 +52,17 @@ class ModelSpec:
     """A model, and changes to it.
 
     path: a model directory, the embedded default's name, a .gguf file or a hub id. adapter: a PEFT LoRA
-    directory merged at load. rope_theta, max_position_embeddings: replace the model's. profile: its
-    calibration file. quantisation: `fp8` holds and multiplies the layers' matrices in 8 bits on GPUs, with a
-    factor for each output channel and token; head, attention and K/V stay in `dtype`.
+    directory merged at load. family_modules: modules outside the package that register families.
+    rope_theta, max_position_embeddings: replace the model's. profile: its calibration file. quantisation:
+    `fp8` holds and multiplies the layers' matrices in 8 bits on GPUs, with a factor for each output channel
+    and token; head, attention and K/V stay in `dtype`.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     path: Annotated[str, Field(min_length=1)]
     adapter: str | None = None
+    family_modules: tuple[str, ...] = ()
     dtype: Dtype = "bfloat16"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     max_position_embeddings: Count | None = None

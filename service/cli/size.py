@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from ...workers.model.directory.model_config import ModelConfig, RopeConfig
+from ...workers.model.directory.model_config import ModelConfig
+from ...workers.model.directory.rope_config import RopeConfig
 from ...workers.settings import Dtype, Quantisation
 
 GIB = 1 << 30

@@ -19,6 +19,7 @@ from deltafront.service.cli.size import SHAPES
 from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.families import registry
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))
@@ -257,6 +258,30 @@ def test_methods_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pyte
     assert parse(named.model_dump(mode="json")) == named
     with pytest.raises(ConfigError, match=r"door\.default_method: mine_whole reads whole prompts only"):
         parse({**content("prefill", **mine), "door": {"default_method": "mine_whole"}})
+
+
+OUTSIDE_FAMILY = """
+from deltafront.workers.model.families.family import Family
+from deltafront.workers.model.families.registry import register
+register(Family(name="Mine", architecture="{0}ForCausalLM", model_type="{0}", fixed={{"qkv_bias": True}}))
+"""
+
+
+@mock.patch.dict(registry.FAMILIES)
+def test_families_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "LlamaForCausalLM" in registry.FAMILIES
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "family_of_mine.py").write_text(OUTSIDE_FAMILY.format("Mine"))
+    (tmp_path / "family_of_llama.py").write_text(OUTSIDE_FAMILY.format("Llama"))
+    for module, says in (
+        ("family_not_there", "cannot be imported"),
+        ("family_of_llama", "cannot be imported.*'LlamaForCausalLM' is another family's already"),
+    ):
+        with pytest.raises(ConfigError, match=f"model.family_modules: {module} {says}"):
+            parse(content("model", family_modules=[module]))
+    named = parse(content("model", family_modules=["family_of_mine"]))
+    assert parse(named.model_dump(mode="json")) == named
+    assert registry.FAMILIES["MineForCausalLM"].fixed == {"qkv_bias": True}
 
 
 def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:

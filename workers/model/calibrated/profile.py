@@ -21,8 +21,8 @@ from ....kernels.options import ScoredOptions, Value
 from ...settings import Count, DecodeConfig, Layer, ModelSpec
 from ..directory.digest import model_digest
 from ..directory.json_files import ModelError
-from ..directory.model_config import ModelConfig, read_config
-from ..directory.store import model_directory, profile_file
+from ..directory.model_config import ModelConfig, config_of
+from ..directory.store import profile_file
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
 """Levels stand for these, or they decide whether the method is used. Other options shape scores and forced
@@ -183,7 +183,7 @@ def load_profile(model: ModelSpec) -> Profile | None:
     except ModelError as error:
         raise ProfileError(f"model.profile: {error}") from None
     try:
-        profile.check(read_config(model_directory(model.path), model.overrides), model_digest(model))
+        profile.check(config_of(model), model_digest(model))
     except ProfileError as error:
         raise ProfileError(f"model.profile: {path}: {error}") from None
     return profile

@@ -10,7 +10,7 @@ import torch
 from ...progress import Tell, silent
 from ...settings import ModelSpec
 from ..directory.json_files import ModelError
-from ..directory.model_config import read_config
+from ..directory.model_config import config_of
 from ..directory.store import adapter_directory, model_directory
 from ..weights.stack_weights import StackSpec, read_stack
 from .collectives import SINGLE_RANK, Collectives
@@ -43,8 +43,8 @@ def load_model(
         ValueError: The dtype is unknown.
     """
     _check_quantisation(model, torch.device(device))
+    config = config_of(model)
     directory = model_directory(model.path)
-    config = read_config(directory, model.overrides)
     share = config.split(stages)[stage]
     spec = StackSpec(
         config=config,

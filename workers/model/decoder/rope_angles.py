@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..directory.json_files import ModelError
-from ..directory.model_config import RopeConfig
+from ..directory.rope_config import RopeConfig
 
 
 class Rope:

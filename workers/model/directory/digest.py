@@ -18,7 +18,7 @@ from gguf import GGUFReader
 from ...settings import ModelSpec
 from .headers import read_header
 from .json_files import ModelError, read_json
-from .model_config import read_config
+from .model_config import config_of
 from .store import adapter_directory, gguf_parts, model_directory, weight_file, weight_index
 
 SAMPLE_BYTES = 4096
@@ -36,10 +36,10 @@ Tensor = tuple[str, str, list[int], bytes]
 
 def model_digest(model: ModelSpec) -> str:
     """Return a sha256 in hexadecimal. Raises ModelError."""
-    directory = model_directory(model.path)
-    shape = dataclasses.asdict(read_config(directory, model.overrides))
+    shape = dataclasses.asdict(config_of(model))
     digest = hashlib.sha256()
-    _add(digest, {key: value for key, value in shape.items() if key not in _LEFT_OUT}, _weights(directory))
+    about = {key: value for key, value in shape.items() if key not in _LEFT_OUT}
+    _add(digest, about, _weights(model_directory(model.path)))
     if model.adapter is not None:
         adapter = adapter_directory(model.adapter)
         config = read_json(adapter / "adapter_config.json")

@@ -11,7 +11,7 @@ from .json_files import ModelError, read_json, refuse_pointer
 from .model_config import EMBEDDING, HEAD, ModelConfig, Shape
 from .quantised import FLOATS, Quantised, has_kv_scales, is_ignored, quantised_form
 from .store import weight_file, weight_index
-from .text_part import text_names
+from .text_part import own_names
 
 _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"
@@ -69,7 +69,7 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
     if stored is None:
         return
     stored = {
-        own: stored[name] for own, name in text_names(stored, read_json(directory / "config.json")).items()
+        own: stored[name] for own, name in own_names(stored, read_json(directory / "config.json")).items()
     }
     form, expected = quantised_form(directory), config.shapes()
     if form is not None:

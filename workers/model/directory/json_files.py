@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
+
+
+def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json has no {key!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key} = {value!r} is not a positive whole number")
+    return value
+
+
+def positive_number(where: str, key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{where}: {key} = {value!r} is not a number above 0")
+    return float(value)

@@ -1,27 +1,23 @@
-"""Reads config.json, the shape of a Llama-family decoder."""
+"""Reads config.json, the shape of a decoder. What differs between families is in `families`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .json_files import ModelError, read_json, read_json_or_empty
+from ...settings import ModelSpec
+from ..families.family import OPTIONAL, Family
+from ..families.registry import FAMILIES, family_of, load_families
+from .json_files import ModelError, positive_int, positive_number, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
 from .quantised import quantised_form
+from .rope_config import RopeConfig, positions, read_rope, refuse_unscaled, resolved
+from .store import model_directory
 from .text_part import text_config
 from .tokenizer_files import end_tokens
-
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-}
-"""transformers' `model_type` → architecture."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -30,31 +26,10 @@ Shape = tuple[int, ...]
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
 """Keys of config.json that a deployment may override."""
 
-_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "factors": ("factors",),
-}
-"""Keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3 scaling."""
-
 _SPLIT_TOKENS = 512
 """Tokens per row of the LM head."""
 _SPLIT_KEYS = 5_700
 """Keys of each query: half of 131,072, times 0.087, `dpxa`'s share of dense attention's time."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """scaling always has a `rope_type`."""
-
-    theta: float
-    scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
-
-    @property
-    def kind(self) -> str:
-        return str(self.scaling["rope_type"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +151,13 @@ def _linear(module: str, rows: int, columns: int, bias: bool) -> dict[str, Shape
     return weight | {f"{module}.bias": (rows,)} if bias else weight
 
 
+def config_of(model: ModelSpec) -> ModelConfig:
+    """Register the model's family modules and read its config.json. Raises ModelError or FamilyError."""
+    for module in model.family_modules:
+        load_families(module)
+    return read_config(model_directory(model.path), model.overrides)
+
+
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read config.json, and end tokens from all files that name some.
 
@@ -190,158 +172,59 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     for key in extra:
         if key not in OVERRIDES:
             raise ModelError(f"model override {key!r} is unknown; known: {', '.join(sorted(OVERRIDES))}")
-    architecture = _architecture(raw)
-    rope = _rope(raw, extra)
-    _refuse_unscaled(extra, raw, rope)
-    raw = {**raw, **extra}
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
+    family = served_family(raw)
+    raw = family.own_config(raw)
+    rope = read_rope(raw, extra, family)
+    refuse_unscaled(extra, raw, rope)
+    _refuse_unread(raw, family)
     quantised_form(Path(directory), raw)
-    heads, hidden = _positive_int(raw, "num_attention_heads"), _positive_int(raw, "hidden_size")
-    default_dim = 128 if architecture in ("Qwen3ForCausalLM", "SeedOssForCausalLM") else hidden // heads
-    config = ModelConfig(
-        architecture=architecture,
-        layers=_positive_int(raw, "num_hidden_layers"),
-        hidden=hidden,
-        intermediate=_positive_int(raw, "intermediate_size"),
-        q_heads=heads,
-        kv_heads=_positive_int(raw, "num_key_value_heads", heads),
-        head_dim=_positive_int(raw, "head_dim", default_dim),
-        vocab=_positive_int(raw, "vocab_size"),
-        positions=_positions(raw, rope, extra),
-        rms_eps=_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        rope=rope,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        **_biases(raw, architecture),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        eos_ids=_eos_ids(Path(directory), raw),
-    )
+    heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")
+    reach, biased = positions(raw, rope, extra), bool(raw.get("attention_bias"))
+    fields: dict[str, Any] = {
+        "architecture": family.architecture,
+        "layers": positive_int(raw, "num_hidden_layers"),
+        "hidden": hidden,
+        "intermediate": positive_int(raw, "intermediate_size"),
+        "q_heads": heads,
+        "kv_heads": positive_int(raw, "num_key_value_heads", heads),
+        "head_dim": positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads)),
+        "vocab": positive_int(raw, "vocab_size"),
+        "positions": reach,
+        "rms_eps": positive_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        "rope": resolved(rope, raw, reach),
+        "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "qkv_bias": biased,
+        "o_bias": bool(raw["attention_out_bias"]) if "attention_out_bias" in family.implied else biased,
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "eos_ids": _eos_ids(Path(directory), raw),
+    }
+    config = ModelConfig(**fields | dict(family.fixed))
     _refuse_uneven_heads(config)
-    _refuse_sliding_window(raw, config)
+    _refuse_sliding_window(raw, config, family)
     _refuse_dual_chunks(raw, config)
     return config
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
-    named = raw.get("architectures") or [ARCHITECTURES.get(str(raw.get("model_type")), raw.get("model_type"))]
+def served_family(raw: Mapping[str, Any]) -> Family:
+    """Return the family of a language model's config.json. Raises ModelError if it is not served."""
+    named = raw.get("architectures") or [raw.get("model_type")]
     if not isinstance(named, list):
         raise ModelError(f"config.json: architectures = {named!r} is not a list")
-    if named[0] not in ARCHITECTURES.values():
-        raise ModelError(
-            f"architecture {named[0]!r} is not supported; known: {', '.join(ARCHITECTURES.values())}"
-        )
-    return str(named[0])
+    family = family_of(raw)
+    if family is None:
+        raise ModelError(f"architecture {named[0]!r} is not supported; known: {', '.join(FAMILIES)}")
+    return family
 
 
-def _positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ModelError(f"config.json has no {key!r}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {key} = {value!r} is not a positive whole number")
-    return value
-
-
-def _number(where: str, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"{where}: {key} = {value!r} is not a number above 0")
-    return float(value)
-
-
-def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
-    given = _rope_keys(raw)
-    kind = str(given["rope_type"])
-    if kind not in _ROPE_KEYS or any(isinstance(value, dict) for value in given.values()):
-        raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_ROPE_KEYS)}")
-    _refuse_partial(given, raw)
-    key = "original_max_position_embeddings"
-    if key in _ROPE_KEYS[kind]:
-        trained = raw.get(key) or raw.get("max_position_embeddings")
-        scaled_from = given.setdefault(key, trained)
-        if raw.get(key) not in (None, scaled_from):
+def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
+    act = raw.get("hidden_act", family.hidden_act)
+    if act != family.hidden_act:
+        raise ModelError(f"activation {act!r} is not supported, only {family.hidden_act!r}")
+    for key, inert in OPTIONAL.items():
+        if key not in family.implied and raw.get(key) not in (None, inert):
             raise ModelError(
-                f"config.json says {key} = {raw[key]}, but {scaled_from} in its rope scaling: leave one"
+                f"config.json sets {key}, which {family.architecture} does not have: leave it out"
             )
-    missing = [key for key in _ROPE_KEYS[kind] if given.get(key) is None]
-    if missing:
-        raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
-    for key in _ROPE_KEYS[kind]:
-        for number in given[key] if isinstance(given[key], list) else [given[key]]:
-            _number(f"rope scaling {kind!r}", key, number)
-    theta = overrides.get("rope_theta", given.get("rope_theta"))
-    theta = 10_000.0 if theta is None else _number("config.json", "rope_theta", theta)
-    if theta <= 1.0:
-        raise ModelError(f"rope_theta = {theta} must be above 1")
-    return RopeConfig(theta, _without_theta(given))
-
-
-def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Unite `rope_parameters` of transformers 5 with the older keys. Contradictions are refused."""
-    new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
-    top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
-    if new and old and _without_theta(new) != _without_theta(old):
-        raise ModelError(
-            f"config.json has rope_parameters ({new['rope_type']}) and another rope_scaling "
-            f"({old['rope_type']}): put the scaling into rope_parameters, beside its rope_theta, and delete "
-            "rope_scaling"
-        )
-    thetas = [keys["rope_theta"] for keys in (new, old, top) if "rope_theta" in keys]
-    if any(theta != thetas[0] for theta in thetas[1:]):
-        raise ModelError(f"config.json has several rope_theta, {thetas}: leave the right one")
-    return {"rope_type": "default", **top, **old, **new}
-
-
-def _scaling_keys(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
-    given = raw.get(section) or {}
-    if not isinstance(given, dict):
-        raise ModelError(f"config.json: {section} = {given!r} is not a section of keys")
-    keys = {key: value for key, value in given.items() if value is not None}
-    return {"rope_type": keys.pop("type", "default"), **keys} if keys else {}
-
-
-def _without_theta(keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if key != "rope_theta"}
-
-
-def _refuse_partial(given: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
-    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    part = 1.0 if part is None else _number("config.json", "partial_rotary_factor", part)
-    if given.get("mscale") or part != 1.0:
-        raise ModelError(f"rope scaling with mscale or a partial rotary factor is not supported: {given}")
-
-
-def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, Any]) -> int:
-    """Count as vLLM does: YaRN reaches `factor` times as far as training, unless overridden."""
-    given = _positive_int(raw, "max_position_embeddings")
-    if rope.kind != "yarn" or "max_position_embeddings" in overrides:
-        return given
-    return int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
-
-
-def _refuse_unscaled(overrides: Mapping[str, Any], raw: Mapping[str, Any], rope: RopeConfig) -> None:
-    """More positions need a rope that was stretched to them: its scaling, or another rope_theta."""
-    wanted = overrides.get("max_position_embeddings", 0)
-    known = _positions(raw, rope, {}) if wanted else 0
-    if wanted > known and rope.kind in ("default", "yarn") and "rope_theta" not in overrides:
-        raise ModelError(
-            f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} "
-            "positions: more need YaRN in config.json with a factor that reaches so far, or another "
-            "model.rope_theta"
-        )
-
-
-def _biases(raw: Mapping[str, Any], architecture: str) -> dict[str, bool]:
-    """Say which linear layers have biases. A missing key means what transformers takes it for."""
-    seed = architecture == "SeedOssForCausalLM"
-    attention, mlp = bool(raw.get("attention_bias", seed)), bool(raw.get("mlp_bias"))
-    output = bool(raw.get("attention_out_bias")) if seed else attention
-    fixed = {"Qwen2ForCausalLM": (True, False, False), "MistralForCausalLM": (False, False, False)}
-    known = fixed.get(architecture, (attention, output, mlp and architecture != "Qwen3ForCausalLM"))
-    for key, given, has in (("attention_bias", attention, known[0]), ("mlp_bias", mlp, known[2])):
-        if given and not has:
-            raise ModelError(f"config.json sets {key}, which {architecture} does not have: leave it out")
-    return dict(zip(("qkv_bias", "o_bias", "mlp_bias"), known, strict=True))
 
 
 def _refuse_uneven_heads(config: ModelConfig) -> None:
@@ -352,13 +235,10 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
         )
 
 
-def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    """A missing key means what transformers takes it for."""
-    qwen = config.architecture.startswith("Qwen")
-    if qwen and not (raw.get("use_sliding_window", False) and _slides(raw, config.layers)):
+def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig, family: Family) -> None:
+    window, switched = raw.get("sliding_window"), "use_sliding_window" in family.implied
+    if switched and not _slides(raw, config.layers):
         return
-    assumed = 4096 if qwen or config.architecture == "MistralForCausalLM" else None
-    window = raw.get("sliding_window", assumed)
     if isinstance(window, int) and window < config.positions:
         raise ModelError(
             f"sliding-window attention ({window} of {config.positions} positions) is not supported: use a "
@@ -368,7 +248,8 @@ def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
 
 def _slides(raw: Mapping[str, Any], layers: int) -> bool:
     named = raw.get("layer_types")
-    return layers > raw.get("max_window_layers", 28) if named is None else "sliding_attention" in named
+    beyond = layers > raw.get("max_window_layers", 0) if named is None else "sliding_attention" in named
+    return bool(raw["use_sliding_window"]) and beyond
 
 
 def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
@@ -376,7 +257,7 @@ def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
     chunks = raw.get("dual_chunk_attention_config")
     if not chunks:
         return
-    size = _positive_int(chunks, "chunk_size") if isinstance(chunks, dict) else 0
+    size = positive_int(chunks, "chunk_size") if isinstance(chunks, dict) else 0
     if size < config.positions:
         raise ModelError(
             f"dual_chunk_attention_config: attention by chunks, beyond {size} tokens, is not supported: set "

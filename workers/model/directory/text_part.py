@@ -1,14 +1,13 @@
-"""The language model of a multimodal checkpoint. Without torch."""
+"""The language model of a checkpoint, multimodal or not, and our names of its tensors. Without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..families.registry import family_of, wrapped_architectures
 from .json_files import ModelError
 
-WRAPPERS = ("Mistral3ForConditionalGeneration",)
-"""Architectures whose language model is one of ours, beside parts for images."""
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the language model's tensors begin → how they begin by itself. transformers 4 and 5 write
 different ones."""
@@ -16,7 +15,7 @@ different ones."""
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
     named = config.get("architectures")
-    return isinstance(named, list) and bool(named) and named[0] in WRAPPERS
+    return isinstance(named, list) and bool(named) and named[0] in wrapped_architectures()
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,10 +31,18 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return outer | own | tied
 
 
-def text_names(names: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
-    """Map the language model's tensors to their names in a checkpoint. Tensors for images have no place."""
-    if not is_wrapped(config):
-        return {name: name for name in names}
+def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Map our names of the language model's tensors to those in a checkpoint. Tensors for images have none.
+
+    Args:
+        config: config.json.
+    """
+    family = family_of(text_config(config))
+    texts = _text_names(names) if is_wrapped(config) else {name: name for name in names}
+    return texts if family is None else {family.own_name(text): name for text, name in texts.items()}
+
+
+def _text_names(names: Iterable[str]) -> dict[str, str]:
     found = {name: name for name in names if name.startswith("lm_head.")}
     for name in names:
         for prefix, own in _PREFIXES.items():

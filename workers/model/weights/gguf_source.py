@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,11 +18,10 @@ from tokenizers import Tokenizer
 from ..directory.json_files import WEIGHT_INDEX, ModelError
 from ..directory.model_config import read_config
 from ..directory.store import gguf_parts
+from ..families.registry import gguf_families
 from .gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json
 
 _SHARD_BYTES = 2 << 30
-
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -43,7 +43,11 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 
-_ROPE_FACTORS = "rope_freqs.weight"
+_FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+_ROPE_FACTORS = (_FREQUENCIES, _SHORT, _LONG)
+
+_BIASES = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
+"""Keys of config.json, and whose biases they tell of."""
 
 _READ = frozenset(
     """vocab_size context_length embedding_length block_count feed_forward_length tensor_data_layout
@@ -69,10 +73,13 @@ class GgufSource:
         self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         self._refuse_other_parts(parts, readers)
         self._architecture = str(self.field("general.architecture"))
-        if self._architecture not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
+        families = gguf_families()
+        if self._architecture not in families:
+            known = ", ".join(families)
             raise ModelError(f"{self.path}: GGUF architecture {self._architecture!r} is not one of {known}")
-        self._names = {_hugging_face_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
+        self._family, self._gguf = families[self._architecture]
+        blocks = _BLOCK | dict(self._gguf.tensors)
+        self._names = {_own_name(name, blocks): name for name in self._tensors if name not in _ROPE_FACTORS}
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
@@ -81,7 +88,7 @@ class GgufSource:
         """Return Hugging Face's layout, in float32 or the file's own unquantised dtype."""
         tensor = self._tensors[self._names[name]]
         data = _to_torch(tensor)
-        if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if self._gguf.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
             heads = "attention.head_count" if "q_proj" in name else "attention.head_count_kv"
             data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
         return data
@@ -123,12 +130,13 @@ class GgufSource:
         """Return the config.json that this metadata stands for."""
         heads, hidden = self.model_field("attention.head_count"), self.model_field("embedding_length")
         head_dim = self.model_field("attention.key_length", hidden // heads)
-        if self.model_field("rope.dimension_count", head_dim) != head_dim:
+        rotated = self.model_field("rope.dimension_count", head_dim)
+        if rotated != head_dim and "partial_rotary_factor" not in self._family.implied:
             raise ModelError(f"{self.path}: rotary embedding of a part of the head is not supported")
         self._refuse_unread(head_dim)
         config = {
-            "architectures": [_ARCHITECTURES[self._architecture]],
-            "model_type": self._architecture,
+            "architectures": [self._family.architecture],
+            "model_type": self._family.model_type,
             "num_hidden_layers": self.model_field("block_count"),
             "hidden_size": hidden,
             "intermediate_size": self.model_field("feed_forward_length"),
@@ -140,12 +148,23 @@ class GgufSource:
             "rms_norm_eps": _shortest_float(self.model_field("attention.layer_norm_rms_epsilon")),
             "rope_parameters": self._rope(),
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "hidden_act": "silu",
+            "hidden_act": self._family.hidden_act,
+            "sliding_window": None,
             "eos_token_id": end_ids(self),
         }
+        if rotated != head_dim:
+            config["partial_rotary_factor"] = rotated / head_dim
+        config |= {key: f"blk.0.{name}.bias" in self._tensors for key, name in self._biases()}
+        for key, own in self._gguf.keys.items():
+            config[own] = _shortest_float(self.model_field(key))
         if self.has_field("tokenizer.ggml.bos_token_id"):
             config["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
         return config
+
+    def _biases(self) -> Iterator[tuple[str, str]]:
+        for key, name in _BIASES.items():
+            if key in self._family.implied:
+                yield key, name
 
     def _vocab(self) -> int:
         """The embedding may have more rows than there are tokens."""
@@ -162,7 +181,7 @@ class GgufSource:
         inert |= {"attention.value_length": head_dim, "attention.scale": head_dim**-0.5}
         for name in self._reader.fields:
             prefix, _, key = name.partition(".")
-            if prefix != self._architecture or key in _READ:
+            if prefix != self._architecture or key in _READ or key in self._gguf.keys:
                 continue
             value = self.field(name)
             if key == "attention.sliding_window" and value >= self.model_field("context_length"):
@@ -180,10 +199,10 @@ class GgufSource:
         attention = self._rope_number("attn_factor", 1.0)
         if kind != "yarn" and attention != 1.0:
             self._refuse_rope("attn_factor", attention)
-        if _ROPE_FACTORS in self._tensors:
+        if _FREQUENCIES in self._tensors:
             if kind != "none" and factor != 1.0:
                 self._refuse_rope("factor", factor)
-            factors = _to_torch(self._tensors[_ROPE_FACTORS]).tolist()
+            factors = self._rope_factors(_FREQUENCIES)
             return {**rope, "rope_type": "factors", "factors": factors}
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return {**rope, "rope_type": "default"}
@@ -192,6 +211,10 @@ class GgufSource:
             original = self.model_field("rope.scaling.original_context_length")
             rope["original_max_position_embeddings"] = original
         return rope | (self._yarn(factor, attention) if kind == "yarn" else {})
+
+    def _rope_factors(self, name: str) -> list[float]:
+        factors: list[float] = _to_torch(self._tensors[name]).tolist()
+        return factors
 
     def _yarn(self, factor: float, attention: float) -> dict[str, float]:
         """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product,
@@ -233,15 +256,15 @@ def _is_inert(value: Any, wanted: Any) -> bool:
     return bool(value == wanted) if wanted else not value
 
 
-def _hugging_face_name(name: str) -> str:
+def _own_name(name: str, blocks: Mapping[str, str]) -> str:
     if name in _TOP:
         return _TOP[name]
     block, _, rest = name.partition(".")
     number, _, module = rest.partition(".")
     part, _, kind = module.rpartition(".")
-    if block != "blk" or part not in _BLOCK or kind not in ("weight", "bias"):
-        raise ModelError(f"GGUF tensor {name!r} is not part of a Llama-family decoder")
-    return f"model.layers.{number}.{_BLOCK[part]}.{kind}"
+    if block != "blk" or part not in blocks or kind not in ("weight", "bias"):
+        raise ModelError(f"GGUF tensor {name!r} is not part of such a decoder")
+    return f"model.layers.{number}.{blocks[part]}.{kind}"
 
 
 def _to_torch(tensor: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ..directory.json_files import ModelError, read_json
 from ..directory.model_config import EMBEDDING, HEAD, Shape, read_config
 from ..directory.quantised import Quantised, is_ignored, quantised_form
 from ..directory.store import weight_file, weight_index
-from ..directory.text_part import text_names
+from ..directory.text_part import own_names
 from .dequantise import dequantised
 from .gguf_source import GgufSource
 
@@ -84,7 +84,7 @@ def open_weights(directory: str | Path) -> WeightSource:
         if single.suffix == ".gguf":
             return GgufSource(single)
         files = dict.fromkeys(open_safetensors(single).keys(), single)
-    source = SafetensorsSource(files, text_names(files, read_json(root / "config.json")))
+    source = SafetensorsSource(files, own_names(files, read_json(root / "config.json")))
     form = quantised_form(root)
     if form is None:
         return source

@@ -13,7 +13,7 @@ from deltafront.benchmarks.testing import assert_rows_close
 from deltafront.kernels.layers.rope import rotate
 from deltafront.workers.model.decoder.rope_angles import Rope, inverse_frequencies
 from deltafront.workers.model.directory.json_files import ModelError
-from deltafront.workers.model.directory.model_config import RopeConfig
+from deltafront.workers.model.directory.rope_config import RopeConfig
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -1,0 +1,146 @@
+"""What config.json says of rotary embedding and positions, in all its spellings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..families.family import Family
+from .json_files import ModelError, positive_int, positive_number
+
+_TRAINED = "original_max_position_embeddings"
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _TRAINED),
+    "yarn": ("factor", _TRAINED),
+    "longrope": ("short_factor", "long_factor", _TRAINED),
+    "factors": ("factors",),
+}
+"""Keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3 scaling."""
+_OLD_TYPES = {"su": "longrope"}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """scaling always has a `rope_type`."""
+
+    theta: float
+    scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+
+    @property
+    def kind(self) -> str:
+        return str(self.scaling["rope_type"])
+
+
+def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Family) -> RopeConfig:
+    """Raises ModelError."""
+    given = _rope_keys(raw)
+    kind = str(given["rope_type"])
+    if kind not in _KEYS or any(isinstance(value, dict) for value in given.values()):
+        raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_KEYS)}")
+    _refuse_partial(given, raw, family)
+    if _TRAINED in _KEYS[kind]:
+        trained = raw.get(_TRAINED) or raw.get("max_position_embeddings")
+        scaled_from = given.setdefault(_TRAINED, trained)
+        if raw.get(_TRAINED) not in (None, scaled_from):
+            raise ModelError(
+                f"config.json says {_TRAINED} = {raw[_TRAINED]}, but {scaled_from} in its rope scaling: "
+                "leave one"
+            )
+    missing = [key for key in _KEYS[kind] if given.get(key) is None]
+    if missing:
+        raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
+    for key in _KEYS[kind]:
+        for value in given[key] if isinstance(given[key], list) else [given[key]]:
+            positive_number(f"rope scaling {kind!r}", key, value)
+    theta = overrides.get("rope_theta", given.get("rope_theta"))
+    theta = family.rope_theta if theta is None else positive_number("config.json", "rope_theta", theta)
+    if theta <= 1.0:
+        raise ModelError(f"rope_theta = {theta} must be above 1")
+    return RopeConfig(theta, _without(given, "rope_theta", "partial_rotary_factor"))
+
+
+def rotary_dim(raw: Mapping[str, Any], head_dim: int) -> int:
+    """Count the channels of a head that are rotated: the first ones. Raises ModelError."""
+    part = _rope_keys(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    part = 1.0 if part is None else positive_number("config.json", "partial_rotary_factor", part)
+    dim = int(head_dim * part)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ModelError(f"config.json: partial_rotary_factor = {part} rotates {dim} of {head_dim} channels")
+    return dim
+
+
+def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, Any]) -> int:
+    """Count as vLLM does: YaRN reaches `factor` times as far as training, unless overridden."""
+    given = positive_int({**raw, **overrides}, "max_position_embeddings")
+    if rope.kind != "yarn" or "max_position_embeddings" in overrides:
+        return given
+    return int(rope.scaling["factor"] * rope.scaling[_TRAINED])
+
+
+def refuse_unscaled(overrides: Mapping[str, Any], raw: Mapping[str, Any], rope: RopeConfig) -> None:
+    """More positions need a rope that was stretched to them: its scaling, or another rope_theta."""
+    wanted = overrides.get("max_position_embeddings", 0)
+    known = positions(raw, rope, {}) if wanted else 0
+    if wanted > known and rope.kind in ("default", "yarn", "longrope") and "rope_theta" not in overrides:
+        raise ModelError(
+            f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} "
+            "positions: more need YaRN in config.json with a factor that reaches so far, or another "
+            "model.rope_theta"
+        )
+
+
+def resolved(rope: RopeConfig, raw: Mapping[str, Any], positions: int) -> RopeConfig:
+    """Choose LongRoPE's factors (Ding et al. 2024, section 3.3) once for all prompts, as vLLM does: K/V that
+    is kept must not depend on how long a prompt becomes. positions: those that are served."""
+    if rope.kind != "longrope":
+        return rope
+    scaling, trained = rope.scaling, rope.scaling[_TRAINED]
+    factors = scaling["long_factor" if positions > trained else "short_factor"]
+    stretch = scaling.get("factor") or raw["max_position_embeddings"] / trained
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(stretch) / math.log(trained)) if stretch > 1 else 1.0
+    return RopeConfig(rope.theta, {"rope_type": "factors", "factors": factors, "attention_factor": magnitude})
+
+
+def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Unite `rope_parameters` of transformers 5 with the older keys. Contradictions are refused."""
+    new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
+    top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
+    if new and old and _without(new, "rope_theta") != _without(old, "rope_theta"):
+        raise ModelError(
+            f"config.json has rope_parameters ({new['rope_type']}) and another rope_scaling "
+            f"({old['rope_type']}): put the scaling into rope_parameters, beside its rope_theta, and delete "
+            "rope_scaling"
+        )
+    thetas = [keys["rope_theta"] for keys in (new, old, top) if "rope_theta" in keys]
+    if any(theta != thetas[0] for theta in thetas[1:]):
+        raise ModelError(f"config.json has several rope_theta, {thetas}: leave the right one")
+    return {"rope_type": "default", **top, **old, **new}
+
+
+def _scaling_keys(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
+    given = raw.get(section) or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"config.json: {section} = {given!r} is not a section of keys")
+    keys = {key: value for key, value in given.items() if value is not None}
+    if not keys:
+        return {}
+    kind = str(keys.setdefault("rope_type", keys.pop("type", "default")))
+    return {**keys, "rope_type": _OLD_TYPES.get(kind, kind)}
+
+
+def _without(keys: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in names}
+
+
+def _refuse_partial(given: Mapping[str, Any], raw: Mapping[str, Any], family: Family) -> None:
+    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    part = 1.0 if part is None else positive_number("config.json", "partial_rotary_factor", part)
+    is_partial = part != 1.0 and "partial_rotary_factor" not in family.implied
+    if given.get("mscale") or is_partial:
+        raise ModelError(f"rope scaling with mscale or a partial rotary factor is not supported: {given}")

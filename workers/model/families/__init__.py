@@ -1,0 +1,2 @@
+"""What differs between families of models, as data, without torch, because the front door reads it. Begin at
+`family`; `registry` finds a model's family."""

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OPTIONAL: Mapping[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+    "no_rope_layers": None,
+}
+"""Keys of config.json that only some families have → the value that changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufNames:
+    """How llama.cpp's files name a family.
+
+    Args:
+        permuted: The halves of each rotary head alternate in the rows of q and k.
+        tensors: Names of a block's tensors, beside those that all families have → our modules.
+        keys: Metadata of numbers → keys of config.json.
+    """
+
+    architecture: str
+    permuted: bool = False
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a family has beside a plain Llama's.
+
+    Args:
+        name: For people.
+        architecture, model_type: transformers'.
+        wrappers: Multimodal architectures whose language model it is.
+        hidden_act: The activation, which config.json must not contradict.
+        rope_theta: Where config.json names none.
+        implied: Keys of config.json → what transformers takes a missing one for. Of `OPTIONAL` it has these.
+        fixed: Fields of ModelConfig that no key tells.
+        keys: Its names of config.json's keys → Llama's.
+        layers: How its layers' tensors begin, before the layer's number.
+        tensors: Its names of modules, within a layer or outside → ours. `ModelConfig.shapes` has ours.
+        gguf: None: no GGUF files are read.
+        note: What its users should know.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    wrappers: tuple[str, ...] = ()
+    hidden_act: str = "silu"
+    rope_theta: float = 10_000.0
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "model.layers."
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    gguf: GgufNames | None = None
+    note: str = ""
+
+    def own_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json with Llama's names of keys and the values of missing ones."""
+        return {**self.implied, **{self.keys.get(key, key): value for key, value in raw.items()}}
+
+    def own_name(self, stored: str) -> str:
+        """Return our name of a tensor in its checkpoints."""
+        if not stored.startswith(self.layers):
+            return self._renamed(stored)
+        number, _, name = stored.removeprefix(self.layers).partition(".")
+        return f"model.layers.{number}.{self._renamed(name)}"
+
+    def _renamed(self, name: str) -> str:
+        theirs = next((module for module in self.tensors if name.startswith(f"{module}.")), "")
+        return self.tensors[theirs] + name.removeprefix(theirs) if theirs else name

@@ -1,0 +1,20 @@
+from .family import Family, GgufNames
+
+_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+QWEN2 = Family(
+    name="Qwen2, Qwen2.5",
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    implied=_WINDOWS,
+    fixed={"qkv_bias": True},
+    gguf=GgufNames(architecture="qwen2"),
+)
+QWEN3 = Family(
+    name="Qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    implied=_WINDOWS | {"attention_bias": False, "head_dim": 128},
+    fixed={"qk_norm": True},
+    gguf=GgufNames(architecture="qwen3"),
+)

@@ -1,0 +1,57 @@
+"""Finds a model's family. Modules outside the package may register theirs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from .family import Family, GgufNames
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen import QWEN2, QWEN3
+from .seed_oss import SEED_OSS
+
+FAMILIES: dict[str, Family] = {}
+"""By architecture."""
+
+
+class FamilyError(ValueError):
+    """A family cannot be registered."""
+
+
+def register(family: Family) -> None:
+    """Raises FamilyError for an architecture of another family."""
+    if FAMILIES.setdefault(family.architecture, family) != family:
+        raise FamilyError(f"architecture {family.architecture!r} is another family's already")
+
+
+def load_families(module: str) -> None:
+    """Import a module that registers families. Raises FamilyError."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever somebody's module does
+        raise FamilyError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Return the family that a config.json names, by architecture or else by `model_type`; None if it is not
+    served."""
+    named = config.get("architectures")
+    if named:
+        return FAMILIES.get(named[0]) if isinstance(named, list) else None
+    return next((one for one in FAMILIES.values() if one.model_type == config.get("model_type")), None)
+
+
+def gguf_families() -> dict[str, tuple[Family, GgufNames]]:
+    """Return the families that have GGUF files, by llama.cpp's architecture."""
+    return {one.gguf.architecture: (one, one.gguf) for one in FAMILIES.values() if one.gguf is not None}
+
+
+def wrapped_architectures() -> frozenset[str]:
+    """Multimodal architectures whose language model is served."""
+    return frozenset(name for family in FAMILIES.values() for name in family.wrappers)
+
+
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS):
+    register(_family)
