@@ -25,6 +25,11 @@ def swiglu(gate_up_TJ: torch.Tensor) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def squared_relu(x_TI: torch.Tensor) -> torch.Tensor:
+    rows = [[max(x, 0.0) ** 2 for x in row] for row in x_TI.double().tolist()]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
 def rotated(x_HD: torch.Tensor, position: int, frequency_F: torch.Tensor, magnitude: float) -> torch.Tensor:
     """One token's heads, float64: channels (f, f + D/2) are a complex number that turns."""
     half = x_HD.shape[1] // 2

@@ -35,6 +35,20 @@ def cpu_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> torch.Tensor | Fp8Rows:
     return cpu_quantise_rows(active_TI) if fp8 else active_TI
 
 
+def squared_relu(x_TI: torch.Tensor, fp8: bool) -> LinearInput:
+    """ReLU(x)² (So et al. 2021, section 4.2). fp8: as rows of e4m3. Raises KernelInputError unless rows are
+    contiguous."""
+    check_rows("squared_relu", x=x_TI)
+    if runs_on_cpu(x_TI, "squared_relu"):
+        return cpu_squared_relu(x_TI, fp8)
+    return kernel_squared_relu(x_TI, fp8)
+
+
+def cpu_squared_relu(x_TI: torch.Tensor, fp8: bool) -> torch.Tensor | Fp8Rows:
+    active_TI = F.relu(x_TI.float() if fp8 else x_TI).square()
+    return cpu_quantise_rows(active_TI) if fp8 else active_TI
+
+
 _PIECE = 2048
 
 
@@ -63,21 +77,48 @@ def swiglu_fp8_kernel(gate_up_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr,
     store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS)
 
 
+@triton.jit
+def squared_relu_kernel(x_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = tl.maximum(tl.load(x_ptr + row * COLUMNS + column, mask=inside, other=0.0).to(tl.float32), 0.0)
+    tl.store(out_ptr + row * COLUMNS + column, (x * x).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def squared_relu_fp8_kernel(x_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = tl.maximum(tl.load(x_ptr + row * COLUMNS + column, mask=inside, other=0.0).to(tl.float32), 0.0)
+    store_fp8_row(x * x, values_ptr, scale_ptr, row, column, inside, COLUMNS)
+
+
 _activate, _activate_fp8 = Launcher(swiglu_kernel), Launcher(swiglu_fp8_kernel)
+_square, _square_fp8 = Launcher(squared_relu_kernel), Launcher(squared_relu_fp8_kernel)
 
 
 def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
-    gate_up_TJ = gate_up_TJ.contiguous()
-    rows, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
-    block = next_power_of_2(width)
+    return _launch(
+        gate_up_TJ.contiguous(), gate_up_TJ.shape[1] // 2, _activate_fp8 if fp8 else _activate, fp8
+    )
+
+
+def kernel_squared_relu(x_TI: torch.Tensor, fp8: bool) -> LinearInput:
+    return _launch(x_TI.contiguous(), x_TI.shape[1], _square_fp8 if fp8 else _square, fp8)
+
+
+def _launch(x_TJ: torch.Tensor, width: int, kernel: Launcher, fp8: bool) -> LinearInput:
+    """width: of the kernel's output rows."""
+    rows, block = x_TJ.shape[0], next_power_of_2(width)
     if fp8:
-        made = empty_rows(rows, width, gate_up_TJ.device)
-        _activate_fp8[(rows,)](
-            gate_up_TJ, made.values_TI, made.scale_T1, COLUMNS=width, BLOCK=block, num_warps=row_warps(block)
+        made = empty_rows(rows, width, x_TJ.device)
+        kernel[(rows,)](
+            x_TJ, made.values_TI, made.scale_T1, COLUMNS=width, BLOCK=block, num_warps=row_warps(block)
         )
         return made
-    out_TI = torch.empty((rows, width), dtype=gate_up_TJ.dtype, device=gate_up_TJ.device)
+    out_TI = torch.empty((rows, width), dtype=x_TJ.dtype, device=x_TJ.device)
     piece = min(block, _PIECE)
-    grid = (rows, cdiv(width, piece))
-    _activate[grid](gate_up_TJ, out_TI, COLUMNS=width, BLOCK=piece, num_warps=4)
+    kernel[(rows, cdiv(width, piece))](x_TJ, out_TI, COLUMNS=width, BLOCK=piece, num_warps=4)
     return out_TI

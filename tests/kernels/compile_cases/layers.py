@@ -79,6 +79,20 @@ SWIGLU_CASES = [
     ),
 ]
 
+SQUARED_RELU_CASES = [
+    (
+        swiglu.squared_relu_kernel,
+        {"x_ptr": "*bf16", "out_ptr": "*bf16"},
+        {"COLUMNS": 18432, "BLOCK": swiglu._PIECE},
+    ),
+    (
+        swiglu.squared_relu_fp8_kernel,
+        {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+        {"COLUMNS": 18432, "BLOCK": 32768},
+        {"num_warps": swiglu.row_warps(32768)},
+    ),
+]
+
 REDUCE_CASES = [
     (
         one_shot_reduce.one_shot_reduce_kernel,
@@ -93,4 +107,7 @@ REDUCE_CASES = [
     for ranks, maximum, pointer in ((2, False, "*bf16"), (4, True, "*fp32"))
 ]
 
-COMPILE_CASES = [*FP8_CASES, *PRODUCT_CASES, *NORM_CASES, *ROPE_CASES, *SWIGLU_CASES, *REDUCE_CASES]
+COMPILE_CASES = [
+    *(*FP8_CASES, *PRODUCT_CASES, *NORM_CASES, *ROPE_CASES),
+    *(*SWIGLU_CASES, *SQUARED_RELU_CASES, *REDUCE_CASES),
+]

@@ -19,7 +19,7 @@ from deltafront.kernels.layers import fp8, norm, rope, swiglu
 from deltafront.kernels.layers.fp8 import kernel_quantise_rows
 from deltafront.kernels.layers.norm import kernel_add_norm
 from deltafront.kernels.layers.rope import kernel_rotate_and_store
-from deltafront.kernels.layers.swiglu import kernel_swiglu
+from deltafront.kernels.layers.swiglu import kernel_squared_relu, kernel_swiglu
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -100,6 +100,20 @@ def test_swiglu(dtype: torch.dtype, tokens: int, width: int, quantise: bool) -> 
                       factor=3.0 if quantise else 1.0)  # fmt: skip
     with poisoned_empty():
         assert_same(kernel_swiglu(gate_up_TJ, quantise), active, dtype)
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize(("tokens", "width"), [(4, 1536), (1, 3000)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squared_relu(dtype: torch.dtype, tokens: int, width: int, quantise: bool) -> None:
+    x_TI = 2 * draw(tokens, width, dtype=dtype)
+    x_TI[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
+    active = swiglu.cpu_squared_relu(x_TI, quantise)
+    wanted_TI = reference.squared_relu(x_TI.cpu())
+    assert_rows_close(plain(active).cpu().double(), wanted_TI, dtype=torch.bfloat16 if quantise else dtype,
+                      factor=3.0 if quantise else 1.0)  # fmt: skip
+    with poisoned_empty():
+        assert_same(kernel_squared_relu(x_TI, quantise), active, dtype)
 
 
 def angles(positions: list[int], half: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

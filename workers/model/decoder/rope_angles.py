@@ -1,4 +1,4 @@
-"""Rotary position embedding with the scalings of the Llama family. Shape suffixes also: F = D / 2
+"""Rotary position embedding with its scalings. Shape suffixes also: F = D / 2
 frequencies."""
 
 from __future__ import annotations
@@ -8,14 +8,36 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..directory.json_files import ModelError
 from ..directory.rope_config import RopeConfig
 
 
 class Rope:
-    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str) -> None:
-        frequencies_F, self._magnitude = inverse_frequencies(config, head_dim)
+    """The angles of a layer's heads, whose channel f turns with channel f + D/2: weights are arranged so.
+
+    Args:
+        rotary_dim: Channels that turn; None: all. The others stand still.
+        scale: Multiplies scores, as YaRN's factor does: cos and sin have its root.
+    """
+
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        device: torch.device | str,
+        *,
+        rotary_dim: int | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        frequencies_F, magnitude = inverse_frequencies(config, rotary_dim or head_dim)
+        self._still_magnitude = math.sqrt(scale)
+        self._magnitude: float | torch.Tensor = magnitude * self._still_magnitude
+        if still := head_dim // 2 - len(frequencies_F):
+            magnitude_F = torch.full_like(frequencies_F, self._magnitude)
+            self._magnitude = F.pad(magnitude_F, (0, still), value=self._still_magnitude).to(device)
+            frequencies_F = F.pad(frequencies_F, (0, still))
         self._frequencies_F = frequencies_F.to(device)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,9 +45,14 @@ class Rope:
         angle_T1F = positions_T.to(torch.float32)[:, None, None] * self._frequencies_F
         return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
 
+    def unrotated(self, angles: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of layers without rope, as many as `angles`."""
+        cos_T1F, sin_T1F = angles
+        return torch.full_like(cos_T1F, self._still_magnitude), torch.zeros_like(sin_T1F)
+
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per token, float32 [F], and YaRN's factor on cos and sin, else 1."""
+    """Return radians per token, float32 [F], and YaRN's or LongRoPE's factor on cos and sin, else 1."""
     exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base_F = 1.0 / config.theta**exponent_F
     scaling = config.scaling
@@ -43,7 +70,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
             raise ModelError(
                 f"rope has {factors_F.numel()} frequency factors for {base_F.numel()} frequencies"
             )
-        return base_F / factors_F, 1.0
+        return base_F / factors_F, float(scaling.get("attention_factor", 1.0))
     raise ModelError(f"rope scaling {config.kind!r} is not supported")
 
 

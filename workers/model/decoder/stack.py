@@ -1,4 +1,4 @@
-"""The decoder of the Llama family, for any contiguous part of its layers.
+"""The decoder, for any contiguous part of its layers.
 
 The caller attends (`LayerAttention`), since it knows where K/V live, so one loop serves prefill, decode and
 calibration. Each step between matrix products is one kernel, and nothing waits for the device.
@@ -82,19 +82,41 @@ class DecoderLayer:
         """Return rotated q_THD, and put K and V into `kv`."""
         weights, config = self._attention, self.config
         qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv))
-        qkv_TXD = qkv_TO.view(-1, config.q_heads + 2 * config.kv_heads, config.head_dim)
+        if config.qk_norm_all_heads and weights.qk_norm_JD is not None:
+            _norm_all_heads(qkv_TO, weights.qk_norm_JD.flatten(), config)
+            return self._rotated(qkv_TO, angles, None, kv)
         norm = None if weights.qk_norm_JD is None else HeadNorm(weights.qk_norm_JD, config.rms_eps)
+        return self._rotated(qkv_TO, angles, norm, kv)
+
+    def _rotated(
+        self, qkv_TO: torch.Tensor, angles: Angles, norm: HeadNorm | None, kv: KVRows
+    ) -> torch.Tensor:
+        config = self.config
+        qkv_TXD = qkv_TO.view(-1, config.q_heads + 2 * config.kv_heads, config.head_dim)
         return rotate_and_store(qkv_TXD, *angles, norm, kv)
 
     def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
         residual.hidden_TC = residual.total()
-        residual.update_TC = self.collectives.sum(self._attention.output(out_THD.flatten(1)))
+        update_TC = self.collectives.sum(self._attention.output(out_THD.flatten(1)))
+        residual.update_TC = self._normed(update_TC, self._attention.output_norm_C)
 
     def mlp(self, residual: Residual) -> None:
         weights = self.mlp_weights
         if weights is not None:
-            normed = norm_of(residual, weights.post_norm_C, self.config.rms_eps, weights.gate_up)
-            residual.update_TC = self.collectives.sum(weights.down(weights.gate_up.gated(normed)))
+            normed, up = (
+                norm_of(residual, weights.input_norm_C, self.config.rms_eps, weights.gate_up),
+                weights.gate_up,
+            )
+            active = up.gated(normed) if self.config.is_gated else up.squared(normed)
+            update_TC = self.collectives.sum(weights.down(active))
+            residual.update_TC = self._normed(update_TC, weights.output_norm_C)
+
+    def _normed(self, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> torch.Tensor:
+        if weight_C is None:
+            return update_TC
+        _same, normed_TC = add_norm(update_TC, None, weight_C, self.config.rms_eps, fp8=False)
+        assert isinstance(normed_TC, torch.Tensor)
+        return normed_TC
 
     @property
     def output_weight_CO(self) -> torch.Tensor:
@@ -107,8 +129,23 @@ class DecoderLayer:
         return self.attention
 
 
-def norm_of(residual: Residual, weight_C: torch.Tensor, eps: float, taker: Linear | Fp8Linear) -> LinearInput:
-    """Add up the stream and return its norm, in the form that `taker` takes."""
+def _norm_all_heads(qkv_TO: torch.Tensor, weight_O: torch.Tensor, config: ModelConfig) -> None:
+    """Norm q and k in place, each over all its heads."""
+    widths = [heads * config.head_dim for heads in (config.q_heads, config.kv_heads)]
+    parts = torch.split(qkv_TO[:, : sum(widths)], widths, dim=1), torch.split(weight_O, widths)
+    for part_TO, part_O in zip(*parts, strict=True):
+        _same, normed_TO = add_norm(part_TO, None, part_O, config.rms_eps, fp8=False)
+        assert isinstance(normed_TO, torch.Tensor)
+        part_TO.copy_(normed_TO)
+
+
+def norm_of(
+    residual: Residual, weight_C: torch.Tensor | None, eps: float, taker: Linear | Fp8Linear
+) -> LinearInput:
+    """Add up the stream and return its norm, in the form that `taker` takes; without one the stream."""
+    if weight_C is None:
+        residual.hidden_TC, residual.update_TC = residual.total(), None
+        return residual.hidden_TC
     sum_TC, normed = add_norm(residual.hidden_TC, residual.update_TC, weight_C, eps, taker.quantised)
     residual.hidden_TC, residual.update_TC = sum_TC, None
     return normed
@@ -148,7 +185,13 @@ class LayerStack:
             )
             for number in range(mlps.start if mlps else layers.start, layers.stop)
         ]
-        self._rope = Rope(spec.config.rope, spec.config.head_dim, self.device)
+        self._rope = Rope(
+            config.rope,
+            config.head_dim,
+            self.device,
+            rotary_dim=config.rotary_dim,
+            scale=config.attention_scale,
+        )
 
     def layer(self, number: int) -> DecoderLayer:
         return self._layers[number - self._layers[0].number]
@@ -165,7 +208,9 @@ class LayerStack:
         """Ids must be in range: CUDA cannot report it."""
         if self._weights.embedding_VC is None:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
-        return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
+        hidden_TC = F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
+        scale = self.config.embedding_scale
+        return hidden_TC if scale == 1.0 else hidden_TC * scale
 
     def forward(
         self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend, layers: range | None = None
@@ -208,12 +253,14 @@ class LayerStack:
         layers = self.layers if layers is None else layers
         with phase("projection"):
             angles, residual = self.angles(positions_T), Residual(hidden_TC)
+            unrotated = self._rope.unrotated(angles) if self.config.unrotated_layers else angles
             if layers.start == self.layers.start and self._layers[0].attention is None:
                 self._layers[0].mlp(residual)  # the stack before computed its attention
         for layer in map(self.layer, layers):
             kv = attention.kv_rows(layer.number)
             with phase("projection"):
-                q_THD = layer.qkv(residual, angles, kv)
+                turns = layer.number not in self.config.unrotated_layers
+                q_THD = layer.qkv(residual, angles if turns else unrotated, kv)
             out_THD = attention.attend(layer.number, q_THD)
             if out_THD is None:
                 break
@@ -241,4 +288,6 @@ class LayerStack:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
         head = self._weights.head
         normed = norm_of(Residual(hidden_TC), self._weights.final_norm_C, self.config.rms_eps, head)
-        return self.collectives.gather(head(normed))[:, : self.config.vocab].float()
+        logits_TV = self.collectives.gather(head(normed))[:, : self.config.vocab].float()
+        scale = self.config.logit_scale
+        return logits_TV if scale == 1.0 else logits_TV * scale

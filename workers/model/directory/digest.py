@@ -18,15 +18,18 @@ from gguf import GGUFReader
 from ...settings import ModelSpec
 from .headers import read_header
 from .json_files import ModelError, read_json
-from .model_config import config_of
+from .model_config import ModelConfig, config_of
 from .store import adapter_directory, gguf_parts, model_directory, weight_file, weight_index
 
 SAMPLE_BYTES = 4096
 """Training and merging change a whole matrix, so its first rows tell."""
 
-_LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias")
-"""No numbers depend on these, or tensors tell them. A new field of ModelConfig belongs here, since it would
-change every model's digest, and no profile would fit any more."""
+_LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv", "fused_gate_up")
+"""No numbers depend on these, or tensors tell them."""
+_LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_rope unrotated_layers
+    embedding_scale logit_scale attention_scale""".split()
+"""A new field of ModelConfig belongs here or above: else it would change every model's digest, and no profile
+would fit any more."""
 
 _ADAPTER_SCALE = ("lora_alpha", "use_rslora")
 
@@ -36,16 +39,20 @@ Tensor = tuple[str, str, list[int], bytes]
 
 def model_digest(model: ModelSpec) -> str:
     """Return a sha256 in hexadecimal. Raises ModelError."""
-    shape = dataclasses.asdict(config_of(model))
     digest = hashlib.sha256()
-    about = {key: value for key, value in shape.items() if key not in _LEFT_OUT}
-    _add(digest, about, _weights(model_directory(model.path)))
+    _add(digest, _about(config_of(model)), _weights(model_directory(model.path)))
     if model.adapter is not None:
         adapter = adapter_directory(model.adapter)
         config = read_json(adapter / "adapter_config.json")
         scale = {key: config.get(key) or False for key in _ADAPTER_SCALE}
         _add(digest, scale, _safetensors(adapter / "adapter_model.safetensors"))
     return digest.hexdigest()
+
+
+def _about(config: ModelConfig) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    left_out = {*_LEFT_OUT, *(key for key in _LEFT_OUT_AT_DEFAULT if getattr(config, key) == defaults[key])}
+    return {key: value for key, value in dataclasses.asdict(config).items() if key not in left_out}
 
 
 def _add(digest: Any, about: dict[str, Any], tensors: Iterable[Tensor]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...settings import ModelSpec
 from ..families.family import OPTIONAL, Family
@@ -14,7 +14,7 @@ from ..families.registry import FAMILIES, family_of, load_families
 from .json_files import ModelError, positive_int, positive_number, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
 from .quantised import quantised_form
-from .rope_config import RopeConfig, positions, read_rope, refuse_unscaled, resolved
+from .rope_config import RopeConfig, positions, read_rope, refuse_unscaled, resolved, rotary_dim
 from .store import model_directory
 from .text_part import text_config
 from .tokenizer_files import end_tokens
@@ -26,6 +26,8 @@ Shape = tuple[int, ...]
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
 """Keys of config.json that a deployment may override."""
 
+_MULTIPLIERS = ("_multiplier", "_scaling")
+
 _SPLIT_TOKENS = 512
 """Tokens per row of the LM head."""
 _SPLIT_KEYS = 5_700
@@ -34,7 +36,21 @@ _SPLIT_KEYS = 5_700
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """`positions` bounds a prompt with its answer. `sliding_window` is None after `read_config`."""
+    """What a decoder computes. The fields after `eos_ids` cost a family without them nothing.
+
+    Args:
+        positions: They bound a prompt with its answer.
+        sliding_window: None after `read_config`.
+        norms: Whether layers norm what attention and MLP take, what they give, or both.
+        qk_norm_all_heads: q and k are normed over all their heads together.
+        fused_qkv, fused_gate_up: Checkpoints have these as one tensor.
+        activation: SiLU of a gate, or the square of ReLU without one.
+        rotary_dim: The first channels of a head, which alone are rotated; None: all.
+        interleaved_rope: Channel 2 f turns with channel 2 f + 1.
+        unrotated_layers: Their q and k are not rotated at all.
+        embedding_scale, logit_scale: Multiply embeddings and logits.
+        attention_scale: Multiplies scores, beside head_dim ** -0.5.
+    """
 
     architecture: str
     layers: int
@@ -54,6 +70,17 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     eos_ids: tuple[int, ...] = ()
+    norms: Literal["before", "after", "both"] = "before"
+    qk_norm_all_heads: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    activation: Literal["silu", "relu2"] = "silu"
+    rotary_dim: int | None = None
+    interleaved_rope: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float = 1.0
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Share the layers so that the slowest stage is fastest. Cuts may be within layers.
@@ -77,6 +104,11 @@ class ModelConfig:
                 raise ModelError(
                     f"decode.tensor_parallel: {ranks} ranks cannot share the model's {count} {what} equally"
                 )
+        if self.qk_norm_all_heads and ranks > 1:
+            raise ModelError(
+                f"decode.tensor_parallel: {self.architecture} norms q and k over all heads at once, which "
+                f"{ranks} ranks do not hold: use 1"
+            )
         return replace(
             self,
             q_heads=self.q_heads // ranks,
@@ -105,14 +137,18 @@ class ModelConfig:
 
     @property
     def mlp_matrices(self) -> int:
-        return 3 * self.hidden * self.intermediate
+        return (3 if self.is_gated else 2) * self.hidden * self.intermediate
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation == "silu"
 
     def weights(
         self, layers: int, mlps: int | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
         """Count the numbers in `layers` attentions, `mlps` MLPs (None: as many) and ends."""
         attention, mlp = (sum(map(math.prod, shapes.values())) for shapes in self._halves())
-        if self.qk_norm:  # its scales are loaded once for each head
+        if self.qk_norm and not self.qk_norm_all_heads:  # its scales are loaded once for each head
             attention += (self.q_heads + self.kv_heads - 2) * self.head_dim
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
         halves = layers * attention + (layers if mlps is None else mlps) * mlp
@@ -127,19 +163,36 @@ class ModelConfig:
         layers = {f"model.layers.{number}.{name}": layer[name] for number in numbers for name in layer}
         return {**table, **head, **layers}
 
+    @property
+    def qkv_modules(self) -> dict[str, int]:
+        """Return the output channels of each linear layer before attention."""
+        q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
+        return {"qkv_proj": q + 2 * kv} if self.fused_qkv else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+
+    @property
+    def gate_up_modules(self) -> dict[str, int]:
+        """Return the output channels of each linear layer before the activation."""
+        if self.fused_gate_up:
+            return {"gate_up_proj": 2 * self.intermediate}
+        return dict.fromkeys(("gate_proj", "up_proj") if self.is_gated else ("up_proj",), self.intermediate)
+
     def _halves(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
-        hidden, inner = self.hidden, self.intermediate
-        attention: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
-        for name, heads in (("q", self.q_heads), ("k", self.kv_heads), ("v", self.kv_heads)):
-            rows = heads * self.head_dim
-            attention |= _linear(f"self_attn.{name}_proj", rows, hidden, self.qkv_bias)
-            if self.qk_norm and name != "v":
-                attention[f"self_attn.{name}_norm.weight"] = (self.head_dim,)
-        attention |= _linear("self_attn.o_proj", hidden, self.q_heads * self.head_dim, self.o_bias)
-        mlp: dict[str, Shape] = {"post_attention_layernorm.weight": (hidden,)}
-        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-            mlp |= _linear(f"mlp.{name}_proj", rows, columns, self.mlp_bias)
-        return attention, mlp
+        hidden, q = self.hidden, self.q_heads * self.head_dim
+        attention = self._norms("input_layernorm", "self_attn.post_norm")
+        for module, rows in self.qkv_modules.items():
+            attention |= _linear(f"self_attn.{module}", rows, hidden, self.qkv_bias)
+        for name, heads in (("q", self.q_heads), ("k", self.kv_heads)) if self.qk_norm else ():
+            width = heads * self.head_dim if self.qk_norm_all_heads else self.head_dim
+            attention[f"self_attn.{name}_norm.weight"] = (width,)
+        attention |= _linear("self_attn.o_proj", hidden, q, self.o_bias)
+        mlp = self._norms("post_attention_layernorm", "mlp.post_norm")
+        for module, rows in self.gate_up_modules.items():
+            mlp |= _linear(f"mlp.{module}", rows, hidden, self.mlp_bias)
+        return attention, mlp | _linear("mlp.down_proj", hidden, self.intermediate, self.mlp_bias)
+
+    def _norms(self, before: str, after: str) -> dict[str, Shape]:
+        names = {"before": (before,), "after": (after,), "both": (before, after)}[self.norms]
+        return {f"{name}.weight": (self.hidden,) for name in names}
 
     def kv_values(self, layers: int) -> int:
         """Count the numbers in one token's K and V."""
@@ -179,24 +232,29 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     _refuse_unread(raw, family)
     quantised_form(Path(directory), raw)
     heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")
+    head_dim = positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads))
+    rotated, layers = rotary_dim(raw, head_dim), positive_int(raw, "num_hidden_layers")
     reach, biased = positions(raw, rope, extra), bool(raw.get("attention_bias"))
     fields: dict[str, Any] = {
         "architecture": family.architecture,
-        "layers": positive_int(raw, "num_hidden_layers"),
+        "layers": layers,
         "hidden": hidden,
         "intermediate": positive_int(raw, "intermediate_size"),
         "q_heads": heads,
         "kv_heads": positive_int(raw, "num_key_value_heads", heads),
-        "head_dim": positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads)),
+        "head_dim": head_dim,
         "vocab": positive_int(raw, "vocab_size"),
         "positions": reach,
-        "rms_eps": positive_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         "rope": resolved(rope, raw, reach),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "qkv_bias": biased,
         "o_bias": bool(raw["attention_out_bias"]) if "attention_out_bias" in family.implied else biased,
         "mlp_bias": bool(raw.get("mlp_bias")),
         "eos_ids": _eos_ids(Path(directory), raw),
+        "activation": family.hidden_act,
+        "rotary_dim": None if rotated == head_dim else rotated,
+        "unrotated_layers": _unrotated(raw, layers),
+        **_multipliers(raw, head_dim),
     }
     config = ModelConfig(**fields | dict(family.fixed))
     _refuse_uneven_heads(config)
@@ -225,6 +283,32 @@ def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
             raise ModelError(
                 f"config.json sets {key}, which {family.architecture} does not have: leave it out"
             )
+
+
+def _unrotated(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Layers without rope: zeros in a list, or the last of every few layers."""
+    named, every = raw.get("no_rope_layers"), raw.get("no_rope_layer_interval")
+    if named is None:
+        return () if every is None else tuple(n for n in range(layers) if (n + 1) % every == 0)
+    if not isinstance(named, list) or len(named) < layers:
+        raise ModelError(f"config.json: no_rope_layers = {named!r} does not name {layers} layers")
+    return tuple(n for n in range(layers) if not named[n])
+
+
+def _multipliers(raw: Mapping[str, Any], head_dim: int) -> dict[str, float]:
+    """Every update of the residual stream may be multiplied. That is the same as a stream without it that
+    begins larger, because RMSNorms divide by its size: only their epsilon must grow with it."""
+    given = {key: 1.0 if raw.get(key) is None else raw[key] for key in OPTIONAL if key.endswith(_MULTIPLIERS)}
+    of = {key: positive_number("config.json", key, value) for key, value in given.items()}
+    residual = of["residual_multiplier"]
+    eps = positive_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6))
+    scores = 1.0 if raw.get("attention_multiplier") is None else of["attention_multiplier"] * head_dim**0.5
+    return {
+        "rms_eps": eps / residual**2,
+        "embedding_scale": of["embedding_multiplier"] / residual,
+        "attention_scale": scores,
+        "logit_scale": 1.0 / of["logits_scaling"],
+    }
 
 
 def _refuse_uneven_heads(config: ModelConfig) -> None:

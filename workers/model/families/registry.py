@@ -6,11 +6,22 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from .exaone import EXAONE, EXAONE4
 from .family import Family, GgufNames
-from .llama import LLAMA
+from .glm import GLM, GLM4
+from .granite import GRANITE
+from .llama import ARCEE, LLAMA
 from .mistral import MISTRAL
+from .olmo2 import OLMO2
+from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .seed_oss import SEED_OSS
+from .smollm3 import SMOLLM3
+
+_OURS = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
+    *(GLM, GLM4, EXAONE, EXAONE4, ARCEE),
+)
 
 FAMILIES: dict[str, Family] = {}
 """By architecture."""
@@ -53,5 +64,5 @@ def wrapped_architectures() -> frozenset[str]:
     return frozenset(name for family in FAMILIES.values() for name in family.wrappers)
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS):
+for _family in _OURS:
     register(_family)

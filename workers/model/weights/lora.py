@@ -17,7 +17,7 @@ from ..directory.json_files import ModelError
 from .sources import open_safetensors
 
 _NAME = re.compile(
-    r"base_model\.model\.(model\.layers\.(\d+)\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj))"
+    r"base_model\.model\.(model\.layers\.(\d+)\.(?:self_attn\.(?:[qkvo]|qkv)_proj|mlp\.(?:gate|up|down|gate_up)_proj))"
     r"\.lora_([AB])\.weight"
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ _TOLD_LAYERS = 8
 
 _ATTENTION = ("input_layernorm.", "self_attn.")
 _MLP = ("post_attention_layernorm.", "mlp.")
+_ROTATED = ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +69,23 @@ class StackSpec:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    input_norm_C: torch.Tensor
+    """input_norm_C, output_norm_C: of what it takes and gives, where the family has them."""
+
+    input_norm_C: torch.Tensor | None
     qkv: Linear | Fp8Linear
     qk_norm_JD: torch.Tensor | None
     output: Linear | Fp8Linear
+    output_norm_C: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class MlpWeights:
-    post_norm_C: torch.Tensor
+    """gate_up: up alone where there is no gate. Norms as in AttentionWeights."""
+
+    input_norm_C: torch.Tensor | None
     gate_up: Linear | Fp8Linear
     down: Linear | Fp8Linear
+    output_norm_C: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,18 +111,36 @@ class _Reader:
         self._uploads = Uploads(spec.device)
         self._shapes = spec.config.shapes()
         self._shapes.setdefault(HEAD, self._shapes[EMBEDDING])
+        self._channels_D = rotary_order(spec.config)
 
     def get(self, *names: str, split: int | None = None) -> torch.Tensor:
         """Return tensors one below the other, or this rank's parts of them along dimension `split`. On a CPU
         a single one is the file's own memory if its dtype fits."""
-        parts = [self.part(self._read(name), split) for name in names]
+        fused = split is not None and self.spec.ranks > 1
+        tensors = [part for name in names for part in (self._parts(name) if fused else (self._read(name),))]
+        parts = [self.part(tensor, split) for tensor in tensors]
         if self.spec.device.type == "cpu" and len(parts) == 1:
             return parts[0].to(self.spec.dtype)
         rows, columns = [len(part) for part in parts], parts[0].shape[1:]
-        fused = torch.empty((sum(rows), *columns), dtype=self.spec.dtype, device=self.spec.device)
-        for part, target in zip(parts, torch.split(fused, rows), strict=True):
+        whole = torch.empty((sum(rows), *columns), dtype=self.spec.dtype, device=self.spec.device)
+        for part, target in zip(parts, torch.split(whole, rows), strict=True):
             self._uploads.copy(part, target)
-        return fused
+        return whole
+
+    def norm(self, module: str) -> torch.Tensor | None:
+        """Return a norm's weights; None where the family has none there."""
+        name = f"{module}.weight"
+        return self.get(name) if name in self._shapes else None
+
+    def _parts(self, name: str) -> Sequence[torch.Tensor]:
+        """Return what a fused tensor is made of, each of which ranks share."""
+        tensor, config, module = self._read(name), self.spec.config, name.split(".")[-2]
+        if module == "gate_up_proj":
+            return tensor.chunk(2)
+        if module != "qkv_proj":
+            return (tensor,)
+        rows = [heads * config.head_dim for heads in (config.q_heads, config.kv_heads, config.kv_heads)]
+        return torch.split(tensor, rows)
 
     def part(self, tensor: torch.Tensor, split: int | None) -> torch.Tensor:
         """Return this rank's part. Where parts are unequal, the last ones are filled up with zeros."""
@@ -147,7 +173,16 @@ class _Reader:
             raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, config.json says {shape}")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelError(f"tensor {name!r} is {tensor.dtype}: quantised safetensors are not supported")
-        return tensor if self._adapter is None else self._adapter.merge(name, tensor)
+        return self._arranged(name, tensor if self._adapter is None else self._adapter.merge(name, tensor))
+
+    def _arranged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Put the channels of q's and k's heads in the order in which kernels rotate them. Scores stay."""
+        module, config = name.split(".")[-2], self.spec.config
+        if self._channels_D is None or module not in _ROTATED:
+            return tensor
+        heads = tensor.view(-1, config.head_dim, *tensor.shape[1:])
+        turned = config.q_heads + config.kv_heads if module == "qkv_proj" else len(heads)
+        return torch.cat([heads[:turned, self._channels_D], heads[turned:]]).view(tensor.shape)
 
     def quantised(self, half: Half) -> Half:
         """Use one thread, because it launches kernels."""
@@ -171,6 +206,18 @@ class _Reader:
         last = max((int(match[1]) for match in matches if match), default=0)
         if last >= layers:
             raise ModelError(f"the weights have a layer {last}, but config.json says {layers} layers")
+
+
+def rotary_order(config: ModelConfig) -> torch.Tensor | None:
+    """Return which channel of a head comes first, second, …, so that channel f turns with channel f + D/2.
+    Channels that do not turn end each half. None: they are in that order."""
+    dim, turned = config.head_dim, config.rotary_dim or config.head_dim
+    if turned == dim and not config.interleaved_rope:
+        return None
+    rotated, still = torch.arange(turned), torch.arange(turned, dim)
+    first, second = (rotated[::2], rotated[1::2]) if config.interleaved_rope else rotated.chunk(2)
+    before, behind = torch.split(still, [(dim - turned) // 2] * 2)
+    return torch.cat([first, before, second, behind])
 
 
 def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:
@@ -245,18 +292,21 @@ def _read_layer(
 def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
     config, module = read.spec.config.of_rank(read.spec.ranks), f"{prefix}self_attn."
     norms = (("q", config.q_heads), ("k", config.kv_heads)) if config.qk_norm else ()
-    norms_JD = [read.get(f"{module}{name}_norm.weight").expand(heads, -1) for name, heads in norms]
+    norms_XD = [read.get(f"{module}{name}_norm.weight").view(-1, config.head_dim) for name, _heads in norms]
+    norms_JD = [norm_XD.expand(heads, -1) for norm_XD, (_name, heads) in zip(norms_XD, norms, strict=True)]
     return AttentionWeights(
-        input_norm_C=read.get(f"{prefix}input_layernorm.weight"),
-        qkv=read.linear(*(f"{module}{name}_proj" for name in "qkv"), split=0),
+        input_norm_C=read.norm(f"{prefix}input_layernorm"),
+        qkv=read.linear(*(f"{module}{name}" for name in config.qkv_modules), split=0),
         qk_norm_JD=torch.cat(norms_JD) if norms_JD else None,
         output=read.linear(f"{module}o_proj", split=1),
+        output_norm_C=read.norm(f"{module}post_norm"),
     )
 
 
 def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
     return MlpWeights(
-        post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=read.linear(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj", split=0),
+        input_norm_C=read.norm(f"{prefix}post_attention_layernorm"),
+        gate_up=read.linear(*(f"{prefix}mlp.{name}" for name in read.spec.config.gate_up_modules), split=0),
         down=read.linear(f"{prefix}mlp.down_proj", split=1),
+        output_norm_C=read.norm(f"{prefix}mlp.post_norm"),
     )

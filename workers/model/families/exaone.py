@@ -1,0 +1,43 @@
+from .family import Family, GgufNames
+
+EXAONE = Family(
+    name="EXAONE 3.x",
+    architecture="ExaoneForCausalLM",
+    model_type="exaone",
+    keys={
+        "num_layers": "num_hidden_layers",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "activation_function": "hidden_act",
+    },
+    layers="transformer.h.",
+    tensors={
+        "transformer.wte": "model.embed_tokens",
+        "transformer.ln_f": "model.norm",
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+        "attn.attention.q_proj": "self_attn.q_proj",
+        "attn.attention.k_proj": "self_attn.k_proj",
+        "attn.attention.v_proj": "self_attn.v_proj",
+        "attn.attention.out_proj": "self_attn.o_proj",
+        "mlp.c_fc_0": "mlp.gate_proj",
+        "mlp.c_fc_1": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    },
+    gguf=GgufNames(architecture="exaone"),
+)
+EXAONE4 = Family(
+    name="EXAONE 4",
+    architecture="Exaone4ForCausalLM",
+    model_type="exaone4",
+    implied={"sliding_window": 4096, "rms_norm_eps": 1e-5},
+    fixed={"norms": "after", "qk_norm": True},
+    tensors={
+        "post_attention_layernorm": "self_attn.post_norm",
+        "post_feedforward_layernorm": "mlp.post_norm",
+    },
+    gguf=GgufNames(
+        architecture="exaone4",
+        tensors={"post_attention_norm": "self_attn.post_norm", "post_ffw_norm": "mlp.post_norm"},
+    ),
+    note="1.2B. The 32B model has sliding windows.",
+)
