@@ -131,7 +131,8 @@ class GgufSource:
         heads, hidden = self.model_field("attention.head_count"), self.model_field("embedding_length")
         head_dim = self.model_field("attention.key_length", hidden // heads)
         rotated = self.model_field("rope.dimension_count", head_dim)
-        if rotated != head_dim and "partial_rotary_factor" not in self._family.implied:
+        is_partial = "partial_rotary_factor" in self._family.implied
+        if rotated != head_dim and not is_partial:
             raise ModelError(f"{self.path}: rotary embedding of a part of the head is not supported")
         self._refuse_unread(head_dim)
         config = {
@@ -152,11 +153,12 @@ class GgufSource:
             "sliding_window": None,
             "eos_token_id": end_ids(self),
         }
-        if rotated != head_dim:
+        if is_partial:
             config["partial_rotary_factor"] = rotated / head_dim
         config |= {key: f"blk.0.{name}.bias" in self._tensors for key, name in self._biases()}
         for key, own in self._gguf.keys.items():
-            config[own] = _shortest_float(self.model_field(key))
+            has = self.has_field(f"{self._architecture}.{key}")
+            config[own] = _shortest_float(self.model_field(key)) if has else None
         if self.has_field("tokenizer.ggml.bos_token_id"):
             config["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
         return config
@@ -197,13 +199,17 @@ class GgufSource:
         kind = str(self.model_field("rope.scaling.type", "linear"))
         factor = self._rope_number("factor", self.model_field("rope.scale_linear", 1.0)) or 1.0
         attention = self._rope_number("attn_factor", 1.0)
+        if _LONG in self._tensors:
+            trained = self.model_field("rope.scaling.original_context_length")
+            factors = {"short_factor": self._rope_factors(_SHORT), "long_factor": self._rope_factors(_LONG)}
+            rope |= factors | {"original_max_position_embeddings": trained, "attention_factor": attention}
+            return {**rope, "rope_type": "longrope"}
         if kind != "yarn" and attention != 1.0:
             self._refuse_rope("attn_factor", attention)
         if _FREQUENCIES in self._tensors:
             if kind != "none" and factor != 1.0:
                 self._refuse_rope("factor", factor)
-            factors = self._rope_factors(_FREQUENCIES)
-            return {**rope, "rope_type": "factors", "factors": factors}
+            return {**rope, "rope_type": "factors", "factors": self._rope_factors(_FREQUENCIES)}
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return {**rope, "rope_type": "default"}
         rope |= {"rope_type": kind, "factor": factor}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,11 @@ from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.layer_shares import LayerShare
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
+from deltafront.workers.model.families.registry import gguf_families
+from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
+
+from .gguf_files import GGUF, write_gguf
 
 LIMIT = 1e-4
 TOKENS = 150
@@ -413,6 +418,26 @@ def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
             assert torch.equal(mine, torch.cat([x.chunk(2)[rank] for x in theirs.split(heads)]))
             mine, theirs = part.mlps[layer].gate_up.weight_OI, whole.mlps[layer].gate_up.weight_OI
             assert torch.equal(mine, torch.cat([x.chunk(2)[rank] for x in theirs.split(columns)]))
+
+
+def test_a_gguf_gives_the_same_logits(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    kind = request.node.callspec.params["case"]
+    if kind not in GGUF:
+        pytest.skip("of this family another case has a GGUF")
+    raw = json.loads(((case.theirs or case.directory) / "config.json").read_text())
+    tensors = load_file(case.directory / "model.safetensors")
+    write_gguf(tmp_path / "model.gguf", raw, tensors, *GGUF[kind])
+    (tmp_path / "config.json").write_text(json.dumps(GgufSource(tmp_path / "model.gguf").config()))
+    found = Case(tmp_path, read_config(tmp_path), case.ids_T, case.logits_TV)
+    logits_TV = prefill(
+        load_stages(found, 2), case.ids_T, CUTS["chunks"], Pages(found.config, [table_of(TOKENS)])
+    )
+    assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
+
+
+def test_every_family_with_a_gguf_has_a_case() -> None:
+    written = {gguf.MODEL_ARCH_NAMES[architecture] for architecture, _permuted in GGUF.values()}
+    assert written == gguf_families().keys()
 
 
 def held(weights: Any) -> dict[int, int]:

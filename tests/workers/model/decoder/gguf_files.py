@@ -1,0 +1,80 @@
+"""GGUF files of tiny models, with the metadata and the names of llama.cpp's converter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool]] = {
+    "llama-biases": (gguf.MODEL_ARCH.LLAMA, True),
+    "qwen2": (gguf.MODEL_ARCH.QWEN2, False),
+    "qwen3": (gguf.MODEL_ARCH.QWEN3, False),
+    "seed-oss": (gguf.MODEL_ARCH.SEED_OSS, False),
+    "phi3": (gguf.MODEL_ARCH.PHI3, False),
+    "phi3-longrope-partial": (gguf.MODEL_ARCH.PHI3, False),
+    "granite": (gguf.MODEL_ARCH.GRANITE, True),
+    "smollm3": (gguf.MODEL_ARCH.SMOLLM3, True),
+    "olmo2": (gguf.MODEL_ARCH.OLMO2, False),
+    "glm": (gguf.MODEL_ARCH.CHATGLM, False),
+    "glm4": (gguf.MODEL_ARCH.GLM4, False),
+    "exaone": (gguf.MODEL_ARCH.EXAONE, False),
+    "exaone4": (gguf.MODEL_ARCH.EXAONE4, False),
+    "arcee": (gguf.MODEL_ARCH.ARCEE, True),
+}
+"""A case, llama.cpp's architecture, and whether its converter interleaves the halves of q's and k's heads."""
+
+
+def write_gguf(
+    path: Path,
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    architecture: gguf.MODEL_ARCH,
+    permuted: bool,
+) -> None:
+    """What llama.cpp's converter writes, in float32. raw: config.json by transformers' names."""
+    name, rope = gguf.MODEL_ARCH_NAMES[architecture], raw["rope_parameters"]
+    heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    dim = raw.get("head_dim") or raw["hidden_size"] // heads[0]
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(heads[0])
+    writer.add_head_count_kv(heads[1])
+    writer.add_key_length(dim)
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_eos_token_id(2)
+    if rope["rope_type"] in ("yarn", "linear"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        stretch, trained = raw["max_position_embeddings"] / 64, math.log(64)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / trained))
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+    if "embedding_multiplier" in raw:
+        writer.add_embedding_scale(raw["embedding_multiplier"])
+        writer.add_residual_scale(raw["residual_multiplier"])
+        writer.add_attention_scale(raw["attention_multiplier"])
+        writer.add_logit_scale(raw["logits_scaling"])
+    names = gguf.get_tensor_name_map(architecture, raw["num_hidden_layers"])
+    for theirs, tensor in tensors.items():
+        rows, turned = tensor, theirs.split(".")[-2]
+        if permuted and turned in ("q_proj", "k_proj"):
+            pairs = tensor.view(heads[turned == "k_proj"], 2, dim // 2, -1)
+            rows = pairs.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names.get_name(theirs, (".weight", ".bias")), rows.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
