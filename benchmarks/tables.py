@@ -28,10 +28,11 @@ from .accuracy.tables import (
     served,
 )
 from .markdown import Result, markdown, provenance
+from .models.tables import families, public_models
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "deploy.md")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "deploy", "models")))
 
 
 def kernels(result: Result) -> str:
@@ -227,6 +228,8 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "service_overhead": (service_overhead, ("service_overhead",)),
     "chaos": (chaos, ("chaos",)),
     "sizing": (sizing, ()),
+    "families": (families, ()),
+    "public_models": (public_models, ()),
     "overlays": (lambda: markdown(overlays.HEADER, overlays.rows()), ()),
     "overlay_sizes": (lambda: markdown(overlays.FITS_HEADER, list(overlays.fits())), ()),
 }

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...settings import ModelSpec
 from ..families.family import OPTIONAL, Family
-from ..families.registry import FAMILIES, family_of, load_families
+from ..families.registry import FAMILIES, family_of, load_families, unserved_features
 from .json_files import ModelError, positive_int, positive_number, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
 from .quantised import quantised_form
@@ -270,7 +270,9 @@ def served_family(raw: Mapping[str, Any]) -> Family:
         raise ModelError(f"config.json: architectures = {named!r} is not a list")
     family = family_of(raw)
     if family is None:
-        raise ModelError(f"architecture {named[0]!r} is not supported; known: {', '.join(FAMILIES)}")
+        features = ", ".join(unserved_features(raw))
+        has = f" (it has {features})" if features else ""
+        raise ModelError(f"architecture {named[0]!r} is not supported{has}; known: {', '.join(FAMILIES)}")
     return family
 
 

@@ -27,6 +27,33 @@ FAMILIES: dict[str, Family] = {}
 """By architecture."""
 
 
+_SIGNS: Mapping[str, str] = {
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "moe_num_experts": "a mixture of experts",
+    "kv_lora_rank": "latent attention (MLA)",
+    "linear_num_value_heads": "linear attention",
+    "linear_attn_config": "linear attention",
+    "mamba_d_state": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "state_size": "state-space layers",
+    "conv_L_cache": "convolutions",
+    "sliding_window": "sliding windows",
+    "attn_logit_softcapping": "capped scores",
+    "final_logit_softcapping": "capped logits",
+    "layer_norm_eps": "LayerNorms",
+    "layer_norm_epsilon": "LayerNorms",
+    "norm_eps": "LayerNorms",
+    "norm_epsilon": "LayerNorms",
+    "block_configs": "layers of different shapes",
+    "is_encoder_decoder": "an encoder",
+    "vision_config": "images",
+    "audio_config": "sound",
+}
+"""Keys of a config.json whose family is not served → what it has that no family here has."""
+
+
 class FamilyError(ValueError):
     """A family cannot be registered."""
 
@@ -57,6 +84,13 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
 def gguf_families() -> dict[str, tuple[Family, GgufNames]]:
     """Return the families that have GGUF files, by llama.cpp's architecture."""
     return {one.gguf.architecture: (one, one.gguf) for one in FAMILIES.values() if one.gguf is not None}
+
+
+def unserved_features(config: Mapping[str, Any]) -> list[str]:
+    """Say what a family that is not served has, as far as its config.json tells."""
+    text = config.get("text_config")
+    told = {**config, **(text if isinstance(text, dict) else {})}
+    return list(dict.fromkeys(feature for key, feature in _SIGNS.items() if told.get(key)))
 
 
 def wrapped_architectures() -> frozenset[str]:

@@ -92,7 +92,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-biases": lambda: transformers.Qwen3Config(**SHAPE, attention_bias=True),
     "seed-oss": lambda: transformers.SeedOssConfig(**SHAPE),
     "mistral3": lambda: transformers.Mistral3Config(
-        text_config=transformers.MistralConfig(**SHAPE, sliding_window=None),
+        text_config=transformers.MistralConfig(
+            **SHAPE | {"max_position_embeddings": 8192}, sliding_window=None
+        ),
         vision_config=transformers.PixtralVisionConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=14
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from deltafront.workers.model.directory.headers import check_weights, read_header
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.text_part import own_names
+from deltafront.workers.model.families import registry
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 3, 32, 4, 2, 16, 48, 64
 SHAPE: dict[str, Any] = {
@@ -33,7 +36,8 @@ Raw = dict[str, torch.Tensor]
 
 
 def save(directory: Path, family: str = "llama", size: str = "1GB", **more: Any) -> Path:
-    config = transformers.CONFIG_MAPPING[family](**SHAPE, sliding_window=None, **more)
+    more = {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS, "pad_token_id": 0, **more}
+    config = transformers.CONFIG_MAPPING[family](**SHAPE, **more)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory, max_shard_size=size)
     return directory
@@ -65,7 +69,14 @@ def edit(directory: Path, change: Callable[[Raw], Raw]) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+FAMILIES = sorted(
+    family.model_type
+    for family in registry.FAMILIES.values()
+    if family.model_type in transformers.CONFIG_MAPPING
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", ["1GB", "10KB"])
 def test_every_family_has_the_tensors_of_transformers(
@@ -75,8 +86,36 @@ def test_every_family_has_the_tensors_of_transformers(
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) == 1 if size == "1GB" else len(files) > 3
     found = {name: tuple(x.shape) for file in files for name, x in load_file(file).items()}
-    assert read_config(tmp_path).shapes() == found
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert read_config(tmp_path).shapes() == {own: found[name] for own, name in own_names(found, raw).items()}
     check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said", "says"),
+    [
+        ("phi3", "llama", r"lack 15 tensors such as model\.layers\.0\.self_attn\.q_proj\.weight"),
+        ("llama", "phi3", r"lack 6 tensors such as model\.layers\.0\.self_attn\.qkv_proj\.weight"),
+        ("glm", "llama", "partial rotary factor is not supported"),
+        ("olmo2", "llama", r"lack 3 tensors such as model\.layers\.0\.input_layernorm\.weight"),
+        ("llama", "olmo2", r"lack 9 tensors such as model\.layers\.0\.self_attn\.q_norm\.weight"),
+        ("exaone4", "olmo2", r"q_norm\.weight is \(16,\), config\.json says \(64,\)"),
+        ("glm4", "glm", r"no place for 6 tensors such as model\.layers\.0\.post_mlp_layernorm\.weight"),
+        ("qwen3", "llama", r"no place for 6 tensors such as model\.layers\.0\.self_attn\.k_norm\.weight"),
+        ("arcee", "llama", r"lack 3 tensors such as model\.layers\.0\.mlp\.gate_proj\.weight"),
+        ("llama", "arcee", r"no place for 3 tensors such as model\.layers\.0\.mlp\.gate_proj\.weight"),
+        ("qwen2", "llama", r"no place for 9 tensors such as model\.layers\.0\.self_attn\.k_proj\.bias"),
+    ],
+)
+def test_weights_of_another_family_are_refused_by_what_they_lack(
+    tmp_path: Path, saved: str, said: str, says: str
+) -> None:
+    save(tmp_path, saved)
+    family = next(family for family in registry.FAMILIES.values() if family.model_type == said)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    named = {"architectures": [family.architecture], "model_type": said, "hidden_act": family.hidden_act}
+    (tmp_path / "config.json").write_text(json.dumps(raw | named))
+    assert re.search(says, refusal(tmp_path))
 
 
 def test_a_header_says_what_the_file_holds(single: Path) -> None:

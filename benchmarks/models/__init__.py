@@ -1,0 +1,1 @@
+"""What docs/models.md says: families, and public models by the numbers of their configurations."""

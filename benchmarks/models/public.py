@@ -1,0 +1,262 @@
+"""Numbers of public models' config.json, as published, and what becomes of them here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Public:
+    """A model on the hub.
+
+    Args:
+        billions: Its size as published there; of a multimodal model the language model's. None: refused.
+        reason: What the refusal says.
+    """
+
+    name: str
+    config: Mapping[str, Any] = field(repr=False)
+    billions: float | None = None
+    reason: str = ""
+
+
+_SHAPE = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size
+    max_position_embeddings""".split()
+
+
+def _config(architecture: str, *shape: int, **more: Any) -> dict[str, Any]:
+    return {"architectures": [f"{architecture}ForCausalLM"], **dict(zip(_SHAPE, shape, strict=False)), **more}
+
+
+def _llama3(factor: float, theta: float = 500_000.0) -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"rope_theta": theta, "rope_scaling": scaling | {"original_max_position_embeddings": 8192}}
+
+
+def _granite(scores: float, logits: float, theta: float) -> dict[str, Any]:
+    multipliers = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    more = {"attention_multiplier": scores, "logits_scaling": logits, "rope_theta": theta}
+    return multipliers | more | {"tie_word_embeddings": True}
+
+
+def _exaone(layers: int, hidden: int, inner: int, **more: Any) -> dict[str, Any]:
+    shape = {"num_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": 102400}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768}
+    names = {"activation_function": "silu", "layer_norm_epsilon": 1e-5}
+    return {"architectures": ["ExaoneForCausalLM"]} | shape | heads | names | _llama3(8.0, 1e6) | more
+
+
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_FULL: dict[str, Any] = {"sliding_window": None}
+_OLMO: dict[str, Any] = {"rope_theta": 5e5}
+_SMALL24 = (40, 5120, 32768, 32, 8, 131072)
+
+SERVED = (
+    Public("meta-llama/Llama-2-7b-hf", _config("Llama", 32, 4096, 11008, 32, 32, 32000, 4096), 6.74),
+    Public(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        _config("Llama", 32, 4096, 14336, 32, 8, 128256, 131072, **_llama3(8.0)),
+        8.03,
+    ),
+    Public(
+        "meta-llama/Llama-3.3-70B-Instruct",
+        _config("Llama", 80, 8192, 28672, 64, 8, 128256, 131072, **_llama3(8.0)),
+        70.6,
+    ),
+    Public(
+        "meta-llama/Llama-3.2-1B-Instruct",
+        _config("Llama", 16, 2048, 8192, 32, 8, 128256, 131072, head_dim=64, **_TIED, **_llama3(32.0)),
+        1.24,
+    ),
+    Public(
+        "meta-llama/Llama-3.2-3B-Instruct",
+        _config("Llama", 28, 3072, 8192, 24, 8, 128256, 131072, head_dim=128, **_TIED, **_llama3(32.0)),
+        3.21,
+    ),
+    Public(
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        _config("Llama", 24, 2048, 8192, 32, 32, 49152, 8192, rope_theta=130_000, **_TIED),
+        1.71,
+    ),
+    Public(
+        "mistralai/Mistral-7B-Instruct-v0.3",
+        _config("Mistral", 32, 4096, 14336, 32, 8, 32768, 32768, rope_theta=1e6, **_FULL),
+        7.25,
+    ),
+    Public(
+        "mistralai/Mistral-Small-24B-Instruct-2501",
+        _config("Mistral", *_SMALL24, 32768, head_dim=128, rope_theta=1e8, **_FULL),
+        23.6,
+    ),
+    Public(
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {
+                **_config("", *_SMALL24, 131072, head_dim=128, rope_theta=1e9, **_FULL),
+                "architectures": None,
+                "model_type": "mistral",
+            },
+        },
+        23.6,
+    ),
+    Public(
+        "Qwen/Qwen2.5-0.5B-Instruct", _config("Qwen2", 24, 896, 4864, 14, 2, 151936, 32768, **_TIED), 0.494
+    ),
+    Public("Qwen/Qwen2.5-7B-Instruct", _config("Qwen2", 28, 3584, 18944, 28, 4, 152064, 32768), 7.62),
+    Public("Qwen/Qwen2.5-32B-Instruct", _config("Qwen2", 64, 5120, 27648, 40, 8, 152064, 32768), 32.8),
+    Public("Qwen/Qwen2.5-72B-Instruct", _config("Qwen2", 80, 8192, 29568, 64, 8, 152064, 32768), 72.7),
+    Public(
+        "Qwen/Qwen3-0.6B",
+        _config("Qwen3", 28, 1024, 3072, 16, 8, 151936, 40960, head_dim=128, **_TIED),
+        0.596,
+    ),
+    Public(
+        "Qwen/Qwen3-4B-Instruct-2507",
+        _config("Qwen3", 36, 2560, 9728, 32, 8, 151936, 262144, head_dim=128, rope_theta=5e6, **_TIED),
+        4.02,
+    ),
+    Public("Qwen/Qwen3-8B", _config("Qwen3", 36, 4096, 12288, 32, 8, 151936, 40960, head_dim=128), 8.19),
+    Public("Qwen/Qwen3-32B", _config("Qwen3", 64, 5120, 25600, 64, 8, 151936, 40960, head_dim=128), 32.8),
+    Public(
+        "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        _config("SeedOss", 64, 5120, 27648, 80, 8, 155136, 524288, head_dim=128, rope_theta=1e7),
+        36.2,
+    ),
+    Public(
+        "microsoft/phi-4", _config("Phi3", 40, 5120, 17920, 40, 10, 100352, 16384, rope_theta=250_000), 14.7
+    ),
+    Public(
+        "ibm-granite/granite-3.1-8b-instruct",
+        _config("Granite", 40, 4096, 12800, 32, 8, 49155, 131072, **_granite(0.0078125, 16.0, 1e7)),
+        8.17,
+    ),
+    Public(
+        "ibm-granite/granite-3.1-2b-instruct",
+        _config("Granite", 40, 2048, 8192, 32, 8, 49155, 131072, **_granite(0.015625, 8.0, 5e6)),
+        2.53,
+    ),
+    Public(
+        "HuggingFaceTB/SmolLM3-3B",
+        _config("SmolLM3", 36, 2048, 11008, 16, 4, 128256, 65536, rope_theta=5e6),
+        3.08,
+    ),
+    Public("allenai/OLMo-2-1124-7B", _config("Olmo2", 32, 4096, 11008, 32, 32, 100352, 4096, **_OLMO), 7.3),
+    Public(
+        "allenai/OLMo-2-1124-13B",
+        _config("Olmo2", 40, 5120, 13824, 40, 40, 100352, 4096, **_OLMO),
+        13.7,
+    ),
+    Public("allenai/OLMo-2-0325-32B", _config("Olmo2", 64, 5120, 27648, 40, 8, 100352, 4096, **_OLMO), 32.2),
+    Public("zai-org/glm-4-9b-chat-hf", _config("Glm", 40, 4096, 13696, 32, 2, 151552, 131072), 9.4),
+    Public("zai-org/GLM-4-9B-0414", _config("Glm4", 40, 4096, 13696, 32, 2, 151552, 32768), 9.4),
+    Public("zai-org/GLM-4-32B-0414", _config("Glm4", 61, 6144, 23040, 48, 2, 151552, 32768), 32.6),
+    Public("LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct", _exaone(32, 4096, 14336), 7.82),
+    Public("LGAI-EXAONE/EXAONE-3.5-2.4B-Instruct", _exaone(30, 2560, 7168, head_dim=80, **_TIED), 2.41),
+    Public(
+        "LGAI-EXAONE/EXAONE-4.0-1.2B",
+        _config("Exaone4", 30, 2048, 4096, 32, 8, 102400, 65536, head_dim=64, **_TIED, **_FULL),
+        1.28,
+    ),
+    Public(
+        "arcee-ai/AFM-4.5B",
+        _config("Arcee", 36, 2560, 18432, 20, 4, 128004, 65536, head_dim=128, hidden_act="relu2"),
+        4.62,
+    ),
+)
+
+_WINDOW, _EXPERTS = "sliding-window attention", "a mixture of experts"
+
+REFUSED = (
+    Public(
+        "mistralai/Mistral-7B-Instruct-v0.1",
+        _config("Mistral", 32, 4096, 14336, 32, 8, 32000, 32768, sliding_window=4096),
+        reason=_WINDOW,
+    ),
+    Public(
+        "microsoft/Phi-3-mini-4k-instruct",
+        _config("Phi3", 32, 3072, 8192, 32, 32, 32064, 4096, sliding_window=2047),
+        reason=_WINDOW,
+    ),
+    Public(
+        "LGAI-EXAONE/EXAONE-4.0-32B",
+        _config("Exaone4", 64, 5120, 27392, 40, 8, 102400, 131072, head_dim=128, sliding_window=4096),
+        reason=_WINDOW,
+    ),
+    Public(
+        "Qwen/Qwen2.5-7B-Instruct-1M",
+        _config(
+            *("Qwen2", 28, 3584, 18944, 28, 4, 152064, 1010000),
+            dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192},
+        ),
+        reason="attention by chunks",
+    ),
+    Public(
+        "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        _config("Mixtral", num_local_experts=8),
+        reason=_EXPERTS,
+    ),
+    Public("Qwen/Qwen3-30B-A3B", _config("Qwen3Moe", num_experts=128), reason=_EXPERTS),
+    Public(
+        "openai/gpt-oss-20b",
+        _config("GptOss", num_local_experts=32, sliding_window=128),
+        reason=f"{_EXPERTS}, sliding windows",
+    ),
+    Public(
+        "deepseek-ai/DeepSeek-V3",
+        _config("DeepseekV3", n_routed_experts=256, kv_lora_rank=512),
+        reason=f"{_EXPERTS}, latent attention (MLA)",
+    ),
+    Public(
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        _config("Qwen3Next", num_experts=512, linear_num_value_heads=32),
+        reason=f"{_EXPERTS}, linear attention",
+    ),
+    Public(
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": {"num_local_experts": 16},
+            "vision_config": {"model_type": "llama4_vision_model"},
+        },
+        reason=f"{_EXPERTS}, images",
+    ),
+    Public(
+        "google/gemma-3-27b-it",
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "text_config": {"sliding_window": 1024},
+            "vision_config": {"model_type": "siglip_vision_model"},
+        },
+        reason="sliding windows, images",
+    ),
+    Public(
+        "google/gemma-2-9b-it",
+        _config(
+            "Gemma2",
+            sliding_window=4096,
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+        ),
+        reason="sliding windows, capped scores, capped logits",
+    ),
+    Public(
+        "ibm-granite/granite-4.0-h-small",
+        _config("GraniteMoeHybrid", num_local_experts=72, mamba_d_state=128),
+        reason=f"{_EXPERTS}, state-space layers",
+    ),
+    Public(
+        "allenai/Olmo-3-7B-Instruct",
+        _config("Olmo3", sliding_window=4096),
+        reason="sliding windows",
+    ),
+    Public(
+        "CohereForAI/c4ai-command-r-v01",
+        _config("Cohere", layer_norm_eps=1e-5),
+        reason="LayerNorms",
+    ),
+    Public("nvidia/Minitron-4B-Base", _config("Nemotron", norm_eps=1e-5), reason="LayerNorms"),
+    Public("microsoft/phi-2", _config("Phi", layer_norm_eps=1e-5), reason="LayerNorms"),
+)

@@ -1,0 +1,65 @@
+"""The tables of docs/models.md, from the families' data and the public models' numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from ...kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
+from ...workers.model.directory.json_files import ModelError
+from ...workers.model.directory.model_config import ModelConfig, read_config
+from ...workers.model.families.family import Family
+from ...workers.model.families.registry import FAMILIES
+from ..markdown import markdown
+from .public import REFUSED, SERVED, Public
+
+
+def read_public(model: Public) -> ModelConfig:
+    """Read its numbers as a config.json. Raises ModelError."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model.config))
+        return read_config(folder)
+
+
+def families() -> str:
+    """A line for each family in the package, with the public models of it whose numbers are tested."""
+    sizes: dict[str, list[str]] = {}
+    for model in SERVED:
+        sizes.setdefault(read_public(model).architecture, []).append(f"{model.billions:g}B")
+    rows = [_family(family, sizes.get(family.architecture, [])) for family in FAMILIES.values()]
+    return markdown(("family", "architecture", "sizes", "GGUF", "note"), rows)
+
+
+def _family(family: Family, sizes: list[str]) -> list[str]:
+    names = ", ".join(f"`{name}`" for name in (family.architecture, *family.wrappers))
+    gguf = "" if family.gguf is None else f"`{family.gguf.architecture}`"
+    return [family.name, names, ", ".join(sizes), gguf, family.note]
+
+
+def public_models() -> str:
+    rows: list[list[str | None]] = []
+    for model in SERVED:
+        config = read_public(model)
+        size = f"{config.weights(config.layers) / 1e9:.3g} ({model.billions:g})"
+        rows.append([f"`{model.name}`", size, _served(config)])
+    rows += [[f"`{model.name}`", None, f"refused: {_refusal(model)}"] for model in REFUSED]
+    return markdown(("model", "10⁹ numbers (as published)", "here"), rows)
+
+
+def _served(config: ModelConfig) -> str:
+    on_gpus = {*PREFILL_HEAD_DIMS} & {*DECODE_HEAD_DIMS}
+    return (
+        "served"
+        if config.head_dim in on_gpus
+        else f"served on CPUs: its heads have {config.head_dim} channels"
+    )
+
+
+def _refusal(model: Public) -> str:
+    try:
+        read_public(model)
+    except ModelError as error:
+        return re.sub(r"; known: .*|: use a model with.*|: set model\..*", "", str(error))
+    raise AssertionError(f"{model.name} is served")
