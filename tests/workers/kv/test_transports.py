@@ -209,7 +209,7 @@ async def test_a_transport_from_outside_is_chosen_by_its_name(
 
 def test_a_transport_needs_a_name_that_is_known() -> None:
     config = HandoffConfig(transport="pigeons")  # type: ignore[arg-type]
-    known = r"'pigeons' is unknown; known: object_store, cuda_ipc, nixl$"
+    known = r"'pigeons' is unknown; known: object_store, cuda_ipc, nixl, mapped$"
     with pytest.raises(ValueError, match=known):
         kv_sender(config, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'pigeons' is unknown"):
