@@ -149,7 +149,7 @@ class NixlReader:
         try:
             with use_pages() as pages:
                 if pages is None:
-                    return 0
+                    return None
                 ours = row_runs(pages, announcement.start, announcement.tokens)
                 await self._read(announcement, kv, list(self._reads(kv, layers, ours)), slot)
             if self._leases_read[slot] != kv.serial:
