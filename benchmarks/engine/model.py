@@ -22,8 +22,18 @@ from deltafront.workers.model.directory.json_files import WEIGHT_INDEX
 from deltafront.workers.model.directory.model_config import ModelConfig
 
 TINY = replace(LLAMAS["8b"], layers=6, hidden=128, intermediate=256, q_heads=4, kv_heads=2, vocab=512)
-SHAPES: Mapping[str, ModelConfig] = {**LLAMAS, "tiny": replace(TINY, head_dim=64)}
-"""By name; `tiny` is for a CPU."""
+_QWEN_32B = replace(
+    LLAMAS["8b"],
+    architecture="Qwen3ForCausalLM",
+    layers=64,
+    hidden=5120,
+    intermediate=25_600,
+    q_heads=64,
+    vocab=151_936,
+    qk_norm=True,
+)
+SHAPES: Mapping[str, ModelConfig] = {**LLAMAS, "32b": _QWEN_32B, "tiny": replace(TINY, head_dim=64)}
+"""By name. `32b` is Qwen3's; `tiny` is for a CPU."""
 
 _WRITERS = 8
 _ENDS = "ends"
@@ -71,6 +81,9 @@ def tensors(shape: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}post_attention_layernorm.weight", (hidden,)
         for name, rows in (("q", queries), ("k", keys), ("v", keys)):
             yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
+        if shape.qk_norm:
+            yield f"{prefix}self_attn.q_norm.weight", (shape.head_dim,)
+            yield f"{prefix}self_attn.k_norm.weight", (shape.head_dim,)
         yield f"{prefix}self_attn.o_proj.weight", (hidden, queries)
         yield f"{prefix}mlp.gate_proj.weight", (inner, hidden)
         yield f"{prefix}mlp.up_proj.weight", (inner, hidden)

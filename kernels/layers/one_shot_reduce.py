@@ -18,10 +18,47 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import next_power_of_2
+from .fp8 import empty_rows, row_warps, store_fp8_row
+from .norm import LinearInput
+
 _BLOCK = 1024
 ROOM = 1024 * _BLOCK
 """Most numbers of one call."""
+_WIDEST = 8192
+"""Channels of a row that one program holds."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def _send(
+    x, inside, call, place, program, places_ptr, flags_ptr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a program's numbers into the others' memory, and raise its flags there."""
+    lane = tl.arange(0, BLOCK)
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            theirs = tl.load(places_ptr + other) + place + RANK * ROOM * 4
+            tl.store(theirs.to(tl.pointer_type(x.dtype)) + lane, x, mask=inside)
+    tl.debug_barrier()  # all threads have written before one raises the flags
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            flag = tl.load(flags_ptr + other).to(tl.pointer_type(tl.int32)) + RANK * (ROOM // 1024) + program
+            tl.atomic_xchg(flag, call, sem="release", scope="sys")
+
+
+@triton.jit
+def _receive(
+    x, inside, call, place, program, places_ptr, flags_ptr, other,
+    RANK: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Wait for another rank's numbers. Returns float32."""
+    flag = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + other * (ROOM // 1024) + program
+    while tl.atomic_cas(flag, call, call, sem="acquire", scope="sys") - call < 0:
+        pass
+    theirs = (tl.load(places_ptr + RANK) + place + other * ROOM * 4).to(tl.pointer_type(x.dtype))
+    return tl.load(theirs + tl.arange(0, BLOCK), mask=inside, other=0.0, volatile=True).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["numbers"])
@@ -37,32 +74,52 @@ def one_shot_reduce_kernel(
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     call = tl.load(calls_ptr + program) + 1
     # In bytes, so that a program has one place for numbers of any size.
-    half = ((call & 1) * RANKS * ROOM + program * BLOCK) * 4
-    lane = tl.arange(0, BLOCK)
-    for other in tl.static_range(RANKS):
-        if other != RANK:
-            theirs = tl.load(places_ptr + other) + half + RANK * ROOM * 4
-            tl.store(theirs.to(tl.pointer_type(x_ptr.dtype.element_ty)) + lane, x, mask=inside)
-    tl.debug_barrier()  # all threads have written before one raises the flags
-    for other in tl.static_range(RANKS):
-        if other != RANK:
-            flag = tl.load(flags_ptr + other).to(tl.pointer_type(tl.int32)) + RANK * (ROOM // BLOCK) + program
-            tl.atomic_xchg(flag, call, sem="release", scope="sys")
-    ours = tl.load(places_ptr + RANK) + half
-    own_flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32))
+    place = ((call & 1) * RANKS * ROOM + program * BLOCK) * 4
+    _send(x, inside, call, place, program, places_ptr, flags_ptr, RANK, RANKS, ROOM, BLOCK)
     acc = tl.full([BLOCK], float("-inf"), tl.float32) if MAXIMUM else tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(RANKS):
         if other == RANK:
             part = x.to(tl.float32)
         else:
-            flag = own_flags + other * (ROOM // BLOCK) + program
-            while tl.atomic_cas(flag, call, call, sem="acquire", scope="sys") - call < 0:
-                pass
-            place = (ours + other * ROOM * 4).to(tl.pointer_type(x_ptr.dtype.element_ty)) + lane
-            part = tl.load(place, mask=inside, other=0.0, volatile=True).to(tl.float32)
+            part = _receive(x, inside, call, place, program, places_ptr, flags_ptr, other, RANK, ROOM, BLOCK)
         acc = tl.maximum(acc, part) if MAXIMUM else acc + part
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(calls_ptr + program, call)
+
+
+@triton.jit
+def one_shot_add_norm_kernel(
+    hidden_ptr, update_ptr, weight_ptr, sum_ptr, normed_ptr, scale_ptr, calls_ptr, places_ptr, flags_ptr, eps,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr,
+    FP8: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`add_norm_kernel` of the update's sum over ranks. One program a row."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    at = row.to(tl.int64) * COLUMNS + column
+    update = tl.load(update_ptr + at, mask=inside, other=0.0)
+    call = tl.load(calls_ptr + row) + 1
+    place = ((call & 1) * RANKS * ROOM + row * BLOCK) * 4
+    _send(update, inside, call, place, row, places_ptr, flags_ptr, RANK, RANKS, ROOM, BLOCK)
+    hidden = tl.load(hidden_ptr + at, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for other in tl.static_range(RANKS):
+        if other == RANK:
+            acc += update.to(tl.float32)
+        else:
+            acc += _receive(update, inside, call, place, row, places_ptr, flags_ptr, other, RANK, ROOM, BLOCK)
+    acc = acc.to(hidden.dtype).to(tl.float32)  # rounded as `one_shot_reduce_kernel` rounds it
+    x = (hidden.to(tl.float32) + acc).to(hidden.dtype)
+    tl.store(sum_ptr + at, x, mask=inside)
+    x = x.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / COLUMNS + eps) * weight
+    if FP8:
+        store_fp8_row(normed, normed_ptr, scale_ptr, row.to(tl.int64), column, inside, COLUMNS)
+    else:
+        tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=inside)
+    tl.store(calls_ptr + row, call)
 
 
 def own_memory(ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,12 +128,9 @@ def own_memory(ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
     return places, torch.zeros(ranks * (ROOM // _BLOCK), dtype=torch.int32, device=device)
 
 
-class OneShotReduce:
-    """Reduces over ranks that all make the same calls in the same order.
-
-    Args:
-        memory: Every rank's `own_memory`, as mapped here, by rank.
-    """
+class _OneShot:
+    """memory: every rank's `own_memory`, as mapped here, by rank. All ranks make the same calls in the same
+    order."""
 
     def __init__(self, rank: int, memory: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._rank, self._memory = rank, memory
@@ -86,6 +140,10 @@ class OneShotReduce:
             for n in range(2)
         )
         self._calls = torch.zeros(ROOM // _BLOCK, dtype=torch.int32, device=device)
+
+
+class OneShotReduce(_OneShot):
+    """Sums and maxima over ranks."""
 
     def takes(self, x: torch.Tensor) -> bool:
         return x.dtype in _DTYPES and 0 < x.numel() <= ROOM
@@ -107,3 +165,48 @@ class OneShotReduce:
             BLOCK=_BLOCK,
         )
         return out
+
+
+class OneShotAddNorm(_OneShot):
+    """`add_norm` of what ranks have parts of, in one launch instead of two. It needs memory of its own: its
+    programs write elsewhere than those of `OneShotReduce`."""
+
+    def takes(self, update_TC: torch.Tensor) -> bool:
+        rows, width = update_TC.shape
+        fits = next_power_of_2(width) <= _WIDEST and 0 < rows * next_power_of_2(width) <= ROOM
+        return update_TC.dtype in _DTYPES and fits
+
+    def __call__(
+        self,
+        hidden_TC: torch.Tensor,
+        update_TC: torch.Tensor,
+        weight_C: torch.Tensor,
+        eps: float,
+        fp8: bool,
+    ) -> tuple[torch.Tensor, LinearInput]:
+        """As `norm.add_norm`. update_TC: this rank's part, contiguous like hidden_TC, and `takes` it."""
+        rows, width = update_TC.shape
+        quantised = empty_rows(rows, width, hidden_TC.device) if fp8 else None
+        sum_TC = torch.empty_like(hidden_TC)
+        normed_TC = torch.empty_like(hidden_TC) if quantised is None else quantised.values_TI
+        block = next_power_of_2(width)
+        one_shot_add_norm_kernel[(rows,)](
+            hidden_TC,
+            update_TC,
+            weight_C,
+            sum_TC,
+            normed_TC,
+            normed_TC if quantised is None else quantised.scale_T1,
+            self._calls,
+            self._places,
+            self._flags,
+            eps,
+            RANK=self._rank,
+            RANKS=len(self._memory),
+            ROOM=ROOM,
+            FP8=fp8,
+            COLUMNS=width,
+            BLOCK=block,
+            num_warps=row_warps(block),
+        )
+        return sum_TC, normed_TC if quantised is None else quantised

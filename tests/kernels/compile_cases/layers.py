@@ -107,6 +107,30 @@ REDUCE_CASES = [
     for ranks, maximum, pointer in ((2, False, "*bf16"), (4, True, "*fp32"))
 ]
 
+REDUCE_CASES += [
+    (
+        one_shot_reduce.one_shot_add_norm_kernel,
+        {
+            **dict.fromkeys(("hidden_ptr", "update_ptr", "weight_ptr", "sum_ptr"), "*bf16"),
+            "normed_ptr": "*fp8e4nv" if fp8_rows else "*bf16",
+            "scale_ptr": "*fp32" if fp8_rows else "*bf16",
+            "calls_ptr": "*i32",
+            **dict.fromkeys(("places_ptr", "flags_ptr"), "*i64"),
+            "eps": "fp32",
+        },
+        {
+            "RANK": 1,
+            "RANKS": ranks,
+            "ROOM": one_shot_reduce.ROOM,
+            "FP8": fp8_rows,
+            "COLUMNS": columns,
+            "BLOCK": 8192,
+        },
+        {"num_warps": norm.row_warps(8192)},
+    )
+    for ranks, fp8_rows, columns in ((2, False, 8192), (4, True, 5120))
+]
+
 COMPILE_CASES = [
     *(*FP8_CASES, *PRODUCT_CASES, *NORM_CASES, *ROPE_CASES),
     *(*SWIGLU_CASES, *SQUARED_RELU_CASES, *REDUCE_CASES),

@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 
-from deltafront.kernels.layers.one_shot_reduce import ROOM, OneShotReduce, own_memory
+from deltafront.kernels.layers.fp8 import Fp8Rows
+from deltafront.kernels.layers.norm import kernel_add_norm
+from deltafront.kernels.layers.one_shot_reduce import ROOM, OneShotAddNorm, OneShotReduce, own_memory
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -159,3 +161,44 @@ def test_one_rank_keeps_its_numbers() -> None:
     for maximum in (False, True):
         assert torch.equal(reduce(x, maximum), x)
     assert reduce._calls[:3].tolist() == [2, 2, 2] and reduce._calls[3] == 0
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (5, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_norm_of_a_sum_over_ranks_is_that_of_two_steps(
+    rows: int, width: int, dtype: torch.dtype, fp8: bool
+) -> None:
+    """Rank 0 of two, whose peer has sent its part."""
+    device = torch.device("cuda" if GPUS else "cpu")
+    memory = [own_memory(2, device) for _ in range(2)]
+    both = OneShotAddNorm(0, memory)
+    hidden_TC, ours_TC, theirs_TC = (torch.randn(rows, width, dtype=dtype, device=device) for _ in "abc")
+    weight_C, block = torch.randn(width, dtype=dtype, device=device), 1 << (width - 1).bit_length()
+    places, flags = memory[0]
+    assert both.takes(ours_TC)
+    for call in (1, 2):
+        places.fill_(float("nan"))
+        flags.fill_(call)
+        start = (call & 1) * 2 * ROOM + ROOM
+        for row in range(rows):
+            room = places[start + row * block :].view(dtype)
+            room[:width] = theirs_TC[row]
+        sum_TC, normed = both(hidden_TC, ours_TC, weight_C, 1e-5, fp8)
+        update_TC = (ours_TC.float() + theirs_TC.float()).to(dtype)
+        wanted_TC, wanted = kernel_add_norm(hidden_TC, update_TC, weight_C, 1e-5, fp8)
+        assert torch.equal(sum_TC, wanted_TC)
+        if isinstance(normed, Fp8Rows) and isinstance(wanted, Fp8Rows):
+            assert torch.equal(normed.scale_T1, wanted.scale_T1)
+            normed, wanted = normed.values_TI.float(), wanted.values_TI.float()
+        assert isinstance(normed, torch.Tensor) and isinstance(wanted, torch.Tensor)
+        assert torch.equal(normed, wanted)
+        other_half = places[(1 - (call & 1)) * 2 * ROOM :][: 2 * ROOM]
+        assert other_half.isnan().all(), "the next call's numbers lie apart"
+        assert (memory[1][1][:rows] == call).all(), "the other hears of each row"
+
+
+def test_a_row_that_is_too_wide_and_too_many_rows_are_not_taken() -> None:
+    both = OneShotAddNorm(0, [own_memory(1, torch.device("cpu"))])
+    assert both.takes(torch.zeros(128, 8192)) and not both.takes(torch.zeros(129, 8192))
+    assert not both.takes(torch.zeros(1, 8193)) and not both.takes(torch.zeros(0, 64))

@@ -1,0 +1,113 @@
+"""vLLM's first tokens and next tokens, for the rows beside ours: the same shape, prompts and GPUs.
+
+    python -m deltafront.benchmarks.engine.vllm_peer --ranks 2 --model DIRECTORY
+
+vLLM runs in this process, with random weights of its own and as it comes (its FlashAttention, CUDA graphs and
+chunked prefill), but for the prompt's length. A token's time is that of a longer answer less a shorter one's,
+to prompts that its prefix cache holds. It needs vLLM, which this project does not install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltafront.benchmarks.harness import commit_of
+
+from .__main__ import ROOT
+from .measure import random_ids
+from .model import SHAPES
+from .rows import BATCH, merge_into, row
+from .setup import ANSWER_ROOM
+
+SHORT, LONG = 16, 144
+"""Tokens of the two answers."""
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a directory with its config.json")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel_size")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kv-dtype", default="auto", help="kv_cache_dtype")
+    parser.add_argument("--quantisation", help="as vLLM names it")
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--commit")
+    return parser.parse_args()
+
+
+class Peer:
+    def __init__(self, given: argparse.Namespace) -> None:
+        import vllm
+
+        self._given, self._vllm = given, vllm
+        self._model = vllm.LLM(
+            model=str(given.model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            quantization=given.quantisation,
+            kv_cache_dtype=given.kv_dtype,
+            max_model_len=given.tokens + ANSWER_ROOM,
+            tensor_parallel_size=given.ranks,
+            enable_prefix_caching=True,
+            gpu_memory_utilization=0.92,
+        )
+
+    def seconds(self, prompts: Sequence[Sequence[int]], answer: int) -> float:
+        how = self._vllm.SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0, detokenize=False)
+        began = time.perf_counter()
+        self._model.generate([{"prompt_token_ids": list(ids)} for ids in prompts], how, use_tqdm=False)
+        return time.perf_counter() - began
+
+    def first_token_s(self) -> float:
+        vocabulary, tokens = SHAPES[self._given.shape].vocab, self._given.tokens
+        self.seconds([random_ids(tokens, vocabulary, 1)], 1)  # warm
+        return statistics.median(
+            self.seconds([random_ids(tokens, vocabulary, 2 + n)], 1) for n in range(self._given.repeats)
+        )
+
+    def token_ms(self, batch: int) -> float:
+        vocabulary, tokens = SHAPES[self._given.shape].vocab, self._given.tokens
+        prompts = [random_ids(tokens, vocabulary, 100 + n) for n in range(batch)]
+        self.seconds(prompts, 1)
+        times = [
+            self.seconds(prompts, LONG) - self.seconds(prompts, SHORT) for _ in range(self._given.repeats)
+        ]
+        return 1e3 * statistics.median(times) / (LONG - SHORT)
+
+
+def main() -> None:
+    given = parsed()
+    began = time.perf_counter()
+    peer = Peer(given)
+    start, tokens = time.perf_counter() - began, given.tokens
+    about: dict[str, Any] = {"version": peer._vllm.__version__, "decode_gpu": "last"}
+    about |= {"ranks": given.ranks} if given.ranks > 1 else {}
+    about |= {"kv_dtype": given.kv_dtype} if given.kv_dtype != "auto" else {}
+    mark = f"_{given.quantisation}" if given.quantisation else ""
+    found = [
+        row(f"vllm_ready{mark}", round(start, 1), "s", gpus=given.ranks),
+        row(f"vllm_ttft_dense{mark}", round(peer.first_token_s(), 4), "s", tokens=tokens, gpus=given.ranks),
+    ]
+    for batch in (1, BATCH):
+        name = f"vllm_token_full{mark}" if batch == 1 else f"vllm_batch{BATCH}_token_full{mark}"
+        found.append(row(name, round(peer.token_ms(batch), 3), "ms", tokens=tokens, gpus=given.ranks))
+    for one in found:
+        print({**one, **about}, flush=True)
+    commit = given.commit or commit_of(ROOT)
+    merge_into(given.result, [{**one, **about} for one in found], torch.cuda.get_device_name(), commit)
+
+
+if __name__ == "__main__":
+    main()
