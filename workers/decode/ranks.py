@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...kernels.layers.one_shot_reduce import OneShotReduce, own_memory
+from ...kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce, own_memory
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import to_host
 from ..kv.handoff.protocols import KVReader, UsePages
@@ -256,15 +256,20 @@ def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:
         BACKENDS[device.type], store=store, rank=collectives.rank, world_size=collectives.ranks
     )
     assert isinstance(collectives, GroupCollectives) and dist.group.WORLD is not None
-    one_shot = one_shot_reduce(collectives.rank, collectives.ranks, device) if device.type == "cuda" else None
-    collectives.connect(dist.group.WORLD, one_shot)
+    shots = one_shots(collectives.rank, collectives.ranks, device) if device.type == "cuda" else None
+    collectives.connect(dist.group.WORLD, shots)
 
 
-def one_shot_reduce(rank: int, ranks: int, device: torch.device) -> OneShotReduce:
+def one_shots(rank: int, ranks: int, device: torch.device) -> tuple[OneShotReduce, OneShotAddNorm]:
     """Map every rank's memory here. All ranks must call it at the same time."""
+    return OneShotReduce(rank, _exchanged(rank, ranks, device)), OneShotAddNorm(
+        rank, _exchanged(rank, ranks, device)
+    )
+
+
+def _exchanged(rank: int, ranks: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
     peers, own = CudaPeerMemory(device), own_memory(ranks, device)
     torch.cuda.synchronize(device)  # its zeros must not come after what others write
     handles: list[Any] = [None] * ranks
     dist.all_gather_object(handles, [peers.export(x) for x in own])
-    memory = [own if n == rank else (peers.open(a), peers.open(b)) for n, (a, b) in enumerate(handles)]
-    return OneShotReduce(rank, memory)
+    return [own if n == rank else (peers.open(a), peers.open(b)) for n, (a, b) in enumerate(handles)]

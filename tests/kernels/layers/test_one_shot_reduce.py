@@ -17,13 +17,14 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 RANK = """
 import sys
 import torch, torch.distributed as dist
-from deltafront.workers.decode.ranks import one_shot_reduce
+from deltafront.kernels.layers.norm import kernel_add_norm
+from deltafront.workers.decode.ranks import one_shots
 
 rank, ranks, port = map(int, sys.argv[1:])
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
 dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-reduce = one_shot_reduce(rank, ranks, device)
+reduce, both = one_shots(rank, ranks, device)
 sizes = [1, 7, 1024, 4096, 5000, 4 * 8192, 131072, 1 << 20]
 
 def numbers(call, of, size, dtype):
@@ -58,6 +59,25 @@ for call in range(2000):
     torch._assert_async((out == total).all())
 torch.cuda.synchronize()
 
+for call in range(300):
+    rows, width = ((1, 4096), (4, 4096), (3, 5120), (16, 8192), (128, 8192))[call % 5]
+    parts = [numbers(call, of, (rows, width), torch.bfloat16) for of in range(ranks)]
+    hidden, weight = numbers(call, 9, (rows, width), torch.bfloat16), numbers(call, 10, width, torch.bfloat16)
+    if (call // 8 + rank) % 2:
+        torch.cuda._sleep(100_000)
+    assert both.takes(parts[rank])
+    fp8 = call % 3 == 0
+    sums, normed = both(hidden, parts[rank], weight, 1e-5, fp8)
+    acc = parts[0].float()
+    for part in parts[1:]:
+        acc = acc + part.float()
+    wanted_sums, wanted = kernel_add_norm(hidden, acc.bfloat16(), weight, 1e-5, fp8)
+    assert torch.equal(sums, wanted_sums), (call, rows, width)
+    if fp8:
+        assert torch.equal(normed.scale_T1, wanted.scale_T1)
+        normed, wanted = normed.values_TI.float(), wanted.values_TI.float()
+    assert torch.equal(normed, wanted), (call, rows, width)
+
 x = torch.zeros(4096, dtype=torch.bfloat16, device=device)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -74,7 +94,14 @@ for call in range(50):
     assert torch.allclose(out.float(), wanted, rtol=1e-2), (call, out[:4], total)
 
 began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-for name, one in (("one-shot", lambda: reduce(x, False)), ("nccl", lambda: dist.all_reduce(x))):
+x = x.view(1, 4096)
+weight = torch.ones(4096, dtype=torch.bfloat16, device=device)
+for name, one in (
+    ("one-shot", lambda: reduce(x, False)),
+    ("nccl", lambda: dist.all_reduce(x)),
+    ("one-shot, then norm", lambda: kernel_add_norm(x, reduce(x, False), weight, 1e-5, False)),
+    ("one-shot with norm", lambda: both(x, x, weight, 1e-5, False)),
+):
     one()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

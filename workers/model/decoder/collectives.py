@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ....kernels.layers.one_shot_reduce import OneShotReduce
+from ....kernels.layers.norm import LinearInput, add_norm
+from ....kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce
 
 
 class Collectives(Protocol):
@@ -23,6 +24,16 @@ class Collectives(Protocol):
 
     def max(self, x: torch.Tensor) -> torch.Tensor:
         """Return the largest value over ranks. x: contiguous; it may be overwritten."""
+
+    def add_norm(
+        self,
+        hidden_TC: torch.Tensor,
+        update_TC: torch.Tensor | None,
+        weight_C: torch.Tensor,
+        eps: float,
+        fp8: bool,
+    ) -> tuple[torch.Tensor, LinearInput]:
+        """`norm.add_norm` of an update that every rank has a part of. update_TC: contiguous."""
 
     def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
         """Put the ranks' columns side by side, in their order."""
@@ -37,6 +48,16 @@ class SingleRank:
     def max(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def add_norm(
+        self,
+        hidden_TC: torch.Tensor,
+        update_TC: torch.Tensor | None,
+        weight_C: torch.Tensor,
+        eps: float,
+        fp8: bool,
+    ) -> tuple[torch.Tensor, LinearInput]:
+        return add_norm(hidden_TC, update_TC, weight_C, eps, fp8)
+
     def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
         return x_TO
 
@@ -45,15 +66,19 @@ SINGLE_RANK = SingleRank()
 
 
 class GroupCollectives:
-    """Over a process group, NCCL or gloo, once it is connected. one_shot: for what is small, on GPUs."""
+    """Over a process group, NCCL or gloo, once it is connected. one_shots: for what is small, on GPUs."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self._connected: dist.ProcessGroup | None = None
-        self._one_shot: OneShotReduce | None = None
+        self._reduce: OneShotReduce | None = None
+        self._add_norm: OneShotAddNorm | None = None
 
-    def connect(self, group: dist.ProcessGroup, one_shot: OneShotReduce | None = None) -> None:
-        self._connected, self._one_shot = group, one_shot
+    def connect(
+        self, group: dist.ProcessGroup, one_shots: tuple[OneShotReduce, OneShotAddNorm] | None = None
+    ) -> None:
+        self._connected = group
+        self._reduce, self._add_norm = one_shots or (None, None)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -67,14 +92,28 @@ class GroupCollectives:
     def max(self, x: torch.Tensor) -> torch.Tensor:
         return self._reduced(x, dist.ReduceOp.MAX)
 
+    def add_norm(
+        self,
+        hidden_TC: torch.Tensor,
+        update_TC: torch.Tensor | None,
+        weight_C: torch.Tensor,
+        eps: float,
+        fp8: bool,
+    ) -> tuple[torch.Tensor, LinearInput]:
+        if update_TC is None:
+            return add_norm(hidden_TC, None, weight_C, eps, fp8)
+        if self._add_norm is not None and self._add_norm.takes(update_TC):
+            return self._add_norm(hidden_TC.contiguous(), update_TC, weight_C, eps, fp8)
+        return add_norm(hidden_TC, self.sum(update_TC), weight_C, eps, fp8)
+
     def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x_TO) for _ in range(self.ranks)]
         self._group.allgather([parts], [x_TO.contiguous()]).wait()
         return torch.cat(parts, dim=1)
 
     def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
-        if self._one_shot is not None and self._one_shot.takes(x):
-            return self._one_shot(x, maximum=operation == dist.ReduceOp.MAX)
+        if self._reduce is not None and self._reduce.takes(x):
+            return self._reduce(x, maximum=operation == dist.ReduceOp.MAX)
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         self._group.allreduce([x], options).wait()
