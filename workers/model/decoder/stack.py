@@ -53,13 +53,16 @@ class AttentionCalls:
 
 @dataclass
 class Residual:
-    """The residual stream. The next norm adds `update_TC` on its way."""
+    """The residual stream. Of `update_TC` every rank has a part. The next norm adds it up on its way."""
 
     hidden_TC: torch.Tensor
     update_TC: torch.Tensor | None = None
+    collectives: Collectives = SINGLE_RANK
 
     def total(self) -> torch.Tensor:
-        return self.hidden_TC if self.update_TC is None else self.hidden_TC + self.update_TC
+        if self.update_TC is None:
+            return self.hidden_TC
+        return self.hidden_TC + self.collectives.sum(self.update_TC)
 
     def narrow_to_last(self, rows: int) -> None:
         first = len(self.hidden_TC) - rows
@@ -97,8 +100,8 @@ class DecoderLayer:
 
     def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
         residual.hidden_TC = residual.total()
-        update_TC = self.collectives.sum(self._attention.output(out_THD.flatten(1)))
-        residual.update_TC = self._normed(update_TC, self._attention.output_norm_C)
+        update_TC = self._attention.output(out_THD.flatten(1))
+        self._update(residual, update_TC, self._attention.output_norm_C)
 
     def mlp(self, residual: Residual) -> None:
         weights = self.mlp_weights
@@ -108,15 +111,17 @@ class DecoderLayer:
                 weights.gate_up,
             )
             active = up.gated(normed) if self.config.is_gated else up.squared(normed)
-            update_TC = self.collectives.sum(weights.down(active))
-            residual.update_TC = self._normed(update_TC, weights.output_norm_C)
+            self._update(residual, weights.down(active), weights.output_norm_C)
 
-    def _normed(self, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> torch.Tensor:
+    def _update(self, residual: Residual, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> None:
+        """weight_C: of a norm of the update, which needs its sum over ranks."""
         if weight_C is None:
-            return update_TC
-        _same, normed_TC = add_norm(update_TC, None, weight_C, self.config.rms_eps, fp8=False)
+            residual.update_TC = update_TC
+            return
+        whole_TC = self.collectives.sum(update_TC)
+        _same, normed_TC = add_norm(whole_TC, None, weight_C, self.config.rms_eps, fp8=False)
         assert isinstance(normed_TC, torch.Tensor)
-        return normed_TC
+        residual.hidden_TC, residual.update_TC = residual.hidden_TC + normed_TC, None
 
     @property
     def output_weight_CO(self) -> torch.Tensor:
@@ -146,7 +151,9 @@ def norm_of(
     if weight_C is None:
         residual.hidden_TC, residual.update_TC = residual.total(), None
         return residual.hidden_TC
-    sum_TC, normed = add_norm(residual.hidden_TC, residual.update_TC, weight_C, eps, taker.quantised)
+    sum_TC, normed = residual.collectives.add_norm(
+        residual.hidden_TC, residual.update_TC, weight_C, eps, taker.quantised
+    )
     residual.hidden_TC, residual.update_TC = sum_TC, None
     return normed
 
@@ -252,7 +259,7 @@ class LayerStack:
         """
         layers = self.layers if layers is None else layers
         with phase("projection"):
-            angles, residual = self.angles(positions_T), Residual(hidden_TC)
+            angles, residual = self.angles(positions_T), Residual(hidden_TC, None, self.collectives)
             unrotated = self._rope.unrotated(angles) if self.config.unrotated_layers else angles
             if layers.start == self.layers.start and self._layers[0].attention is None:
                 self._layers[0].mlp(residual)  # the stack before computed its attention
