@@ -9,6 +9,7 @@ import torch
 
 from ...kernels.constants import PAGE_TOKENS
 from ...kernels.paged_decode.pages import PagedInput
+from .kv_fp8 import row_of
 
 
 def paged_attention(
@@ -24,8 +25,12 @@ def paged_attention(
         keys, values = [], []
         for column, slot in seen:
             page = int(x.table_RP[request, column])
-            keys.append(x.k_PSGD[page, slot, g].double().cpu())
-            values.append(x.v_PSGD[page, slot, g].double().cpu())
+            k_D, v_D = x.k_PSGD[page, slot, g].cpu(), x.v_PSGD[page, slot, g].cpu()
+            if x.exponents is not None:
+                k_D = row_of(k_D, x.exponents.k[page, slot, g])
+                v_D = row_of(v_D, x.exponents.v[page, slot, g])
+            keys.append(k_D.double())
+            values.append(v_D.double())
         exponents = [math.exp(x.scale * float(q @ key)) for key in keys]
         total = math.fsum(exponents)
         lses.append(math.log(total))

@@ -1,0 +1,159 @@
+"""K/V in 8 bits: quantising, rotation with a quantised write, and gathering, against loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.benchmarks.reference import kv_fp8 as reference
+from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.layers import kv_fp8, rope
+from deltafront.kernels.layers.kv_fp8 import Exponents
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float32, torch.float16]
+POISON = 77
+"""Neither an exponent nor, as e4m3, a number that the tests write."""
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def both(x: torch.Tensor, y: torch.Tensor) -> Exponents:
+    return Exponents(x, y)
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=24))
+def test_rows_are_the_definitions(row: list[float]) -> None:
+    values, exponent = kv_fp8.quantise(torch.tensor(row))
+    wanted, power = reference.quantised(torch.tensor([row]))
+    assert int(exponent) == int(power[0])
+    assert values.tolist() == wanted[0].tolist()
+    back = kv_fp8.dequantise(values, exponent, torch.float32)
+    assert torch.equal(back.double(), reference.row_of(values, exponent))
+
+
+@pytest.mark.parametrize("largest", [2.0**-126, 1e-30, 2.0**-53, 1.0, 447.0, 3e38])
+def test_rows_of_any_size_keep_their_largest_or_say_so(largest: float) -> None:
+    """Within 2^-53 .. 2^68 an error is at most 2^-4 of a number, or tiny beside the row's largest."""
+    x = torch.tensor([largest, -largest / 3, 0.0, largest / 1000])
+    back = kv_fp8.dequantise(*kv_fp8.quantise(x), torch.float32)
+    if largest > 2.0**68:
+        assert bool(back[0].isnan())
+    elif largest >= 2.0**-53:
+        assert bool(((back - x).abs() <= x.abs() / 16 + largest * 2.0**-16).all())
+    else:
+        assert bool((back.abs() <= 2.0**-52).all())
+
+
+def test_what_is_no_number_stays_none() -> None:
+    x = torch.tensor([[1.0, math.inf], [math.nan, 2.0], [0.0, -0.0]])
+    back = kv_fp8.dequantise(*kv_fp8.quantise(x), torch.float32)
+    assert back.isnan().any(1).tolist() == [True, True, False]
+    assert not back[2].any()
+
+
+def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angle_T1F = torch.rand(tokens, 1, half) * 6
+    return angle_T1F.cos().to(DEVICE), angle_T1F.sin().to(DEVICE)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim"), [(2, 2, 64), (9, 3, 64), (4, 1, 128), (16, 2, 64), (3, 1, 24)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_and_a_quantised_write(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool
+) -> None:
+    """Equal to quantising what the write in the model's dtype leaves; other rows stay as they were."""
+    tokens = 5
+    cos_T1F, sin_T1F = angles(tokens, dim // 2)
+    size = torch.logspace(-3, 2, tokens, device=DEVICE)[:, None, None]
+    qkv_TXD = (draw(tokens, q_heads + 2 * kv_heads, dim) * size).to(dtype)
+    qkv_TXD[2, q_heads:] = 0
+    head_norm = None
+    if norms:
+        head_norm = rope.HeadNorm(1 + 0.3 * draw(q_heads + kv_heads, dim, dtype=dtype), 1e-5)
+    rows_T = torch.tensor([7, 3, 4, 0, 9], device=DEVICE)
+    for function in (rope.cpu_rotate_and_store, rope.kernel_rotate_and_store):
+        k_RGD, v_RGD = (torch.zeros(12, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
+        plain = rope.KVRows(k_RGD, v_RGD, rows_T)
+        q_THD = function(qkv_TXD.clone(), cos_T1F, sin_T1F, head_norm, plain)
+        bytes_k, bytes_v = (
+            torch.full((12, kv_heads, dim), POISON, dtype=torch.uint8, device=DEVICE) for _ in "kv"
+        )
+        exponents = both(*(torch.full((12, kv_heads), POISON, dtype=torch.int8, device=DEVICE) for _ in "kv"))
+        narrow = rope.KVRows(bytes_k, bytes_v, rows_T, exponents)
+        assert torch.equal(function(qkv_TXD.clone(), cos_T1F, sin_T1F, head_norm, narrow), q_THD)
+        others = torch.ones(12, dtype=torch.bool, device=DEVICE).index_fill(0, rows_T, False)
+        for found, exponent, source in (
+            (bytes_k, exponents.k, k_RGD),
+            (bytes_v, exponents.v, v_RGD),
+        ):
+            wanted, power = reference.quantised(source[rows_T].cpu())
+            assert torch.equal(exponent[rows_T].cpu(), power)
+            assert torch.equal(found[rows_T].cpu(), wanted)
+            assert bool((found[others] == POISON).all() and (exponent[others] == POISON).all())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_the_kernel_lets_no_infinity_pass_for_a_number(bad: float) -> None:
+    qkv_TXD = draw(1, 3, 64)
+    qkv_TXD[0, 2, 5] = bad
+    k_RGD, v_RGD = (torch.zeros(1, 1, 64, dtype=torch.uint8, device=DEVICE) for _ in "kv")
+    exponents = both(*(torch.zeros(1, 1, dtype=torch.int8, device=DEVICE) for _ in "kv"))
+    rows_T = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    rope.kernel_rotate_and_store(qkv_TXD, *angles(1, 32), None, rope.KVRows(k_RGD, v_RGD, rows_T, exponents))
+    for gathered in (kv_fp8.gather, kv_fp8.kernel_gather):
+        k_GSD, v_GSD = gathered((k_RGD, v_RGD), exponents, rows_T, torch.float32)
+        assert bool(k_GSD.isfinite().all()) and bool(v_GSD[0, 0, 5].isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "dim", "tokens"), [(1, 64, 1), (3, 64, 33), (2, 24, 16), (8, 128, 5)])
+def test_gathering(dtype: torch.dtype, kv_heads: int, dim: int, tokens: int) -> None:
+    rows = 50
+    (k_RGD, k_RG), (v_RGD, v_RG) = (
+        kv_fp8.quantise(draw(rows, kv_heads, dim) * torch.logspace(-2, 2, rows, device=DEVICE)[:, None, None])
+        for _ in "kv"
+    )
+    rows_S = torch.randperm(rows)[:tokens].to(DEVICE)
+    for gathered in (kv_fp8.gather, kv_fp8.kernel_gather):
+        with poisoned_empty():
+            sides = gathered((k_RGD, v_RGD), both(k_RG, v_RG), rows_S, dtype)
+        for found_GSD, x_RGD, x_RG in zip(sides, (k_RGD, v_RGD), (k_RG, v_RG), strict=True):
+            assert found_GSD.is_contiguous() and found_GSD.dtype == dtype
+            for s, row in enumerate(rows_S.tolist()):
+                for g in range(kv_heads):
+                    wanted = reference.row_of(x_RGD[row, g].cpu(), x_RG[row, g].cpu())
+                    assert torch.equal(found_GSD[g, s].cpu().double(), wanted)
+
+
+def test_quantised_rows_are_close_to_what_they_were() -> None:
+    x = draw(100, 2, 128)
+    back = kv_fp8.dequantise(*kv_fp8.quantise(x), torch.float32)
+    assert_rows_close(back, x, dtype=torch.bfloat16, factor=8)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    rows, exponents = torch.zeros(9, 1, 8, dtype=torch.uint8), torch.zeros(9, 1, dtype=torch.int8)
+    rows_T = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(KernelInputError, match=r"k: 8-bit K/V is uint8 .* not torch.float32"):
+        kv_fp8.gather((rows.float(), rows), both(exponents, exponents), rows_T, torch.float32)
+    with pytest.raises(KernelInputError, match=r"v: 8-bit K/V .* with torch.int8 \(3, 1\)"):
+        kv_fp8.gather((rows, rows), both(exponents, exponents[:3]), rows_T, torch.float32)
+    with pytest.raises(KernelInputError, match="must be contiguous and alike"):
+        kv_fp8.gather((rows, rows[..., ::2]), both(exponents, exponents), rows_T, torch.float32)
+    qkv_TXD, cos_T1F = torch.zeros(2, 4, 8), torch.zeros(2, 1, 4)
+    with pytest.raises(KernelInputError, match="rotate_and_store: v: 8-bit K/V"):
+        kv = rope.KVRows(rows, rows, rows_T, both(exponents, exponents.int()))
+        rope.rotate_and_store(qkv_TXD, cos_T1F, cos_T1F, None, kv)
