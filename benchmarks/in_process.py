@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from ..workers.kv.cache import PagedKVCache
+from ..workers.kv.cache import PagedKVCache, Sides, row_forms
 from ..workers.kv.fetch import KVSource
 from ..workers.kv.handoff.protocols import Destination, HandoffError, UsePages, check_kv, described
 from ..workers.messages.events import PrefillDone, PrefillReport
@@ -28,7 +28,7 @@ from ..workers.prefill.group.controller import PrefillController
 from ..workers.prefill.stage.activations import Activations, LinkClosed, NoActivations
 from ..workers.prefill.stage.stage import PrefillStage, load_stage
 from ..workers.roles import Form, Stage, stand_in
-from ..workers.settings import ModelSpec, PrefillConfig
+from ..workers.settings import KVDtype, ModelSpec, PrefillConfig
 
 T = TypeVar("T")
 _WORKER = "in-process"
@@ -48,8 +48,7 @@ class LocalReceiver(Protocol):
 class DeviceKV:
     """The payload: one layer's chunk. ready: the CUDA event after which it may be read; None on a CPU."""
 
-    k_TGD: torch.Tensor
-    v_TGD: torch.Tensor
+    sides_T: Sides
     ready: Any = None
 
 
@@ -67,20 +66,20 @@ class InProcessStream:
         self.pages, self.has_prefix = destination.pages, False
         self._failure = ""
 
-    def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
-        check_kv(k_TGD, v_TGD)
-        payload = DeviceKV(k_TGD.clone(), v_TGD.clone(), _now(k_TGD.device))
+    def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
+        check_kv(*sides_T)
+        payload = DeviceKV(tuple(x.clone() for x in sides_T), _now(sides_T[0].device))
         announcement = KVAnnouncement(
             request_id=self._to.request_id,
             layer=layer,
             start=start,
-            tokens=k_TGD.shape[0],
+            tokens=sides_T[0].shape[0],
             payload=payload,
             attempt=self._to.attempt,
         )
         with self._noting("K/V"):
             self._receiver.announce(announcement)
-        return k_TGD.nbytes + v_TGD.nbytes
+        return sum(x.nbytes for x in sides_T)
 
     def put_logits(self, logits_V: torch.Tensor) -> None:
         with self._noting("logits"):
@@ -118,10 +117,13 @@ class InProcessReader:
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
     ) -> int | None:
         kv = announcement.payload
-        expected = (announcement.tokens, self._cache.model_heads, self._cache.head_dim)
-        if not isinstance(kv, DeviceKV) or kv.k_TGD.shape != expected or kv.v_TGD.shape != expected:
-            raise HandoffError(f"{described(announcement)} is not two tensors as expected, {expected}")
-        own = kv.k_TGD[:, self._cache.heads], kv.v_TGD[:, self._cache.heads]
+        forms = row_forms(self._cache.model_heads, self._cache.head_dim, self._cache.dtype)
+        expected = [(announcement.tokens, *shape) for shape, _dtype in forms]
+        if not isinstance(kv, DeviceKV) or [tuple(x.shape) for x in kv.sides_T] != expected:
+            raise HandoffError(
+                f"{described(announcement)} is not {len(forms)} tensors as expected, {expected}"
+            )
+        own = tuple(x[:, self._cache.heads] for x in kv.sides_T)
         parts = dict.fromkeys(layers, own)
         with use_pages() as pages:
             if pages is None:
@@ -231,7 +233,11 @@ class LogitsReceiver:
 
 
 def local_controller(
-    model: ModelSpec, config: PrefillConfig, receiver: LocalReceiver, source: KVSource | None = None
+    model: ModelSpec,
+    config: PrefillConfig,
+    receiver: LocalReceiver,
+    source: KVSource | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> PrefillController:
     """Load a group into this process. Use it from one event loop, and `stop()` it. source: None where no
     prompt is resumed."""
@@ -242,7 +248,9 @@ def local_controller(
     work: ModelWork | None = None
     sender = InProcessSender(receiver)
     for number, activations in enumerate(ends):
-        stage = load_stage(model, config, number, activations, lambda _cache: sender, source=source)
+        stage = load_stage(
+            model, config, number, activations, lambda _cache: sender, kv_dtype=kv_dtype, source=source
+        )
         threads.append(StageThread(stage, config.threads, activations.abort))
         if stage.stack.device.type == "cuda":
             work = ModelWork.of(stage.stack.config, config.stages, stage.stack.quantised)

@@ -78,7 +78,7 @@ class DoorReplica(FrontDoor):
             observer(metrics),
             refresh_s=door.refresh_s,
             renew_s=door.renew_s,
-            pairing=pairing(settings.model, settings.handoff),
+            pairing=pairing(settings.model, settings.handoff, settings.decode.kv_dtype),
         )
         host = door.metrics_at
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
@@ -174,7 +174,9 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     )
     model, handoff, spans = settings.model, settings.handoff, span_sink(settings.door)
     owners = (
-        _owner("PrefillGroup", prefill_group, prefill, groups).bind(model, prefill, handoff, spans),
+        _owner("PrefillGroup", prefill_group, prefill, groups).bind(
+            model, prefill, handoff, spans, decode.kv_dtype
+        ),
         _owner("DecodeReplica", decode_worker, decode, workers).bind(model, decode, handoff, spans),
     )
     return assemble(settings, scratch, *owners)

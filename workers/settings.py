@@ -34,6 +34,7 @@ Directory = Annotated[str, Field(pattern="^/")]
 """An absolute path on every node."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantisation = Literal["fp8"]
+KVDtype = Literal["fp8"]
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 Labels = Mapping[
     Annotated[str, Field(pattern=rf"^([a-z0-9.-]+/)?{_NAME}$")], Annotated[str, Field(pattern=rf"^{_NAME}$")]
@@ -158,6 +159,9 @@ class DecodeConfig(WorkerConfig):
     """With max_workers: the largest share of pages that should be in use."""
     tensor_parallel: Count = 1
     cache_tokens: Room = 65_536
+    kv_dtype: KVDtype | None = None
+    """`fp8` keeps K/V in 8 bits, in this worker's pages and in those of the stages that fill them. None: in
+    model.dtype."""
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
     """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""
@@ -211,7 +215,7 @@ class HandoffConfig:
     ack_timeout_s: Positive = 60.0
 
 
-def pairing(model: ModelSpec, handoff: HandoffConfig) -> str:
+def pairing(model: ModelSpec, handoff: HandoffConfig, kv_dtype: KVDtype | None) -> str:
     """Name the K/V and its way. Groups and decode workers of equal names can serve a prompt together while
     one configuration replaces another."""
-    return repr((replace(model, profile=None), handoff.transport))
+    return repr((replace(model, profile=None), handoff.transport, kv_dtype))

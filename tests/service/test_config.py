@@ -355,12 +355,15 @@ def test_the_builder_is_what_serve_accepts(model: Path) -> None:
 
 def test_what_changes_kv_keeps_groups_and_workers_apart() -> None:
     model, handoff = ModelSpec(path="m"), HandoffConfig()
-    same = pairing(model, handoff)
-    assert pairing(replace(model, profile="p"), replace(handoff, ack_timeout_s=1.0)) == same
+    same = pairing(model, handoff, None)
+    assert pairing(replace(model, profile="p"), replace(handoff, ack_timeout_s=1.0), None) == same
     changes: list[dict[str, Any]] = [{"path": "n"}, {"rope_theta": 9.0}, {"dtype": "float32"}]
-    found = {pairing(replace(model, **one), handoff) for one in changes}
-    found.add(pairing(model, replace(handoff, transport="cuda_ipc")))
-    assert len(found) == 4 and same not in found
-    content = {"model": {"path": "m"}, "decode": {"page_selection": "full"}}
-    through_serve = parse(parse(content).model_dump(mode="json"))
-    assert pairing(through_serve.model, through_serve.handoff) == same, "a door's is that of its workers"
+    found = {pairing(replace(model, **one), handoff, None) for one in changes}
+    found.add(pairing(model, replace(handoff, transport="cuda_ipc"), None))
+    found.add(in_8_bits := pairing(model, handoff, "fp8"))
+    assert len(found) == 5 and same not in found
+    for kv_dtype, wanted in ((None, same), ("fp8", in_8_bits)):
+        content = {"model": {"path": "m"}, "decode": {"page_selection": "full", "kv_dtype": kv_dtype}}
+        served = parse(parse(content).model_dump(mode="json"))
+        found_there = pairing(served.model, served.handoff, served.decode.kv_dtype)
+        assert found_there == wanted, "a door's is that of its workers"

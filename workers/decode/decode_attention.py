@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
+from ...kernels.layers.kv_fp8 import Exponents
 from ...kernels.paged_decode.dispatch import (
     paged_attention,
     paged_attention_scored,
@@ -119,24 +121,27 @@ class StepAttention:
         self._selected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attend(
-        self, layer: int, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor
+        self,
+        layer: int,
+        q_RHD: torch.Tensor,
+        k_PSGD: torch.Tensor,
+        v_PSGD: torch.Tensor,
+        exponents: Exponents | None = None,
     ) -> torch.Tensor:
-        """Return out_RHD of one layer. The step's own K/V must be in the pages already."""
+        """Return out_RHD of one layer. The step's own K/V must be in the pages already. exponents: of pages
+        in 8 bits."""
         role, rows = self._plan.roles[layer], self._rows
         args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
+        how: dict[str, Any] = {"scale": self._scale, "exponents": exponents}
         if rows.selects_R is None or role is LayerRole.DENSE:
-            return paged_attention(*args, scale=self._scale)[0]
+            return paged_attention(*args, **how)[0]
         if role is LayerRole.SPARSE:
             assert self._selected is not None  # plan_layers sees to it
             selected_RK, counts_R = self._selected
-            out_RHD, _lse = paged_attention_sparse(
-                *args, selected_RK=selected_RK, counts_R=counts_R, scale=self._scale
-            )
+            out_RHD, _lse = paged_attention_sparse(*args, selected_RK=selected_RK, counts_R=counts_R, **how)
             return out_RHD
         alone = self._collectives.ranks == 1
-        out_RHD, _lse, score_RS = paged_attention_scored(
-            *args, scale=self._scale, span=PAGE_TOKENS if alone else 1
-        )
+        out_RHD, _lse, score_RS = paged_attention_scored(*args, span=PAGE_TOKENS if alone else 1, **how)
         page_score_RP = score_RS if alone else self._over_all_heads(score_RS)
         plan = self._plan
         selected_RK, counts_R = select_pages(

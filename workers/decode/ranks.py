@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,13 +62,14 @@ def make_threads(config: DecodeConfig, rank: int = 0) -> tuple[ThreadPoolExecuto
     return compute, handoff
 
 
-def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, int]:
-    """Return `DecodeRunner`'s sizes, which are the same on every rank."""
+def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, Any]:
+    """Return `DecodeRunner`'s sizes and kind of K/V, which are the same on every rank."""
     pages = config.cache_tokens // PAGE_TOKENS
     return {
         "pages": pages,
         "max_batch": config.max_batch,
         "max_pages": min(pages, pages_for(model.positions)),
+        "kv_dtype": config.kv_dtype,
     }
 
 
@@ -77,7 +77,7 @@ class LeadRunner(DecodeRunner):
     """Rank 0's runner: every call is made on the other ranks, too. One that fails leaves the ranks out of
     step, so none follows."""
 
-    def __init__(self, stack: LayerStack, plan: LayerPlan, ranks: Sequence[Rank] = (), **sizes: int) -> None:
+    def __init__(self, stack: LayerStack, plan: LayerPlan, ranks: Sequence[Rank] = (), **sizes: Any) -> None:
         super().__init__(stack, plan, **sizes)
         self._ranks = ranks
         self._sent: tuple[int, ...] = ()
@@ -227,8 +227,9 @@ def joined_heads(parts: Sequence[HostKV]) -> HostKV:
     """Put the ranks' heads side by side."""
     if len(parts) == 1:
         return parts[0]
-    k, v = (np.concatenate([getattr(part, side) for part in parts], axis=1) for side in "kv")
-    return replace(parts[0], k=k, v=v)
+    sides = zip(*((part.k, part.v, *part.exponents) for part in parts), strict=True)
+    k, v, *exponents = (np.concatenate(side, axis=1) for side in sides)
+    return HostKV(k=k, v=v, exponents=tuple(exponents))
 
 
 def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = silent) -> LayerStack:

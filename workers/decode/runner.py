@@ -25,6 +25,7 @@ from ..kv.pages.request_pages import PageCopy
 from ..messages.requests import Sampling
 from ..model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
 from ..model.decoder.stack import AttentionCalls, LayerStack
+from ..settings import KVDtype
 from .decode_attention import BatchRows, LayerPlan, StepAttention
 from .reads import Read
 from .step_rows import Batch, BatchShape, Row, StepRows, sampling_rows
@@ -118,7 +119,14 @@ class DecodeRunner:
     """
 
     def __init__(
-        self, stack: LayerStack, plan: LayerPlan, *, pages: int, max_batch: int, max_pages: int
+        self,
+        stack: LayerStack,
+        plan: LayerPlan,
+        *,
+        pages: int,
+        max_batch: int,
+        max_pages: int,
+        kv_dtype: KVDtype | None = None,
     ) -> None:
         model = stack.config
         self.stack = stack
@@ -133,6 +141,7 @@ class DecodeRunner:
             pages + 1,
             stack.dtype,
             stack.device,
+            fp8=kv_dtype == "fp8",
             rank=stack.collectives.rank,
             ranks=stack.collectives.ranks,
         )
@@ -189,7 +198,7 @@ class DecodeRunner:
             select_blocks = BlockAttention(step.select_among, self.stack.collectives)
 
         def kv_rows(layer: int) -> KVRows:
-            return KVRows(*cache.rows(layer), rows_T)
+            return cache.kv_rows(layer, rows_T)
 
         def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
             k_GSD, v_GSD = cache.gather(layer, table_N, step.end)
@@ -217,7 +226,7 @@ class DecodeRunner:
         context_N = torch.cat([before_N, *(table_N[b * per_block : (b + 1) * per_block] for b in blocks)])
 
         def kv_rows(layer: int) -> KVRows:
-            return KVRows(*cache.rows(layer), rows_P)
+            return cache.kv_rows(layer, rows_P)
 
         def context(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
             return cache.gather(layer, context_N, len(context_N) * PAGE_TOKENS)
@@ -265,10 +274,10 @@ class DecodeRunner:
         step = StepAttention(self._plan, rows, self._scale, self.stack.collectives)
 
         def kv_rows(layer: int) -> KVRows:
-            return KVRows(*self.cache.rows(layer), rows_R)
+            return self.cache.kv_rows(layer, rows_R)
 
         def attend(layer: int, q_RHD: torch.Tensor) -> torch.Tensor:
-            return step.attend(layer, q_RHD, *self.cache.layer(layer))
+            return step.attend(layer, q_RHD, *self.cache.layer(layer), self.cache.exponents(layer))
 
         hidden_RC = self.stack.run(
             self.stack.embed(batch.ids_R), positions_R, AttentionCalls(kv_rows, attend)

@@ -57,7 +57,7 @@ class DecodeActor(Leaving):
         from ..kv.handoff.transports import kv_reader
         from .engine import load_engine
 
-        self._pairing = pairing(model, handoff)
+        self._pairing = pairing(model, handoff, config.kv_dtype)
         self._compilations = watch(config.device, config.kernel_cache)
         self._ranks = ranks
         links = [RankOverRay(number, actor) for number, actor in enumerate(ranks, start=1)]

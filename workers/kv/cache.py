@@ -1,19 +1,29 @@
 """Keys and values of a range of layers, in pages.
 
 A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout, which decode kernels
-read in place. Shape suffixes also: R slots of all pages.
+read in place. In 8 bits (`kernels.layers.kv_fp8`) each row of head_dim channels has an exponent, kept apart.
+So K/V has two sides, k and v, or four, with k's exponents and v's; whoever moves K/V moves all of them as
+they are. Shape suffixes also: R slots of all pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...kernels.layers.kv_fp8 import BYTES, EXPONENTS, Exponents
+from ...kernels.layers.kv_fp8 import gather as gather_fp8
+from ...kernels.layers.rope import KVRows
 from .pages.pool import PAGE_TOKENS, first_of_run, pages_for
+
+Sides = tuple[torch.Tensor, ...]
+"""k and v of some tokens, [tokens, kv_heads, head_dim]. In 8 bits also their exponents, [tokens,
+kv_heads]."""
 
 
 class KVCacheError(ValueError):
@@ -21,8 +31,8 @@ class KVCacheError(ValueError):
 
 
 class PagedKVCache:
-    """layers: the model's numbers. rank, ranks: `kv_heads` are this part of the model's. Fresh memory is
-    zero, so unwritten slots are finite."""
+    """layers: the model's numbers. dtype: the model's. fp8: whether K/V is kept in 8 bits. rank, ranks:
+    `kv_heads` are this part of the model's. Fresh memory is zero, so unwritten slots are finite."""
 
     def __init__(
         self,
@@ -33,6 +43,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         *,
+        fp8: bool = False,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -45,8 +56,12 @@ class PagedKVCache:
         shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
         self.layers = layers
         self.device = torch.device(device)
-        self.k_LPSGD = _zeros(shape, dtype, self.device)
-        self.v_LPSGD = _zeros(shape, dtype, self.device)
+        self.model_dtype = dtype
+        stored = BYTES if fp8 else dtype
+        self.k_LPSGD = _zeros(shape, stored, self.device)
+        self.v_LPSGD = _zeros(shape, stored, self.device)
+        self.k_exponent_LPSG = _zeros(shape[:-1], EXPONENTS, self.device) if fp8 else None
+        self.v_exponent_LPSG = _zeros(shape[:-1], EXPONENTS, self.device) if fp8 else None
         self._arrivals = _arrivals(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,7 +81,19 @@ class PagedKVCache:
 
     @property
     def dtype(self) -> torch.dtype:
+        """What k and v are kept in: in 8 bits uint8."""
         return self.k_LPSGD.dtype
+
+    @property
+    def sides(self) -> Sides:
+        """All memory, [layers, pages, page_tokens, …]."""
+        if self.k_exponent_LPSG is None or self.v_exponent_LPSG is None:
+            return self.k_LPSGD, self.v_LPSGD
+        return self.k_LPSGD, self.v_LPSGD, self.k_exponent_LPSG, self.v_exponent_LPSG
+
+    @property
+    def fp8(self) -> bool:
+        return self.k_exponent_LPSG is not None
 
     @property
     def pages(self) -> int:
@@ -76,10 +103,22 @@ class PagedKVCache:
         index = self._index(layer)
         return self.k_LPSGD[index], self.v_LPSGD[index]
 
-    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views k_RGD, v_RGD. Slot s of page p is row p · page_tokens + s."""
-        k_PSGD, v_PSGD = self.layer(layer)
-        return k_PSGD.flatten(0, 1), v_PSGD.flatten(0, 1)
+    def exponents(self, layer: int) -> Exponents | None:
+        """Views [pages, page_tokens, kv_heads]; None unless K/V is kept in 8 bits."""
+        if self.k_exponent_LPSG is None or self.v_exponent_LPSG is None:
+            return None
+        index = self._index(layer)
+        return Exponents(self.k_exponent_LPSG[index], self.v_exponent_LPSG[index])
+
+    def rows(self, layer: int) -> Sides:
+        """Views k_RGD, v_RGD, in 8 bits also k_RG, v_RG. Slot s of page p is row p · page_tokens + s."""
+        index = self._index(layer)
+        return tuple(side[index].flatten(0, 1) for side in self.sides)
+
+    def kv_rows(self, layer: int, rows_T: torch.Tensor) -> KVRows:
+        """Where new K and V of a layer go."""
+        k_RGD, v_RGD, *exponents = self.rows(layer)
+        return KVRows(k_RGD, v_RGD, rows_T, Exponents(*exponents) if exponents else None)
 
     def rows_of(self, pages: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
         """Return rows_T (int64, on the device) of tokens start .. start+tokens-1 of a sequence.
@@ -102,39 +141,41 @@ class PagedKVCache:
         rows = self._span(first_page, start, tokens)
         return torch.arange(rows.start, rows.stop, device=self.device)
 
-    def write(
-        self, layer: int, pages: torch.Tensor, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
-    ) -> None:
-        """Store tokens start .. start+T-1 of one sequence."""
-        self._put(layer, self.rows_of(pages, start, k_TGD.shape[0]), k_TGD, v_TGD)
+    def write(self, layer: int, pages: torch.Tensor, start: int, *sides_T: torch.Tensor) -> None:
+        """Store tokens start .. start+T-1 of one sequence, as they are kept here."""
+        self._put(layer, self.rows_of(pages, start, sides_T[0].shape[0]), sides_T)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the first `tokens` tokens of a sequence into contiguous k_GSD, v_GSD."""
+        """Copy the first `tokens` tokens of a sequence into contiguous k_GSD, v_GSD in the model's dtype."""
         needed = -(-tokens // PAGE_TOKENS)
         if not 0 < tokens <= pages.numel() * PAGE_TOKENS:
             raise KVCacheError(f"{tokens} tokens asked of a sequence of {pages.numel()} pages")
+        if self.fp8:
+            return self.gather_rows(layer, self.rows_of(pages, 0, tokens))
         table_N = pages[:needed].to(self.device, torch.int64)
         k_PSGD, v_PSGD = self.layer(layer)
         return _dense(k_PSGD, table_N, tokens), _dense(v_PSGD, table_N, tokens)
 
-    def write_run(
-        self, layer: int, first_page: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
-    ) -> None:
-        """Like `write`, for contiguous pages: two plain copies."""
-        k_SGD, v_SGD = self._run(layer, first_page, start, k_TGD.shape[0])
-        k_SGD.copy_(k_TGD)
-        v_SGD.copy_(v_TGD)
+    def gather_rows(self, layer: int, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`gather` of 8-bit K/V by rows, which all layers share."""
+        k_RGD, v_RGD, k_RG, v_RG = self.rows(layer)
+        return gather_fp8((k_RGD, v_RGD), Exponents(k_RG, v_RG), rows_S, self.model_dtype)
+
+    def write_run(self, layer: int, first_page: int, start: int, *sides_T: torch.Tensor) -> None:
+        """Like `write`, for contiguous pages: plain copies."""
+        own = self.sides_of_run(layer, first_page, start, sides_T[0].shape[0])
+        for side_T, given_T in zip(own, sides_T, strict=True):
+            side_T.copy_(given_T)
 
     @torch.inference_mode()
     def write_layers(
         self,
         pages: Sequence[int],
         start: int,
-        layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        layers: Mapping[int, Sides],
         after: Any = None,
     ) -> None:
-        """Store received (k_TGD, v_TGD) of one or more layers, from token `start` on. All that runs later
-        sees them.
+        """Store received sides of one or more layers, from token `start` on. All that runs later sees them.
 
         K/V may lie on the host. Contiguous pages take plain copies by a GPU's copy engine, which interrupt no
         other process. after: a CUDA event to wait for first. Raises KVCacheError, having written nothing.
@@ -146,19 +187,16 @@ class PagedKVCache:
         run = first_of_run(touched) if len(touched) == count else None
         with self._arriving(after):
             if run is not None:
-                for layer, (k_TGD, v_TGD) in layers.items():
-                    self.write_run(layer, run, inside, k_TGD, v_TGD)
+                for layer, sides_T in layers.items():
+                    self.write_run(layer, run, inside, *sides_T)
                 return
             table_N = torch.tensor(pages, dtype=torch.int64, device=self.device)
-            for layer, (k_TGD, v_TGD) in layers.items():
-                self.write(layer, table_N, start, k_TGD.to(self.device), v_TGD.to(self.device))
+            for layer, sides_T in layers.items():
+                self.write(layer, table_N, start, *(side_T.to(self.device) for side_T in sides_T))
 
     @torch.inference_mode()
-    def read(
-        self, layer: int, pages: Sequence[int], start: int, tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy tokens start .. start+tokens-1 of a sequence to the host: k_TGD, v_TGD. Raises
-        KVCacheError."""
+    def read(self, layer: int, pages: Sequence[int], start: int, tokens: int) -> Sides:
+        """Copy tokens start .. start+tokens-1 of a sequence to the host. Raises KVCacheError."""
         first, inside = divmod(start, PAGE_TOKENS)
         table = pages[first : first + pages_for(inside + tokens)]
         if start < 0 or tokens < 1 or inside + tokens > len(table) * PAGE_TOKENS:
@@ -166,12 +204,16 @@ class PagedKVCache:
                 f"tokens {start} .. {start + tokens - 1} are not in the {len(pages)} pages of the sequence"
             )
         table_N = torch.tensor(table, dtype=torch.int64, device=self.device)
+        index = self._index(layer)
         with self._arriving(None):
-            k_TGD, v_TGD = (
-                x_PSGD.index_select(0, table_N).flatten(0, 1)[inside : inside + tokens].cpu().contiguous()
-                for x_PSGD in self.layer(layer)
+            return tuple(
+                side[index]
+                .index_select(0, table_N)
+                .flatten(0, 1)[inside : inside + tokens]
+                .cpu()
+                .contiguous()
+                for side in self.sides
             )
-        return k_TGD, v_TGD
 
     @contextmanager
     def _arriving(self, after: Any) -> Iterator[None]:
@@ -185,24 +227,28 @@ class PagedKVCache:
         self._arrivals.synchronize()
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather` without copying, for contiguous pages."""
-        k_SGD, v_SGD = self._run(layer, first_page, 0, tokens)
+        """Like `gather` without copying, for contiguous pages of 16 bits or more."""
+        k_SGD, v_SGD = self.sides_of_run(layer, first_page, 0, tokens)
         return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
+
+    def sides_of_run(self, layer: int, first_page: int, start: int, tokens: int) -> Sides:
+        """Views of contiguous pages' rows."""
+        rows = self._span(first_page, start, tokens)
+        return tuple(side_R[rows] for side_R in self.rows(layer))
+
+    def sides_of(self, layer: int, rows_T: torch.Tensor) -> Sides:
+        """Copies of rows."""
+        return tuple(side_R.index_select(0, rows_T) for side_R in self.rows(layer))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every layer. A GPU only queues the copy, so both pages must keep their holders until
         it was waited for."""
-        self.k_LPSGD[:, target].copy_(self.k_LPSGD[:, source])
-        self.v_LPSGD[:, target].copy_(self.v_LPSGD[:, source])
+        for side in self.sides:
+            side[:, target].copy_(side[:, source])
 
-    def _put(self, layer: int, rows_T: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:
-        for x_RGD, x_TGD in zip(self.rows(layer), (k_TGD, v_TGD), strict=True):
-            x_RGD.index_copy_(0, rows_T, x_TGD.to(x_RGD.dtype))
-
-    def _run(self, layer: int, first_page: int, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._span(first_page, start, tokens)
-        k_RGD, v_RGD = self.rows(layer)
-        return k_RGD[rows], v_RGD[rows]
+    def _put(self, layer: int, rows_T: torch.Tensor, sides_T: Sides) -> None:
+        for side_R, side_T in zip(self.rows(layer), sides_T, strict=True):
+            side_R.index_copy_(0, rows_T, side_T.to(side_R.dtype))
 
     def _span(self, first_page: int, start: int, tokens: int) -> slice:
         first, room = first_page * PAGE_TOKENS, self.pages * PAGE_TOKENS
@@ -219,6 +265,17 @@ class PagedKVCache:
                 f"layer {layer} is not one of layers {self.layers.start} .. {self.layers.stop - 1}"
             )
         return layer - self.layers.start
+
+
+def row_forms(kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of a token in each side of a cache that keeps K/V in `dtype`."""
+    forms: list[tuple[tuple[int, ...], torch.dtype]] = [((kv_heads, head_dim), dtype)] * 2
+    return [*forms, *[((kv_heads,), EXPONENTS)] * 2] if dtype == BYTES else forms
+
+
+def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """One layer's, all sides together."""
+    return sum(prod(shape) * kind.itemsize for shape, kind in row_forms(kv_heads, head_dim, dtype))
 
 
 def _dense(x_PSGD: torch.Tensor, table_N: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import ray
-import torch
 
 from ..messages.stages import HostKV, KVRange
 from ..messages.states import NAMESPACE
 from ..roles import KVReceiver, sent
-from .cache import PagedKVCache
+from .cache import PagedKVCache, Sides, row_forms, token_bytes
 from .handoff.protocols import HandoffError, plain
 from .host_copies import as_numpy, as_tensor
 
@@ -28,8 +27,8 @@ class KVSource(Protocol):
 
 def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRange]:
     """Cut every layer's first `tokens` tokens into pieces of at most PIECE_BYTES."""
-    token_bytes = 2 * cache.kv_heads * cache.head_dim * cache.dtype.itemsize
-    piece_tokens = max(1, PIECE_BYTES // token_bytes)
+    size = token_bytes(cache.kv_heads, cache.head_dim, cache.dtype)
+    piece_tokens = max(1, PIECE_BYTES // size)
     for layer in cache.layers:
         for start in range(0, tokens, piece_tokens):
             yield KVRange(
@@ -39,16 +38,21 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
     """Raises KVCacheError."""
-    k_TGD, v_TGD = cache.read(wanted.layer, pages, wanted.start, wanted.tokens)
-    return HostKV(k=as_numpy(k_TGD), v=as_numpy(v_TGD))
+    k, v, *exponents = map(as_numpy, cache.read(wanted.layer, pages, wanted.start, wanted.tokens))
+    return HostKV(k=k, v=v, exponents=tuple(exponents))
 
 
-def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a piece as k_TGD, v_TGD on the host, perhaps read-only. Raises HandoffError for K/V of another
-    model."""
-    shape = wanted.tokens, cache.kv_heads, cache.head_dim
+def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> Sides:
+    """Return a piece on the host, perhaps read-only. Raises HandoffError for K/V of another model."""
+    forms = row_forms(cache.kv_heads, cache.head_dim, cache.dtype)
+    arrays = kv.k, kv.v, *kv.exponents
+    if len(arrays) != len(forms):
+        raise HandoffError(f"K/V of {wanted.request_id} came back as {len(arrays)} arrays, not {len(forms)}")
     try:
-        return as_tensor(kv.k, shape, cache.dtype), as_tensor(kv.v, shape, cache.dtype)
+        return tuple(
+            as_tensor(array, (wanted.tokens, *shape), kind)
+            for array, (shape, kind) in zip(arrays, forms, strict=True)
+        )
     except ValueError as error:
         raise HandoffError(f"K/V of {wanted.request_id} came back as {error}") from None
 

@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from .cache import Sides
+
 NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
     torch.float16: np.float16,
     torch.bfloat16: np.uint16,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
 }
 MESSAGE_BYTES = 4 << 20
 
 
 class HostCopies:
-    """A `stream.KVExporter`, and every request's export. A message carries host arrays [T, G, D], k then v of
-    each layer. On CUDA a side stream copies into pinned memory while the layer computes."""
+    """A `stream.KVExporter`, and every request's export. A message carries each layer's sides as host arrays.
+    On CUDA a side stream copies into pinned memory while the layer computes."""
 
     message_bytes = MESSAGE_BYTES
     in_place = False
@@ -31,24 +35,22 @@ class HostCopies:
     def export(self, pages: Sequence[int]) -> HostCopies:
         return self
 
-    def layer(
-        self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], Any]:
+    def layer(self, start: int, sides_T: Sides) -> tuple[Sides, Any]:
         if self._stream is None:
-            return (k_TGD.detach().contiguous(), v_TGD.detach().contiguous()), None
-        self._stream.wait_stream(torch.cuda.current_stream(k_TGD.device))
+            return tuple(x.detach().contiguous() for x in sides_T), None
+        self._stream.wait_stream(torch.cuda.current_stream(sides_T[0].device))
         with torch.cuda.stream(self._stream):
             copies = []
-            for x in (k_TGD, v_TGD):
+            for x in sides_T:
                 x.record_stream(self._stream)
                 host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
                 copies.append(host.copy_(x.detach(), non_blocking=True))
             landed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             landed.record(self._stream)
-        return (copies[0], copies[1]), landed
+        return tuple(copies), landed
 
-    def payload(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
-        return tuple(as_numpy(x) for sides in layers for x in sides)
+    def payload(self, layers: Sequence[Sides]) -> tuple[Any, ...]:
+        return tuple(as_numpy(x) for sides_T in layers for x in sides_T)
 
     def revoke(self) -> bool:
         """Nobody reads the pages themselves."""

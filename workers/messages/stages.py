@@ -110,10 +110,11 @@ class KVRange:
 
 @dataclass(frozen=True, kw_only=True)
 class HostKV:
-    """A KVRange's host arrays k and v, [tokens, kv_heads, head_dim]."""
+    """A KVRange's host arrays k and v, [tokens, kv_heads, head_dim], and in 8 bits their exponents."""
 
     k: Any = field(repr=False)
     v: Any = field(repr=False)
+    exponents: tuple[Any, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,7 +249,7 @@ def test_tensors_are_copied_where_they_are_and_trouble_shows_at_the_end_of_the_c
     assert isinstance(payload, DeviceKV) and payload.ready is None
     k_before, v_before = k.clone(), v.clone()
     k.zero_(), v.zero_()  # the stage's pages belong to another prompt by now
-    assert torch.equal(payload.k_TGD, k_before) and torch.equal(payload.v_TGD, v_before)
+    assert all(map(torch.equal, payload.sides_T, (k_before, v_before)))
     assert logits.dtype == "float32"
     streams["other"].end_chunk()()
     with pytest.raises(HandoffError, match=r"^decode:x did not take K/V: not here$"):
@@ -259,11 +259,11 @@ def test_tensors_are_copied_where_they_are_and_trouble_shows_at_the_end_of_the_c
         streams["other"].put(0, 0, k, v[:1])
 
 
-@pytest.mark.parametrize("payload", [None, DeviceKV(torch.zeros(31, 2, 16), torch.zeros(32, 2, 16))])
+@pytest.mark.parametrize("payload", [None, DeviceKV((torch.zeros(31, 2, 16), torch.zeros(32, 2, 16)))])
 async def test_what_is_not_as_announced_fails_the_request(bench: Any, payload: Any) -> None:
     run = await bench(reader=InProcessReader)
     await run.reserve("a", 70, 8)
-    with pytest.raises(HandoffError, match="K/V of a, layer 0 at 0 is not two tensors as expected"):
+    with pytest.raises(HandoffError, match="K/V of a, layer 0 at 0 is not 2 tensors as expected"):
         await run.engine.announce(
             KVAnnouncement(request_id="a", layer=0, start=0, tokens=32, payload=payload)
         )

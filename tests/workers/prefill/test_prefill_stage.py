@@ -73,9 +73,11 @@ class Collector:
             assert announcement.start == end
             end += announcement.tokens
             kv = announcement.payload
-            assert isinstance(kv, DeviceKV) and kv.k_TGD.dtype is kv.v_TGD.dtype is dtype
-            assert kv.k_TGD.shape == kv.v_TGD.shape == (announcement.tokens, KV_HEADS, HEAD_DIM)
-            parts.append((kv.k_TGD, kv.v_TGD))
+            assert isinstance(kv, DeviceKV)
+            k_TGD, v_TGD = kv.sides_T
+            assert k_TGD.dtype is v_TGD.dtype is dtype
+            assert k_TGD.shape == v_TGD.shape == (announcement.tokens, KV_HEADS, HEAD_DIM)
+            parts.append((k_TGD, v_TGD))
         return tuple(torch.cat(side) for side in zip(*parts, strict=True))
 
 

@@ -16,11 +16,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ...messages.stages import KVAnnouncement
 from ...settings import HandoffConfig
-from ..cache import PagedKVCache
+from ..cache import PagedKVCache, Sides
 from ..peer_memory import CudaPeerMemory, PeerMemory
 from .exported_pages import ExportedCache, ExportedKV, PageExport, Runs, checked, moved_bytes, too_late
 from .outbox import ActorOutbox
@@ -34,13 +32,12 @@ last one arrives after 0.7 ms."""
 
 @dataclass(frozen=True)
 class MappedCache(ExportedCache):
-    """name: never used again. home, pid: of its process. k, v: handles for `PeerMemory.open`."""
+    """name: never used again. home, pid: of its process. sides: handles for `PeerMemory.open`."""
 
     name: str
     home: str
     pid: int
-    k: Any = field(repr=False)
-    v: Any = field(repr=False)
+    sides: tuple[Any, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,7 @@ class CudaIpcExporter:
             name=secrets.token_hex(8),
             home=peers.home,
             pid=os.getpid(),
-            k=peers.export(cache.k_LPSGD),
-            v=peers.export(cache.v_LPSGD),
+            sides=tuple(map(peers.export, cache.sides)),
         )
 
     def export(self, pages: Sequence[int]) -> CudaIpcExport:
@@ -116,7 +112,7 @@ class CudaIpcReader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._thread, self._peers, self._clock = cache, thread, peers, clock
-        self._mapped: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._mapped: dict[str, Sides] = {}
 
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
@@ -143,12 +139,12 @@ class CudaIpcReader:
             )
         return kv
 
-    def _map(self, announcement: KVAnnouncement, exported: MappedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def _map(self, announcement: KVAnnouncement, exported: MappedCache) -> Sides:
         known = self._mapped.get(exported.name)
         if known is not None:
             return known
         try:
-            return self._peers.open(exported.k), self._peers.open(exported.v)
+            return tuple(map(self._peers.open, exported.sides))
         except RuntimeError as error:
             raise HandoffError(f"{described(announcement)} cannot be reached: {plain(error)}") from error
 
@@ -159,20 +155,17 @@ class CudaIpcReader:
         self,
         announcement: KVAnnouncement,
         kv: MappedKV,
-        sides: tuple[torch.Tensor, torch.Tensor],
+        sides: Sides,
         layers: Sequence[int],
         pages: Sequence[int],
     ) -> None:
         """Raises HandoffError if the stage may have given its pages away meanwhile."""
-        start = announcement.start
+        start, heads, first_layer = announcement.start, self._cache.heads, kv.cache.layers.start
         for first, count in kv.rows:
             parts = {}
             for layer in layers:
-                k_TGD, v_TGD = (
-                    side[layer - kv.cache.layers.start].flatten(0, 1)[first : first + count] for side in sides
-                )
-                heads = self._cache.heads
-                parts[layer] = k_TGD[:, heads], v_TGD[:, heads]
+                rows = (side[layer - first_layer].flatten(0, 1)[first : first + count] for side in sides)
+                parts[layer] = tuple(side_T[:, heads] for side_T in rows)
             self._cache.write_layers(pages, start, parts)
             start += count
         if self._clock() >= kv.until:

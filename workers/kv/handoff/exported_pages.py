@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from ...messages.stages import KVAnnouncement
-from ..cache import PagedKVCache
+from ..cache import PagedKVCache, Sides, token_bytes
 from ..pages.pool import PAGE_TOKENS, row_runs
 from .protocols import HandoffError, described
 
@@ -20,7 +18,8 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ExportedCache:
-    """shape: of k and of v, [layers, pages, page_tokens, kv_heads, head_dim]."""
+    """shape: of k and of v, [layers, pages, page_tokens, kv_heads, head_dim]. dtype: of them, in 8 bits
+    uint8."""
 
     layers: range
     shape: tuple[int, ...]
@@ -44,8 +43,8 @@ class PageExport:
         self._runs: Runs = ()
         """A chunk's rows, computed once for all layers: anew, they took a tenth of a chunk's launches."""
 
-    def layer(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[Runs, Any]:
-        chunk = start, k_TGD.shape[0]
+    def layer(self, start: int, sides_T: Sides) -> tuple[Runs, Any]:
+        chunk = start, sides_T[0].shape[0]
         if chunk != self._chunk:
             self._chunk, self._runs = chunk, row_runs(self._pages, *chunk)
         return self._runs, self._mark()
@@ -74,12 +73,9 @@ def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) ->
     return kv
 
 
-def row_bytes(cache: PagedKVCache) -> int:
-    return cache.kv_heads * cache.head_dim * cache.dtype.itemsize
-
-
 def moved_bytes(announcement: KVAnnouncement, layers: Sequence[int], cache: PagedKVCache) -> int:
-    return 2 * announcement.tokens * len(layers) * row_bytes(cache)
+    size = token_bytes(cache.kv_heads, cache.head_dim, cache.dtype)
+    return announcement.tokens * len(layers) * size
 
 
 def too_late(announcement: KVAnnouncement) -> HandoffError:

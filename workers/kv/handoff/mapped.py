@@ -16,12 +16,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from ...messages.requests import DecodeFailed
 from ...messages.stages import KVAnnouncement, PageWriter
 from ...settings import HandoffConfig
-from ..cache import PagedKVCache
+from ..cache import PagedKVCache, Sides
 from ..pages.request_pages import RequestPages
 from ..peer_memory import PeerMemory, home, peer_memory, when_gone
 from .outbox import ActorOutbox, PageOpener
@@ -64,7 +62,7 @@ class MappedExport:
         self._last: Any = None
         self._revoked = self._closed = False
 
-    def layer(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[None, Any]:
+    def layer(self, start: int, sides_T: Sides) -> tuple[None, Any]:
         return None, self._mark()
 
     def payload(self, layers: Sequence[Any]) -> None:

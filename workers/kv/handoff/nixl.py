@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +36,6 @@ from .exported_pages import (
     Runs,
     checked,
     moved_bytes,
-    row_bytes,
     too_late,
 )
 from .nixl_agent import HOST, Agent, Memory, RegisteredWords, Span, memory_of, new_agent
@@ -51,13 +51,12 @@ _POLL_S = 0.0005
 
 @dataclass(frozen=True)
 class RegisteredCache(ExportedCache):
-    """agent: the stage's unique name. metadata: how to reach it. k, v: addresses there."""
+    """agent: the stage's unique name. metadata: how to reach it. sides: addresses there."""
 
     agent: str
     metadata: bytes = field(repr=False)
     memory: Memory
-    k: int
-    v: int
+    sides: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,7 @@ class NixlExporter:
             agent=agent.name,
             metadata=agent.get_agent_metadata(),
             memory=memory_of(cache.device),
-            k=cache.k_LPSGD.data_ptr(),
-            v=cache.v_LPSGD.data_ptr(),
+            sides=tuple(side.data_ptr() for side in cache.sides),
         )
 
     def export(self, pages: Sequence[int]) -> NixlExport:
@@ -182,18 +180,19 @@ class NixlReader:
 
     def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
         """Yield (address at the stage, address here, bytes)."""
-        cache, theirs, size = self._cache, kv.cache, row_bytes(self._cache)
-        pitch, inside = cache.model_heads * size // cache.kv_heads, cache.heads.start * size // cache.kv_heads
+        cache, theirs = self._cache, kv.cache
         runs = list(paired_runs(kv.rows, ours))
-        if pitch != size:  # a part of a row's heads: each row is a piece of its own
+        if cache.model_heads != cache.kv_heads:  # a part of a row's heads: each row is a piece of its own
             runs = [(a + n, b + n, 1) for a, b, count in runs for n in range(count)]
         for layer in layers:
             their_start = (layer - theirs.layers.start) * theirs.shape[1] * PAGE_TOKENS
             our_start = (layer - cache.layers.start) * cache.pages * PAGE_TOKENS
-            for source, target in ((theirs.k, cache.k_LPSGD), (theirs.v, cache.v_LPSGD)):
+            for source, target in zip(theirs.sides, cache.sides, strict=True):
+                head_bytes = prod(target.shape[4:]) * target.itemsize
+                pitch, size = cache.model_heads * head_bytes, cache.kv_heads * head_bytes
                 for their_row, our_row, count in runs:
                     yield (
-                        source + (their_start + their_row) * pitch + inside,
+                        source + (their_start + their_row) * pitch + cache.heads.start * head_bytes,
                         target.data_ptr() + (our_start + our_row) * size,
                         count * size,
                     )
@@ -241,8 +240,8 @@ class NixlReader:
 def _register(cache: PagedKVCache, agent: Agent) -> None:
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)  # else its zeros may come after what is read into it
-    sides = cache.k_LPSGD, cache.v_LPSGD
-    memory_of(cache.device).register(agent, [(side.data_ptr(), side.nbytes) for side in sides])
+    spans = [(side.data_ptr(), side.nbytes) for side in cache.sides]
+    memory_of(cache.device).register(agent, spans)
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:

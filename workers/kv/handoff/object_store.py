@@ -14,7 +14,7 @@ import torch
 from ...messages.stages import KVAnnouncement
 from ...roles import KVReceiver
 from ...settings import HandoffConfig
-from ..cache import PagedKVCache
+from ..cache import PagedKVCache, Sides, row_forms
 from ..host_copies import HostCopies, as_tensor
 from .outbox import ActorOutbox, Delivery
 from .protocols import HandoffError, UsePages, described, plain
@@ -46,25 +46,23 @@ class ObjectStoreReader:
         pulled = await pull(announcement, cache.model_heads, cache.head_dim, cache.dtype)
         parts = {}
         for layer in layers:
-            k_TGD, v_TGD = pulled[layer - announcement.layer]
-            parts[layer] = k_TGD[:, cache.heads], v_TGD[:, cache.heads]
+            parts[layer] = tuple(x[:, cache.heads] for x in pulled[layer - announcement.layer])
         with use_pages() as pages:
             if pages is None:
                 return None
             await asyncio.get_running_loop().run_in_executor(
                 self._thread, cache.write_layers, pages, announcement.start, parts
             )
-        return sum(k_TGD.nbytes + v_TGD.nbytes for k_TGD, v_TGD in parts.values())
+        return sum(x.nbytes for sides_T in parts.values() for x in sides_T)
 
 
-async def pull(
-    announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return k_TGD, v_TGD of each layer on the host. They alias shared memory, so never write to them.
+async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[Sides]:
+    """Return each layer's sides on the host. They alias shared memory, so never write to them.
 
     Args:
-        announcement: its payload is 2 · layers arrays, k then v of each layer, or an awaitable of them.
-    Raises: HandoffError if the arrays are not [tokens, kv_heads, head_dim] of `dtype`, or their owner died.
+        announcement: its payload is each layer's sides as arrays, or an awaitable of them.
+        dtype: what a cache keeps k and v in.
+    Raises: HandoffError if the arrays are not such sides, or their owner died.
     """
     payload = announcement.payload
     if inspect.isawaitable(payload):
@@ -72,19 +70,22 @@ async def pull(
             payload = await payload
         except Exception as error:
             raise HandoffError(f"{described(announcement)} is lost: {plain(error)}") from error
-    wanted = 2 * announcement.layers
+    forms = row_forms(kv_heads, head_dim, dtype)
+    wanted = len(forms) * announcement.layers
     if not isinstance(payload, tuple) or len(payload) != wanted:
         received = f"{len(payload)} things" if isinstance(payload, tuple) else type(payload).__name__
         raise HandoffError(f"{described(announcement)} holds {received}, not {wanted} arrays")
-    shape = (announcement.tokens, kv_heads, head_dim)
     try:
-        sides = [as_tensor(x, shape, dtype) for x in payload]
+        sides = [
+            as_tensor(x, (announcement.tokens, *shape), kind)
+            for x, (shape, kind) in zip(payload, forms * announcement.layers, strict=True)
+        ]
     except ValueError as error:
         raise HandoffError(
             f"{described(announcement)} has an array of {error}; prefill and decode workers must run the "
             "same model in the same dtype"
         ) from None
-    return list(zip(sides[::2], sides[1::2], strict=True))
+    return [tuple(sides[n : n + len(forms)]) for n in range(0, wanted, len(forms))]
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:

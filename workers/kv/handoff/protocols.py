@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from ....kernels.layers.kv_fp8 import BYTES, EXPONENTS
 from ...messages.stages import KVAnnouncement
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,13 +43,13 @@ class KVStream(Protocol):
     has_prefix: bool
     """Whether they hold what the decode worker has of the prompt."""
 
-    def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
+    def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
         """Start handing over one layer's chunk.
 
         Args:
             start: position of the chunk's first token.
-            k_TGD, v_TGD: views of the stage's pages. Nobody writes to them before the last chunk is handed
-                over.
+            sides_T: `cache.Sides`, as the stage's pages hold them. Nobody writes to these before the last
+                chunk is handed over.
         Returns: bytes that will move.
         Raises: HandoffError for tensors that are not K/V.
         """
@@ -88,11 +89,21 @@ class KVReader(Protocol):
         """
 
 
-def check_kv(k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:
+def check_kv(*sides_T: torch.Tensor) -> None:
     """Raises HandoffError unless these are keys and values of one chunk."""
-    if k_TGD.shape != v_TGD.shape or k_TGD.dim() != 3 or k_TGD.dtype not in _FLOATS:
-        shapes = f"k {tuple(k_TGD.shape)}, v {tuple(v_TGD.shape)}"
-        raise HandoffError(f"cannot hand over {shapes} of {k_TGD.dtype}: expected two [tokens, heads, D]")
+    k_TGD, v_TGD, *exponents = sides_T
+    fits = k_TGD.shape == v_TGD.shape and k_TGD.dim() == 3 and k_TGD.dtype == v_TGD.dtype
+    if k_TGD.dtype == BYTES:
+        fits &= len(exponents) == 2 and all(
+            x.dtype == EXPONENTS and x.shape == k_TGD.shape[:2] for x in exponents
+        )
+    else:
+        fits &= k_TGD.dtype in _FLOATS and not exponents
+    if not fits:
+        given = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in sides_T)
+        raise HandoffError(
+            f"cannot hand over {given}: expected two [tokens, heads, D], in 8 bits with their exponents"
+        )
 
 
 def described(announcement: KVAnnouncement) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ...messages.stages import FirstLogits, KVAnnouncement
+from ..cache import Sides
 from .outbox import Delivery, Outbox
 from .protocols import Destination, check_kv
 
@@ -19,7 +20,7 @@ from .protocols import Destination, check_kv
 class KVExport(Protocol):
     """One request's K/V, described so that a decode worker can read it."""
 
-    def layer(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[Any, Any]:
+    def layer(self, start: int, sides_T: Sides) -> tuple[Any, Any]:
         """Returns: a description of one layer's chunk, and the CUDA event after which it may be sent (None:
         at once)."""
 
@@ -98,17 +99,17 @@ class MessageStream:
         self._layers: list[_Layer] = []
         """Layers of one chunk whose message is not full yet."""
 
-    def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
-        check_kv(k_TGD, v_TGD)
+    def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
+        check_kv(*sides_T)
         if self._layers and (start, layer) != (self._layers[-1].start, self._layers[-1].layer + 1):
             self._send_message()
-        size = 2 * k_TGD.numel() * k_TGD.element_size()
-        description, ready = self._export.layer(start, k_TGD, v_TGD)
+        size = sum(x.nbytes for x in sides_T)
+        description, ready = self._export.layer(start, sides_T)
         self._layers.append(
             _Layer(
                 layer=layer,
                 start=start,
-                tokens=k_TGD.shape[0],
+                tokens=sides_T[0].shape[0],
                 bytes=size,
                 description=description,
                 ready=ready,

@@ -27,7 +27,7 @@ from ...progress import Tell, progress
 from ...remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ...replica import Replica
 from ...roles import Group, Stage
-from ...settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
+from ...settings import HandoffConfig, KVDtype, ModelSpec, PrefillConfig, pairing
 from ...tracing import SpanSink, Tracer, provider
 from .chunks import ModelWork
 from .controller import PrefillController
@@ -51,8 +51,15 @@ def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
 @hosts(Stage)
 class StageActor:
     def __init__(
-        self, model: ModelSpec, config: PrefillConfig, handoff: HandoffConfig, spans: SpanSink, stage: int
+        self,
+        model: ModelSpec,
+        config: PrefillConfig,
+        handoff: HandoffConfig,
+        spans: SpanSink,
+        kv_dtype: KVDtype | None,
+        stage: int,
     ) -> None:
+        self._kv_dtype = kv_dtype
         self._model, self._config, self._handoff, self._number = model, config, handoff, stage
         self._spans = spans
         self._store: Any = None
@@ -92,6 +99,7 @@ class StageActor:
             None,
             ends,
             memory=memory,
+            kv_dtype=self._kv_dtype,
             source=source,
             tell=tell,
             tracer=tracer,
@@ -106,7 +114,7 @@ class StageActor:
         from ...kv.peer_memory import end_with, map_objects
 
         tell("waits for the decode worker, whose weights and pages it maps")
-        wanted = pairing(self._model, self._handoff)
+        wanted = pairing(self._model, self._handoff, self._kv_dtype)
         while (exported := _exported_memory(wanted)) is None:
             time.sleep(_ASK_AGAIN_S)
         end_with(exported.pid)
@@ -218,14 +226,15 @@ class PrefillGroup(Replica):
         config: PrefillConfig,
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
         spans: SpanSink = SpanSink(),  # noqa: B008  frozen
+        kv_dtype: KVDtype | None = None,
     ) -> None:
         super().__init__(PREFILL_PREFIX, config.drain_s)
-        self._arguments = model, config, handoff, spans
+        self._arguments = model, config, handoff, spans, kv_dtype
         self._stages: dict[int, Any] = {}
         self._build()
 
     def _build(self) -> None:
-        model, config, handoff, spans = self._arguments
+        model, config, handoff, spans, kv_dtype = self._arguments
         for number in self._lost():
             self._end(self._stages.pop(number))
         for number in range(config.stages):
@@ -240,7 +249,8 @@ class PrefillGroup(Replica):
             rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
             ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
         nodes, work = tuple(dict.fromkeys(node for node, _ in loaded)), loaded[0][1]
-        about = {"nodes": nodes, "work": work, "pairing": pairing(model, handoff), "spans": spans}
+        pair = pairing(model, handoff, kv_dtype)
+        about = {"nodes": nodes, "work": work, "pairing": pair, "spans": spans}
         self._start_head(ControllerActor, 0, 0, 0, stages, config, **about)
         ray.get(self.head.stats.remote())
 

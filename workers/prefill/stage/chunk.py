@@ -12,7 +12,7 @@ import torch
 
 from ....kernels.interface import Attention, AttentionInput, Coverage, StateSpec
 from ....kernels.layers.rope import KVRows
-from ...kv.cache import PagedKVCache
+from ...kv.cache import PagedKVCache, Sides
 from ...kv.handoff.protocols import KVStream
 from ...messages.events import LayerDensity
 from ...messages.methods import resume_step
@@ -114,24 +114,28 @@ class ChunkAttention:
         self._start = work.command.start
         self._end = work.command.start + work.command.tokens
         with work.timer.phase("projection"):
-            if prompt.first_page is None:
-                self._rows_T = cache.rows_of(prompt.pages_N, self._start, work.command.tokens)
-            else:
-                self._rows_T = cache.rows_of_run(prompt.first_page, self._start, work.command.tokens)
+            self._rows_T = self._rows(self._start, work.command.tokens)
+            self._seen_S = self._rows(0, self._end) if cache.fp8 else None
+            """Rows of all tokens so far, where they must be brought back into the model's dtype."""
+
+    def _rows(self, start: int, tokens: int) -> torch.Tensor:
+        if self._prompt.first_page is None:
+            return self._cache.rows_of(self._prompt.pages_N, start, tokens)
+        return self._cache.rows_of_run(self._prompt.first_page, start, tokens)
 
     def kv_rows(self, layer: int) -> KVRows:
         """Raises RequestFailed for an abandoned request."""
         if self._abandoned():
             raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
-        return KVRows(*self._cache.rows(layer), self._rows_T)
+        return self._cache.kv_rows(layer, self._rows_T)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
         work, prompt, phase = self._work, self._prompt, self._work.timer.phase
         with phase("kv_gather"):
             k_GSD, v_GSD = self._context(layer)
         with phase("handoff"):  # before attention, so that K/V travels meanwhile
-            chunk = k_GSD[:, self._start :].transpose(0, 1), v_GSD[:, self._start :].transpose(0, 1)
-            work.handoff_bytes += prompt.stream.put(layer, self._start, *chunk)
+            sides_T = self._chunk(layer, k_GSD, v_GSD)
+            work.handoff_bytes += prompt.stream.put(layer, self._start, *sides_T)
         first = self._first_needed(layer)
         if first > self._start:
             with phase("projection"):
@@ -162,9 +166,19 @@ class ChunkAttention:
         return max(self._start, needed // step * step)
 
     def _context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._seen_S is not None:
+            return self._cache.gather_rows(layer, self._seen_S)
         if self._prompt.first_page is None:
             return self._cache.gather(layer, self._prompt.pages_N, self._end)
         return self._cache.view_run(layer, self._prompt.first_page, self._end)
+
+    def _chunk(self, layer: int, k_GSD: torch.Tensor, v_GSD: torch.Tensor) -> Sides:
+        """The chunk's K/V as its pages hold it."""
+        if self._seen_S is None:
+            return k_GSD[:, self._start :].transpose(0, 1), v_GSD[:, self._start :].transpose(0, 1)
+        if self._prompt.first_page is None:
+            return self._cache.sides_of(layer, self._rows_T)
+        return self._cache.sides_of_run(layer, self._prompt.first_page, self._start, len(self._rows_T))
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:

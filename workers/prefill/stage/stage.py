@@ -27,12 +27,12 @@ from ...model.calibrated.profile import Profile, load_profile
 from ...model.decoder.load import load_model
 from ...model.decoder.stack import LayerStack
 from ...progress import Tell, silent
-from ...settings import ModelSpec, PrefillConfig
+from ...settings import KVDtype, ModelSpec, PrefillConfig
 from ...tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .chunk import ChunkAttention, ChunkWork, OpenPrompt, finite
 from .phases import phase_timer
-from .warm_up import warm_up
+from .warm_up import warm_up, warm_up_kv
 
 _ASK_AGAIN_S = 0.01
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)
@@ -276,6 +276,7 @@ def load_stage(
     sender: Callable[[PagedKVCache], KVSender],
     *,
     memory: tuple[LayerStack, PagedKVCache] | None = None,
+    kv_dtype: KVDtype | None = None,
     source: KVSource | None = None,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
@@ -286,6 +287,7 @@ def load_stage(
         activations: None in a group of one stage.
         sender: makes the hand-off's end for the stage's cache.
         memory: weights and pages of the decode worker, instead of its own.
+        kv_dtype: as in `DecodeConfig`.
         source: of a resumed prompt's K/V; None where none is resumed.
     """
     for module in config.method_modules:
@@ -296,10 +298,13 @@ def load_stage(
     methods = [config.method(name, options) for name, options in config.warmed_up]
     longest = min(config.cache_tokens, shape.positions)
     warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
+    if kv_dtype == "fp8":
+        warm_up_kv(stack)
+    heads = shape.kv_heads, shape.head_dim
     cache = (
         memory[1]
         if memory
-        else PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
+        else PagedKVCache(stack.layers, *heads, pages, stack.dtype, stack.device, fp8=kv_dtype == "fp8")
     )
     ends, place = activations or NoActivations(), {"stage": stage, "stages": config.stages}
     return PrefillStage(

@@ -15,9 +15,10 @@ from ....kernels.build import build
 from ....kernels.constants import BLOCK
 from ....kernels.interface import Attention, AttentionInput, StateSpec
 from ....kernels.methods import MethodSpec
+from ...kv.cache import PagedKVCache
 from ...model.calibrated.levels import thresholds_for
 from ...model.calibrated.profile import Profile
-from ...model.decoder.stack import LayerStack
+from ...model.decoder.stack import AttentionCalls, LayerStack
 from ...progress import Tell, silent
 
 _RAGGED = 77
@@ -54,6 +55,25 @@ def warm_up(
     if on_gpu:
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def warm_up_kv(stack: LayerStack) -> None:
+    """Write K/V in 8 bits to a page and bring it back. The stage's own pages may be a decode worker's."""
+    layers, config = stack.layers[:1], stack.config
+    heads = config.kv_heads, config.head_dim
+    cache = PagedKVCache(layers, *heads, 1, stack.dtype, stack.device, fp8=True)
+    rows_T = torch.arange(1, device=stack.device)
+    hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)
+
+    def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        cache.gather_rows(layer, rows_T)
+        return torch.zeros_like(q_THD)
+
+    calls = AttentionCalls(lambda layer: cache.kv_rows(layer, rows_T), attend)
+    stack.run(hidden_TC, rows_T, calls, layers=layers)
+    if stack.device.type == "cuda":
+        torch.cuda.synchronize(stack.device)
 
 
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
