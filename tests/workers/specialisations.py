@@ -59,6 +59,7 @@ class Case:
     stage: int = 0
     stages: int = 1
     quantisation: Any = None
+    kv_dtype: Any = None
 
 
 def lengths(randomly: random.Random) -> list[int]:
@@ -139,7 +140,9 @@ def stage_after_warm_up(
     sender.open.return_value.put.return_value = 0
     sender.open.return_value.close.return_value = True
     with mock.patch("deltafront.workers.prefill.stage.stage.load_profile", return_value=profile_of(model)):
-        stage = load_stage(spec, config, case.stage, neighbours, lambda _cache: sender)
+        stage = load_stage(
+            spec, config, case.stage, neighbours, lambda _cache: sender, kv_dtype=case.kv_dtype
+        )
     warm, waits = set(seen), set[str]()
     randomly = random.Random(5)
     for number, tokens in enumerate(lengths(randomly)):
@@ -147,14 +150,17 @@ def stage_after_warm_up(
     return seen - warm, waits
 
 
-def decode_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tuple[str, str]]:
+def decode_after_warm_up(
+    directory: str, seen: set[tuple[str, str]], kv_dtype: Any = None
+) -> set[tuple[str, str]]:
     """What appended text and decode steps add to what the warm-up of a decode worker has seen."""
     layers = {"full_layers": (0,), "delta_layers": (1,)}
     config = DecodeConfig(cache_tokens=ROOM, max_batch=6, device=str(DEVICE), **layers)
     stack = load_model(ModelSpec(path=directory), config.device)
     plan = plan_layers(config, stack.config.layers)
     pages = ROOM // PAGE_TOKENS
-    runner = DecodeRunner(stack, plan, pages=pages, max_batch=config.max_batch, max_pages=pages)
+    sizes = {"pages": pages, "max_batch": config.max_batch, "max_pages": pages}
+    runner = DecodeRunner(stack, plan, **sizes, kv_dtype=kv_dtype)
     warm_up(runner, ROOM, plan.calibrated)
     warm, randomly = set(seen), random.Random(6)
     for number, length in enumerate(lengths(randomly)):
@@ -182,7 +188,7 @@ def main() -> None:
             if case.method:
                 new, waits = stage_after_warm_up(directory, case, seen)
             else:
-                new = decode_after_warm_up(directory, seen)
+                new = decode_after_warm_up(directory, seen, case.kv_dtype)
             FakeGpu.reads.clear()
             torch.ones(1, device=DEVICE).tolist()
         missing: dict[str, list[str]] = {}

@@ -70,8 +70,10 @@ def tensors(rows: StepRows) -> dict[str, torch.Tensor]:
 
 
 def poison(runner: DecodeRunner, pages: Sequence[int]) -> None:
-    for side in (runner.cache.k_LPSGD, runner.cache.v_LPSGD):
-        side[:, list(pages)] = float("nan")
+    """All is NaN, in 8 bits e4m3's."""
+    cache = runner.cache
+    for side in cache.sides[:2]:
+        side[:, list(pages)] = 0x7F if cache.fp8 else float("nan")
 
 
 def written(runner: DecodeRunner, pages: Sequence[int]) -> bool:

@@ -41,9 +41,9 @@ CONFIG = DecodeConfig(
 )
 
 
-def whole_runner(directory: Path) -> DecodeRunner:
+def whole_runner(directory: Path, config: DecodeConfig = CONFIG) -> DecodeRunner:
     stack = part(directory, 0, 1)
-    return DecodeRunner(stack, plan_layers(CONFIG, stack.config.layers), **runner_sizes(CONFIG, stack.config))
+    return DecodeRunner(stack, plan_layers(config, stack.config.layers), **runner_sizes(config, stack.config))
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deltafront.workers.decode.ranks import RanksReader, joined_heads
-from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.fetch import to_host
+from deltafront.workers.kv.cache import PagedKVCache, Sides
+from deltafront.workers.kv.fetch import from_host, to_host
 from deltafront.workers.kv.handoff.protocols import Destination, KVReader
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.messages.stages import HostKV, KVAnnouncement, KVRange
@@ -21,6 +24,8 @@ from deltafront.workers.settings import HandoffConfig
 from .test_transports import LocalOutbox, without_ray_and_gpu
 
 HEADS, DIM = 4, 8
+POISON = 120
+"""Neither an exponent, nor a byte that is drawn."""
 STAGES = (range(3), range(3, 5))
 
 
@@ -50,12 +55,20 @@ class ReaderRank:
         return to_host(self._cache, pages, wanted)
 
 
-def poisoned(layers: range, heads: int, pages: int, dtype: torch.dtype, **rank: int) -> PagedKVCache:
-    """All is NaN."""
+def poisoned(layers: range, heads: int, pages: int, dtype: torch.dtype, **rank: Any) -> PagedKVCache:
+    """All is NaN, in 8 bits POISON."""
     cache = PagedKVCache(layers, heads, DIM, pages, dtype, "cpu", **rank)
-    for side in (cache.k_LPSGD, cache.v_LPSGD):
-        side.fill_(torch.nan)
+    for side in cache.sides:
+        side.fill_(POISON if cache.fp8 else torch.nan)
     return cache
+
+
+def drawn_sides(tokens: int, dtype: torch.dtype, fp8: bool) -> Sides:
+    if not fp8:
+        return tuple(torch.randn(2, tokens, HEADS, DIM).to(dtype))
+    numbers = torch.randint(0, POISON, (2, tokens, HEADS, DIM), dtype=torch.uint8)
+    exponents = torch.randint(-60, 61, (2, tokens, HEADS), dtype=torch.int8)
+    return (*numbers, *exponents)
 
 
 def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
@@ -70,9 +83,12 @@ def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("transport", ["object_store", "cuda_ipc", "nixl"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
-async def test_each_rank_has_its_heads_and_nothing_else(transport: str, ranks: int, seed: int) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+async def test_each_rank_has_its_heads_and_nothing_else(
+    transport: str, ranks: int, seed: int, fp8: bool
+) -> None:
     """Ragged chunks from two stages, into pages that lie anywhere. All ranks together move one rank's bytes.
-    Whatever was not handed over stays NaN. The K/V goes back to a stage as it came."""
+    Whatever was not handed over stays poisoned. The K/V goes back to a stage as it came."""
     draw = random.Random(seed)
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     tokens, layers = draw.randint(1, 150), range(STAGES[-1].stop)
@@ -80,24 +96,25 @@ async def test_each_rank_has_its_heads_and_nothing_else(transport: str, ranks: i
     box, config = LocalOutbox(), HandoffConfig()
     box.receiver = Collected()
     ends = without_ray_and_gpu(transport, box)
-    caches = [poisoned(layers, HEADS // ranks, 20, dtype, rank=n, ranks=ranks) for n in range(ranks)]
+    of_ranks = [{"rank": n, "ranks": ranks, "fp8": fp8} for n in range(ranks)]
+    caches = [poisoned(layers, HEADS // ranks, 20, dtype, **rank) for rank in of_ranks]
     readers = [ends.reader(config, cache, ThreadPoolExecutor(1)) for cache in caches]
     others = [ReaderRank(*pair) for pair in zip(caches[1:], readers[1:], strict=True)]
     lost = list[BaseException]()
     reader = RanksReader(readers[0], others, lost.append)
 
-    whole = {layer: torch.randn(2, tokens, HEADS, DIM).to(dtype) for layer in layers}
+    whole = {layer: drawn_sides(tokens, dtype, fp8) for layer in layers}
     streams = []
     for share in STAGES:
-        stage = poisoned(share, HEADS, 20, dtype)
+        stage = poisoned(share, HEADS, 20, dtype, fp8=fp8)
         stream = ends.sender(config, stage).open(
             Destination(request_id="r", decode_worker="decode:x", pages=theirs)
         )
         for start, count in ragged(draw, tokens):
             for layer in share:
-                k_TGD, v_TGD = whole[layer][:, start : start + count]
-                stage.write(layer, torch.tensor(theirs), start, k_TGD, v_TGD)
-                stream.put(layer, start, k_TGD, v_TGD)
+                sides_T = [side_T[start : start + count] for side_T in whole[layer]]
+                stage.write(layer, torch.tensor(theirs), start, *sides_T)
+                stream.put(layer, start, *sides_T)
             stream.end_chunk()()
         streams.append(stream)
     received = box.receiver.announced
@@ -106,19 +123,23 @@ async def test_each_rank_has_its_heads_and_nothing_else(transport: str, ranks: i
     for message in received:
         covered = range(message.layer, message.layer + message.layers)
         moved += await reader.read(message, covered, lambda: nullcontext(ours))
-    assert moved == sum(x.nbytes for x in whole.values()) and not lost
+    assert moved == sum(x.nbytes for sides in whole.values() for x in sides) and not lost
     assert all(stream.close() for stream in streams)
     for cache in caches:
         for layer in layers:
-            k_GSD, v_GSD = cache.gather(layer, torch.tensor(ours), tokens)
-            arrived = torch.stack((k_GSD, v_GSD)).transpose(1, 2)
-            assert torch.equal(arrived, whole[layer][:, :, cache.heads])
-        sides = torch.stack((cache.k_LPSGD, cache.v_LPSGD))
-        assert int((~sides.isnan()).sum()) == 2 * len(layers) * tokens * cache.kv_heads * DIM
+            arrived = cache.read(layer, ours, 0, tokens)
+            wanted_here = [side_T[:, cache.heads] for side_T in whole[layer]]
+            assert all(map(torch.equal, arrived, wanted_here))
+        for side in cache.sides:
+            kept = side != POISON if fp8 else ~side.isnan()
+            assert int(kept.sum()) == len(layers) * tokens * math.prod(side.shape[3:])
     start = draw.randrange(tokens)
     wanted = KVRange(request_id="r", layer=3, start=start, tokens=tokens - start)
     back = joined_heads([to_host(cache, ours, wanted) for cache in caches])
-    one = poisoned(layers, HEADS, 20, dtype)
-    one.write_layers(ours, 0, {3: tuple(whole[3])})
+    one = poisoned(layers, HEADS, 20, dtype, fp8=fp8)
+    one.write_layers(ours, 0, {3: whole[3]})
     again = to_host(one, ours, wanted)
-    assert (back.k == again.k).all() and (back.v == again.v).all()
+    arrays = [(kv.k, kv.v, *kv.exponents) for kv in (back, again)]
+    assert len(arrays[0]) == len(whole[3]) and all(map(np.array_equal, *arrays))
+    returned = from_host(back, wanted, one)
+    assert all(map(torch.equal, returned, [side_T[start:] for side_T in whole[3]]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltafront.workers.kv.cache import KVCacheError, PagedKVCache
+from deltafront.kernels.layers.kv_fp8 import dequantise, quantise
+from deltafront.workers.kv.cache import KVCacheError, PagedKVCache, token_bytes
 
 LAYERS, HEADS, DIM, PAGES = range(4, 7), 3, 8, 12
 
@@ -93,6 +94,36 @@ def test_a_copied_page_is_independent_in_every_layer() -> None:
         k_GSD, v_GSD = cache.gather(layer, torch.tensor([8]), 16)
         assert torch.equal(k_GSD, (k_TGD + layer).transpose(0, 1))
         assert torch.equal(v_GSD, (v_TGD - layer).transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pages", [(3, 4, 5, 6), (9, 2, 11, 0)])
+def test_kv_in_8_bits_is_moved_as_it_is_and_read_in_the_models_dtype(
+    pages: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    cache = PagedKVCache(LAYERS, HEADS, DIM, PAGES, dtype, "cpu", fp8=True)
+    (k_TGD, k_TG), (v_TGD, v_TG) = (quantise(x_TGD) for x_TGD in tokens(50, 1))
+    sides = k_TGD, v_TGD, k_TG, v_TG
+    for start, end in ((0, 16), (16, 17), (17, 50)):
+        cache.write_layers(pages, start, {5: tuple(side_T[start:end] for side_T in sides)})
+    assert all(map(torch.equal, cache.read(5, pages, 3, 40), [side_T[3:43] for side_T in sides]))
+    k_GSD, v_GSD = cache.gather(5, torch.tensor(pages), 33)
+    for found_GSD, numbers_TGD, exponents_TG in ((k_GSD, k_TGD, k_TG), (v_GSD, v_TGD, v_TG)):
+        wanted = dequantise(numbers_TGD[:33], exponents_TG[:33], dtype).transpose(0, 1)
+        assert torch.equal(found_GSD, wanted) and found_GSD.is_contiguous()
+    rows_T = cache.rows_of(torch.tensor(pages), 20, 9)
+    taken = cache.sides_of(5, rows_T)
+    assert all(map(torch.equal, taken, [side_T[20:29] for side_T in sides]))
+    cache.copy_page(pages[1], 8)
+    for side in cache.sides:
+        assert torch.equal(side[:, 8], side[:, pages[1]]) and not side[0].any()
+    with pytest.raises(ValueError, match="zip"):
+        cache.write_run(5, 0, 0, k_TGD, v_TGD)
+
+
+def test_8_bits_take_half_of_16_and_an_exponent_a_row() -> None:
+    assert token_bytes(8, 128, torch.bfloat16) == 2 * 8 * 128 * 2
+    assert token_bytes(8, 128, torch.uint8) == 2 * 8 * (128 + 1)
 
 
 def test_outside_the_page_table_or_the_layers_raises() -> None:
