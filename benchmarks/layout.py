@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..service.cli.size import GIB, RESERVE_GIB, Sizing, decode_cell, sizing
+from ..service.cli.size import GIB, RESERVE_GIB, Sizing, decode_cell, named, sizing
 from ..workers.model.directory.model_config import ModelConfig
 from ..workers.settings import Quantisation
 
@@ -112,7 +112,7 @@ def row(found: Fit) -> list[str]:
     elif layout.mapped:
         reads = "the rank's"
     return [
-        prefill.model if prefill.quantisation is None else f"{prefill.model}, {prefill.quantisation}",
+        named(prefill),
         f"{prefill.tokens:,}",
         "–" if found.gpus is None else f"{found.gpus:g}",
         reads,

@@ -142,14 +142,15 @@ def rows() -> list[list[str]]:
 def row(overlay: Overlay) -> list[str]:
     """The overlay as it is. GiB: weights and K/V of the fullest stage, of a decode worker's rank."""
     prefill, decode, model = overlay.config.prefill, overlay.config.decode, overlay.config.model
+    how = model.dtype, model.quantisation, decode.kv_dtype
     stages, workers = str(prefill.groups * prefill.stages), str(decode.workers)
     ranks = decode.tensor_parallel
     if ranks > 1:
         workers = f"{workers} × {ranks}"
     shape = next((shape for name, shape in SHAPES.items() if name in model.path), None)
     if shape is not None:
-        stage = stage_bytes(shape, prefill.stages, prefill.cache_tokens, model.dtype, model.quantisation)
-        rank = rank_bytes(shape, ranks, decode.cache_tokens, model.dtype, model.quantisation)
+        stage = stage_bytes(shape, prefill.stages, prefill.cache_tokens, *how)
+        rank = rank_bytes(shape, ranks, decode.cache_tokens, *how)
         stages, workers = f"{stages} × {stage / GIB:.1f} GiB", f"{workers} × {rank / GIB:.1f} GiB"
         if overlay.config.handoff.transport == "mapped":
             stages = "1, maps decode's"

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from ...workers.model.directory.model_config import ModelConfig
-from ...workers.settings import Dtype, Quantisation
-from .size import GIB, RESERVE_GIB, rank_bytes, rank_counts, stage_bytes
+from ...workers.settings import Dtype, KVDtype, Quantisation
+from .size import GIB, RESERVE_GIB, brought_back_bytes, rank_bytes, rank_counts, stage_bytes
 
 MOST_GPUS = 16
 """The most GPUs that a host is planned with."""
@@ -24,7 +24,7 @@ _TILE_TOKENS = 128
 class Demand:
     """A plan's purpose and limits. A host's GPUs have `gpu_gib` each.
 
-    quantisations: those that may be chosen, best first. stages, ranks: None: any.
+    quantisations: those that may be chosen, best first. kv_dtype: as asked for. stages, ranks: None: any.
     """
 
     model: ModelConfig
@@ -34,6 +34,7 @@ class Demand:
     concurrency: int = 1
     dtype: Dtype = "bfloat16"
     quantisations: Sequence[Quantisation | None] = (None, "fp8")
+    kv_dtype: KVDtype | None = None
     stages: int | None = None
     ranks: int | None = None
     reserve_gib: float = RESERVE_GIB
@@ -94,7 +95,7 @@ def best(demand: Demand) -> HostPlan | None:
 def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
     """Fill the GPUs. prompts: contexts in the stages' room. None: decode has no room for as many."""
     context = cache_tokens(demand.tokens)
-    how = demand.dtype, use.quantisation
+    how = demand.dtype, use.quantisation, demand.kv_dtype
     stage = _stage_bytes(demand, use, prompts * context)
     weights = rank_bytes(demand.model, use.ranks, 0, *how)
     page = rank_bytes(demand.model, use.ranks, PAGE_TOKENS, *how) - weights
@@ -111,8 +112,9 @@ def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
 
 def _stage_bytes(demand: Demand, use: HostUse, cache_tokens: int) -> int:
     if use.mapped:
-        return 0
-    return stage_bytes(demand.model, use.stages, cache_tokens, demand.dtype, use.quantisation)
+        return brought_back_bytes(demand.model, cache_tokens, demand.dtype, demand.kv_dtype)
+    how = demand.dtype, use.quantisation, demand.kv_dtype
+    return stage_bytes(demand.model, use.stages, cache_tokens, *how)
 
 
 def longest(demand: Demand) -> HostPlan | None:
@@ -144,7 +146,7 @@ def missing_bytes(demand: Demand) -> int:
 
 
 def _excess(demand: Demand, use: HostUse) -> int:
-    context, how = cache_tokens(demand.tokens), (demand.dtype, use.quantisation)
+    context, how = cache_tokens(demand.tokens), (demand.dtype, use.quantisation, demand.kv_dtype)
     stage = _stage_bytes(demand, use, context) - demand.room
     rank = rank_bytes(demand.model, use.ranks, demand.concurrency * context, *how) - demand.room
     return stage + rank + int(demand.gpu_gib * GIB) if use.beside else max(stage, rank)
@@ -168,6 +170,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
     decode = {
         "tensor_parallel": use.ranks,
         "cache_tokens": found.decode_tokens,
+        **({"kv_dtype": demand.kv_dtype} if demand.kv_dtype else {}),
         "page_selection": "full",
         "device": "cuda",
         "gpus": 0.5 if use.mapped else int(not use.beside),
@@ -206,6 +209,8 @@ def explained(demand: Demand, found: HostPlan) -> list[str]:
         f"decode.cache_tokens {found.decode_tokens:,}: what is left, {contexts} such contexts",
         f"fullest GPU: {stage:.1f} GiB (stage) {most} {rank:.1f} (rank), and {kept:g} kept free",
     ]
+    if demand.kv_dtype:
+        lines.insert(2, f"decode.kv_dtype {demand.kv_dtype}: K/V in 8 bits, as asked for")
     if demand.tokens > demand.model.positions:
         lines.insert(
             1,

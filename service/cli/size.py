@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from ...workers.model.directory.model_config import ModelConfig
 from ...workers.model.directory.rope_config import RopeConfig
-from ...workers.settings import Dtype, Quantisation
+from ...workers.settings import Dtype, KVDtype, Quantisation
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -55,6 +55,7 @@ class Sizing:
 
     model: str
     quantisation: Quantisation | None
+    kv_dtype: KVDtype | None
     tokens: int
     concurrency: int
     gpu_gib: float
@@ -105,27 +106,50 @@ def weight_bytes(
     return plain - matrices * (size - 1) + channels * SCALE_BYTES
 
 
+def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | None = None) -> int:
+    """One token's K and V. In 8 bits each row of a head has an exponent of a byte."""
+    values = model.kv_values(layers)
+    return values * DTYPE_BYTES[dtype] if kv_dtype is None else values + 2 * layers * model.kv_heads
+
+
+def brought_back_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
+    """One layer's K/V in `dtype`, which a stage makes of 8 bits to attend."""
+    tokens = pages_for(cache_tokens) * PAGE_TOKENS
+    return 0 if kv_dtype is None else tokens * kv_bytes(model, 1, dtype)
+
+
 def stage_bytes(
-    model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
+    model: ModelConfig,
+    stages: int,
+    cache_tokens: int,
+    dtype: Dtype,
+    quantisation: Quantisation | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> int:
     """Weights and K/V of the fullest stage. ModelError: more stages than layers."""
-    room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
+    tokens = pages_for(cache_tokens) * PAGE_TOKENS
+    brought_back = brought_back_bytes(model, cache_tokens, dtype, kv_dtype)
     sizes = []
     for stage, share in enumerate(model.split(stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
         layers, mlps = len(share.layers), len(share.mlps)
         weights = weight_bytes(model, layers, dtype, quantisation, mlps=mlps, **ends)
-        sizes.append(weights + room * model.kv_values(layers))
+        sizes.append(weights + tokens * kv_bytes(model, layers, dtype, kv_dtype) + brought_back)
     return max(sizes)
 
 
 def rank_bytes(
-    model: ModelConfig, ranks: int, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
+    model: ModelConfig,
+    ranks: int,
+    cache_tokens: int,
+    dtype: Dtype,
+    quantisation: Quantisation | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> int:
     """Weights and K/V of a decode worker's rank: its part of the layers and of the head, the whole embedding.
     ModelError: the ranks cannot share the model equally."""
     part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
-    kv = pages_for(cache_tokens) * PAGE_TOKENS * size * part.kv_values(model.layers)
+    kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
     layers = weight_bytes(part, model.layers, dtype, quantisation, head=False)
     return layers + kv + (rows + 1) * model.hidden * size
@@ -145,6 +169,7 @@ def sizing(
     *,
     dtype: Dtype = "bfloat16",
     quantisation: Quantisation | None = None,
+    kv_dtype: KVDtype | None = None,
     stages: int | None = None,
     ranks: int | None = None,
     reserve_gib: float = RESERVE_GIB,
@@ -163,7 +188,7 @@ def sizing(
     if quantisation is not None and DTYPE_BYTES[dtype] != 2:
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
     room = int((gpu_gib - reserve_gib) * GIB)
-    kv_token_bytes = model.kv_values(model.layers) * DTYPE_BYTES[dtype]
+    kv_token_bytes = kv_bytes(model, model.layers, dtype, kv_dtype)
     weights = weight_bytes(model, model.layers, dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
     counts = rank_counts(model) if ranks is None else [ranks]
@@ -174,11 +199,12 @@ def sizing(
     )
     contexts = held[ranks]
     tried = range(1, model.layers + 1) if stages is None else (stages,)
-    needs = {count: stage_bytes(model, count, tokens, dtype, quantisation) for count in tried}
+    needs = {count: stage_bytes(model, count, tokens, dtype, quantisation, kv_dtype) for count in tried}
     fewest = next((count for count, need in needs.items() if need <= room), None)
     return Sizing(
         model=name,
         quantisation=quantisation,
+        kv_dtype=kv_dtype,
         tokens=tokens,
         concurrency=concurrency,
         gpu_gib=gpu_gib,
@@ -208,7 +234,7 @@ def row(sized: Sizing) -> dict[str, str]:
     stage, decode = sized.stage_bytes / GIB, decode_cell(sized)
     workers = sized.decode_workers
     return {
-        "model": sized.model if sized.quantisation is None else f"{sized.model}, {sized.quantisation}",
+        "model": named(sized),
         "context": f"{sized.tokens:,}",
         "at once": str(sized.concurrency),
         "GPU GiB": f"{sized.gpu_gib:g}",
@@ -220,6 +246,12 @@ def row(sized: Sizing) -> dict[str, str]:
         "decode": f"{workers} × {decode}" if workers else f"does not fit: {decode}",
         "GPUs": "–" if sized.gpus is None else str(sized.gpus),
     }
+
+
+def named(sized: Sizing) -> str:
+    """A model, and what of it has 8 bits."""
+    parts = [sized.model, sized.quantisation, sized.kv_dtype and f"K/V {sized.kv_dtype}"]
+    return ", ".join(part for part in parts if part)
 
 
 def decode_cell(sized: Sizing) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ...workers.model.directory.json_files import ModelError
 from ...workers.model.directory.model_config import ModelConfig, read_config
-from ...workers.settings import Dtype, Quantisation
+from ...workers.settings import Dtype, KVDtype, Quantisation
 from .planner import (
     MOST_GPUS,
     Demand,
@@ -54,6 +54,9 @@ def size_command(
     quantisation: Annotated[
         str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help=f"As decode.kv_dtype: {', '.join(get_args(KVDtype))}.")
+    ] = None,
     reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
     json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
     gpus: Annotated[
@@ -74,7 +77,10 @@ def size_command(
         fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
     if quantisation is not None and quantisation not in get_args(Quantisation):
         fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
+    if kv_dtype is not None and kv_dtype not in get_args(KVDtype):
+        fail(f"--kv-dtype {kv_dtype}: must be one of {', '.join(get_args(KVDtype))}")
     how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "stages": stages}
+    how |= {"kv_dtype": kv_dtype}
     how |= {"ranks": tensor_parallel, "reserve_gib": reserve_gib}
     if gpus is not None:
         _plan(models or [], tokens or [], gpus, how | {"concurrency": concurrency}, json, write)
@@ -156,6 +162,9 @@ def _what_fits(demand: Demand) -> Iterator[str]:
     yield f"{demand.tokens:,} tokens do not fit: the fullest GPU lacks {missing / GIB:.1f} GiB"
     if longer is not None:
         yield f"{longer.tokens:,} tokens fit: --tokens {longer.tokens}"
+    narrow = replace(demand, kv_dtype="fp8")
+    if demand.kv_dtype is None and best(narrow) is not None:
+        yield "K/V in 8 bits makes them fit: --kv-dtype fp8"
     yield f"{more} such GPUs are enough" if more else f"nor do they fit {MOST_GPUS} such GPUs"
 
 

@@ -16,7 +16,7 @@ from deltafront.service.cli.planner import Demand, best
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.service.config import load
 from deltafront.workers.model.directory.model_config import ModelConfig
-from deltafront.workers.settings import Quantisation
+from deltafront.workers.settings import KVDtype, Quantisation
 
 from ...workers.tiny_model import make_tiny_model
 from .test_main import run
@@ -31,10 +31,12 @@ def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:
     plain, stages, ranks, apart, prompts = choice
     kind: Quantisation | None = None if plain else "fp8"
     context = planner.cache_tokens(demand.tokens)
-    stage = stage_bytes(demand.model, stages, prompts * context, "bfloat16", kind) / GIB
-    rank = rank_bytes(demand.model, ranks, decode_tokens, "bfloat16", kind) / GIB
-    if not apart and stages == ranks == 1:
-        stage = 0.0  # it maps the rank's
+    how: Any = "bfloat16", kind, demand.kv_dtype
+    stage = stage_bytes(demand.model, stages, prompts * context, *how) / GIB
+    rank = rank_bytes(demand.model, ranks, decode_tokens, *how) / GIB
+    if not apart and stages == ranks == 1:  # it maps the rank's, and brings a layer's K/V back
+        layer = context * prompts * 2 * demand.model.kv_heads * demand.model.head_dim * 2 / GIB
+        stage = layer if demand.kv_dtype else 0.0
     loads = [stage, rank] if apart else [stage + demand.reserve_gib + rank]
     return max(loads) + demand.reserve_gib
 
@@ -52,15 +54,16 @@ def choices(demand: Demand) -> list[Choice]:
     ]
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize(("concurrency", "kv_dtype"), [(1, None), (3, None), (1, "fp8")])
 @pytest.mark.parametrize("tokens", [1000, 131_072, 524_288])
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("gib", [24.0, 78.1, 137.7])
 @pytest.mark.parametrize("model", [SHAPES["8b"], SHAPES["70b"]], ids=["8b", "70b"])
 def test_the_plan_is_the_best_of_all_that_fit(
-    model: ModelConfig, gib: float, gpus: int, tokens: int, concurrency: int
+    model: ModelConfig, gib: float, gpus: int, tokens: int, concurrency: int, kv_dtype: KVDtype | None
 ) -> None:
-    demand = Demand(model=model, gpus=gpus, gpu_gib=gib, tokens=tokens, concurrency=concurrency)
+    held = {"tokens": tokens, "concurrency": concurrency, "kv_dtype": kv_dtype}
+    demand = Demand(model=model, gpus=gpus, gpu_gib=gib, **held)
     fitting, found = choices(demand), best(demand)
     assert (found is None) == (not fitting)
     if found is None:
@@ -118,6 +121,17 @@ def test_what_is_written_is_a_configuration_of_the_model(arguments: tuple[str, s
     comments = [line for line in (tmp_path / "host.yaml").read_text().splitlines() if line.startswith("# ")]
     assert [line.removeprefix("# ") for line in comments] == done.stdout.splitlines()
     assert f"decode.cache_tokens {config.decode.cache_tokens:,}" in done.stdout
+
+
+def test_kv_in_8_bits_is_named_where_it_would_fit_and_written_where_it_is_asked_for(tmp_path: Path) -> None:
+    asked = ("size", "8b", "--gpus", "1x80", "--tokens", 524_288)
+    refused = run(*asked)
+    assert refused.exit_code == 1
+    assert "K/V in 8 bits makes them fit: --kv-dtype fp8" in refused.stderr
+    done = run(*asked, "--kv-dtype", "fp8", "--write", tmp_path / "narrow.yaml")
+    assert "decode.kv_dtype fp8: K/V in 8 bits, as asked for" in done.stdout
+    assert load(tmp_path / "narrow.yaml").decode.kv_dtype == "fp8"
+    assert "--kv-dtype" not in run("size", "70b", "--gpus", "1x80").stderr
 
 
 def test_a_longer_context_than_the_models_is_written_as_such(tmp_path: Path) -> None:
