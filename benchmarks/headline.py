@@ -21,8 +21,13 @@ LONGEST = "ttft_dpxa", 524_288
 """Case and tokens that several GPUs are shown with."""
 
 
+def _plain(row: Row) -> bool:
+    """Of one GPU, with K/V in 16 bits."""
+    return row["tokens"] == TOKENS and row["gpus"] == 1 and "kv_dtype" not in row
+
+
 def lines(engine_of_8b: Result, held_out: Result) -> list[Line]:
-    of = {row["case"]: row for row in engine_of_8b["rows"] if row["tokens"] == TOKENS and row["gpus"] == 1}
+    of = {row["case"]: row for row in engine_of_8b["rows"] if _plain(row)}
     longest = max(row["tokens"] for row in held_out["rows"])
     answers = {row["case"]: row for row in held_out["rows"] if row["tokens"] == longest}
     sparse, question = of["ttft_dpxa"], of["ttft_question_recompute_8"]

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from deltafront.kernels.build import build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateSpec, no_phase
+from deltafront.kernels.layers.kv_fp8 import dequantise, quantise
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.calibration.probes import Text
@@ -28,7 +29,7 @@ from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory import store as model_store
 from deltafront.workers.prefill.stage import warm_up as prefill_warm_up
 from deltafront.workers.prefill.stage.phases import phase_timer
-from deltafront.workers.settings import ModelSpec
+from deltafront.workers.settings import KVDtype, ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ModelSpec(
@@ -53,12 +54,20 @@ class Reading:
 
 class Reader:
     """A stack with its keys and values of one sequence, of at most `room` tokens. profile: the model's, for
-    methods that ask for a density."""
+    methods that ask for a density. kv_dtype: `fp8` keeps every row as 8-bit pages would, in the stack's
+    dtype."""
 
-    def __init__(self, stack: LayerStack, room: int, profile: Profile | None = None) -> None:
+    def __init__(
+        self,
+        stack: LayerStack,
+        room: int,
+        profile: Profile | None = None,
+        kv_dtype: KVDtype | None = None,
+    ) -> None:
         config = stack.config
         shape = (config.layers, 1, config.kv_heads, room, config.head_dim)
         self.stack = stack
+        self.kv_dtype = kv_dtype
         self._profile = profile
         self._k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
@@ -130,6 +139,10 @@ class Reader:
 
         return self._forward(ids, attend)
 
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """What pages hold of keys or values, [..., D]."""
+        return x if self.kv_dtype is None else dequantise(*quantise(x), x.dtype)
+
     def document(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k_GSD and v_GSD of what has been read, as views."""
         k_BGSD, v_BGSD = self._seen(layer, self.length)
@@ -161,7 +174,7 @@ class Reader:
         fresh = KVRows(k_PGD, v_PGD, torch.arange(len(rows_P), device=stack.device))
 
         def placed(x_GSD: torch.Tensor, x_PGD: torch.Tensor) -> torch.Tensor:
-            x_GPD = x_PGD.transpose(0, 1)
+            x_GPD = self.kept(x_PGD.transpose(0, 1))
             x_GSD.index_copy_(1, rows_P, x_GPD)
             return torch.cat([x_GSD[:, : blocks[-1] * BLOCK], x_GPD], dim=1)
 
@@ -177,8 +190,8 @@ class Reader:
         start, end = self.length, self.length + len(ids)
 
         def stored(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-            self._k_LBGSD[layer, 0, :, start:end] = k_TGD.transpose(0, 1)
-            self._v_LBGSD[layer, 0, :, start:end] = v_TGD.transpose(0, 1)
+            self._k_LBGSD[layer, 0, :, start:end] = self.kept(k_TGD).transpose(0, 1)
+            self._v_LBGSD[layer, 0, :, start:end] = self.kept(v_TGD).transpose(0, 1)
             out_BHTD = attend(layer, q_THD.transpose(0, 1)[None])
             return out_BHTD[0].transpose(0, 1)
 

@@ -160,16 +160,18 @@ def engine(result: Result) -> str:
 
 
 def _decodes_on(row: Result) -> str | None:
-    if (ranks := row.get("ranks", 1)) > 1:
-        whose = "their own" if row.get("decode_gpu") == "own" else "stages'"
-        return f"{ranks} ranks on {whose} GPUs"
-    where = {
+    places = {
         "own": "its own GPU",
         "last": "a stage's GPU",
         "mapped": "the stage's GPU, one copy",
         "none": "no GPU",
     }
-    return where.get(row.get("decode_gpu", ""))
+    where = places.get(row.get("decode_gpu", ""))
+    if (ranks := row.get("ranks", 1)) > 1:
+        whose = "their own" if row.get("decode_gpu") == "own" else "stages'"
+        where = f"{ranks} ranks on {whose} GPUs"
+    kind = f"K/V {row['kv_dtype']}" if "kv_dtype" in row else None
+    return ", ".join(filter(None, (where, kind))) or None
 
 
 def _largest(parts: Mapping[str, float]) -> str:

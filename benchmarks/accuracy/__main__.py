@@ -22,6 +22,8 @@ layers of a step of all questions; KL of the answers' tokens.
 A table says which are on the Pareto front of time, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
+--kv-dtype fp8: every method, dense among them, and every selection of --decode, once more with K/V kept in 8
+bits, marked `K/V fp8`; compared with dense and full decode in --dtype.
 
 --shard I/N: only documents I, I + N, I + 2 N, …, as one of N processes (questions of --recompute leave a GPU
 idle between launches); --result has what each case did on each document, and `accuracy.merge` makes of all
@@ -39,7 +41,7 @@ import platform
 import random
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -83,7 +85,7 @@ from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile, load_profile
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.settings import ModelSpec, Quantisation
+from deltafront.workers.settings import KVDtype, ModelSpec, Quantisation
 
 QUESTION_ROOM = 512
 """Tokens that a question and its answer may have."""
@@ -106,7 +108,11 @@ def main() -> int:
     methods = [BASELINE, *(method for method in arguments.methods if method != BASELINE)]
     for stack in stacks:
         warm_up(stack, methods, arguments.chunk, profile)
-    readers = [Reader(stack, room, profile) for stack in stacks]
+    readers = {"": Reader(stacks[0], room, profile)}
+    for stack in stacks[1:]:
+        readers[f" {arguments.quantisation}"] = Reader(stack, room, profile)
+    if arguments.kv_dtype:
+        readers[_kv_mark(arguments)] = Reader(stacks[0], room, profile, arguments.kv_dtype)
     outcomes: list[Outcome] = []
     for made in _documents(arguments, texts):
         for outcome in _compare(readers, made, methods, arguments):
@@ -159,15 +165,15 @@ def _documents(arguments: argparse.Namespace, texts: dict[str, Text]) -> Iterato
 
 @torch.inference_mode()
 def _compare(
-    readers: Sequence[Reader], made: _Made, methods: Sequence[str], arguments: argparse.Namespace
+    readers: Mapping[str, Reader], made: _Made, methods: Sequence[str], arguments: argparse.Namespace
 ) -> Iterator[Outcome]:
     """Every method on one document, dense first; page selections right after it, on its keys and values, and
-    a method's recomputed blocks right after it. Of the second reader, the quantised model's, every method,
-    too."""
+    a method's recomputed blocks right after it. Of other readers, by their mark, every method, too."""
     ids, questions = made.document.ids, made.document.questions
     tail, dense = ids[-arguments.tail :], None
-    for reader, method in itertools.product(readers, methods):
-        case = method if reader is readers[0] else f"{method} {arguments.quantisation}"
+    decoder: AnswerDecoder | None = None
+    for (mark, reader), method in itertools.product(readers.items(), methods):
+        case = f"{method}{mark}"
         reading = reader.read(ids, method, arguments.chunk, len(tail))
         dense = reading if dense is None else dense
         kl_T = divergence(reader.stack, dense.tail_TC, reading.tail_TC)
@@ -191,8 +197,10 @@ def _compare(
         yield outcome
         for count in arguments.recompute if looked else []:
             yield _recomputed(reader, questions, looked, count, outcome)
-        if case == BASELINE and arguments.decode and questions:
-            yield from _decoded(reader, made, questions[: arguments.decode_questions], arguments.decode)
+        decodes = method == BASELINE and mark in ("", _kv_mark(arguments))
+        if decodes and arguments.decode and questions:
+            decoder = AnswerDecoder(reader, questions[: arguments.decode_questions], decoder)
+            yield from _decoded(decoder, made, arguments.decode, mark)
 
 
 def _check(reader: Reader, question: Question, answer: Answered) -> None:
@@ -244,15 +252,13 @@ def _recomputed(
     )
 
 
-def _decoded(
-    reader: Reader, made: _Made, questions: Sequence[Question], selections: Sequence[str]
-) -> Iterator[Outcome]:
-    decoder = AnswerDecoder(reader, questions)
-    plans = {one: parse_selection(one, reader.stack.config.layers) for one in selections}
+def _decoded(decoder: AnswerDecoder, made: _Made, selections: Sequence[str], mark: str) -> Iterator[Outcome]:
+    questions = decoder.questions
+    plans = {one: parse_selection(one, decoder.layers) for one in selections}
     for selection, plan in {"full": None, **plans}.items():
         decoded = decoder.decode(plan)
         yield Outcome(
-            case=f"decode {selection}",
+            case=f"decode {selection}{mark}",
             task=made.task,
             tokens=made.tokens,
             document=made.name,
@@ -293,6 +299,7 @@ def _arguments() -> argparse.Namespace:
     add("--seed", type=int, default=3)
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16" if cuda else "float32")
     add("--quantisation", choices=get_args(Quantisation), help="also with the layers in so many bits")
+    add("--kv-dtype", choices=get_args(KVDtype), help="also with K/V in so many bits")
     add("--device", default="cuda" if cuda else "cpu")
     add("--shard", type=told(_shard), metavar="I/N", help="every N-th document from I on, for `merge`")
     add("--result", type=Path)
@@ -303,6 +310,8 @@ def _arguments() -> argparse.Namespace:
         parser.error("--questions-in-prompt: --decode answers questions that are appended to a session")
     if arguments.questions_in_prompt and arguments.recompute:
         parser.error("--questions-in-prompt: --recompute asks questions that are appended to a session")
+    if arguments.kv_dtype and any(selection.startswith("quest") for selection in arguments.decode):
+        parser.error("--kv-dtype: quest reads K/V of --dtype alone")
     if arguments.shard and (arguments.gate or not arguments.result):
         parser.error("--shard: --result is needed, and --gate is for accuracy.merge")
     cases = list(_cases(arguments))
@@ -315,12 +324,17 @@ def _arguments() -> argparse.Namespace:
 def _cases(arguments: argparse.Namespace) -> Iterator[str]:
     """What the rows will be called."""
     kinds = [""] if arguments.quantisation is None else ["", f" {arguments.quantisation}"]
+    kinds += [_kv_mark(arguments)] if arguments.kv_dtype else []
     for kind, method in itertools.product(kinds, dict.fromkeys([BASELINE, *arguments.methods])):
         yield f"{method}{kind}"
         if method != BASELINE:
             yield from (f"{method}{kind} recompute {count}" for count in arguments.recompute)
-    if arguments.decode:
-        yield from (f"decode {selection}" for selection in ("full", *arguments.decode))
+    for mark in ["", *([_kv_mark(arguments)] if arguments.kv_dtype else [])] if arguments.decode else []:
+        yield from (f"decode {selection}{mark}" for selection in ("full", *arguments.decode))
+
+
+def _kv_mark(arguments: argparse.Namespace) -> str:
+    return f" K/V {arguments.kv_dtype}"
 
 
 def _counted_lengths(given: str) -> tuple[int, int]:

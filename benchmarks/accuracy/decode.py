@@ -20,10 +20,11 @@ from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.accuracy.quest import QuestAttention, QuestPlan
 from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
 from deltafront.benchmarks.reader import Reader
+from deltafront.kernels.layers.kv_fp8 import quantise
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.decode_attention import BatchRows, LayerPlan, StepAttention, plan_layers
-from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.cache import PagedKVCache, Sides
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.prefill.stage.phases import PhaseTimer, phase_timer
 from deltafront.workers.settings import DecodeConfig
@@ -73,36 +74,50 @@ def parse_selection(given: str, layers: int) -> Selection:
 
 
 class AnswerDecoder:
-    """The document that `reader` holds and the questions, read; decodes with any number of selections. Raises
-    ValueError where no answer has a second token: the first comes with the question."""
+    """The document that `reader` holds and the questions, read; decodes with any number of selections, over
+    pages of the reader's kind. Raises ValueError where no answer has a second token: the first comes with the
+    question.
+
+    beside: of the same questions, whose full decode is compared with; None: its own.
+    """
 
     @torch.inference_mode()
-    def __init__(self, reader: Reader, questions: Sequence[Question]) -> None:
+    def __init__(
+        self, reader: Reader, questions: Sequence[Question], beside: AnswerDecoder | None = None
+    ) -> None:
         if all(len(question.gold) < 2 for question in questions):
             raise ValueError("nothing to decode: every right answer is one token")
         self._reader = reader
-        self._questions = questions
+        self.questions = questions
+        self.layers = reader.stack.config.layers
         config, stack = reader.stack.config, reader.stack
         whole, rest = divmod(reader.length, PAGE_TOKENS)
         # Rows step together, so one goes on until the longest answer of all is done.
         longest = max(len(q.prompt) for q in questions) + max(len(q.gold) for q in questions)
         own = pages_for(rest + longest)
         pages = whole + 1 + own * len(questions)
-        self._cache = PagedKVCache(
-            range(config.layers), config.kv_heads, config.head_dim, pages, stack.dtype, stack.device
-        )
+        heads, fp8 = (config.kv_heads, config.head_dim), reader.kv_dtype == "fp8"
+        self._cache = PagedKVCache(range(config.layers), *heads, pages, stack.dtype, stack.device, fp8=fp8)
         own_RP = whole + 1 + torch.arange(own * len(questions)).view(-1, own)
         shared_RP = torch.arange(whole).expand(len(questions), -1)
         self._table_RP = torch.cat([shared_RP, own_RP], dim=1).to(stack.device, torch.int32)
         for layer in stack.layers:
-            k_GSD, v_GSD = reader.document(layer)
-            self._cache.write_run(layer, 0, 0, k_GSD.transpose(0, 1), v_GSD.transpose(0, 1))
+            document = (x_GSD.transpose(0, 1) for x_GSD in reader.document(layer))
+            self._cache.write_run(layer, 0, 0, *self._sides(*document))
         if rest:
             for page in own_RP[:, 0].tolist():
                 self._cache.copy_page(whole, page)
         self._first = self._ask_all()
         self._full = self._decode(None, forced=True)
         self._greedy = self._decode(None, forced=False)
+        self._beside = beside or self
+
+    def _sides(self, k: torch.Tensor, v: torch.Tensor) -> Sides:
+        """As the pages hold them."""
+        if not self._cache.fp8:
+            return k, v
+        (k_bytes, k_exponents), (v_bytes, v_exponents) = quantise(k), quantise(v)
+        return k_bytes, v_bytes, k_exponents, v_exponents
 
     def _ask_all(self) -> list[Answered]:
         """The first tokens, and the questions' keys and values into their pages. The answers' rows are
@@ -113,7 +128,7 @@ class AnswerDecoder:
             positions_QL = (self._reader.length + own_L).expand(len(indices), -1)
             self._write(layer, self._table_RP[list(indices)], positions_QL, k_QLGD, v_QLGD)
 
-        return ask(self._reader, self._questions, keep)
+        return ask(self._reader, self.questions, keep)
 
     def _write(
         self,
@@ -126,8 +141,8 @@ class AnswerDecoder:
         """Store some rows' keys and values at these positions."""
         pages_RL = table_RP.gather(1, positions_RL // PAGE_TOKENS).long()
         rows_T = (pages_RL * PAGE_TOKENS + positions_RL % PAGE_TOKENS).flatten()
-        for cache_RGD, new_RLGD in zip(self._cache.rows(layer), (k_RLGD, v_RLGD), strict=True):
-            cache_RGD[rows_T] = new_RLGD.flatten(0, 1).to(cache_RGD.dtype)
+        for cache_R, new_RL in zip(self._cache.rows(layer), self._sides(k_RLGD, v_RLGD), strict=True):
+            cache_R[rows_T] = new_RL.flatten(0, 1).to(cache_R.dtype)
 
     @torch.inference_mode()
     def decode(self, plan: Selection | None) -> Decoded:
@@ -136,26 +151,27 @@ class AnswerDecoder:
         greedy = self._greedy if plan is None else self._decode(plan, forced=False)
         answers, agrees = [], []
         kl_T = divergence(
-            self._reader.stack, *(x.hidden_ARC[self._answered_AR] for x in (self._full, forced))
+            self._reader.stack, *(x.hidden_ARC[self._answered_AR] for x in (self._beside._full, forced))
         )
-        for row, (question, first) in enumerate(zip(self._questions, self._first, strict=True)):
+        for row, (question, first) in enumerate(zip(self.questions, self._first, strict=True)):
             steps = len(question.gold) - 1
             exact = [first.first, *forced.best_AR[:steps, row].tolist()] == list(question.gold)
             logp = float(forced.logp_AR[:steps, row].sum()) + first.first_logp
             answers.append(Answered(logp, exact, first.first, first.first_logp))
-            agrees.append(torch.equal(greedy.best_AR[:steps, row], self._greedy.best_AR[:steps, row]))
+            full_AR = self._beside._greedy.best_AR
+            agrees.append(torch.equal(greedy.best_AR[:steps, row], full_AR[:steps, row]))
         return Decoded(answers, float(kl_T.mean()), agrees, forced.share, forced.milliseconds)
 
     @property
     def _answered_AR(self) -> torch.Tensor:
         """Which steps are of a row's answer: rows step on until the longest is done."""
-        steps_R = torch.tensor([len(question.gold) - 1 for question in self._questions])
+        steps_R = torch.tensor([len(question.gold) - 1 for question in self.questions])
         return (torch.arange(int(steps_R.max()))[:, None] < steps_R).to(self._reader.stack.device)
 
     @torch.inference_mode()
     def _decode(self, plan: Selection | None, *, forced: bool) -> _Steps:
         """plan: None is full decode. forced: each step is given the right token, not the likeliest."""
-        stack, questions = self._reader.stack, self._questions
+        stack, questions = self._reader.stack, self.questions
         device, steps = stack.device, max(len(q.gold) for q in questions) - 1
         gold_RA = torch.tensor([padded(q.gold, steps + 1) for q in questions], device=device)
         prompt_R = torch.tensor([len(q.prompt) for q in questions], device=device)
@@ -200,7 +216,10 @@ class AnswerDecoder:
         def attend(layer: int, q_RHD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
             self._write(layer, self._table_RP, positions_R[:, None], k_RGD[:, None], v_RGD[:, None])
             with timer.phase("attention"):
-                return attention.attend(layer, q_RHD, *self._cache.layer(layer))
+                pages, exponents = self._cache.layer(layer), self._cache.exponents(layer)
+                if isinstance(attention, QuestAttention):
+                    return attention.attend(layer, q_RHD, *pages)
+                return attention.attend(layer, q_RHD, *pages, exponents)
 
         stack = self._reader.stack
         return stack.forward(stack.embed(ids_R), positions_R, attend)

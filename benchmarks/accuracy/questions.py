@@ -200,7 +200,8 @@ def _one_pass(
     positions_T = (reader.length + own_L).repeat(len(questions))
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        q_QLHD, k_QLGD, v_QLGD = (x.reshape(-1, longest, *x.shape[1:]) for x in (q_THD, k_TGD, v_TGD))
+        kept = q_THD, reader.kept(k_TGD), reader.kept(v_TGD)
+        q_QLHD, k_QLGD, v_QLGD = (x.reshape(-1, longest, *x.shape[1:]) for x in kept)
         if keep is not None:
             keep(layer, indices, k_QLGD, v_QLGD)
         if look is not None:

@@ -11,6 +11,8 @@ Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAtte
 (the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
 --prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one),
 questions (first token of a question to a session, with --recompute blocks computed again).
+--kv-dtypes 16 fp8: everything is asked of one service with each kind of K/V, in this order; rows of fp8 say
+so (`kv_dtype`).
 Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
 fill one file. On a CPU:
 
@@ -20,6 +22,7 @@ fill one file. On a CPU:
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import tempfile
 import time
@@ -36,7 +39,7 @@ from deltafront.benchmarks.harness import commit_of
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
-from deltafront.workers.settings import Quantisation
+from deltafront.workers.settings import KVDtype, Quantisation
 
 from . import measure, peer_attention, rows
 from .model import SHAPES, write_model
@@ -80,6 +83,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--quantisation", choices=get_args(Quantisation), help="sets model.quantisation and marks the cases"
     )
+    parser.add_argument(
+        "--kv-dtypes", nargs="+", choices=("16", *get_args(KVDtype)), default=["16"], help="decode.kv_dtype"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="configuration")
     parser.add_argument("--model", type=Path, help="where the model is made; memory-backed by default")
     parser.add_argument("--kernel-cache", type=Path, default=Path(tempfile.gettempdir()) / "engine-kernels")
@@ -112,7 +118,7 @@ class Run:
         count = BATCH * ("decode" in self.given.cases) or int("questions" in self.given.cases)
         return [self.given.decode_tokens] * count
 
-    def setup(self, stages: int) -> Setup:
+    def setup(self, stages: int, kv_dtype: KVDtype | None) -> Setup:
         given = self.given
         pairs = (one.partition("=") for one in given.set)
         more: dict[str, Any] = {name: yaml.safe_load(value) for name, _, value in pairs}
@@ -131,6 +137,7 @@ class Run:
             given.kernel_cache,
             more=more,
             ranks=given.ranks,
+            kv_dtype=kv_dtype,
         )
 
     def keep(self, one: Row, setup: Setup | None) -> None:
@@ -142,6 +149,8 @@ class Run:
             made["chunk"] = setup.chunk_tokens
             if setup.ranks > 1:
                 made["ranks"] = setup.ranks
+            if setup.kv_dtype is not None:
+                made["kv_dtype"] = setup.kv_dtype
         print(made, flush=True)
         merge_into(self.given.result, [made], self.gpu, self.commit)
 
@@ -258,8 +267,9 @@ class Run:
         print(f"{self.model}: made or found in {time.perf_counter() - began:.1f} s", flush=True)
         if "peers" in self.given.cases:
             peer_attention.check(self.device)
-        for stages in self.given.stages:
-            setup = self.setup(stages)
+        kinds = [None if kind == "16" else kind for kind in self.given.kv_dtypes]
+        for stages, kind in itertools.product(self.given.stages, kinds):
+            setup = self.setup(stages, kind)
             self._must_fit(setup)
             if "ready" in self.given.cases:
                 with self.started(setup):

@@ -2,9 +2,9 @@
 
 A row is `case, tokens, gpus, density, value, unit`. gpus counts those of prefill; `parts` is where a time to
 first token went; `decode_gpu` says which GPU decoded, if any; `ranks` how many decoded together, if several;
-`chunk` how many tokens the longest chunk could have (older rows do not say: 8,192 of one GPU's); `commit`
-stands where a row is of another one than the file. What follows from other rows (`derived`) is made anew
-whenever the file is written.
+`kv_dtype` what K/V was kept in, if not 16 bits; `chunk` how many tokens the longest chunk could have (older
+rows do not say: 8,192 of one GPU's); `commit` stands where a row is of another one than the file. What
+follows from other rows (`derived`) is made anew whenever the file is written.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[s
 
 def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
     """What follows from the measured rows: efficiency of a pipeline against one GPU, the hand-off's share of
-    a time to first token, projections over their plain products, DELTA over full, several groups over one.
+    a time to first token, projections over their plain products, DELTA over full, several groups over one, a
+    token over 8-bit K/V over one over 16.
     Only rows of one commit are compared."""
     for (case, tokens, gpus, ranks, held), one in rows.items():
         like: Row = {name: one[name] for name in ("ranks", "kv_dtype") if name in one}
         like |= {"decode_gpu": "mapped"} if one.get("decode_gpu") == "mapped" else {}
+        kv_dtype = str(one.get("kv_dtype", ""))
         mark = {"commit": one["commit"]} if "commit" in one else {}
 
         def ratio(name: str, value: float, one: Row = one, mark: Row = mark, like: Row = like) -> Row:
@@ -82,7 +84,8 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
             other = rows.get(place)
             return other if other is not None and other.get("commit") == one.get("commit") else None
 
-        alone, products = beside((case, tokens, 1, 1, "")), beside(("linear_products", tokens, gpus, 1, ""))
+        alone = beside((case, tokens, 1, 1, kv_dtype))
+        products = beside(("linear_products", tokens, gpus, 1, ""))
         if case in ("ttft_dense", "ttft_dpxa") and gpus > 1 and alone is not None:
             yield ratio(case.replace("ttft", "efficiency"), alone["value"] / (gpus * one["value"]))
         if case == "ttft_dpxa":
@@ -96,6 +99,9 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
             yield ratio(
                 name.replace("prompts_per_s", f"groups_{groups}_over_1"), one["value"] / group["value"]
             )
+        wide = beside((case, tokens, gpus, ranks, held.removesuffix(kv_dtype).strip()))
+        if kv_dtype and case.endswith(("token_full", "token_delta")) and wide is not None:
+            yield ratio(f"{case}_kv_over_16_bits", one["value"] / wide["value"])
         delta = beside((f"batch{BATCH}_token_delta", tokens, gpus, ranks, held))
         if case == f"batch{BATCH}_token_full" and delta is not None:
             yield ratio(f"batch{BATCH}_full_over_delta", one["value"] / delta["value"])

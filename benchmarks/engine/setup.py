@@ -11,8 +11,9 @@ from typing import Any, Literal
 import yaml
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
-from deltafront.service.cli.size import GIB, RESERVE_GIB
+from deltafront.service.cli.size import GIB, RESERVE_GIB, kv_bytes
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.settings import KVDtype
 
 ANSWER_ROOM = 1024
 """Tokens of a prompt's room beyond it: what is appended and answered."""
@@ -42,6 +43,7 @@ class Setup:
     kernel_cache: Path | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
+    kv_dtype: KVDtype | None = None
 
     @property
     def gpus(self) -> int:
@@ -93,6 +95,7 @@ class Setup:
                 "append_chunk_tokens": 512,
                 "page_selection": "full",
                 "page_budget": 256,
+                "kv_dtype": self.kv_dtype,
                 "delta_layers": delta_layers(self.shape.layers),
                 "device": "cuda" if decodes_on_gpu else "cpu",
                 "threads": threads,
@@ -117,11 +120,14 @@ class Setup:
         return path
 
     def fullest_gib(self) -> float:
-        """Of the fullest GPU: weights, K/V and a reserve for each process on it, all in 16 bits."""
-        layers = -(-self.shape.layers // self.stages)
-        stage = 2 * (self.shape.weights(layers) + self.shape.kv_values(layers) * self.prefill_tokens)
-        whole = self.shape.layers
-        decode = 2 * (self.shape.weights(whole) + self.shape.kv_values(whole) * self.decode_tokens)
+        """Of the fullest GPU: weights, K/V and a reserve for each process on it, weights in 16 bits."""
+        layers, whole = -(-self.shape.layers // self.stages), self.shape.layers
+
+        def kv(count: int, tokens: int) -> int:
+            return tokens * kv_bytes(self.shape, count, "bfloat16", self.kv_dtype)
+
+        stage = 2 * self.shape.weights(layers) + kv(layers, self.prefill_tokens)
+        decode = 2 * self.shape.weights(whole) + kv(whole, self.decode_tokens)
         decode = 0 if self.decode_gpu == "none" else decode // self.ranks
         shared = self.decode_gpu in ("last", "mapped")
         most = stage + decode if self.decode_gpu == "last" else max(stage, decode)

@@ -176,6 +176,21 @@ def test_every_page_selected_is_full_decode(
         assert answer.logp == pytest.approx(full.logp, abs=1e-4)
 
 
+def test_kv_in_8_bits_is_read_asked_and_decoded(reader: Reader, asked: list[Question]) -> None:
+    """Full decode over 8-bit pages answers as the reader does whose every row is rounded, and differs from 16
+    bits a little."""
+    narrow = Reader(reader.stack, TOKENS + 64, kv_dtype="fp8")
+    with torch.inference_mode():
+        narrow.read(ids(TOKENS, 1), "dense", 128)
+    wide = AnswerDecoder(reader, asked)
+    decoded = AnswerDecoder(narrow, asked, wide).decode(None)
+    assert 1e-6 < decoded.kl < 0.2 and decoded.share == pytest.approx(1.0)
+    assert wide.decode(None).kl == pytest.approx(0.0, abs=1e-7)
+    for answer, full, plain in zip(decoded.answers, ask(narrow, asked), ask(reader, asked), strict=True):
+        assert answer.logp == pytest.approx(full.logp, abs=0.02)
+        assert answer.logp != pytest.approx(plain.logp, abs=1e-4)
+
+
 def test_answers_of_one_token_leave_nothing_to_decode(reader: Reader) -> None:
     with pytest.raises(ValueError, match="every right answer is one token"):
         AnswerDecoder(reader, [Question("a", (1, 2), (3,))])

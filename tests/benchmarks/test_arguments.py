@@ -61,6 +61,14 @@ def test_a_gate_on_a_case_that_will_not_be_is_refused(
     for case in (*cases, "decode 1,3:16"):
         given(monkeypatch, *asked, "--gate", f"{case}:exact>=0.9")
         _arguments()
+    narrow = (*asked, "--kv-dtype", "fp8")
+    for case in (*cases, "dense K/V fp8", "dpxa K/V fp8 recompute 8", "decode 1,3:16 K/V fp8"):
+        given(monkeypatch, *narrow, "--gate", f"{case}:exact>=0.9")
+        _arguments()
+    given(monkeypatch, *narrow, "--decode", "quest:16")
+    with pytest.raises(SystemExit, match="2"):
+        _arguments()
+    assert "--kv-dtype: quest reads K/V of --dtype alone" in capsys.readouterr().err
     given(monkeypatch, *asked, "--gate", "dpxa recompute 4:exact>=0.9")
     with pytest.raises(SystemExit, match="2"):
         _arguments()

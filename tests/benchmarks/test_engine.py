@@ -118,7 +118,10 @@ def test_arguments_give_setup_and_options(tmp_path: Path) -> None:
     ]
     given += ["--set", "decode.page_budget=64", "handoff.ack_timeout_s=30.5", "--quantisation", "fp8"]
     run = Run(parsed([*given, "--model", str(tmp_path), "--commit", "abc"]))
-    setup = run.setup(2)
+    setup = run.setup(2, None)
+    narrow = run.setup(1, "fp8")
+    assert (setup.content()["decode"]["kv_dtype"], narrow.content()["decode"]["kv_dtype"]) == (None, "fp8")
+    assert narrow.fullest_gib() < run.setup(1, None).fullest_gib()
     assert setup.more == {
         "decode.page_budget": 64,
         "handoff.ack_timeout_s": 30.5,
@@ -214,6 +217,17 @@ def test_delta_over_full_comes_from_the_batch() -> None:
     ]
     whole = rows.merged(None, made, "GPU", "abc")
     assert [row["value"] for row in whole["rows"] if row["case"] == "batch4_full_over_delta"] == [2.5]
+
+
+def test_kv_in_8_bits_is_beside_16_and_compared_with_it() -> None:
+    made = [rows.row("batch4_token_full", 20.0, "ms", tokens=512)]
+    made.append({**rows.row("batch4_token_full", 11.0, "ms", tokens=512), "kv_dtype": "fp8"})
+    whole = rows.merged(None, made, "GPU", "abc")
+    assert [row["value"] for row in whole["rows"] if row["case"] == "batch4_token_full"] == [20.0, 11.0]
+    (ratio,) = (row for row in whole["rows"] if row["unit"] == "ratio")
+    assert ratio["case"] == "batch4_token_full_kv_over_16_bits" and ratio["kv_dtype"] == "fp8"
+    assert ratio["value"] == 0.55
+    assert "K/V fp8" in tables.engine(whole)
 
 
 def test_products_are_those_of_a_layer() -> None:
