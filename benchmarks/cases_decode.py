@@ -10,10 +10,12 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from ..kernels.constants import PAGE_TOKENS
+from ..kernels.layers.kv_fp8 import Exponents, quantise
 from ..kernels.paged_decode import cpu
 from ..kernels.paged_decode.dispatch import paged_attention, paged_attention_scored, paged_attention_sparse
 from ..kernels.paged_decode.page_selection import select_pages
@@ -48,7 +50,19 @@ def cases(config: BenchConfig) -> list[Case]:
             Case(theirs, config.tokens, partial(chosen, budget, True), check, unavailable=missing),
             Case(ours, config.tokens, partial(chosen, budget, False), check, over=theirs),
         ]
+    wide: dict[str, str | int] = {"": "plain", "_scores": "scores", f"_{BUDGETS[-1]}_pages": BUDGETS[-1]}
+    for name, what in wide.items():
+        run = partial(_in_8_bits, config, what)
+        over = f"paged_decode{name}"
+        check_8_bits = partial(_check_8_bits, config)
+        rows.append(Case(f"paged_decode_fp8{name}", config.tokens, run, check_8_bits, over=over))
     return rows
+
+
+def _narrowed(x: PagedInput) -> PagedInput:
+    """Over K/V in 8 bits."""
+    (k_PSGD, k_PSG), (v_PSGD, v_PSG) = quantise(x.k_PSGD), quantise(x.v_PSGD)
+    return replace(x, k_PSGD=k_PSGD, v_PSGD=v_PSGD, exponents=Exponents(k_PSG, v_PSG))
 
 
 def _input(config: BenchConfig, lengths: list[int]) -> PagedInput:
@@ -97,7 +111,8 @@ def _captured(run: Callable[[], object], note: str, flops: float | None = None) 
 def _attention(x: PagedInput, tokens: int, run: Callable[[], object]) -> Timed:
     """Notes the bytes of K and V read; flops counts q·k and the weighted sum over `tokens` a request."""
     requests, heads, dim = x.q_RHD.shape
-    read = 2 * requests * tokens * x.k_PSGD.shape[2] * dim * x.k_PSGD.element_size()
+    row = dim * x.k_PSGD.element_size() + (x.exponents is not None)
+    read = 2 * requests * tokens * x.k_PSGD.shape[2] * row
     note = f"{requests} requests, {tokens} tokens each read, {read / 1e9:.3f} GB of K and V"
     return _captured(run, note, 4.0 * requests * heads * tokens * dim)
 
@@ -150,6 +165,37 @@ def _chosen(config: BenchConfig, budget: int, flashinfer: bool) -> Timed:
         )
 
     return _attention(x, budget * PAGE_TOKENS, ours)
+
+
+def _in_8_bits(config: BenchConfig, what: str | int) -> Timed:
+    """what: `plain`, `scores`, or how many pages are read."""
+    x = _narrowed(_input(config, [config.tokens] * REQUESTS))
+    how: dict[str, Any] = {"scale": x.scale, "exponents": x.exponents}
+    if what == "plain":
+        return _attention(x, config.tokens, lambda: paged_attention(*_arguments(x), **how))
+    if what == "scores":
+        return _attention(x, config.tokens, lambda: paged_attention_scored(*_arguments(x), **how))
+    _, _, score_RP = paged_attention_scored(*_arguments(x), **how)
+    selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=int(what), recency=RECENCY)
+    how |= {"selected_RK": selected_RK, "counts_R": counts_R}
+    run = partial(paged_attention_sparse, *_arguments(x), **how)
+    return _attention(x, int(what) * PAGE_TOKENS, run)
+
+
+def _check_8_bits(config: BenchConfig) -> None:
+    """As `_check`, over K/V in 8 bits."""
+    x = _narrowed(_input(config, [8192, 8191, 4097, 1]))
+    exact = replace(x, q_RHD=x.q_RHD.float())
+    how: dict[str, Any] = {"scale": x.scale, "exponents": x.exponents}
+    out_RHD, _, score_RP = paged_attention_scored(*_arguments(x), **how)
+    expected_RHD, _, expected_RP = cpu.paged_attention_scored(exact)
+    assert_rows_close(out_RHD, expected_RHD)
+    assert_rows_close(paged_attention(*_arguments(x), **how)[0], expected_RHD)
+    assert_rows_close(score_RP, expected_RP, dtype=config.dtype)
+    selected = select_pages(score_RP, x.lengths_R, budget=BUDGETS[-1], recency=RECENCY)
+    how |= dict(zip(("selected_RK", "counts_R"), selected, strict=True))
+    sparse_RHD, _ = paged_attention_sparse(*_arguments(x), **how)
+    assert_rows_close(sparse_RHD, cpu.paged_attention_sparse(SelectedPages(exact, *selected))[0])
 
 
 def _check(config: BenchConfig) -> None:
