@@ -45,7 +45,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     biased = x.abs().amax(-1).view(torch.int32) >> 23
     exponent = (biased - (127 + TOP)).clamp(-FURTHEST, FURTHEST)
-    values = torch.ldexp(x, -exponent[..., None])
+    values = x * _power_of_2(-exponent)
     values = torch.where(values.abs() < _NAN_FROM, values, torch.nan)  # torch would take the largest
     return values.to(torch.float8_e4m3fn).view(BYTES), exponent.to(EXPONENTS)
 
@@ -53,7 +53,12 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise(values: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """values: e4m3 [..., D], uint8. exponents: int8 [...]. Exact where `dtype` holds the row's range."""
     numbers = values.view(torch.float8_e4m3fn).float()
-    return torch.ldexp(numbers, exponents.int()[..., None]).to(dtype)
+    return (numbers * _power_of_2(exponents.int())).to(dtype)
+
+
+def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
+    """Exact, unlike a GPU's pow; with a last dimension of 1. exponent: int32."""
+    return ((exponent + 127) << 23).view(torch.float32)[..., None]
 
 
 def check_quantised(name: str, values: torch.Tensor, exponents: torch.Tensor) -> None:

@@ -26,6 +26,10 @@ Sides = tuple[torch.Tensor, ...]
 kv_heads]."""
 
 
+_FP8_CAPABILITY = 8, 9
+"""Of the first GPUs that convert e4m3."""
+
+
 class KVCacheError(ValueError):
     """A write or read outside the cache or the page table."""
 
@@ -53,6 +57,9 @@ class PagedKVCache:
         """Key/value heads of all ranks."""
         self.heads = slice(rank * kv_heads, (rank + 1) * kv_heads)
         """Which of them are here."""
+        on_gpu = torch.device(device).type == "cuda"
+        if fp8 and on_gpu and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+            raise KVCacheError(f"decode.kv_dtype: fp8 needs a GPU with FP8, {device} has none")
         shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
         self.layers = layers
         self.device = torch.device(device)
