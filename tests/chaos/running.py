@@ -31,6 +31,7 @@ RANKS = 2
 """Every decode worker has so many."""
 REPLAYS = 5
 """How often a request is tried again: so many processes may die under it."""
+_TRACEBACK_LINES = 60
 PATIENCE_S = 600.0
 """Until what must happen counts as never happening."""
 
@@ -168,6 +169,12 @@ class Service:
         lines = (line.split(" WARNING:deltafront.service.request.run.attempt:try ") for line in self._log())
         times = (datetime.strptime(parts[0], "%Y-%m-%d %H:%M:%S,%f") for parts in lines if len(parts) > 1)
         return sorted(at.timestamp() - since for at in times if at.timestamp() > since)
+
+    def unexpected(self) -> str:
+        """Exceptions that no door expected, with what was logged behind them."""
+        lines = list(self._log())
+        found = [n for n, line in enumerate(lines) if line.endswith("a request failed")]
+        return "\n".join(line for n in found for line in lines[n : n + _TRACEBACK_LINES])
 
     def _log(self) -> Iterator[str]:
         """What the doors that live have written on their standard error."""

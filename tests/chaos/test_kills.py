@@ -30,7 +30,7 @@ def test_random_kills(service: Service, amount: Amount, record: Record) -> None:
             one = play(service, episode(seed, REQUESTS, others=REPLAYS), found)
             head = f"seed {seed}: waited {usable - started:.1f} s, took {time.monotonic() - usable:.1f} s"
             head += f", longest pause {one.pause_s:.1f} s; {', '.join(map(named, one.faults)) or 'nothing'}"
-            print(head, *one.problems, sep="\n  ", flush=True)
+            print(head, *one.problems, service.unexpected() if one.problems else "", sep="\n  ", flush=True)
             write(record, seed, one, add=amount.add or seed > amount.seed)
             kills, seed, bad = kills + len(one.faults), seed + 1, bad + one.problems
     assert not bad
