@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
-from deltafront.service.cli.size import GIB, RESERVE_GIB, kv_bytes
+from deltafront.service.cli.size import GIB, RESERVE_GIB, rank_bytes, stage_bytes
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.settings import KVDtype
 
@@ -120,15 +120,11 @@ class Setup:
         return path
 
     def fullest_gib(self) -> float:
-        """Of the fullest GPU: weights, K/V and a reserve for each process on it, weights in 16 bits."""
-        layers, whole = -(-self.shape.layers // self.stages), self.shape.layers
-
-        def kv(count: int, tokens: int) -> int:
-            return tokens * kv_bytes(self.shape, count, "bfloat16", self.kv_dtype)
-
-        stage = 2 * self.shape.weights(layers) + kv(layers, self.prefill_tokens)
-        decode = 2 * self.shape.weights(whole) + kv(whole, self.decode_tokens)
-        decode = 0 if self.decode_gpu == "none" else decode // self.ranks
+        """Of the fullest GPU: weights, K/V and a reserve for each process on it."""
+        kind = self.more.get("model.quantisation")
+        stage = stage_bytes(self.shape, self.stages, self.prefill_tokens, "bfloat16", kind, self.kv_dtype)
+        decode = rank_bytes(self.shape, self.ranks, self.decode_tokens, "bfloat16", kind, self.kv_dtype)
+        decode = 0 if self.decode_gpu == "none" else decode
         shared = self.decode_gpu in ("last", "mapped")
         most = stage + decode if self.decode_gpu == "last" else max(stage, decode)
         return most / GIB + RESERVE_GIB * (1 + shared)
