@@ -137,8 +137,9 @@ def stage_after_warm_up(
     model = read_config(directory)
     neighbours: Activations = _Neighbours(model.hidden, torch.bfloat16)
     sender = mock.MagicMock()
-    sender.open.return_value.put.return_value = 0
-    sender.open.return_value.close.return_value = True
+    sender.open.side_effect = lambda to: mock.MagicMock(
+        pages=to.pages, has_prefix=False, **{"put.return_value": 0, "close.return_value": True}
+    )
     with mock.patch("deltafront.workers.prefill.stage.stage.load_profile", return_value=profile_of(model)):
         stage = load_stage(
             spec, config, case.stage, neighbours, lambda _cache: sender, kv_dtype=case.kv_dtype
