@@ -124,7 +124,7 @@ def encoded(x):
     """The nearest e4m3 of float32, as uint8; NaN from 464 on. In float32 divided by 2^120, e4m3's bits are
     the upper ones, subnormal numbers included."""
     bits = (x * _UNBIASED).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7F800000)  # a NaN with more bits would overflow below
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
     return (tl.minimum(rounded, 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
 

@@ -73,7 +73,9 @@ def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_rotation_and_a_quantised_write(
     dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool
 ) -> None:
-    """Equal to quantising what the write in the model's dtype leaves; other rows stay as they were."""
+    """Equal to quantising what the write in the model's dtype leaves; other rows stay as they were. A GPU's
+    compiler may fuse other products in the other form, so there the last bit may differ."""
+    bits = int(torch.cuda.is_available())
     tokens = 5
     cos_T1F, sin_T1F = angles(tokens, dim // 2)
     size = torch.logspace(-3, 2, tokens, device=DEVICE)[:, None, None]
@@ -92,7 +94,8 @@ def test_rotation_and_a_quantised_write(
         )
         exponents = both(*(torch.full((12, kv_heads), POISON, dtype=torch.int8, device=DEVICE) for _ in "kv"))
         narrow = rope.KVRows(bytes_k, bytes_v, rows_T, exponents)
-        assert torch.equal(function(qkv_TXD.clone(), cos_T1F, sin_T1F, head_norm, narrow), q_THD)
+        q_narrow_THD = function(qkv_TXD.clone(), cos_T1F, sin_T1F, head_norm, narrow)
+        assert torch.allclose(q_narrow_THD, q_THD, rtol=bits * 2 * torch.finfo(dtype).eps, atol=bits * 1e-6)
         others = torch.ones(12, dtype=torch.bool, device=DEVICE).index_fill(0, rows_T, False)
         for found, exponent, source in (
             (bytes_k, exponents.k, k_RGD),
@@ -100,7 +103,8 @@ def test_rotation_and_a_quantised_write(
         ):
             wanted, power = reference.quantised(source[rows_T].cpu())
             assert torch.equal(exponent[rows_T].cpu(), power)
-            assert torch.equal(found[rows_T].cpu(), wanted)
+            steps = (found[rows_T].cpu().int() - wanted.int()).abs()
+            assert steps.max() <= bits and steps.float().mean() <= 0.01 * bits
             assert bool((found[others] == POISON).all() and (exponent[others] == POISON).all())
 
 

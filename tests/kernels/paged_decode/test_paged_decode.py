@@ -326,7 +326,8 @@ def test_cuda_graph_follows_lengths_tables_and_scores() -> None:
     """One graph of a Δ-layer, the selection and a sparse layer; replayed over other contents."""
     long = make([4000, 100], Shape(8, 2, 128, dtype=torch.bfloat16, spare_columns=0))
     other = make([1700, 4000], Shape(8, 2, 128, dtype=torch.bfloat16, spare_columns=0, seed=1))
-    x = replace(long, **{n: getattr(long, n).clone() for n in long.__dataclass_fields__ if n != "scale"})
+    tensors = {name: each for name, each in vars(long).items() if isinstance(each, torch.Tensor)}
+    x = replace(long, **{name: each.clone() for name, each in tensors.items()})
     pool = max(long.k_PSGD.shape[0], other.k_PSGD.shape[0])
     x = replace(x, k_PSGD=x.k_PSGD.new_empty(pool, 16, 2, 128), v_PSGD=x.k_PSGD.new_empty(pool, 16, 2, 128))
 
