@@ -94,12 +94,13 @@ CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
 answer of some twenty tokens behind 130,000."""
 
 
-WHOLE_PROMPT = "deltafront.benchmarks.whole_prompt.methods"
-"""Baselines that the service cannot have."""
+METHODS = "deltafront.benchmarks.whole_prompt.methods", "deltafront.benchmarks.paper_forms.methods"
+"""Baselines that the service cannot have, and forms of the papers that it does not."""
 
 
 def main() -> int:
-    load(WHOLE_PROMPT)
+    for module in METHODS:
+        load(module)
     arguments = _arguments()
     stacks, profile = _load(arguments)
     tokenizer = load_tokenizer(arguments.model)

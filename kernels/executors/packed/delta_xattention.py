@@ -46,6 +46,10 @@ class DeltaXAttentionExecutor:
             return kernel_attend(x, kept, state, **self._how)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
+        return self.tiles_of_heads(x, mask, state).sum()
+
+    def tiles_of_heads(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
+        """`computed_tiles` of each head: float64 (B, H)."""
         kept = self._check(x, mask)
         if runs_on_cpu(x.q_BHTD, "delta_xattention"):
             exact_BHNM = cpu_exact_table(kept, self.exact_share)
@@ -59,7 +63,7 @@ class DeltaXAttentionExecutor:
         lesser_BHNM = listed_BHNM & ~exact_BHNM
         tile_BHX = torch.where(lesser_BHNM, kept.index_BHNM, 0).long().view(batch, heads, -1)
         packed_BHX = runs_BHM.gather(2, tile_BHX) * lesser_BHNM.view(batch, heads, -1)
-        return packed_BHX.sum() + (listed_BHNM & exact_BHNM).sum(dtype=torch.float64)
+        return packed_BHX.sum(2) + (listed_BHNM & exact_BHNM).sum((2, 3), dtype=torch.float64)
 
     def _check(self, x: AttentionInput, mask: TileMask | None) -> TileMask:
         kept = check_mask(x, mask, "delta_xattention")

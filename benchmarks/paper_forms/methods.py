@@ -1,0 +1,96 @@
+"""Registers the forms. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...kernels.interface import KernelInputError
+from ...kernels.methods import register
+from ...kernels.options import (
+    AntidiagonalOptions,
+    DeltaXAttentionOptions,
+    RunOptions,
+    min_tokens,
+    option,
+)
+
+
+@dataclass(frozen=True)
+class PhaseOptions:
+    """Delta-KV in the two phases of its kernel (DeltaAttention, section 4.1.4); packed rows are anchors'.
+
+    Raises:
+        KernelInputError: neither phase is left.
+    """
+
+    counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run (Table 4)")
+    block: int = option(128, 64, 128, "anchors of a packed block, safe together", (64, 128))
+    history: bool = option(True, 0, 1, "phase 1, packed keys; 0: only exact keys (Table 6)")
+    diagonal: bool = option(True, 0, 1, "phase 2, exact keys; 0: packed ones up to the query (Table 5)")
+    min_tokens: int = min_tokens()
+
+    def __post_init__(self) -> None:
+        if not (self.history or self.diagonal):
+            raise KernelInputError("history = 0 and diagonal = 0 leave nothing to attend to")
+
+
+@dataclass(frozen=True)
+class DeltaKVThesisOptions(PhaseOptions):
+    """Anchors of similar keys, in chunks of 512 (DeltaAttention, section 4.1.1)."""
+
+    cos: float = option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
+    distance: float = option(
+        0.0, 0.0, 1e6, "Euclidean distance up to which a key joins its run; 0: by cosine"
+    )
+
+
+@dataclass(frozen=True)
+class DeltaKVPeriodicOptions(PhaseOptions):
+    """Every n-th key is an anchor (DeltaAttention, Table 7)."""
+
+    every: int = option(2, 1, 512, "tokens from one anchor to the next")
+
+
+@dataclass(frozen=True)
+class DeltaKVRandomOptions(PhaseOptions):
+    """Anchors by chance (DeltaAttention, Table 7)."""
+
+    keep: float = option(0.5, 0.01, 1.0, "share of the keys that are anchors")
+    seed: int = option(0, 0, 1 << 30, "of the choice, with the layer's number")
+
+
+_SECTION = "DeltaAttention section 4.1"
+_DELTA_KV = f"{__package__}.delta_kv"
+register(
+    "delta_kv_thesis", DeltaKVThesisOptions, None, f"{_DELTA_KV}:SimilarKeys", source=_SECTION, from_keys=True
+)
+register(
+    "delta_kv_periodic", DeltaKVPeriodicOptions, None, f"{_DELTA_KV}:PeriodicKeys", source=_SECTION,
+    from_keys=True,
+)  # fmt: skip
+register(
+    "delta_kv_random", DeltaKVRandomOptions, None, f"{_DELTA_KV}:RandomKeys", source=_SECTION, from_keys=True
+)
+
+
+@dataclass(frozen=True)
+class AllPackedOptions(RunOptions, AntidiagonalOptions):
+    """Every tile packed, the diagonal too (DeltaAttention, Table 8)."""
+
+
+@dataclass(frozen=True)
+class TileSkipOptions(DeltaXAttentionOptions):
+    """XAttention without its lesser tiles, as many as `delta_xattention` with these options saves keys
+    (DeltaAttention, section 4.2.2)."""
+
+    skip: float = option(0.0, 0.0, 1.0, "share of the keys to save; 0: what packing would save")
+
+
+_SECTION = "DeltaAttention section 4.2"
+_SCORING = "deltafront.kernels.selectors.grouped.antidiagonal:scoring_selector"
+_TILES = f"{__package__}.delta_xattention"
+register("delta_xattention_all_packed", AllPackedOptions, _SCORING, f"{_TILES}:AllPacked", source=_SECTION)
+register(
+    "xattention_skip", TileSkipOptions, f"{_TILES}:TileSkipSelector",
+    "deltafront.kernels.executors.block_sparse:BlockSparseExecutor", source=_SECTION,
+)  # fmt: skip

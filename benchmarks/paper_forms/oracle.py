@@ -1,0 +1,82 @@
+"""The forms by their definitions, one row or one tile at a time. Shape suffixes as in `kernels.interface`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput
+
+
+def phased_attention(
+    x: AttentionInput,
+    starts: list[int],
+    *,
+    block: int = 128,
+    counts: bool = True,
+    history: bool = True,
+    diagonal: bool = True,
+) -> torch.Tensor:
+    """Delta-KV of one head as its section 4.1.4 tells it, row by row. fp32.
+
+    starts: positions of the anchors. Each packed key is its anchor's, taken once for each row of its run up
+    to the query (or, without counts, once).
+    """
+    q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
+    timestamps = [stop - 1 for stop in [*starts[1:], k.shape[0]]]
+    out = []
+    for row in range(q.shape[0]):
+        position = x.q_start + row
+        critical = position // BLOCK * BLOCK
+        safe = 0
+        while safe < len(starts) and max(timestamps[safe : safe + block]) < critical:
+            safe += block
+        exact_from = timestamps[safe - 1] + 1 if safe else 0
+        if not diagonal:
+            safe, exact_from = len(starts), k.shape[0]
+        places = []
+        for first, last in list(zip(starts, timestamps, strict=True))[: safe if history else 0]:
+            times = min(last, position) - first + 1
+            places += [first] * (times if counts else min(times, 1))
+        places += range(exact_from, position + 1)
+        weights = (k[places] @ q[row] * x.scale).softmax(0)
+        out.append(weights @ v[places])
+    return torch.stack(out)[None, None].float()
+
+
+def all_packed(
+    x: AttentionInput, starts: list[list[int]], kept_HNM: torch.Tensor, *, means: bool
+) -> torch.Tensor:
+    """Attention over kept tiles, each key and value its run's anchor's or mean, row by row. fp32.
+
+    starts: of each key head, positions of the anchors; runs never cross a tile.
+    """
+    out_BHTD = torch.zeros(x.q_BHTD.shape)
+    for h in range(x.q_BHTD.shape[1]):
+        g = h // x.group
+        k, v = x.k_BGSD[0, g].double().clone(), x.v_BGSD[0, g].double().clone()
+        for first, stop in zip(starts[g], [*starts[g][1:], k.shape[0]], strict=True):
+            for kv in (k, v):
+                kv[first:stop] = kv[first:stop].mean(0) if means else kv[first].clone()
+        for row in range(x.q_BHTD.shape[2]):
+            position = x.q_start + row
+            tiles = kept_HNM[h, row // BLOCK].nonzero()[:, 0].tolist()
+            places = [key for m in tiles for key in range(m * BLOCK, (m + 1) * BLOCK) if key <= position]
+            weights = (k[places] @ x.q_BHTD[0, h, row].double() * x.scale).softmax(0)
+            out_BHTD[0, h, row] = (weights @ v[places]).float()
+    return out_BHTD
+
+
+def skipped_tiles(scores: list[list[float]], saved: float) -> list[set[int]]:
+    """XAttention's lists of one head (entries by score, the diagonal last) without `saved` tiles: each row
+    loses its least, as many as its part of all tiles off diagonals, parts added up from the first row on."""
+    others = [len(row) - 1 for row in scores]
+    share, passed, gone = min(1.0, saved / max(1, sum(others))), 0, 0
+    kept = []
+    for row, count in zip(scores, others, strict=True):
+        passed += count
+        lose = int(passed * share + 1e-9) - gone
+        gone += lose
+        ranked = sorted(range(count), key=lambda entry, row=row: (row[entry], entry))  # type: ignore[misc]
+        kept.append({*range(len(row))} - {*ranked[:lose]})
+    return kept
