@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .interface import KernelInputError
 
@@ -65,12 +65,14 @@ class ScoredOptions:
     """Options of methods that rank tiles by a score (XAttention, Xu et al. 2025, section 2.2).
 
     A request picks one rule: `tau` (of all mass, unless `outside`), `share` (of each row's causal tiles) or
-    `density` (a level of the model's profile, whose thresholds count outside sink and window).
+    `density` (a level of the model's profile, whose thresholds count outside sink and window if
+    `levels_outside`, else all mass).
 
     Raises:
         KernelInputError: both `share` and `density` are given.
     """
 
+    levels_outside: ClassVar[bool] = True
     tau: float = option(0.9, *_TAU)
     outside: bool = option(False, *_OUTSIDE)
     density: float = option(0.0, 0.0, 1.0, "a level of the model's profile, in place of tau; 0: none")
@@ -102,7 +104,7 @@ class NaiveOptions(ScoredOptions):
 class AntidiagonalOptions(ScoredOptions):
     """XAttention (Xu et al. 2025), sections 2.1-2.2."""
 
-    stride: int = option(8, 4, 16, "antidiagonal stride S", (4, 8, 16))
+    stride: int = option(8, 4, 64, "antidiagonal stride S", (4, 8, 16, 64))
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,9 @@ class AnchorsOptions(ScoredOptions):
 @dataclass(frozen=True)
 class ThesisAnchorsOptions(ScoredOptions):
     """DPXA as DeltaAttention section 4.3 has it. Every anchor of both sides counts, once; a query block's
-    scores share one sum."""
+    scores share one sum. Levels are thresholds of all mass, by each head's coverage."""
 
+    levels_outside: ClassVar[bool] = False
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...kernels.interface import KernelInputError
 from ...kernels.methods import register
@@ -10,9 +11,12 @@ from ...kernels.options import (
     AntidiagonalOptions,
     DeltaXAttentionOptions,
     RunOptions,
+    ScoredOptions,
     min_tokens,
     option,
 )
+
+_SPARSE = "deltafront.kernels.executors.block_sparse:BlockSparseExecutor"
 
 
 @dataclass(frozen=True)
@@ -92,5 +96,33 @@ _TILES = f"{__package__}.delta_xattention"
 register("delta_xattention_all_packed", AllPackedOptions, _SCORING, f"{_TILES}:AllPacked", source=_SECTION)
 register(
     "xattention_skip", TileSkipOptions, f"{_TILES}:TileSkipSelector",
-    "deltafront.kernels.executors.block_sparse:BlockSparseExecutor", source=_SECTION,
+    _SPARSE, source=_SECTION,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class XAttentionPaperOptions(AntidiagonalOptions):
+    """XAttention's ablations. Levels are thresholds of all mass, as in the paper."""
+
+    levels_outside: ClassVar[bool] = False
+    pattern: int = option(0, 0, 2, "pairs in a cell: 0 antidiagonal, 1 diagonal, 2 random", (0, 1, 2))
+    seed: int = option(0, 0, 1 << 30, "of random pairs")
+    top: int = option(0, 0, 1 << 16, "tiles of a row beside sink and window, in place of tau; 0: by tau")
+
+
+@dataclass(frozen=True)
+class NaiveCellsOptions(ScoredOptions):
+    """Every n-th row of q and k, cells as `dpxa_thesis` adds them (DeltaAttention, section 4.3)."""
+
+    every: int = option(3, 1, 64, "every n-th row of q and k is scored")
+
+
+_TILES = f"{__package__}.tile_scores"
+register(
+    "xattention_paper", XAttentionPaperOptions, f"{_TILES}:PairedSelector", _SPARSE,
+    source="XAttention (Xu et al. 2025), its ablation study", from_keys=True,
+)  # fmt: skip
+register(
+    "naive_cells", NaiveCellsOptions, f"{_TILES}:NaiveCellsSelector", _SPARSE,
+    source="DeltaAttention, ablation of section 4.3", from_keys=True,
 )  # fmt: skip

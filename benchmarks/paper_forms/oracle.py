@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...kernels.constants import BLOCK
@@ -80,3 +82,18 @@ def skipped_tiles(scores: list[list[float]], saved: float) -> list[set[int]]:
         ranked = sorted(range(count), key=lambda entry, row=row: (row[entry], entry))  # type: ignore[misc]
         kept.append({*range(len(row))} - {*ranked[:lose]})
     return kept
+
+
+def naive_cells(x: AttentionInput, every: int) -> torch.Tensor:
+    """DeltaAttention, section 4.3, on every n-th row of q and k: cell by cell, one sum a query block."""
+    batch, heads = x.q_BHTD.shape[:2]
+    score_BHNM = torch.zeros(batch, heads, x.query_blocks, x.key_blocks, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for row in range(x.q_BHTD.shape[2]):
+                position = x.q_start + row
+                for key in range(0, position + 1, every) if position % every == 0 else ():
+                    k = x.k_BGSD[b, h // x.group, key].double()
+                    logit = float(x.q_BHTD[b, h, row].double() @ k) * x.scale
+                    score_BHNM[b, h, row // BLOCK, key // BLOCK] += math.exp(logit)
+    return score_BHNM / score_BHNM.sum(-1, keepdim=True)

@@ -6,7 +6,7 @@ Scores are float64 score_BHNM.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,15 +36,17 @@ def _from_logits(
     return score
 
 
-def antidiagonal_scores(x: AttentionInput, stride: int) -> torch.Tensor:
-    """XAttention, section 2.1: the mean over each cell's antidiagonal pairs that exist."""
+def antidiagonal_scores(x: AttentionInput, stride: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """XAttention, section 2.1: the mean over each cell's antidiagonal pairs that exist. order: the key that
+    each row of a cell meets, in place of the antidiagonal's."""
+    order = range(stride - 1, -1, -1) if order is None else order
     q, k = x.q_BHTD.double(), x.k_BGSD.double()
     dots = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(x.group, 1)) * x.scale
 
     def logit(b: int, h: int, i: int, j: int) -> float | None:
         pairs = []
         for u in range(stride):
-            row, key = i * stride + u, j * stride + stride - 1 - u
+            row, key = i * stride + u, j * stride + order[u]
             if row < q.shape[2] and key <= x.q_start + row:
                 pairs.append(float(dots[b, h, row, key]))
         return sum(pairs) / len(pairs) if pairs else None

@@ -25,7 +25,7 @@ def rule_of(options: ScoredOptions) -> Rule:
     sink_blocks, window_blocks = -(-options.sink // BLOCK), 1 - (1 - options.window) // BLOCK
     if options.share > 0:
         return Rule("top_k", options.share, sink_blocks, window_blocks)
-    outside = options.outside or options.density > 0
+    outside = options.levels_outside if options.density > 0 else options.outside
     return Rule("cumulative", options.tau, sink_blocks, window_blocks, outside)
 
 

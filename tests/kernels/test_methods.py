@@ -98,7 +98,7 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
             "method_options.gamma",
             "it takes: tau, outside, density, share, sink, window, min_tokens, stride",
         ),
-        ("xattention", {"stride": 5}, "method_options.stride", r"= 5 is not one of \(4, 8, 16\)"),
+        ("xattention", {"stride": 5}, "method_options.stride", r"= 5 is not one of \(4, 8, 16, 64\)"),
         ("xattention", {"stride": 4.5}, "method_options.stride", "is not a whole number"),
         ("dpxa", {"outside": 0.5}, "method_options.outside", "= 0.5 is not a whole number"),
         ("xattention", {"tau": 1.5}, "method_options.tau", "= 1.5 is outside 0.01 .. 1.0"),

@@ -83,6 +83,11 @@ def method_levels(
 def require_thresholds(method: MethodSpec) -> None:
     if not issubclass(registered(method).form, ScoredOptions) or method.correction:
         raise ValueError(f"{method.name} has no thresholds to calibrate: it ranks no tiles by a score")
+    if not registered(method).form.levels_outside:
+        raise ValueError(
+            f"{method.name}'s levels count all mass, and these would not: "
+            f"python -m deltafront.benchmarks.paper_forms.coverage makes them by each head's coverage"
+        )
 
 
 def least_density(measured: Sequence[Curves], allocation: Allocation) -> float:

@@ -9,7 +9,7 @@ import torch
 from ...constants import BLOCK
 from ...interface import AttentionInput, KernelInputError, Phase, StateSpec
 from ...options import AnchorsOptions, ThesisAnchorsOptions
-from ..scored import ScoredSelector, ScoredState, SlabSums
+from ..scored import ScoredSelector, ScoredState, SlabSums, rule_of
 from .cpu import cpu_scores, cpu_summarise
 from .form import AnchorSettings, BlockAnchors, Representative, SideSettings
 from .scores import score_sums, slot_dtype
@@ -92,6 +92,7 @@ class ThesisAnchorsSelector(AnchorsSelector):
     def __init__(self, options: ThesisAnchorsOptions) -> None:
         ours = AnchorsOptions(**vars(options), q_anchors=BLOCK, k_anchors=BLOCK)
         super().__init__(ours, k_relax=None, weighted=False, row_normalised=False)
+        self.rule = rule_of(options)
 
 
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:

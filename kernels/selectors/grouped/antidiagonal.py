@@ -21,8 +21,8 @@ class AntidiagonalSelector(GroupedSelector):
     def __init__(self, options: AntidiagonalOptions, *, with_scores: bool = False) -> None:
         super().__init__(options, with_scores)
         self.stride = options.stride
-        if self.stride not in (4, 8, 16):
-            raise KernelInputError(f"stride {self.stride} is not 4, 8 or 16")
+        if self.stride not in (4, 8, 16, 64):
+            raise KernelInputError(f"stride {self.stride} is not 4, 8, 16 or 64")
         self.sampled = 1.0 / self.stride
 
     def groups(self, x: AttentionInput) -> Groups:

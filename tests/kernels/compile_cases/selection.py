@@ -43,6 +43,12 @@ GROUPED_CASES = [
         {"STEP": 8, "SLOTS": 8, "PER_BLOCK": 16, "F": 1024, **TILES},
         {"num_warps": 8},
     ),
+    (
+        grouped._grouped_kernel,
+        GROUPED,
+        {"STEP": 64, "SLOTS": 64, "PER_BLOCK": 2, "F": 8192, **TILES},
+        {"num_warps": 8},
+    ),
     (grouped._grouped_kernel, GROUPED, {"STEP": 4, "SLOTS": 1, "PER_BLOCK": 32, "F": 128, **TILES}),
 ]
 

@@ -65,7 +65,7 @@ def check_scores(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("stride", [4, 8, 16])
+@pytest.mark.parametrize("stride", [4, 8, 16, 64])
 @pytest.mark.parametrize("tokens", [300, 261])
 def test_antidiagonal_equals_the_oracle(stride: int, tokens: int) -> None:
     x = sample(tokens)

@@ -48,6 +48,7 @@ THESIS: dict[str, Any] = {
 SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "antidiagonal": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=16)),
     "antidiagonal_4": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=4)),
+    "antidiagonal_64": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=64)),
     "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=16)),
     "block_pool": lambda: BlockPoolSelector(POOLED),
     "anchors": lambda: AnchorsSelector(ANCHORS),
@@ -59,7 +60,7 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "anchors_largest": lambda: AnchorsSelector(LARGEST),
     "anchors_largest_cells": lambda: AnchorsSelector(replace(LARGEST, q_anchors=4), row_normalised=False),
 }
-IN_EIGHT_BITS = ("antidiagonal", "antidiagonal_4")
+IN_EIGHT_BITS = ("antidiagonal", "antidiagonal_4", "antidiagonal_64")
 """Selectors whose products are of 8-bit copies where the inputs have 16 bits; tested on inputs that 8 bits
 hold, so that the comparison stays strict."""
 

@@ -1,0 +1,90 @@
+"""Gives each head the least threshold whose tiles cover a share of its attention mass, as DeltaAttention
+calibrates DPXA and XAttention (section 2.5; r = 0.75 and 0.90 in section 7.3).
+
+    python -m deltafront.benchmarks.paper_forms.coverage --method dpxa_thesis --coverage 0.75 0.90 \
+        --text FILE [FILE …] --tokens 8192 --profile OUT
+    python -m deltafront.benchmarks.accuracy --profile OUT --methods dpxa_thesis:density=DENSITY …
+
+Documents are read densely. A threshold's coverage is the mean over query blocks of the true mass that its
+tiles hold, and over documents. Prints the density of each coverage, by which a request asks for it: what
+reading the same documents with these thresholds takes.
+
+Shape suffixes as in `kernels.interface`; L layers, I thresholds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from deltafront.benchmarks.paper_forms.levels import (
+    documents_of,
+    level_of,
+    method_of,
+    model_of,
+    parser_of,
+    write_profile,
+)
+from deltafront.benchmarks.recall import true_masses
+from deltafront.kernels.interface import AttentionInput, no_phase
+from deltafront.kernels.selectors.rules.cpu import kept_table
+from deltafront.kernels.selectors.rules.rule import Rule
+from deltafront.kernels.selectors.scored import ScoredSelector
+from deltafront.workers.calibration.dense_pass import embedded, read_densely, state_spec
+from deltafront.workers.calibration.method_levels import selector_of
+from deltafront.workers.calibration.probes import Document
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import LayerStack
+
+THRESHOLDS = tuple(step / 64 for step in range(1, 65))
+"""Among which a head's is found; the last keeps everything."""
+
+
+def covered(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """coverage_HI of a whole prompt's tiles, float64."""
+    whole_BHN = true_BHNM.double().sum(-1)
+    shares = []
+    for threshold in THRESHOLDS:
+        kept_BHNM = kept_table(score_BHNM, replace(rule, threshold=threshold), 0)
+        shares.append(((true_BHNM.double() * kept_BHNM).sum(-1) / whole_BHN).mean(2)[0])
+    return torch.stack(shares, dim=1)
+
+
+@torch.inference_mode()
+def coverages(stack: LayerStack, document: Document, selector: ScoredSelector) -> torch.Tensor:
+    """coverage_LHI of one dense pass, on the CPU."""
+    layers = []
+
+    def hook(layer: int, x: AttentionInput) -> None:
+        score_BHNM = selector.scores(x, selector.new_state(state_spec(x, layer)), no_phase)
+        layers.append(covered(score_BHNM, true_masses(x), selector.rule).cpu())
+
+    read_densely(stack, embedded(stack, document.ids), hook)
+    return torch.stack(layers)
+
+
+def least_thresholds(coverage_LHI: torch.Tensor, wanted: float) -> list[list[float]]:
+    """For each layer and head the least threshold that covers as much as wanted."""
+    place_LH = (coverage_LHI < wanted - 1e-9).sum(-1).clamp(max=len(THRESHOLDS) - 1)
+    return [[THRESHOLDS[place] for place in row] for row in place_LH.tolist()]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__ or "", "dpxa_thesis")
+    parser.add_argument("--coverage", type=float, nargs="+", default=[0.75, 0.90])
+    arguments = parser.parse_args(given)
+    method = method_of(arguments)
+    stack = load_model(model_of(arguments), arguments.device)
+    documents, selector = documents_of(arguments), selector_of(method)
+    coverage_LHI = torch.stack([coverages(stack, one, selector) for one in documents]).mean(0)
+    levels = []
+    for wanted in sorted(arguments.coverage):
+        levels.append(level_of(stack, documents, method, least_thresholds(coverage_LHI, wanted)))
+        print(f"coverage {wanted:g}: {method.name}:density={levels[-1].density}", flush=True)
+    write_profile(arguments, method, levels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Writes thresholds to a profile that `benchmarks.accuracy --profile` and the service read, and what the
+commands that find them share."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from deltafront.benchmarks import DEMO_TEXT
+from deltafront.benchmarks.reader import MODEL, load_text, load_tokenizer, parse_method
+from deltafront.kernels.methods import MethodSpec, load, method_spec
+from deltafront.workers.calibration.method_levels import realised
+from deltafront.workers.calibration.probes import Document, needles
+from deltafront.workers.model.calibrated.profile import (
+    Level,
+    MethodLevels,
+    Profile,
+    ProfiledModel,
+    ProfiledText,
+    shaping_options,
+)
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.digest import model_digest
+from deltafront.workers.settings import ModelSpec
+
+METHODS = "deltafront.benchmarks.paper_forms.methods"
+
+
+def parser_of(description: str, method: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--model", default=MODEL.path)
+    parser.add_argument("--no-adapter", action="store_true", help="the model without the 128K adapter")
+    parser.add_argument("--method", default=method, help="with options, such as xattention_paper:stride=16")
+    parser.add_argument("--text", type=Path, nargs="+", default=[DEMO_TEXT], help="a document of each")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--dtype", default="float16" if cuda else "float32")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--profile", type=Path, required=True, help="is written, or replaced")
+    return parser
+
+
+def model_of(arguments: argparse.Namespace) -> ModelSpec:
+    given = {"path": arguments.model, "dtype": arguments.dtype}
+    return ModelSpec(**given) if arguments.no_adapter else replace(MODEL, **given)
+
+
+def method_of(arguments: argparse.Namespace) -> MethodSpec:
+    """Used at any length."""
+    load(METHODS)
+    given = parse_method(arguments.method)
+    return method_spec(given.name, {**given.values, "min_tokens": 0})
+
+
+def documents_of(arguments: argparse.Namespace) -> list[Document]:
+    tokenizer = load_tokenizer(arguments.model)
+    texts = [load_text(path, tokenizer) for path in arguments.text]
+    how = arguments.tokens, arguments.questions
+    return [needles(random.Random(number), *how, text) for number, text in enumerate(texts)]
+
+
+def level_of(
+    stack: LayerStack,
+    documents: Sequence[Document],
+    method: MethodSpec,
+    thresholds: Sequence[Sequence[float]],
+) -> Level:
+    """Its density is what reading these documents takes."""
+    density = round(realised(stack, documents, method, thresholds), 4)
+    amounts = tuple(tuple(row) for row in thresholds)
+    tokens = max(len(document.ids) for document in documents)
+    return Level(density=density, tokens=tokens, share=density, amounts=amounts)
+
+
+def write_profile(arguments: argparse.Namespace, method: MethodSpec, levels: Sequence[Level]) -> None:
+    model, texts = model_of(arguments), [path.read_text(encoding="utf-8") for path in arguments.text]
+    made = MethodLevels(method=method.name, options=shaping_options(method), levels=tuple(levels))
+    Profile(
+        format=1,
+        model=ProfiledModel(name=arguments.model, digest=model_digest(model)),
+        texts=tuple(ProfiledText.of(text, arguments.tokens) for text in texts),
+        prefill=(made,),
+    ).write(arguments.profile)
