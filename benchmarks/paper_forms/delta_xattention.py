@@ -84,7 +84,8 @@ def listed(x: AttentionInput, mask: TileMask) -> torch.Tensor:
 class TileSkipSelector:
     """XAttention's tiles without the lesser ones: of each head as many as would save the share of its keys
     that `skip` says, or that DeltaXAttention saves, taken from its rows in proportion to their tiles. A
-    row's diagonal stays. Budgets are those of a chunk of queries."""
+    row's diagonal and the sink's tile stay, as XAttention forces them. Budgets are those of a chunk of
+    queries."""
 
     def __init__(self, options: TileSkipOptions) -> None:
         self._scoring = scoring_selector(options)
@@ -113,15 +114,15 @@ class TileSkipSelector:
 
 
 def skipped(x: AttentionInput, mask: TileMask, saved_BH: torch.Tensor) -> TileMask:
-    """The mask without its `saved_BH` least scored tiles off the diagonal (rounded down to whole ones)."""
+    """The mask without its `saved_BH` least scored tiles but block 0 and the diagonal, rounded down."""
     assert mask.score_BHNM is not None
-    other_BHN = mask.count_BHN.double() - 1
+    other_BHN = (mask.count_BHN.double() - 2).clamp(min=0)
     share_BH = (saved_BH / other_BHN.sum(2).clamp(min=1)).clamp(max=1.0)
     upto_BHN = (other_BHN.cumsum(2) * share_BH[..., None] + 1e-9).floor()
     fewer_BHN = torch.diff(upto_BHN, dim=2, prepend=torch.zeros_like(upto_BHN[..., :1]))
     kept_BHNM = listed(x, mask)
     entry_X = torch.arange(mask.index_BHNM.shape[3], device=kept_BHNM.device)
-    other_BHNX = entry_X < (mask.count_BHN[..., None] - 1)
+    other_BHNX = (entry_X > 0) & (entry_X < mask.count_BHN[..., None] - 1)
     score_BHNX = mask.score_BHNM.masked_fill(~other_BHNX, float("inf"))
     order_BHNX = score_BHNX.argsort(dim=-1, stable=True)
     dropped_BHNX = torch.zeros_like(other_BHNX).scatter_(3, order_BHNX, entry_X < fewer_BHN[..., None])

@@ -70,16 +70,16 @@ def all_packed(
 
 
 def skipped_tiles(scores: list[list[float]], saved: float) -> list[set[int]]:
-    """XAttention's lists of one head (entries by score, the diagonal last) without `saved` tiles: each row
-    loses its least, as many as its part of all tiles off diagonals, parts added up from the first row on."""
-    others = [len(row) - 1 for row in scores]
+    """XAttention's lists of one head (scores, block 0 first, the diagonal last) without `saved` tiles: each
+    row loses its least others, as many as its part of all, parts added up from the first row on."""
+    others = [max(0, len(row) - 2) for row in scores]
     share, passed, gone = min(1.0, saved / max(1, sum(others))), 0, 0
     kept = []
     for row, count in zip(scores, others, strict=True):
         passed += count
         lose = int(passed * share + 1e-9) - gone
         gone += lose
-        ranked = sorted(range(count), key=lambda entry, row=row: (row[entry], entry))  # type: ignore[misc]
+        ranked = sorted(range(1, count + 1), key=lambda entry, row=row: (row[entry], entry))  # type: ignore[misc]
         kept.append({*range(len(row))} - {*ranked[:lose]})
     return kept
 
