@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from deltafront.benchmarks.accuracy.tasks import TASKS
+from deltafront.benchmarks.accuracy.tasks import COPIED, CUE, NEAR, TASKS, copied
 from deltafront.workers.calibration import needles as hay
 from deltafront.workers.calibration.probes import VALUES, Document, Text
 
@@ -105,3 +105,43 @@ def test_many_needles_have_keys_of_their_own_and_few_are_as_ever() -> None:
     assert known == "30c5bee0ca77fc4dc3a9b29f2bd16444"
     with pytest.raises(ValueError, match="at most 10404 needles"):
         hay.make_needles(10_405, 1)
+
+
+def test_copies_are_said_far_before_and_not_near() -> None:
+    """By brute force, on ids that repeat themselves."""
+    rng = random.Random(4)
+    phrases = [[rng.randrange(50) for _ in range(9)] for _ in range(30)]
+    found = 0
+    for seed in range(12):
+        order = random.Random(seed)
+        ids = [token for _ in range(260) for token in phrases[order.randrange(30)]]
+        ids += [order.randrange(50, 99) for _ in range(NEAR - 200)]
+        tokens = len(ids)
+        ids += [token for _ in range(30) for token in phrases[order.randrange(30)]]
+        places = list(copied(ids, tokens))
+        expected, after = [], tokens + CUE
+        for at in range(tokens + CUE, len(ids) - COPIED + 1):
+            said = ids[at - CUE : at + COPIED]
+            width = len(said)
+            before = [a for a in range(at - CUE) if ids[a : a + width] == said]
+            far = [a for a in before if a + width <= tokens - NEAR]
+            near = [a for a in before if a >= tokens - NEAR]
+            if at >= after and far and not near:
+                expected.append(at)
+                after = at + COPIED
+        assert places == expected
+        found += len(places)
+    assert found > 40
+
+
+def test_a_copys_question_is_the_text_up_to_it() -> None:
+    sentences = "".join(
+        f" The {i % 90} men of house {i % 90} went to town {i % 90} that day." for i in range(260)
+    )
+    text = Text(sentences, encode_all)
+    document = TASKS["copies"](random.Random(3), 2500, 8, text)
+    assert len(document.ids) == 2500 and 0 < len(document.questions) <= 8
+    for question in document.questions:
+        assert len(question.gold) == COPIED and len(question.prompt) >= CUE
+        said = [*question.prompt[-CUE:], *question.gold]
+        assert any(document.ids[a : a + len(said)] == said for a in range(2500 - NEAR))
