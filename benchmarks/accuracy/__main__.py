@@ -15,8 +15,9 @@ its answer densely.
 question is asked by itself, over the document in which the N blocks that it looks at most have been computed
 again with dense attention. Its density counts these tiles, a question's mean; its time them and finding the
 blocks, a question's median, which stands beside it. The document's tail is the method's own.
---decode (Δ-layers, page budget, recency; or quest:BUDGET, a baseline whose time says nothing): answers
-decoded with page selection after dense prefill, and by full decode; how many are as full decode's, as
+--decode (Δ-layers, page budget, recency; periodic:COUNT or random:COUNT:SEED in place of layers; or
+quest:BUDGET, a baseline whose time says nothing): answers decoded with page selection after dense prefill,
+and by full decode; how many are as full decode's, as
 `density` the share of its pages read, all layers counted, and the time of page selection and attention in all
 layers of a step of all questions; KL of the answers' tokens.
 A table says which are on the Pareto front of time, exact answers and log-probability.

@@ -19,6 +19,7 @@ import torch
 from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.accuracy.quest import QuestAttention, QuestPlan
 from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
+from deltafront.benchmarks.paper_forms.delta_layers import periodic_layers, random_layers
 from deltafront.benchmarks.reader import Reader
 from deltafront.kernels.layers.kv_fp8 import quantise
 from deltafront.workers.calibration.probes import Question
@@ -57,17 +58,24 @@ class _Steps:
 
 
 Selection = LayerPlan | QuestPlan
+FORMS = "quest:BUDGET, or LAYER,LAYER… or periodic:COUNT or random:COUNT:SEED with :BUDGET[:RECENCY]"
 
 
 def parse_selection(given: str, layers: int) -> Selection:
-    """`8,14,18,20,21:256` or `…:256:8`: Δ-layers, page budget, recency. `quest:256`: Quest's, with this
-    budget. Raises ValueError."""
+    """`8,14,18,20,21:256` or `…:256:8`: Δ-layers, page budget, recency. `periodic:3:256`: three, evenly
+    spread; `random:3:7:256`: by chance, of seed 7. `quest:256`: Quest's, with this budget. Raises
+    ValueError."""
     delta_layers, *numbers = given.split(":")
     if delta_layers == "quest" and len(numbers) == 1 and int(numbers[0]) > 0:
         return QuestPlan(layers, int(numbers[0]))
-    chosen = tuple(int(layer) for layer in delta_layers.split(","))
+    if delta_layers == "periodic" and numbers:
+        chosen = periodic_layers(layers, int(numbers.pop(0)))
+    elif delta_layers == "random" and len(numbers) > 1:
+        chosen = random_layers(layers, int(numbers.pop(0)), int(numbers.pop(0)))
+    else:
+        chosen = tuple(int(layer) for layer in delta_layers.split(","))
     if not 1 <= len(numbers) <= 2:
-        raise ValueError(f"no page selection {given!r}: LAYER,LAYER…:BUDGET[:RECENCY] or quest:BUDGET")
+        raise ValueError(f"no page selection {given!r}: {FORMS}")
     budget, recency = [*map(int, numbers), DecodeConfig.recency][:2]
     config = DecodeConfig(full_layers=(), delta_layers=chosen, page_budget=budget, recency=recency)
     return plan_layers(config, layers)

@@ -22,7 +22,7 @@ from deltafront.workers.calibration.probes import (
 
 CONTINUED = 384
 """Tokens behind a document in which copies are sought."""
-CUE, COPIED = 3, 4
+CUE, COPIED = 2, 3
 """Tokens of a copy that are given, and those that are asked for."""
 NEAR = 1024
 """Last tokens of a document that no copy may be from: a window would know it."""

@@ -1,0 +1,113 @@
+"""DELTA's own choice of Δ-layers: by the shift of attention from each layer to the next (sections 5.1, D).
+
+    python -m deltafront.benchmarks.paper_forms.delta_layers --text FILE [FILE …] --tokens 8192 --layers 3
+    python -m deltafront.benchmarks.accuracy --decode LAYERS:64:8 periodic:3:64:8 random:3:SEED:64:8 …
+
+A layer's shift is 1 - cos between its attention and that of the layer before, the maps of all heads side by
+side, for the queries that give answers' tokens, as in decode. Layer 2 is the first Δ-layer. The paper takes
+layers of large shifts that are "well distributed across the network depth" and gives no rule for that: here
+the layers behind it are cut into equal parts, and each gives its largest.
+
+Shape suffixes as in `kernels.interface`; L layers, Q queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from deltafront.benchmarks import DEMO_TEXT
+from deltafront.benchmarks.paper_forms.levels import documents_of, model_of
+from deltafront.benchmarks.reader import MODEL
+from deltafront.kernels.interface import AttentionInput
+from deltafront.workers.calibration.delta_layers import query_positions
+from deltafront.workers.calibration.dense_pass import embedded, read_densely
+from deltafront.workers.calibration.probes import with_answers
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import LayerStack
+
+FIRST = 2
+"""The first Δ-layer of every model of the paper; those before it are full."""
+
+
+@torch.inference_mode()
+def attention_shifts(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """shift_L, float64, of a dense pass over a text: its first is 0."""
+    shifts: list[torch.Tensor] = []
+    before_QHS: list[torch.Tensor] = []
+    positions_Q = torch.tensor(positions, device=stack.device)
+
+    def hook(_layer: int, x: AttentionInput) -> None:
+        k_HSD = x.k_BGSD[0].float().repeat_interleave(x.group, dim=0)
+        logit_QHS = torch.einsum("hqd,hsd->qhs", x.q_BHTD[0, :, positions_Q].float(), k_HSD) * x.scale
+        future_Q1S = torch.arange(len(ids), device=stack.device) > positions_Q[:, None, None]
+        map_QX = logit_QHS.masked_fill(future_Q1S, -torch.inf).softmax(-1).flatten(1)
+        if before_QHS:
+            same_Q = torch.nn.functional.cosine_similarity(before_QHS.pop(), map_QX, dim=1)
+            shifts.append(1 - same_Q.double().mean().cpu())
+        before_QHS.append(map_QX)
+
+    read_densely(stack, embedded(stack, ids), hook)
+    return torch.stack([torch.zeros((), dtype=torch.float64), *shifts])
+
+
+def shifted_layers(shift_L: Sequence[float], count: int) -> tuple[int, ...]:
+    """Layer 2, then of each of `count` - 1 equal parts behind it the layer of the largest shift. The last
+    layer is none: nothing behind it would use its pages. Raises ValueError."""
+    parts = _parts(len(shift_L), count)
+    return FIRST, *(max(part, key=lambda layer: (shift_L[layer], -layer)) for part in parts)
+
+
+def periodic_layers(layers: int, count: int) -> tuple[int, ...]:
+    """Layer 2, then the first layer of each of `count` equal parts from it on. Raises ValueError."""
+    _parts(layers, count)
+    return tuple(FIRST + n * (layers - 1 - FIRST) // count for n in range(count))
+
+
+def random_layers(layers: int, count: int, seed: int) -> tuple[int, ...]:
+    """Layer 2 and others by chance. Raises ValueError."""
+    _parts(layers, count)
+    others = random.Random(seed).sample(range(FIRST + 1, layers - 1), count - 1)
+    return FIRST, *sorted(others)
+
+
+def _parts(layers: int, count: int) -> list[range]:
+    """Of the layers behind the first Δ-layer, without the last."""
+    behind = layers - 1 - (FIRST + 1)
+    if not 1 <= count <= behind + 1:
+        raise ValueError(f"{count} Δ-layers: a model of {layers} layers has 1 to {behind + 1}")
+    edges = [FIRST + 1 + n * behind // max(1, count - 1) for n in range(count)]
+    return [range(a, b) for a, b in pairwise(edges)]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--model", default=MODEL.path)
+    parser.add_argument("--no-adapter", action="store_true", help="the model without the 128K adapter")
+    parser.add_argument("--text", type=Path, nargs="+", default=[DEMO_TEXT], help="a document of each")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--layers", type=int, nargs="+", default=[3], help="how many Δ-layers")
+    parser.add_argument("--dtype", default="float16" if cuda else "float32")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    arguments = parser.parse_args(given)
+    stack, each = load_model(model_of(arguments), arguments.device), []
+    for document in documents_of(arguments):
+        ids, answers = with_answers(document)
+        each.append(attention_shifts(stack, ids, query_positions(len(ids), answers)))
+    shift_L = torch.stack(each).mean(0).tolist()
+    print("1 - cos from the layer before: " + ", ".join(f"{n} {s:.3f}" for n, s in enumerate(shift_L) if n))
+    for count in arguments.layers:
+        print(f"{count} Δ-layers: {','.join(map(str, shifted_layers(shift_L, count)))}")
+
+
+if __name__ == "__main__":
+    main()
