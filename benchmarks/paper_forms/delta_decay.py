@@ -1,7 +1,7 @@
 """How far the difference of one dense row holds for the rows behind it: Δ Attention's premise on a model
 (Willette et al. 2025, section 3, Figure 6b).
 
-    python -m deltafront.benchmarks.paper_forms.delta_decay --text FILE [FILE …] --tokens 130900 --gamma 8 16 64
+    python -m deltafront.benchmarks.paper_forms.delta_decay --text FILE [FILE …] --tokens 130900 --gamma 8 64
 
 One dense pass over documents with hidden facts. In each layer the method's output is taken off dense
 attention's: the difference that the correction carries from every γ-th row. For each γ:

@@ -9,6 +9,7 @@ from ...kernels.interface import KernelInputError
 from ...kernels.methods import register
 from ...kernels.options import (
     AntidiagonalOptions,
+    BlockPoolOptions,
     DeltaXAttentionOptions,
     RunOptions,
     ScoredOptions,
@@ -125,4 +126,32 @@ register(
 register(
     "naive_cells", NaiveCellsOptions, f"{_TILES}:NaiveCellsSelector", _SPARSE,
     source="DeltaAttention, ablation of section 4.3", from_keys=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockTopOptions(BlockPoolOptions):
+    """MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3), for every head. The paper keeps 100
+    blocks of 64 tokens."""
+
+    top: int = option(50, 1, 1 << 16, "blocks of 128 tokens of a row, beside sink and window")
+
+
+@dataclass(frozen=True)
+class SpargeOptions:
+    """SpargeAttn's first stage without training (Zhang et al. 2025, section 3.2); tuned values of its code."""
+
+    tau: float = option(0.98, 0.01, 1.0, "mass of the compressed attention up to which blocks are kept")
+    theta: float = option(0.6, -1.0, 1.0, "mean cosine within a block up to which it is never skipped")
+    min_tokens: int = min_tokens()
+
+
+_BASELINES = f"{__package__}.baselines"
+register(
+    "minference_block_sparse", BlockTopOptions, f"{_BASELINES}:BlockTopSelector", _SPARSE,
+    source="MInference (Jiang et al. 2024), Algorithm 3", from_keys=True,
+)  # fmt: skip
+register(
+    "sparge", SpargeOptions, f"{_BASELINES}:SpargeSelector", _SPARSE,
+    source="SpargeAttn (Zhang et al. 2025), section 3.2", from_keys=True,
 )  # fmt: skip

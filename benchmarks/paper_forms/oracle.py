@@ -97,3 +97,32 @@ def naive_cells(x: AttentionInput, every: int) -> torch.Tensor:
                     logit = float(x.q_BHTD[b, h, row].double() @ k) * x.scale
                     score_BHNM[b, h, row // BLOCK, key // BLOCK] += math.exp(logit)
     return score_BHNM / score_BHNM.sum(-1, keepdim=True)
+
+
+def sparge_tiles(x: AttentionInput, tau: float, theta: float) -> list[list[set[int]]]:
+    """SpargeAttn, section 3.2: of each head and query block the tiles kept, sink and diagonal among them."""
+
+    def blocks_of(rows: torch.Tensor) -> list[torch.Tensor]:
+        return list(rows.double().split(BLOCK))
+
+    def alike(block: torch.Tensor) -> bool:
+        unit = block / block.norm(dim=1, keepdim=True)
+        return float((unit @ unit.T).mean()) > theta
+
+    found = []
+    for h in range(x.q_BHTD.shape[1]):
+        keys = blocks_of(x.k_BGSD[0, h // x.group])
+        like = [alike(block) for block in keys]
+        rows = []
+        for n, block in enumerate(blocks_of(x.q_BHTD[0, h])):
+            causal = range(x.first_block + n + 1)
+            logits = {m: float(block.mean(0) @ keys[m].mean(0)) * x.scale for m in causal if like[m]}
+            total = sum(math.exp(logit) for logit in logits.values())
+            held, kept = 0.0, {0, causal[-1], *(m for m in causal if not like[m])}
+            for rank, m in enumerate(sorted(logits, key=lambda m, logits=logits: -logits[m])):  # type: ignore[misc]
+                held += math.exp(logits[m]) / total
+                if rank == 0 or held <= tau:
+                    kept.add(m)
+            rows.append(kept if alike(block) else set(causal))
+        found.append(rows)
+    return found

@@ -1,0 +1,82 @@
+"""Baselines of the papers, for every head: MInference's block-sparse pattern and SpargeAttn's prediction.
+
+Shape suffixes as in `kernels.interface`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput, Phase, StateSpec, TileMask
+from ...kernels.selectors.grouped.selector import BlockPoolSelector, block_means, per_query_head
+from ...kernels.selectors.rules.cpu import compact
+from ...kernels.selectors.scored import ScoredState
+from .methods import BlockTopOptions, SpargeOptions
+from .tile_scores import top_tiles
+
+
+class BlockTopSelector(BlockPoolSelector):
+    """The best blocks by mean query against mean key, a fixed number of them."""
+
+    def __init__(self, options: BlockTopOptions) -> None:
+        super().__init__(options)
+        self._top = options.top
+
+    def select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
+        score_BHNM = self.scores(x, state, phase)
+        with phase("selection"):
+            return top_tiles(score_BHNM, state.rule, x.first_block, self._top)
+
+
+class SpargeSelector:
+    """Blocks whose rows are alike stand for themselves by their means: of their compressed attention the
+    largest are kept, up to a mass of tau, at least one. All others are kept whole: the row of a query block
+    and the column of a key block whose rows are not alike. Its second stage skips products of weights and
+    values inside tiles, which changes no mask. Diagonal and block 0 are kept, as every mask here does; tiles
+    have 128 keys, not 64."""
+
+    sampled = 1.0 / BLOCK**2
+
+    def __init__(self, options: SpargeOptions) -> None:
+        self._tau, self._theta = options.tau, options.theta
+
+    def new_state(self, spec: StateSpec) -> None:
+        return None
+
+    def select(self, x: AttentionInput, state: None, phase: Phase) -> TileMask:
+        x.require_aligned("sparge")
+        with phase("scoring"):
+            q_BHND, k_BGMD = block_means(x.q_BHTD), block_means(x.k_BGSD)
+            logit_BHNM = per_query_head(k_BGMD, q_BHND) * x.scale
+            alike_BHN1 = (self_similarity(x.q_BHTD) > self._theta)[..., None]
+            alike_BGM = self_similarity(x.k_BGSD) > self._theta
+            alike_BH1M = alike_BGM.repeat_interleave(x.group, dim=1)[:, :, None]
+        with phase("selection"):
+            row_N1 = torch.arange(x.query_blocks, device=logit_BHNM.device)[:, None] + x.first_block
+            column_M = torch.arange(x.key_blocks, device=logit_BHNM.device)
+            causal_NM = column_M <= row_N1
+            seen_BHNM = causal_NM & alike_BH1M
+            mass_BHNM = logit_BHNM.masked_fill(~seen_BHNM, -torch.inf).softmax(-1).nan_to_num(0.0)
+            kept_BHNM = top_mass(mass_BHNM, self._tau) | ~alike_BHN1 | ~alike_BH1M
+            kept_BHNM |= (column_M == row_N1) | (column_M == 0)
+            return compact(kept_BHNM & causal_NM)
+
+
+def top_mass(mass_BHNM: torch.Tensor, tau: float) -> torch.Tensor:
+    """The largest entries of each row whose sum is at most tau, at least one."""
+    ordered_BHNM, order_BHNM = mass_BHNM.sort(dim=-1, descending=True, stable=True)
+    within_BHNM = ordered_BHNM.cumsum(-1) <= tau
+    within_BHNM[..., 0] = True
+    return torch.zeros_like(within_BHNM).scatter_(-1, order_BHNM, within_BHNM)
+
+
+def self_similarity(x_BGSD: torch.Tensor) -> torch.Tensor:
+    """float32 (batch, heads, blocks): the mean cosine between a block's rows, each with itself among them."""
+    rows = x_BGSD.shape[2]
+    unit_BGSD = functional.normalize(x_BGSD.float(), dim=-1)
+    unit_BGSD = functional.pad(unit_BGSD, (0, 0, 0, -rows % BLOCK))
+    sum_BGMD = unit_BGSD.view(*unit_BGSD.shape[:2], -1, BLOCK, unit_BGSD.shape[3]).sum(3)
+    start_M = torch.arange(sum_BGMD.shape[2], device=x_BGSD.device) * BLOCK
+    return sum_BGMD.square().sum(-1) / torch.clamp(rows - start_M, max=BLOCK).square()
