@@ -139,7 +139,7 @@ class BlockTopOptions(BlockPoolOptions):
 
 @dataclass(frozen=True)
 class SpargeOptions:
-    """SpargeAttn's first stage without training (Zhang et al. 2025, section 3.2); tuned values of its code."""
+    """SpargeAttn's first stage, training-free (Zhang et al. 2025, section 3.2); its code's values."""
 
     tau: float = option(0.98, 0.01, 1.0, "mass of the compressed attention up to which blocks are kept")
     theta: float = option(0.6, -1.0, 1.0, "mean cosine within a block up to which it is never skipped")

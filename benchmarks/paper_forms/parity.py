@@ -1,0 +1,271 @@
+"""Compares our selections with those of the authors' own code, row by row, on the same inputs.
+
+    TRITON_INTERPRET=1 python -m deltafront.benchmarks.paper_forms.parity FOLDER       # without a GPU
+    python -m deltafront.benchmarks.paper_forms.parity FOLDER --tokens 16384           # with one
+
+FOLDER holds checkouts by their own names, those that are there are compared: x-attention (mit-han-lab),
+FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza). MInference builds its index
+in a CUDA extension that must be compiled, so it has no row. Prints for each: rows that are the same, and of
+the others' entries the share that both keep. docs/papers.md names the differences.
+
+Their modules are loaded file by file, and packages that only their other parts need are replaced by empty
+ones. Shape suffixes as in `kernels.interface`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from deltafront.benchmarks.accuracy.quest import page_bounds
+from deltafront.benchmarks.paper_forms.levels import METHODS
+from deltafront.benchmarks.reference.structured import structured_input
+from deltafront.benchmarks.testing import spec_of, tiles
+from deltafront.kernels.build import options_for, part_of
+from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
+from deltafront.kernels.interface import AttentionInput, no_phase
+from deltafront.kernels.methods import load, method_spec, registered
+from deltafront.kernels.paged_decode.cpu import select_pages
+from deltafront.kernels.selectors.grouped.selector import tile_scores
+
+Rows = list[set[int]]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """name: what was compared. same, rows: rows alike, and all. shared: of what either keeps in rows that
+    differ, the share that both keep."""
+
+    name: str
+    same: int
+    rows: int
+    shared: float
+
+
+def compared(name: str, ours: Rows, theirs: Rows) -> Compared:
+    """Raises ValueError for different numbers of rows."""
+    differ = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
+    either = sum(len(a | b) for a, b in differ)
+    both = sum(len(a & b) for a, b in differ)
+    return Compared(name, len(ours) - len(differ), len(ours), both / either if either else 1.0)
+
+
+def rows_of(kept_HNM: torch.Tensor) -> Rows:
+    return [set(row.nonzero()[:, 0].tolist()) for row in kept_HNM.flatten(0, -2)]
+
+
+def ours(x: AttentionInput, name: str, **options: float) -> Rows:
+    """Tiles of our method, by head and query block."""
+    spec = method_spec(name, options)
+    selector_path = registered(spec).selector
+    assert selector_path is not None
+    selector = part_of(selector_path)(options_for(spec))
+    return [set(row) for row in tiles(selector.select(x, selector.new_state(spec_of(x)), no_phase))]
+
+
+# --- their code --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without(*packages: str) -> Iterator[None]:
+    """Empty modules of these names, so that a file can be imported whose other parts need them."""
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock(name=name) for name in packages}):
+        yield
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Code that moves tensors to "cuda" leaves them where they are if there is none."""
+    if torch.cuda.is_available():
+        yield
+        return
+    move = torch.Tensor.to
+
+    def stay(x: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+        if where == ("cuda",):
+            return x
+        return move(x, *where, **how)  # type: ignore[no-any-return]
+
+    with mock.patch.object(torch.Tensor, "to", stay):
+        yield
+
+
+def file_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"parity_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def repeated(x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k with a key head for each query head: their code takes no groups."""
+    return x.q_BHTD, x.k_BGSD.repeat_interleave(x.group, dim=1)
+
+
+def x_attention(folder: Path, x: AttentionInput) -> Iterator[Compared]:
+    sys.path.insert(0, str(folder))
+    with without("block_sparse_attn"):
+        estimate = importlib.import_module("xattn.src.Xattention").xattn_estimate
+    q, k = repeated(x)
+    for stride in (8, 16):
+        with on_cpu():
+            how = {"block_size": BLOCK, "stride": stride, "threshold": 0.9, "use_triton": False}
+            score, mask = estimate(q, k, chunk_size=x.q_BHTD.shape[2], causal=True, **how)
+        del score
+        theirs, named = rows_of(mask[0, :, : x.query_blocks, : x.key_blocks]), f"XAttention, stride {stride}"
+        yield compared(f"{named}, tau 0.9", ours(x, "xattention", stride=stride, tau=0.9), theirs)
+        yield compared(f"{named}, their diagonal and rule", as_x_attention(x, stride, 0.9), theirs)
+
+
+def as_x_attention(x: AttentionInput, stride: int, tau: float) -> Rows:
+    """XAttention with what its code does otherwise, for a prompt in one chunk: cells on the diagonal count
+    keys after their queries, and a row keeps one tile more than the fewest, since the diagonal is not counted
+    before the second."""
+    q, k = repeated(x)
+    groups = q.shape[2] // stride
+    q_HIF = q[0].reshape(q.shape[1], groups, -1).float()
+    k_HJF = k[0].view(k.shape[1], groups, stride, -1).flip(2).reshape(k.shape[1], groups, -1).float()
+    logit_HIJ = q_HIF @ k_HJF.transpose(1, 2) * (x.scale / stride)
+    causal_IJ = torch.ones(groups, groups, dtype=torch.bool, device=q.device).tril()
+    score_HNM = tile_scores(logit_HIJ[None], causal_IJ, BLOCK // stride)[0].double()
+    blocks = score_HNM.shape[2]
+    diagonal_NM = torch.eye(blocks, dtype=torch.bool, device=q.device)
+    first_HNM = torch.where(diagonal_NM, score_HNM + 1e5, score_HNM)
+    order_HNM = first_HNM.argsort(dim=-1, descending=True, stable=True)
+    ordered_HNM = score_HNM.gather(-1, order_HNM)
+    before_HNM = torch.nn.functional.pad(ordered_HNM.cumsum(-1), (2, 0))[..., :blocks]
+    within_HNM = before_HNM < tau * score_HNM.sum(-1, keepdim=True)
+    kept_HNM = torch.zeros_like(within_HNM).scatter(-1, order_HNM, within_HNM)
+    kept_HNM[..., 0] = True
+    return rows_of(kept_HNM & torch.ones_like(diagonal_NM).tril())
+
+
+def flex_prefill(folder: Path, x: AttentionInput) -> Iterator[Compared]:
+    rearrange = mock.MagicMock()
+    rearrange.rearrange = lambda t, _pattern: t.flatten(1, 2)  # "b h g i j -> b (h g) i j", all that is asked
+    with mock.patch.dict(sys.modules, {"einops": rearrange}):
+        module = file_module(folder / "flex_prefill" / "ops" / "flex_prefill_attention.py")
+    q, k, v = (t.transpose(1, 2).contiguous() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD))
+    for tau in (0.0, 0.1):
+        found = module.get_active_blocks(
+            q, k, v, block_size=BLOCK, gamma=0.9, min_budget=1, max_budget=1 << 20, tau=tau
+        )
+        theirs: Rows = []
+        for cells in found[0]:
+            places = [divmod(cell, x.key_blocks) for cell in cells.tolist()]
+            theirs += [
+                {m for row, m in places if row == n and m <= n} | {0, n} for n in range(x.query_blocks)
+            ]
+        yield compared(
+            f"FlexPrefill, gamma 0.9, tau {tau}", ours(x, "flex", gamma_flex=0.9, tau_flex=tau), theirs
+        )
+
+
+def sparge_attn(folder: Path, x: AttentionInput) -> Iterator[Compared]:
+    with without("einops"):
+        module = file_module(folder / "spas_sage_attn" / "utils.py")
+    q, k = repeated(x)
+    for theta in (0.1, 0.6):
+        kept = module.get_block_map_meansim(
+            q, k, is_causal=True, BLKQ=BLOCK, BLKK=BLOCK, simthreshd1=theta, cdfthreshd=0.98
+        )
+        theirs = [row | {0, n % x.query_blocks} for n, row in enumerate(rows_of(kept[0].bool()))]
+        yield compared(
+            f"SpargeAttn, tau 0.98, theta {theta}", ours(x, "sparge", tau=0.98, theta=theta), theirs
+        )
+
+
+def quest(folder: Path, x: AttentionInput) -> Iterator[Compared]:
+    """Their pages for the last query; ours force the page being written, which theirs do not."""
+    packages = ("transformers.models.llama.modeling_llama", "transformers.cache_utils")
+    with without("transformers", *packages, "transformers.models.mistral.modeling_mistral"):
+        module = file_module(folder / "evaluation" / "quest_attention.py")
+    q_HD = x.q_BHTD[0, :, -1].float()
+    k_SHD = repeated(x)[1][0].transpose(0, 1).float()
+    bound_HP = page_bounds(q_HD, k_SHD).T
+    bound_HS = bound_HP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : k_SHD.shape[0]]
+    for budget in (16, 64):
+        with on_cpu():
+            mask = module.local_heavy_hitter_mask(bound_HS[None, :, None], budget * PAGE_TOKENS, PAGE_TOKENS)
+        theirs = rows_of(mask[0, :, 0, ::PAGE_TOKENS])
+        forced_HP = bound_HP.clone()
+        forced_HP[:, -1] = torch.inf
+        best_HK = forced_HP.topk(min(budget, forced_HP.shape[1]), dim=1).indices
+        yield compared(f"Quest, {budget} pages", [set(row) for row in best_HK.tolist()], theirs)
+
+
+def delta(folder: Path, x: AttentionInput) -> Iterator[Compared]:
+    """Pages of one request, with natural logarithms, which their kernel's name for its factor suggests."""
+    parts = folder / "DELTA" / "Engine" / "DELTA"
+    scores, selector_of = file_module(parts / "page_score.py"), file_module(parts / "page_selector.py")
+    q_HD, k_SHD = x.q_BHTD[0, :, -1].float(), repeated(x)[1][0].transpose(0, 1).float()
+    logit_HS = torch.einsum("hd,shd->hs", q_HD, k_SHD) * x.scale
+    pages, device = logit_HS.shape[1] // PAGE_TOKENS, logit_HS.device
+    logit_HS = logit_HS[:, : pages * PAGE_TOKENS].contiguous()
+    lse_H, log2e = logit_HS.logsumexp(1), 1.4426950408889634
+    theirs_RP = torch.zeros(1, pages, device=device)
+    how: dict[str, Any] = {"log2e": log2e, "page_size": PAGE_TOKENS}
+    scores.compute_page_scores_triton(logit_HS[None], lse_H[None], theirs_RP, **how)
+    ours_RP = (logit_HS - lse_H[:, None]).exp().amax(0).view(1, pages, PAGE_TOKENS).sum(-1)
+    torch.testing.assert_close(theirs_RP, ours_RP, rtol=1e-4, atol=1e-6)
+    lengths_R = torch.tensor([pages * PAGE_TOKENS], dtype=torch.int32)
+    for budget in (16, 64):
+        if budget >= pages:
+            continue
+        made = selector_of.PageSelector(1, pages, True, budget, 1.0, 8, device)
+        indptr, every = (
+            torch.tensor([0, pages], dtype=torch.int32, device=device),
+            torch.arange(pages, dtype=torch.int32, device=device),
+        )
+        one = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        made.plan(one, every, indptr, one[1:], every.clone(), indptr, L=8)
+        chosen, _ = made.select(theirs_RP)
+        selected_RK, counts_R = select_pages(ours_RP.cpu(), lengths_R, budget=budget, recency=8)
+        mine = set(selected_RK[0, : int(counts_R[0])].tolist())
+        yield compared(f"DELTA, {budget} pages, 8 recent", [mine], [set(chosen.tolist())])
+
+
+CHECKOUTS: dict[str, Callable[[Path, AttentionInput], Iterator[Compared]]] = {
+    "x-attention": x_attention,
+    "FlexPrefill": flex_prefill,
+    "SpargeAttn": sparge_attn,
+    "Quest": quest,
+    "DELTA": delta,
+}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=2048, help="a multiple of 128")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args(given)
+    load(METHODS)
+    load("deltafront.benchmarks.whole_prompt.methods")
+    x = structured_input(
+        arguments.tokens, q_heads=4, kv_heads=2, head_dim=64, device=arguments.device, dtype=torch.float32
+    )
+    print("| authors' code, selection | rows alike | shared in other rows |\n|---|---|---|")
+    for name, compare in CHECKOUTS.items():
+        if not (arguments.folder / name).is_dir():
+            print(f"| {name} is not in {arguments.folder} | | |")
+            continue
+        for row in compare(arguments.folder / name, x):
+            print(f"| {row.name} | {row.same} of {row.rows} | {row.shared:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The comparison with the authors' code, as far as it goes without theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltafront.benchmarks.paper_forms.parity import as_x_attention, compared, main, ours, rows_of
+from deltafront.benchmarks.reference.structured import structured_input
+from deltafront.kernels.methods import load
+
+load("deltafront.benchmarks.paper_forms.methods")
+
+
+def test_rows_that_differ_are_counted_with_what_they_share() -> None:
+    found = compared("x", [{0}, {0, 1}, {0, 2, 3}], [{0}, {0, 1}, {0, 3, 4, 5}])
+    assert (found.same, found.rows, found.shared) == (2, 3, 2 / 5)
+    assert compared("x", [{0}], [{0}]).shared == 1.0
+    with pytest.raises(ValueError):
+        compared("x", [{0}], [])
+
+
+def test_rows_of_a_table() -> None:
+    kept = torch.tensor([[[True, False, True], [False, False, True]], [[True] * 3, [False] * 3]])
+    assert rows_of(kept) == [{0, 2}, {2}, {0, 1, 2}, set()]
+
+
+def test_their_rule_keeps_one_tile_more_by_hand() -> None:
+    """Against the authors' code as it was read, entry by entry."""
+    x = structured_input(1024, q_heads=2, kv_heads=1, head_dim=16)
+    theirs, mine = as_x_attention(x, 16, 0.9), ours(x, "xattention", stride=16, tau=0.9)
+    assert len(theirs) == len(mine) == 16
+    for n, (their, my) in enumerate(zip(theirs, mine, strict=True)):
+        assert {0, n % 8} <= their and max(their) == n % 8 == max(my)
+    assert sum(map(len, theirs)) > sum(map(len, mine))
+
+
+def test_checkouts_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(tmp_path), "--tokens", "256"])
+    told = capsys.readouterr().out
+    assert told.count("is not in") == 5 and "x-attention is not in" in told
