@@ -87,8 +87,8 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
         "agree": _mean([o.agree for o in group]),
     }
     documents = [_document(*pair) for pair in zip(group, base, strict=True)]
-    if first.answers:
-        row |= _answers(group, base) | _intervals(documents)
+    if asked := [one for one in documents if "questions" in one]:
+        row |= _answers(group, base) | _intervals(asked)
     row["by_document"] = documents
     return {key: value for key, value in row.items() if value is not None}
 

@@ -22,6 +22,7 @@ from deltafront.workers.model.calibrated.profile import (
     Profile,
     ProfiledModel,
     ProfiledText,
+    load_profile,
     shaping_options,
 )
 from deltafront.workers.model.decoder.stack import LayerStack
@@ -44,7 +45,7 @@ def parser_of(description: str, method: str) -> argparse.ArgumentParser:
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--dtype", default="float16" if cuda else "float32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--profile", type=Path, required=True, help="is written, or replaced")
+    parser.add_argument("--profile", type=Path, required=True, help="levels are added, or it is written")
     return parser
 
 
@@ -81,11 +82,12 @@ def level_of(
 
 
 def write_profile(arguments: argparse.Namespace, method: MethodSpec, levels: Sequence[Level]) -> None:
+    """Add the levels to the profile that is there, or begin one. Raises ProfileError for another model's."""
     model, texts = model_of(arguments), [path.read_text(encoding="utf-8") for path in arguments.text]
     made = MethodLevels(method=method.name, options=shaping_options(method), levels=tuple(levels))
-    Profile(
-        format=1,
-        model=ProfiledModel(name=arguments.model, digest=model_digest(model)),
-        texts=tuple(ProfiledText.of(text, arguments.tokens) for text in texts),
-        prefill=(made,),
-    ).write(arguments.profile)
+    described = ProfiledModel(name=arguments.model, digest=model_digest(model))
+    profile = Profile(format=1, model=described, texts=(), prefill=())
+    if arguments.profile.exists():
+        profile = load_profile(replace(model, profile=str(arguments.profile))) or profile
+    read = [ProfiledText.of(text, arguments.tokens) for text in texts]
+    profile.plus(made, read).write(arguments.profile)

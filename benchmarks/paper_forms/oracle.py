@@ -103,7 +103,7 @@ def sparge_tiles(x: AttentionInput, tau: float, theta: float) -> list[list[set[i
     """SpargeAttn, section 3.2: of each head and query block the tiles kept, sink and diagonal among them."""
 
     def blocks_of(rows: torch.Tensor) -> list[torch.Tensor]:
-        return list(rows.double().split(BLOCK))
+        return list(torch.split(rows.double(), BLOCK))
 
     def alike(block: torch.Tensor) -> bool:
         unit = block / block.norm(dim=1, keepdim=True)

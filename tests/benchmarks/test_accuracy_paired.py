@@ -120,6 +120,17 @@ def test_prose_has_no_answers() -> None:
     assert missed([parse_gate("dense:exact>=1")], [row]) == ["dense: no row has exact"]
 
 
+def test_documents_without_a_question_count_for_the_text_alone() -> None:
+    """The first of them too: some texts copy nothing."""
+    found = [outcome("dense", "none", 0.0), outcome("dpxa", "none", 0.5)]
+    found += [outcome("dense", name, 0.0, True, True) for name in "ab"]
+    found += [outcome("dpxa", name, 0.25, True, False) for name in "ab"]
+    _dense, dpxa = rows(found, "dense")
+    assert (dpxa["documents"], dpxa["questions"], dpxa["exact"]) == (3, 4, 2)
+    assert dpxa["kl"] == pytest.approx(1 / 3)
+    assert tuple(dpxa["ratio_95"]) == bootstrap_ratio([(1, 2), (1, 2)])
+
+
 def test_gates_name_what_is_missed() -> None:
     found = rows(OUTCOMES, "dense")
     assert missed([parse_gate("dpxa:tau=0.5:exact>=1,kl<=0.5,logp>=-0.1")], found) == []

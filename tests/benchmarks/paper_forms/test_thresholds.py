@@ -108,8 +108,11 @@ def test_a_written_profile_serves_its_thresholds(stack: LayerStack, directory: P
         model=str(directory), no_adapter=True, dtype="float32", text=[text], tokens=900,
         profile=tmp_path / "profile.json",
     )  # fmt: skip
+    write_profile(arguments, PAPER, [level])
     write_profile(arguments, THESIS, [level])
     profile = load_profile(ModelSpec(path=str(directory), dtype="float32", profile=str(arguments.profile)))
+    assert profile is not None and [one.method for one in profile.prefill] == [PAPER.name, THESIS.name]
+    assert len(profile.texts) == 1
     asked = method_spec("dpxa_thesis", {"min_tokens": 0, "density": level.density})
     found = thresholds_for(profile, asked)
     assert found is not None and found(1, 900) == thresholds[1]
