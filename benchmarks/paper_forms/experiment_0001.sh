@@ -70,7 +70,7 @@ case $part in
       "xattention_paper:stride=16,density=$(density xattention_paper 16 0)"
     ;;
   decode)
-    shards decode 0 $((together - 1)) "$together" "${whole[@]}" --tasks needles:10 --decode-questions 10 \
+    shards decode 0 $((together - 1)) "$together" "${whole[@]}" --tasks needles:6 --decode-questions 6 \
       --methods dense --decode quest:256 8,14,18,21:672 8,14,18,21:256 periodic:4:256 random:4:1:256 \
       8,14,18,21:256:4 8,14,18,21:256:16
     ;;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from deltafront.workers.calibration.method_levels import require_thresholds, sel
 from deltafront.workers.calibration.probes import Document, Question, with_answers
 from deltafront.workers.calibration.thresholds import ADJUSTMENTS, FACTOR, START
 from deltafront.workers.model.calibrated.levels import thresholds_for
-from deltafront.workers.model.calibrated.profile import load_profile
+from deltafront.workers.model.calibrated.profile import Level, load_profile
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.model_config import read_config
@@ -174,3 +175,21 @@ def test_both_commands_tell_what_they_take() -> None:
         with pytest.raises(SystemExit) as ended:
             command.main(["--help"])
         assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("command", [coverage, minimum_threshold])
+def test_a_command_writes_a_level_for_each_that_is_asked_for(
+    command: Any, stack: LayerStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    written: list[Level] = []
+    monkeypatch.setattr(command, "load_model", lambda *_: stack)
+    monkeypatch.setattr(command, "documents_of", lambda _: [made(6, 700)])
+    monkeypatch.setattr(command, "write_profile", lambda _arguments, _method, levels: written.extend(levels))
+    asked = ["--coverage", "0.9", "0.7"] if command is coverage else ["--density", "0.95", "0.8"]
+    command.main(["--no-adapter", "--profile", str(tmp_path / "profile.json"), *asked])
+    assert len(written) == 2 and 0 < written[0].density <= written[1].density <= 1
+    assert f"density={written[1].density}" in capsys.readouterr().out
+    for level in written:
+        assert len(level.thresholds) == stack.config.layers
+        assert {len(row) for row in level.thresholds} == {stack.config.q_heads}
