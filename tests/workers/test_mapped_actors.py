@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from deltafront.workers.decode.worker import DecodeReplica
 from deltafront.workers.messages.events import PrefillDone, Token
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import GenerateJob, PrefillJob, Reservation, Sampling
-from deltafront.workers.messages.states import NAMESPACE
+from deltafront.workers.messages.states import DECODE_PREFIX, NAMESPACE
 from deltafront.workers.prefill.group.group import PrefillGroup
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, PrefillConfig
 
@@ -203,3 +204,25 @@ async def test_a_decode_worker_that_dies_takes_the_stage_along_and_both_come_bac
     await pair.read("e", ids)
     assert await pair.answer("e") == answer
     assert await pair.used() == 0
+
+
+async def test_a_decode_worker_that_hangs_keeps_no_stage_from_the_next_one(
+    pair: Pair, expected: tuple[bytes, list[int]]
+) -> None:
+    """The stage is replaced, too, and must not wait for the answer of one that stands still."""
+
+    class Hanging:
+        def exported_memory(self, pairing: str) -> None:
+            time.sleep(HANG_S)
+
+    ids, answer = expected
+    await pair.whole()
+    options = {"name": f"{DECODE_PREFIX}hangs", "namespace": NAMESPACE, "num_cpus": 0}
+    hanging = pair.ray.remote(Hanging).options(**options).remote()
+    stage = pair.group._stages[0]
+    os.kill(await stage.pulse.options(concurrency_group="notices").remote(), signal.SIGKILL)
+    await pair.whole()
+    await pair.reserve("f")
+    await pair.read("f", ids)
+    assert await pair.answer("f") == answer
+    pair.ray.kill(hanging)

@@ -115,8 +115,7 @@ class StageActor:
 
         tell("waits for the decode worker, whose weights and pages it maps")
         wanted = pairing(self._model, self._handoff, self._kv_dtype)
-        while (exported := _exported_memory(wanted)) is None:
-            time.sleep(_ASK_AGAIN_S)
+        exported = _exported_memory(wanted)
         end_with(exported.pid)
         return map_objects(exported, self._config.device)
 
@@ -263,15 +262,32 @@ class PrefillGroup(Replica):
 
 
 def _exported_memory(wanted: str) -> Any:
-    """Ask the decode workers that can be found; None: none of this pairing lives."""
-    for found in ray.util.list_named_actors(all_namespaces=True):
-        if found["namespace"] == NAMESPACE and found["name"].startswith(DECODE_PREFIX):
-            with contextlib.suppress(RayError, ValueError):
-                actor = ray.get_actor(found["name"], namespace=NAMESPACE)
-                exported = ray.get(actor.exported_memory.remote(wanted))
-                if exported is not None:
+    """Wait for a decode worker of this pairing. One that hangs keeps nobody from another."""
+    asked: dict[str, Any] = {}
+    while True:
+        for name in _decode_workers() - asked.keys():
+            with contextlib.suppress(ValueError):  # it is gone
+                asked[name] = ray.get_actor(name, namespace=NAMESPACE).exported_memory.remote(wanted)
+        for name in _answered(asked):
+            with contextlib.suppress(RayError):
+                if (exported := ray.get(asked.pop(name))) is not None:
                     return exported
-    return None
+        time.sleep(_ASK_AGAIN_S)
+
+
+def _answered(asked: dict[str, Any]) -> list[str]:
+    replies = list(asked.values())
+    ready = ray.wait(replies, num_returns=len(replies), timeout=_ASK_AGAIN_S)[0] if replies else []
+    return [name for name, reply in asked.items() if reply in ready]
+
+
+def _decode_workers() -> set[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return {
+        actor["name"]
+        for actor in named
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(DECODE_PREFIX)
+    }
 
 
 def _succeeded(answer: Any) -> bool:
