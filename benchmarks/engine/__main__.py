@@ -36,6 +36,7 @@ import torch
 import yaml
 
 from deltafront.benchmarks.harness import commit_of
+from deltafront.service.cli.size import RESERVE_GIB
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
@@ -72,6 +73,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16, help="of throughput")
     parser.add_argument("--prompt-tokens", type=int, default=131_072, help="of each")
     parser.add_argument("--decode-tokens", type=int, default=131_072, help="of each session")
+    parser.add_argument("--sessions", type=int, choices=(1, BATCH), default=BATCH, help="that decode at once")
+    parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help="of each process on a GPU")
     parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--recompute", type=int, nargs="+", default=[0, 8, 16], help="of questions")
     parser.add_argument("--questions", type=int, default=9, help="asked of each")
@@ -115,7 +118,7 @@ class Run:
 
     @property
     def session_tokens(self) -> list[int]:
-        count = BATCH * ("decode" in self.given.cases) or int("questions" in self.given.cases)
+        count = self.given.sessions * ("decode" in self.given.cases) or int("questions" in self.given.cases)
         return [self.given.decode_tokens] * count
 
     def setup(self, stages: int, kv_dtype: KVDtype | None) -> Setup:
@@ -213,7 +216,7 @@ class Run:
 
     def decoding(self, client: DeltafrontClient, setup: Setup) -> None:
         tokens = self.given.decode_tokens
-        prompts = self.prompts(BATCH, tokens, seed=99)
+        prompts = self.prompts(self.given.sessions, tokens, seed=99)
         with measure.sessions(client, prompts, "dpxa") as asked:
             for one in measure.token_rows(client, asked, self.given.answer, tokens, setup.gpus):
                 self.keep(one, setup)
@@ -283,10 +286,11 @@ class Run:
         if self.on_gpu:
             torch.cuda.empty_cache()
             there = torch.cuda.get_device_properties(0).total_memory / (1 << 30)
-            if setup.fullest_gib() > there:
+            fullest = setup.fullest_gib(self.given.reserve_gib)
+            if fullest > there:
                 raise SystemExit(
                     f"{setup.stages} stages, decode_gpu {setup.decode_gpu}, {setup.tokens} tokens: about "
-                    f"{setup.fullest_gib():.0f} GiB on one GPU of {there:.0f}"
+                    f"{fullest:.0f} GiB on one GPU of {there:.0f}"
                 )
 
 

@@ -157,8 +157,8 @@ def spans_together(arrivals: Sequence[Sequence[float]]) -> list[float]:
 def token_rows(
     client: DeltafrontClient, asked: Sequence[str], answer: int, tokens: int, gpus: int
 ) -> Iterator[Row]:
-    """Full and DELTA, of one request and of BATCH at once."""
-    for batch in (1, BATCH):
+    """Full and DELTA, of one request and, where so many are asked, of BATCH at once."""
+    for batch in sorted({1, len(asked)}):
         for selection in ("full", "delta"):
             name = f"token_{selection}" if batch == 1 else f"batch{BATCH}_token_{selection}"
             value = token_ms(client, asked[:batch], selection, answer)

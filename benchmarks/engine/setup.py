@@ -119,7 +119,7 @@ class Setup:
         path.write_text(yaml.safe_dump(self.content()))
         return path
 
-    def fullest_gib(self) -> float:
+    def fullest_gib(self, reserve_gib: float = RESERVE_GIB) -> float:
         """Of the fullest GPU: weights, K/V and a reserve for each process on it."""
         kind = self.more.get("model.quantisation")
         stage = stage_bytes(self.shape, self.stages, self.prefill_tokens, "bfloat16", kind, self.kv_dtype)
@@ -127,7 +127,7 @@ class Setup:
         decode = 0 if self.decode_gpu == "none" else decode
         shared = self.decode_gpu in ("last", "mapped")
         most = stage + decode if self.decode_gpu == "last" else max(stage, decode)
-        return most / GIB + RESERVE_GIB * (1 + shared)
+        return most / GIB + reserve_gib * (1 + shared)
 
 
 def delta_layers(layers: int) -> list[int]:
