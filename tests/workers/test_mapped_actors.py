@@ -193,11 +193,7 @@ async def test_a_decode_worker_that_dies_takes_the_stage_along_and_both_come_bac
     stage = pair.group._stages[0]
     pid = await stage.pulse.options(concurrency_group="notices").remote()
     pair.ray.kill(pair.decode)
-
-    async def ended() -> bool:
-        return not Path(f"/proc/{pid}").exists()
-
-    await until(ended)
+    await until(lambda: gone(pid))
     await pair.whole()
     assert pair.worker.name != first
     await pair.reserve("e")
@@ -226,3 +222,30 @@ async def test_a_decode_worker_that_hangs_keeps_no_stage_from_the_next_one(
     await pair.read("f", ids)
     assert await pair.answer("f") == answer
     pair.ray.kill(hanging)
+
+
+async def test_a_stage_that_is_sent_to_another_worker_ends_and_writes_nowhere(
+    pair: Pair, model: ModelSpec, expected: tuple[bytes, list[int]]
+) -> None:
+    """As where a worker hangs and is replaced: the stage still maps what nobody reads."""
+    ids, answer = expected
+    await pair.whole()
+    pid = await pair.group._stages[0].pulse.options(concurrency_group="notices").remote()
+    first = pair.worker
+    pair.worker = await asyncio.to_thread(DecodeReplica, model, DECODE, HandoffConfig(transport="mapped"))
+    try:
+        await pair.reserve("g")
+        with pytest.raises(RayError):
+            await pair.read("g", ids)
+        await until(lambda: gone(pid))
+    finally:
+        first, pair.worker = pair.worker, first
+        first.stop()
+    await pair.whole()
+    await pair.reserve("h")
+    await pair.read("h", ids)
+    assert await pair.answer("h") == answer
+
+
+async def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()

@@ -105,7 +105,7 @@ class DecodeEngine:
         own = reader(self._runner.cache, self._threads[1])
         self._reader = RanksReader(own, ranks, self._runner.lose) if ranks else own
         self._receiving: set[asyncio.Task[None]] = set()
-        self._writers = PageWriters()
+        self._writers = PageWriters(self._runner.cache.memory)
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )

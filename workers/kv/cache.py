@@ -8,6 +8,7 @@ they are. Shape suffixes also: R slots of all pages.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -61,6 +62,8 @@ class PagedKVCache:
         if fp8 and on_gpu and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
             raise KVCacheError(f"decode.kv_dtype: fp8 needs a GPU with FP8, {device} has none")
         shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
+        self.memory = secrets.token_hex(8)
+        """Names its memory. A cache that maps it in another process has the same name."""
         self.layers = layers
         self.device = torch.device(device)
         self.model_dtype = dtype

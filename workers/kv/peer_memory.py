@@ -120,14 +120,19 @@ def when_gone(pid: int, on_end: Callable[[], None]) -> None:
     loop.add_reader(watched, ended)
 
 
+def end_process(why: str) -> None:
+    """End it at once, so that it keeps no mapped memory."""
+    log.warning("%s: so does this process", why)
+    os._exit(1)
+
+
 def end_with(pid: int) -> None:
     """End this process as soon as another one ends, so that it keeps none of its memory."""
 
     def wait() -> None:
         with contextlib.suppress(ProcessLookupError):
             select.select([os.pidfd_open(pid)], [], [])
-        log.warning("process %d, whose memory this one maps, has ended: so does this one", pid)
-        os._exit(1)
+        end_process(f"process {pid}, whose memory this one maps, has ended")
 
     threading.Thread(target=wait, name="end-with-owner", daemon=True).start()
 

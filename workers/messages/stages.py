@@ -23,6 +23,10 @@ class RequestFailed(Exception):
     """One request cannot go on at a stage; the stage and its other requests can."""
 
 
+class OtherMemory(DecodeFailed):
+    """A stage maps the memory of another decode worker than it was sent to."""
+
+
 class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed): ...
 
 
@@ -90,12 +94,14 @@ class KVAnnouncement:
 
 @dataclass(frozen=True, kw_only=True)
 class PageWriter:
-    """A stage that writes one attempt's K/V to the decode worker's own pages. home, pid: of its process."""
+    """A stage that writes one attempt's K/V to the decode worker's own pages. home, pid: of its process.
+    memory: that it maps (`PagedKVCache.memory`)."""
 
     request_id: str
     attempt: int
     home: str
     pid: int
+    memory: str
 
 
 @dataclass(frozen=True, kw_only=True)

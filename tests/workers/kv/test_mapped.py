@@ -23,7 +23,7 @@ from deltafront.workers.kv.pages.pool import PagePool
 from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.kv.peer_memory import ExportedObjects, export_objects, home, map_objects
 from deltafront.workers.messages.requests import DecodeFailed
-from deltafront.workers.messages.stages import KVAnnouncement, PageWriter
+from deltafront.workers.messages.stages import KVAnnouncement, OtherMemory, PageWriter
 
 from .export_bench import HEADS, Neighbours
 
@@ -40,7 +40,9 @@ class Weights:
 
 
 def writer(pid: int, **changes: Any) -> PageWriter:
-    return PageWriter(**{"request_id": "a", "attempt": 0, "home": home(), "pid": pid, **changes})
+    return PageWriter(
+        **{"request_id": "a", "attempt": 0, "home": home(), "pid": pid, "memory": "m", **changes}
+    )
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -137,7 +139,7 @@ def taken(pool: PagePool, pages: int = 2) -> RequestPages:
 
 
 async def test_an_ended_request_keeps_its_pages_until_the_stage_has_closed_them() -> None:
-    pool, writers, stage = PagePool(4), PageWriters(), sleeper()
+    pool, writers, stage = PagePool(4), PageWriters("m"), sleeper()
     try:
         pages, one = taken(pool), writer(stage.pid)
         assert writers.open(one, pages) == (0, 1)
@@ -154,7 +156,7 @@ async def test_an_ended_request_keeps_its_pages_until_the_stage_has_closed_them(
 
 
 async def test_a_stage_that_dies_has_closed_its_pages_and_no_others() -> None:
-    pool, writers, stages = PagePool(6), PageWriters(), [sleeper(), sleeper()]
+    pool, writers, stages = PagePool(6), PageWriters("m"), [sleeper(), sleeper()]
     try:
         requests = [taken(pool), taken(pool), taken(pool)]
         for number, (pages, stage) in enumerate(zip(requests, (*stages, stages[0]), strict=True)):
@@ -173,7 +175,7 @@ async def test_a_stage_that_dies_has_closed_its_pages_and_no_others() -> None:
 async def test_a_resumed_prompt_waits_until_the_last_stage_writes_no_more() -> None:
     stage = sleeper()
     try:
-        writers, pages = PageWriters(), taken(PagePool(4))
+        writers, pages = PageWriters("m"), taken(PagePool(4))
         writers.open(writer(stage.pid), pages)
         waiting = asyncio.ensure_future(pages.unused())
         await asyncio.sleep(0)
@@ -187,11 +189,13 @@ async def test_a_resumed_prompt_waits_until_the_last_stage_writes_no_more() -> N
 
 
 async def test_pages_are_not_opened_for_whom_they_are_not() -> None:
-    pool, writers, stage = PagePool(4), PageWriters(), sleeper()
+    pool, writers, stage = PagePool(4), PageWriters("m"), sleeper()
     try:
         pages = taken(pool)
         with pytest.raises(DecodeFailed, match="one container of one host"):
             writers.open(writer(stage.pid, home="elsewhere"), pages)
+        with pytest.raises(OtherMemory, match="another decode worker's memory"):
+            writers.open(writer(stage.pid, memory="n"), pages)
         writers.open(writer(stage.pid), pages)
         with pytest.raises(DecodeFailed, match="before"):
             writers.open(writer(stage.pid), pages)
@@ -245,7 +249,7 @@ class Opener(ActorOutbox):
 
 def test_a_chunk_is_announced_once_with_all_layers_and_moves_nothing() -> None:
     opener = Opener()
-    stream = MappedSender(Neighbours(), opener, background=False).open(
+    stream = MappedSender(Neighbours(), "m", opener, background=False).open(
         Destination(request_id="a", decode_worker="decode:x", pages=())
     )
     assert stream.pages == (3, 1) and stream.has_prefix
@@ -258,6 +262,20 @@ def test_a_chunk_is_announced_once_with_all_layers_and_moves_nothing() -> None:
     chunks = [(a.layer, a.layers, a.start, a.tokens, a.payload) for a in opener.sent]
     assert chunks == [(2, 2, 0, 20, None), (2, 2, 20, 20, None)]
     assert stream.close() and len(opener.closed) == 1
+
+
+def test_a_stage_ends_where_another_worker_stands_in_the_place_of_its_own() -> None:
+    """It would write K/V to memory that nobody reads, and the answer would be made of what was there."""
+
+    class Other(Opener):
+        def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
+            raise OtherMemory(f"not {writer.memory}")
+
+    ended: list[str] = []
+    sender = MappedSender(Neighbours(), "m", Other(), background=False, end=ended.append)
+    with pytest.raises(HandoffError, match="not m"):
+        sender.open(Destination(request_id="a", decode_worker="decode:y"))
+    assert ended == ["not m"]
 
 
 def test_pages_are_closed_once_and_only_when_the_device_writes_no_more() -> None:

@@ -3,7 +3,7 @@ handed over. An announcement says that K/V is complete.
 
 The decode worker owns the memory. It keeps a request's pages while a stage has them open: until the stage has
 closed them, once its device writes no more, or its process is gone. A stage ends with the decode worker whose
-memory it maps (docs/decisions/0024).
+memory it maps, or as soon as it is sent to another one (docs/decisions/0024).
 """
 
 from __future__ import annotations
@@ -17,21 +17,37 @@ from functools import partial
 from typing import Any
 
 from ...messages.requests import DecodeFailed
-from ...messages.stages import KVAnnouncement, PageWriter
+from ...messages.stages import KVAnnouncement, OtherMemory, PageWriter
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache, Sides
 from ..pages.request_pages import RequestPages
-from ..peer_memory import PeerMemory, home, peer_memory, when_gone
+from ..peer_memory import PeerMemory, end_process, home, peer_memory, when_gone
 from .outbox import ActorOutbox, PageOpener
 from .protocols import Destination, HandoffError, UsePages, described
 from .stream import MessageStream
 
 
 class MappedSender:
-    """A `KVSender`. opener: asks decode workers for pages. background: as in `MessageSender`."""
+    """A `KVSender`.
 
-    def __init__(self, peers: PeerMemory, outbox: PageOpener, *, background: bool) -> None:
-        self._peers, self._outbox = peers, outbox
+    Args:
+        memory: That the stage maps.
+        outbox: Asks decode workers for pages.
+        background: As in `MessageSender`.
+        end: Ends the process. Called where a decode worker has taken the place of the one whose memory is
+            mapped, which is dead or hangs: K/V would be written to the wrong memory.
+    """
+
+    def __init__(
+        self,
+        peers: PeerMemory,
+        memory: str,
+        outbox: PageOpener,
+        *,
+        background: bool,
+        end: Callable[[str], None] = end_process,
+    ) -> None:
+        self._peers, self._memory, self._outbox, self._end = peers, memory, outbox, end
         self._thread = ThreadPoolExecutor(1, "kv-send") if background else None
 
     def open(self, destination: Destination) -> MessageStream:
@@ -40,9 +56,14 @@ class MappedSender:
             attempt=destination.attempt,
             home=self._peers.home,
             pid=os.getpid(),
+            memory=self._memory,
         )
         worker = destination.decode_worker
-        pages = self._outbox.open_pages(worker, writer)
+        try:
+            pages = self._outbox.open_pages(worker, writer)
+        except OtherMemory as error:
+            self._end(str(error))
+            raise HandoffError(str(error)) from error
         close = partial(self._outbox.close_pages, worker, writer)
         return MessageStream(
             replace(destination, pages=pages),
@@ -91,19 +112,24 @@ class MappedReader:
 
 
 class PageWriters:
-    """Keeps requests' pages while stages write to them. Used on the event loop's thread."""
+    """Keeps requests' pages while stages write to them. Used on the event loop's thread. memory: of these
+    pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: str) -> None:
+        self._memory = memory
         self._open: dict[PageWriter, ExitStack] = {}
         self._watched: set[int] = set()
 
     def open(self, writer: PageWriter, pages: RequestPages) -> tuple[int, ...]:
-        """Return the page table. Raises DecodeFailed if the stage cannot write there."""
+        """Return the page table. Raises DecodeFailed if the stage cannot write there, OtherMemory if it maps
+        another worker's."""
         if writer.home != home():
             raise DecodeFailed(
                 f"a stage elsewhere ({writer.home}; here: {home()}) cannot write "
                 "to these pages: with handoff.transport: mapped both are in one container of one host"
             )
+        if writer.memory != self._memory:
+            raise OtherMemory("a stage maps another decode worker's memory, so it cannot write to this one's")
         if writer in self._open:
             raise DecodeFailed(f"the stage has opened the pages of {writer.request_id} before")
         with ExitStack() as use:
@@ -128,7 +154,8 @@ class PageWriters:
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MappedSender:
     outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
-    return MappedSender(peer_memory(cache.device), outbox, background=cache.device.type == "cuda")
+    peers, background = peer_memory(cache.device), cache.device.type == "cuda"
+    return MappedSender(peers, cache.memory, outbox, background=background)
 
 
 def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> MappedReader:

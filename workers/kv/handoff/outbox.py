@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import ray
 
-from ...messages.stages import FirstLogits, KVAnnouncement, PageWriter
+from ...messages.stages import FirstLogits, KVAnnouncement, OtherMemory, PageWriter
 from ...messages.states import NAMESPACE
 from ...roles import KVReceiver, sent
 from .protocols import HandoffError, plain
@@ -49,7 +49,7 @@ class PageOpener(Outbox, Protocol):
     """An `Outbox` of a stage that writes to decode workers' own pages."""
 
     def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
-        """Return a request's page table. Raises HandoffError."""
+        """Return a request's page table. Raises HandoffError, or OtherMemory."""
 
     def close_pages(self, decode_worker: str, writer: PageWriter) -> None: ...
 
@@ -86,6 +86,8 @@ class ActorOutbox:
             return cast(tuple[int, ...], self._ray.get(reply, timeout=self._ack_timeout_s))
         except Exception as error:
             self.close_pages(decode_worker, writer)
+            if isinstance(cause := getattr(error, "cause", None), OtherMemory):
+                raise cause from None
             raise HandoffError(f"{decode_worker} did not open its pages: {plain(error)}") from error
 
     def close_pages(self, decode_worker: str, writer: PageWriter) -> None:
