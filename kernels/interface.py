@@ -194,7 +194,8 @@ class Executor(Protocol):
 
 class Attention(Protocol):
     """A new state may start in the middle of a prompt, since a chunk brings the keys of all tokens so far. A
-    method registered `from_keys` then gives the same bits as with the old state."""
+    method registered `from_keys` then gives the same bits as with the old state. Its rows up to the prompt's
+    last whole block do not depend on the prompt's length, but for thresholds and `min_tokens`."""
 
     def new_state(self, spec: StateSpec) -> Any: ...
 

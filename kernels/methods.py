@@ -92,7 +92,8 @@ def register(
             everything causal.
         source: paper and section.
         whole_prompt: the method takes a prompt in one piece, so the service refuses it.
-        from_keys: see `interface.Attention`. Without it, a prompt starts over where a prefill group dies.
+        from_keys: see `interface.Attention`. Without it, a prompt starts over where a prefill group dies, and
+            nothing of it is remembered.
 
     Raises:
         MethodError: another module has registered the name.
@@ -139,6 +140,21 @@ def resume_step(spec: MethodSpec) -> int:
     if preset.whole_prompt or not preset.from_keys:
         return 0
     return math.lcm(BLOCK, int(spec.values["gamma"])) if spec.correction else BLOCK
+
+
+def lasting_tokens(spec: MethodSpec, tokens: int) -> int:
+    """Count the first tokens of a prompt of `tokens` tokens whose keys and values are those that they have in
+    every longer prompt that is read with the same thresholds and not densely for being short. Raises
+    MethodError.
+
+    A selector sees the queries of a whole block. The Δ correction computes the prompt's last whole block and
+    the rows after it densely. Nothing is known of methods that are not registered `from_keys`.
+    """
+    if is_exact(spec, tokens):
+        return tokens
+    if not registered(spec).from_keys:
+        return 0
+    return max(0, tokens // BLOCK - int(spec.correction)) * BLOCK
 
 
 def is_exact(spec: MethodSpec, tokens: int) -> bool:

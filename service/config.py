@@ -117,11 +117,17 @@ class DoorConfig:
     """
     default_session_ttl_s: Positive = 600.0
     prefix_reuse: bool = True
-    """Reuse the K/V of a live session that begins a prompt and has the same owner, method and options.
-    Without tokens_file everybody is one owner.
+    """Decode workers remember prompts, and prompts go on from what is remembered of their beginning: of the
+    same owner, method and options, or read densely. Without tokens_file everybody is one owner.
+    """
+    prefix_scope: Literal["owner", "all"] = "owner"
+    """`all`: callers share what is remembered. Who guesses a prompt's beginning can then see by the time, and
+    by `cached_tokens`, that somebody has sent it.
     """
     prefix_rest_tokens: Count = 2048
-    """The most tokens after such a prefix, which a decode worker reads densely."""
+    """While their rates are unknown: the most tokens after such a beginning that a decode worker reads
+    (densely); a prefill group reads more.
+    """
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries of a request after its worker died."""
     worker_wait_s: Positive = 60.0

@@ -98,6 +98,7 @@ def request_handler(
         positions=model.positions,
         eos_ids=model.eos_ids,
         tracing=tracing or Tracing(),
+        profile=profile,
     )
     limits = _limits(settings, model, profile, tokenizer.longest_token)
     about = _server_info(settings, model, profile, tokenizer.has_template, metrics_address)

@@ -32,6 +32,7 @@ ROOMS = {
     "workers.leaving": "",
     "workers.rendezvous": "workers.messages",
     "workers.progress": "",
+    "workers.pace": "",
     "workers.tracing": "",
     "workers.model": "",
     "workers.model.families": "",
@@ -49,11 +50,11 @@ ROOMS = {
         workers.tracing
         workers.model workers.kv kernels""",
     "workers.prefill.group": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.progress workers.rendezvous workers.tracing workers.model workers.kv
-        workers.prefill.stage kernels""",
+        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.model
+        workers.kv workers.prefill.stage kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.progress workers.rendezvous workers.tracing workers.model workers.kv
-        kernels""",
+        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.model
+        workers.kv kernels""",
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.tracing workers.model.families
         workers.model.directory workers.model.calibrated""",

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from enum import Enum
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
-from .messages import events, requests, stages, states
+from .messages import events, prompts, requests, stages, states
 
 T = TypeVar("T")
 Role = TypeVar("Role")
@@ -140,8 +140,8 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
         Raises: HandoffFailed if K/V cannot come any more; ValueError for ids of another prompt.
         """
 
-    async def find_prefix(self, owner: str, chain: bytes) -> events.Prefix | None:
-        """Find the owner's session that holds most of a prompt with this chain; None: not a page."""
+    async def find_prefix(self, key: prompts.PromptKey) -> events.Prefix | None:
+        """Say how much of a prompt is remembered here; None: not a page."""
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         """False if the owner has no such session."""

@@ -106,6 +106,8 @@ class DeltafrontClient:
         timeout_s: float | None = None,
         request_id: str = "",
         cache_salt: str = "",
+        retain_s: float | None = None,
+        skip_cache: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens: str = "text",
     ) -> Iterator[Progress | PrefillFinished]:
@@ -113,6 +115,8 @@ class DeltafrontClient:
 
         Args:
             cache_salt: K/V is shared only with requests of the same salt.
+            retain_s: A hint to remember the prompt for so long; 0: not at all.
+            skip_cache: Read all of the prompt, whatever is remembered of it.
             chat_template_kwargs: Variables of the template for messages.
             special_tokens: `parse` reads control tokens in text, but never in messages.
         """
@@ -123,6 +127,8 @@ class DeltafrontClient:
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
+            retain_s=retain_s,
+            skip_cache=skip_cache,
         )
         yield from self._stream(self._stub.Prefill, wire.write(pb.PrefillRequest, request), request.deadline)
 
@@ -147,6 +153,8 @@ class DeltafrontClient:
         timeout_s: float | None = None,
         request_id: str = "",
         cache_salt: str = "",
+        retain_s: float | None = None,
+        skip_cache: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens: str = "text",
     ) -> Iterator[Progress | Token | GenerateFinished]:
@@ -175,6 +183,8 @@ class DeltafrontClient:
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
+            retain_s=retain_s,
+            skip_cache=skip_cache,
         )
         yield from self._stream(self._stub.Generate, wire.generate_request(request), request.deadline)
 

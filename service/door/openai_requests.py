@@ -51,6 +51,7 @@ _UNSUPPORTED = "is not supported by this server: leave it out"
 _ONE_ANSWER = "asks for more than the limit: this server gives 1 answer a request"
 _OWN_MESSAGES = {"n": _ONE_ANSWER, "best_of": _ONE_ANSWER}
 _SEED_BITS = 64
+_DAY_S = 86_400.0
 _MAX_PARTS = 4096
 _MAX_VALUES = 1 << 17
 """JSON values of a conversation, approximately. Each takes much more memory than its bytes."""
@@ -98,6 +99,9 @@ class _CommonFields(_Strict):
     top_k: int | None = None
     ignore_eos: bool = False
     cache_salt: str = ""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = "in_memory"
+    retain_s: float | None = None
+    skip_cache: bool = False
     timeout_s: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -170,8 +174,18 @@ def _request(
         session_ttl=fields.session_ttl_s,
         deadline=None if fields.timeout_s is None else time.time() + fields.timeout_s,
         cache_salt=fields.cache_salt,
+        retain_s=_retain_s(fields),
+        skip_cache=fields.skip_cache,
     )
     return request, (fields.stream_options or StreamOptions()) if fields.stream else None
+
+
+def _retain_s(fields: _CommonFields) -> float | None:
+    if fields.prompt_cache_retention != "24h":
+        return fields.retain_s
+    if fields.retain_s not in (None, _DAY_S):
+        raise InvalidArgument("retain_s", "contradicts prompt_cache_retention: give one of them")
+    return _DAY_S
 
 
 def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:

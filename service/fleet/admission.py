@@ -29,12 +29,17 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Need:
-    """recompute_tokens: extra room for recomputed K/V."""
+    """recompute_tokens: extra room for recomputed K/V. found_tokens: of the prompt, not read again."""
 
     read_tokens: int
     answer_tokens: int = 0
     seconds_left: float | None = None
     recompute_tokens: int = 0
+    found_tokens: int = 0
+
+    @property
+    def unread_tokens(self) -> int:
+        return self.read_tokens - self.found_tokens
 
     def pages(self, page_tokens: int) -> int:
         return -(-(self.read_tokens + self.answer_tokens + self.recompute_tokens) // page_tokens)
@@ -86,18 +91,18 @@ def predicted_ttft(need: Need, group: GroupStats) -> float | None:
     """Seconds to read the prompt behind all that waits. None without a recent rate."""
     if group.rate <= 0:
         return None
-    return (group.waiting_tokens + need.read_tokens) / group.rate
+    return (group.waiting_tokens + need.unread_tokens) / group.rate
 
 
 def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
     ttft = predicted_ttft(need, group)
     if need.seconds_left is None or ttft is None or ttft <= need.seconds_left:
         return None
-    alone = need.read_tokens / group.rate
+    alone = need.unread_tokens / group.rate
     if alone > need.seconds_left:
         return Rejected(
             Reason.TOO_SLOW,
-            f"reading {need.read_tokens} tokens takes about {alone:.1f} s, "
+            f"reading {need.unread_tokens} tokens takes about {alone:.1f} s, "
             f"the deadline leaves {need.seconds_left:.1f} s",
         )
     return Rejected(

@@ -61,7 +61,8 @@ class AttentionMethod:
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """`session_ttl` is in seconds, `deadline` in seconds since the epoch."""
+    """`session_ttl` is in seconds, `deadline` in seconds since the epoch. With `retain_s` 0 the prompt is not
+    remembered."""
 
     prompt: Prompt | None = None
     attention: AttentionMethod = AttentionMethod()
@@ -69,6 +70,8 @@ class PrefillRequest:
     deadline: float | None = None
     request_id: str = ""
     cache_salt: str = ""
+    retain_s: float | None = None
+    skip_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Call:
         sampling: a Prefill has `max_tokens` 0.
         fit_max_tokens: shrink the default `max_tokens` to the positions that are left.
         keep_ttl_s: how long the prompt stays as a session; 0 makes none.
+        retain_s: how long to remember it rather than others; None: not at all.
+        skip_cache: read all of it, whatever is remembered.
         trace: the W3C `traceparent` above this request.
     """
 
@@ -109,6 +114,8 @@ class Call:
     answered: tuple[int, ...] = ()
     fit_max_tokens: bool = False
     cache_salt: str = ""
+    retain_s: float | None = 0.0
+    skip_cache: bool = False
     trace: str = ""
 
     @property

@@ -34,6 +34,7 @@ MAX_MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """A message's role → its name in chat templates."""
 _MAX_SALT = 128
+_MAX_RETAIN_S = 7 * 86_400.0
 _OVERRIDDEN_OPTIONS = {"density": ("outside", "tau"), "share": ("outside", "tau"), "distance": ("cos",)}
 """An option → the options that do not count while it is above 0 (`kernels.options`)."""
 
@@ -98,6 +99,8 @@ def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampl
         keep_ttl_s=0.0 if request.session_ttl is None else _ttl(request.session_ttl, limits),
         deadline=request.deadline,
         cache_salt=request.cache_salt,
+        retain_s=_retain_s(request.retain_s),
+        skip_cache=request.skip_cache,
     )
     if call.deadline is not None and not call.deadline > time.time():
         raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
@@ -258,6 +261,14 @@ def _ttl(seconds: float, limits: Limits) -> float:
     bounds = f"{seconds:g} s must be above 0 and at most the server's {limits.max_ttl_s:g} s"
     _require(0 < seconds <= limits.max_ttl_s, "session_ttl", bounds)
     return seconds
+
+
+def _retain_s(seconds: float | None) -> float | None:
+    """None stands for 0, which is the default of calls; 0 of requests for None."""
+    if seconds is None:
+        return 0.0
+    _require(0 <= seconds <= _MAX_RETAIN_S, "retain_s", f"{seconds:g} s must be 0 to {_MAX_RETAIN_S:g} s")
+    return seconds or None
 
 
 def is_request_id(text: str) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...workers.model.calibrated.profile import Profile
 from ..config import DoorConfig
 from ..errors import DeltafrontError
 from ..fleet.fleet import Fleet
@@ -39,6 +40,7 @@ class Resources:
     positions: int
     eos_ids: tuple[int, ...]
     tracing: Tracing
+    profile: Profile | None = None
 
 
 @dataclass(eq=False, kw_only=True)

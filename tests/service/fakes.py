@@ -7,7 +7,6 @@ that lost or repeated a token would show. Pages are counted as the real workers 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 import zlib
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltafront.workers.messages.events import (
-    LINK_BYTES,
     ChunkRead,
     DecodeReport,
     FinishEvent,
@@ -31,6 +29,7 @@ from deltafront.workers.messages.events import (
     Token,
 )
 from deltafront.workers.messages.methods import BLOCK
+from deltafront.workers.messages.prompts import PromptKey, links_of
 from deltafront.workers.messages.requests import (
     DecodeFailed,
     GenerateJob,
@@ -60,14 +59,10 @@ def pages(tokens: int) -> int:
 
 
 def needed(reservation: Reservation, before: int = 0) -> int:
-    """Pages. before: tokens of an inexact session that it builds on."""
-    again = before if reservation.session_id is not None else reservation.prompt_tokens
-    own = recompute_pages(reservation.recompute_blocks, again, appended=reservation.session_id is not None)
+    """Pages. before: tokens of inexact K/V that it builds on."""
+    again = before + (0 if reservation.reads else reservation.prompt_tokens)
+    own = recompute_pages(reservation.recompute_blocks, again, appended=reservation.reads)
     return pages(reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens) + own
-
-
-def batched(chain: bytes) -> list[bytes]:
-    return [chain[place : place + LINK_BYTES] for place in range(0, len(chain), LINK_BYTES)]
 
 
 @dataclass
@@ -115,7 +110,7 @@ class FakeGroup(Pausing):
         self.busy: list[Refused] = []
         self.full_with: Refused | None = None
         self.chunk_tokens = 128
-        self.rate = 0.0
+        self.rate = self.fetch_rate = 0.0
         self.waiting_tokens = 0
         self.jobs: list[PrefillJob] = []
         self.chunks_read: list[int] = []
@@ -206,6 +201,7 @@ class FakeGroup(Pausing):
             waiting_tokens=self.waiting_tokens,
             tokens_per_second=self.rate,
             max_waiting=waiting or None,
+            fetched_tokens_per_second=self.fetch_rate,
         )
 
 
@@ -220,13 +216,19 @@ class _Request:
     cancelled: bool = False
     inexact: bool = False
     attempt: int = 0
+    prefix: bytes = b""
+    """Ids that are remembered of its prompt."""
+    entered: list[bytes] = field(default_factory=list)
 
 
 class FakeDecode(Pausing):
     """`DecodeWorker`. script: ids to answer with instead of the checksum's. script_from: tokens of the prompt
     after which the script begins, for answers that are continued; 0: where the job begins. fail_after: tokens
     until it reports `failure`, once per entry. busy: what to refuse the next reservations with, once per
-    entry."""
+    entry. remembers: prompts, as pages that are free."""
+
+    remembers = True
+    append_rate = 0.0
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
         super().__init__()
@@ -248,7 +250,8 @@ class FakeDecode(Pausing):
         self.resumed: list[int] = []
         self._requests: dict[str, _Request] = {}
         self._sessions: dict[str, tuple[str, bytes, float]] = {}
-        self._chains: dict[str, bytes] = {}
+        self._entries: dict[bytes, tuple[bytes, bool]] = {}
+        """Root and link → the ids before the page's end, and whether their K/V is exact."""
         self._inexact: set[str] = set()
         """Sessions."""
         self._serial = 0
@@ -268,12 +271,19 @@ class FakeDecode(Pausing):
         self.reservations.append(reservation)
         if self.busy:
             return self.busy.pop(0)
-        free, before, inexact = self.total - self.used(), 0, False
-        if reservation.session_id is not None:
+        free, before, inexact, prefix = self.total - self.used(), 0, False, b""
+        if reservation.prefix_tokens:
+            assert reservation.key is not None
+            prefix, exact = self._found(reservation.key)
+            before, inexact = reservation.prefix_tokens, not exact
+            prefix = prefix[: 4 * before]
+            if len(prefix) < 4 * before:
+                return Refused(reason=RefusalReason.NO_PREFIX, message="no such prefix")
+        elif reservation.session_id is not None:
             session = self._sessions.get(reservation.session_id)
             if session is None or session[0] != reservation.owner:
                 return Refused(reason=RefusalReason.NO_SESSION, message="no such session")
-            before = reservation.prefix_tokens or len(session[1]) // 4
+            before = len(session[1]) // 4
             inexact = reservation.session_id in self._inexact
         need = needed(reservation, before * inexact)
         if need > self.total:  # also where a door has not heard yet how many there are
@@ -286,8 +296,9 @@ class FakeDecode(Pausing):
                 needed=need,
                 free=free,
             )
-        self._requests[reservation.request_id] = _Request(reservation, need, inexact=inexact)
-        return Reserved(pages=need, session_tokens=before)
+        request = _Request(reservation, need, inexact=inexact, prefix=prefix)
+        self._requests[reservation.request_id] = request
+        return Reserved(pages=need, held_tokens=before)
 
     async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
         self.jobs.append(job)
@@ -301,20 +312,21 @@ class FakeDecode(Pausing):
                 message="not reserved",
             )
             return
-        if job.session_id is None:
+        if not request.reservation.reads:
             await request.arrived.wait()
             assert len(job.append_ids) == 4 * request.reservation.append_tokens
+            assert request.ids.startswith(request.prefix)
             ids = request.ids + job.append_ids
             self._read(request, job.prompt_ids)
+        elif job.session_id is None:
+            assert job.prompt_ids in (b"", request.prefix)
+            request.ids = ids = request.prefix + job.append_ids
         else:
             assert not job.prompt_ids, "the session has its own"
-            held = self._sessions[job.session_id][1]
-            prefix = request.reservation.prefix_tokens
-            ids = (held[: 4 * prefix] if prefix else held) + job.append_ids
-            request.ids = ids
+            request.ids = ids = self._sessions[job.session_id][1] + job.append_ids
         assert job.recompute_blocks == request.reservation.recompute_blocks
         asked = len(job.append_ids) // 4 - job.answered_tokens
-        assert asked >= (job.session_id is not None), "of what follows a session a token is to be read"
+        assert asked >= request.reservation.reads, "of what follows held tokens one is to be read"
         failing = self.fail_after.pop(0) if self.fail_after else None
         reason, count, message = FinishReason.LENGTH, 0, ""
         while count < job.sampling.max_tokens:
@@ -331,6 +343,7 @@ class FakeDecode(Pausing):
                 break
             if count == 0:
                 yield self._first(request, job)
+                self._remember(request)
             place = len(ids) // 4 - self.script_from if self.script_from else count
             token = self.script[place] if place < len(self.script) else next_token(ids)
             ids += token.to_bytes(4, "little")
@@ -340,6 +353,9 @@ class FakeDecode(Pausing):
                 reason = FinishReason.STOP
                 break
         self._requests.pop(job.request_id, None)
+        if reason in (FinishReason.FAILED, FinishReason.NO_KV):
+            for name in request.entered:
+                self._entries.pop(name, None)
         report = DecodeReport(
             pages_attended=count,
             pages_held=2 * count,
@@ -367,15 +383,37 @@ class FakeDecode(Pausing):
         )
         if not job.keep_tokens:
             return FirstTokenTimings(request_id=job.request_id, report=report)
-        session = self._keep(request, job.keep_tokens, job.keep_ttl_s, job.chain)
+        session = self._keep(request, job.keep_tokens, job.keep_ttl_s)
         return FirstTokenTimings(request_id=job.request_id, report=report, session=session)
 
-    def _keep(self, request: _Request, tokens: int, ttl_s: float, chain: bytes) -> Session:
+    def _remember(self, request: _Request) -> None:
+        key = request.reservation.key
+        if not self.remembers or key is None or key.retain_s is None:
+            return
+        exact = not request.inexact if request.reservation.reads else key.exact
+        lasting = len(key.chain) * PAGE if request.reservation.reads or key.exact else key.lasting_tokens
+        for page, link in enumerate(links_of(key.chain), start=1):
+            if page * PAGE <= lasting:
+                name = (key.exact_root if exact else key.root) + link
+                if name not in self._entries:
+                    self._entries[name] = request.ids[: 4 * PAGE * page], exact
+                    request.entered.append(name)
+
+    def _found(self, key: PromptKey) -> tuple[bytes, bool]:
+        """Ids of a prompt's beginning, and whether their K/V is exact."""
+        ids, exact = b"", True
+        for link in links_of(key.chain):
+            found = self._entries.get(key.root + link) or self._entries.get(key.exact_root + link)
+            if found is None:
+                break
+            ids, exact = found[0], exact and found[1]
+        return ids, exact
+
+    def _keep(self, request: _Request, tokens: int, ttl_s: float) -> Session:
         self._serial += 1
         session_id = f"{self.name.removeprefix('decode:')}.s{self._serial}"
         expires = time.time() + ttl_s
         self._sessions[session_id] = (request.reservation.owner, request.ids[: 4 * tokens], expires)
-        self._chains[session_id] = chain[: tokens // PAGE * LINK_BYTES]
         if request.inexact:
             self._inexact.add(session_id)
         return Session(session_id=session_id, expires=expires, tokens=tokens)
@@ -386,29 +424,23 @@ class FakeDecode(Pausing):
         await request.arrived.wait()
         self._read(request, keep.prompt_ids)
         tokens = len(request.ids) // 4
-        session = self._keep(request, tokens, keep.ttl_s, keep.chain)
+        session = self._keep(request, tokens, keep.ttl_s)
+        self._remember(request)
         self._requests.pop(keep.request_id, None)
         return SessionKept(
             request_id=keep.request_id, session=session, report=DecodeReport(handoff_exposed=0.0001)
         )
 
-    async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
-        def links(session_id: str) -> int:
-            pairs = zip(*(batched(one) for one in (self._chains[session_id], chain)), strict=False)
-            return sum(itertools.takewhile(bool, (one == other for one, other in pairs)))
-
-        mine = [name for name, (whose, _ids, _expires) in self._sessions.items() if whose == owner]
-        best = max(mine, key=links, default=None)
-        return (
-            Prefix(session_id=best, tokens=PAGE * links(best)) if best is not None and links(best) else None
-        )
+    async def find_prefix(self, key: PromptKey) -> Prefix | None:
+        ids, exact = self._found(key)
+        return Prefix(tokens=len(ids) // 4, exact=exact) if ids else None
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         if request_id not in self._requests:
             raise DecodeFailed(f"request {request_id} is not being read here")
         self._requests[request_id].attempt = attempt
         here = [point for point in points if self.arrived is None or point <= self.arrived]
-        self.resumed.append(max(here, default=0))
+        self.resumed.append(max(here, default=len(self._requests[request_id].prefix) // 4))
         return self.resumed[-1]
 
     async def cancel(self, request_id: str) -> None:
@@ -438,6 +470,7 @@ class FakeDecode(Pausing):
             waiting=0,
             sessions=sessions,
             page_tokens=PAGE,
+            append_tokens_per_second=self.append_rate,
             uses=tuple(self._uses()),
         )
 

@@ -264,6 +264,7 @@ def busy(seconds: float | None) -> Refused:
 def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: DeltafrontClient) -> None:
     """With the same reservation; a refusal is the soonest of all groups'."""
     first, second = house.group, house.add_group("prefill:g1")
+    house.decode.remembers = False
     house.loop.run(house.fleet.refresh())
     first.busy, second.busy = [busy(7.0)], []
     text, *_ = collect(client.generate(PROMPT, max_tokens=4))
@@ -325,6 +326,7 @@ def test_where_all_are_full_it_waits_at_the_worker_that_has_room_first(
     house: House, client: DeltafrontClient
 ) -> None:
     first, second = house.decode, house.add_decode("decode:d1")
+    first.remembers = second.remembers = False
     house.loop.run(house.fleet.refresh())
 
     def full(seconds: float) -> Refused:

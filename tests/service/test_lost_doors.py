@@ -50,6 +50,7 @@ def test_an_answer_goes_on_where_it_stopped(
 
 def test_what_was_streamed_is_not_generated_again(house: House, client: DeltafrontClient) -> None:
     """The prompt is read as before; the decode worker reads the answer's tokens, by no method of prefill."""
+    house.decode.remembers = False
     house.losses = [(READ + 5, CODES[0])]
     _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9, seed=7, temperature=1.0))
     first, second = house.group.jobs

@@ -66,7 +66,8 @@ def test_a_request_that_does_not_say_gets_the_default(
     house = make_house(config)
     with DeltafrontClient(house.address) as client:
         collect(client.generate(PROMPT, max_tokens=2, recompute_blocks=asked, **SPARSE))
-        kept = client.generate(PROMPT, max_tokens=2, recompute_blocks=0, session_ttl_s=9, **SPARSE)
+        anew = {"skip_cache": True, **SPARSE}
+        kept = client.generate(PROMPT, max_tokens=2, recompute_blocks=0, session_ttl_s=9, **anew)
         client.release(collect(kept)[2].session.session_id)
         assert client.info().recompute_blocks == 2
     assert [reservation.recompute_blocks for reservation in house.decode.reservations] == [blocks, 0]
@@ -99,34 +100,40 @@ def test_a_session_gets_the_ids_of_a_sparse_prompt(house: House, client: Deltafr
     nothing_left(house)
 
 
-@pytest.mark.parametrize("options", [SPARSE, {"method": "streaming"}], ids=["sparse", "short"])
-def test_a_prompt_that_continues_from_a_session_is_like_a_question_to_it(
-    make_house: Callable[..., House], options: dict[str, Any]
+def test_a_prompt_that_continues_from_sparse_kv_is_like_a_question_to_it(
+    house: House, client: DeltafrontClient
 ) -> None:
-    """Also one that is short enough to be read exactly: the session may be longer."""
-    house = make_house()
     document = "d" * 5000
-    with DeltafrontClient(house.address) as client:
-        *_, made = client.prefill(document, **options)
-        house.decode.fail_after = [3]
-        asked = client.generate(document[:900] + "why?", max_tokens=8, recompute_blocks=2, **options)
-        text, _, finish, _ = collect(asked)
-        assert text == expected(ids(document[:900] + "why?"), 8)
-        assert finish.usage.cached_tokens > 0 and len(house.group.jobs) == 1
-        assert [reservation.recompute_blocks for reservation in house.decode.reservations[1:]] == [2, 2]
-        said = [(job.recompute_blocks, job.prompt_ids, job.answered_tokens) for job in house.decode.jobs]
-        assert said == [(2, b"", 0), (2, b"", 3)]
-        client.release(made.session.session_id)  # type: ignore[union-attr]
+    collect(client.generate(document, max_tokens=1, **SPARSE))
+    asked = client.generate(document[:900] + "why?", max_tokens=8, recompute_blocks=2, **SPARSE)
+    text, _, finish, _ = collect(asked)
+    assert text == expected(ids(document[:900] + "why?"), 8)
+    assert finish.usage.cached_tokens == 896 and len(house.group.jobs) == 1
+    assert house.decode.reservations[-1].recompute_blocks == 2
+    job = house.decode.jobs[-1]
+    assert (job.recompute_blocks, job.prompt_ids) == (2, ids(document[:895]))
     nothing_left(house)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_behind_exact_kv_nothing_is_computed_again(house: House, client: DeltafrontClient, kind: str) -> None:
+    """Also of a prompt whose own method is sparse."""
+    collect(client.generate(PROMPT, max_tokens=1, **EXACT[kind]))
+    asked = client.generate(PROMPT + "why?", max_tokens=8, recompute_blocks=2, **SPARSE)
+    _, _, finish, _ = collect(asked)
+    assert finish.usage.cached_tokens == 688
+    job = house.decode.jobs[-1]
+    assert (job.recompute_blocks, job.prompt_ids) == (0, b"")
 
 
 def test_a_session_that_continues_from_another_computes_nothing_again(
     house: House, client: DeltafrontClient, session: str
 ) -> None:
+    """But it may be asked to, so it gets the ids."""
     *_, made = client.prefill(PROMPT + "and on", **SPARSE)
-    assert isinstance(made, PrefillFinished) and made.usage.cached_tokens > 0
+    assert isinstance(made, PrefillFinished) and made.usage.cached_tokens == 640
     (job,) = house.decode.jobs
-    assert (job.recompute_blocks, job.prompt_ids) == (0, b"")
+    assert (job.recompute_blocks, job.prompt_ids) == (0, ids(PROMPT)[: 4 * 640])
     client.release(made.session.session_id)
 
 

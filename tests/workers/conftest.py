@@ -168,6 +168,9 @@ class Bench:
         await asyncio.gather(
             *(self.engine.announce(piece) for piece in self.pieces(request_id, prompt, chunk))
         )
+        await self.deliver_logits(request_id, prompt)
+
+    async def deliver_logits(self, request_id: str, prompt: Prefilled) -> None:
         await self.engine.first_logits(FirstLogits(request_id=request_id, logits=prompt.logits))
 
     async def reserve(self, request_id: str, prompt: int, new: int, **more: Any) -> Reserved:

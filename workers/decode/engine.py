@@ -15,9 +15,10 @@ import numpy as np
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
 from ..kv.handoff.mapped import PageWriters
-from ..kv.pages.pool import OutOfPages
+from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
 from ..kv.peer_memory import ExportedObjects, export_objects
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
+from ..messages.prompts import PromptKey
 from ..messages.requests import (
     DecodeFailed,
     GenerateJob,
@@ -163,7 +164,11 @@ class DecodeEngine:
             pages_free=pool.free,
             running=running,
             waiting=waiting,
-            sessions=len(self._manager.sessions),
+            sessions=len(self._manager.leases),
+            append_tokens_per_second=self._scheduler.appended.tokens_per_second,
+            pages_remembered=len(pool.entries),
+            pages_evicted=pool.entries.evicted,
+            evicted_age_s=pool.entries.evicted_age_s,
             decoding=self._scheduler.submitted,
             uses=tuple(self._requests.uses()),
         )
@@ -207,7 +212,7 @@ class DecodeEngine:
         """It ignores what `announce` ignores. Raises ArrivalError for unusable logits."""
         request = self._expecting(message)
         if request is not None:
-            vocab = self._model.vocab if request.reservation.session_id is None else 0
+            vocab = 0 if request.reservation.reads else self._model.vocab
             request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
 
     async def open_pages(self, writer: PageWriter) -> tuple[int, ...]:
@@ -247,7 +252,7 @@ class DecodeEngine:
 
     def _being_read(self, request_id: str) -> DecodeRequest:
         request = self._requests.live(request_id)
-        if request is None or request.job is not None or request.reservation.session_id is not None:
+        if request is None or request.job is not None or request.reservation.reads:
             raise DecodeFailed(f"request {request_id} is not being read here")
         return request
 
@@ -337,7 +342,6 @@ class DecodeEngine:
                 owner,
                 job.keep_ttl_s,
                 self._wall(),
-                chain=job.chain,
                 ids=request.known_ids.tobytes(),
             )
             request.session, session = kept, kept.message
@@ -350,7 +354,7 @@ class DecodeEngine:
         missing = Refused(
             reason=RefusalReason.NO_SESSION, message=f"request {job.request_id} is not reserved here"
         )
-        if request is None or request.job is not None or request.reservation.session_id is not None:
+        if request is None or request.job is not None or request.reservation.reads:
             return missing
         ids = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
         request.renewed, request.deadline = self._clock(), job.deadline
@@ -370,10 +374,8 @@ class DecodeEngine:
                 raise DecodeFailed(message)
             expired = reason is FinishReason.DEADLINE
             return Refused(reason=RefusalReason.DEADLINE, message=message) if expired else missing
-        tokens, owner = request.reservation.prompt_tokens, request.reservation.owner
-        session = self._manager.keep_session(
-            request.pages, tokens, owner, job.ttl_s, self._wall(), chain=job.chain, ids=ids
-        )
+        tokens, owner = request.prompt_tokens, request.reservation.owner
+        session = self._manager.keep_session(request.pages, tokens, owner, job.ttl_s, self._wall(), ids=ids)
         request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(request_id=job.request_id, session=session.message, report=report)
@@ -386,11 +388,12 @@ class DecodeEngine:
             self._requests.forget(request)
             await request.pages.freed.wait()
 
-    async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
-        return self._manager.sessions.longest_prefix(owner, chain, self._wall())
+    async def find_prefix(self, key: PromptKey) -> Prefix | None:
+        pages, exact = self._requests.entries.find(key)
+        return Prefix(tokens=len(pages) * PAGE_TOKENS, exact=exact) if pages else None
 
     async def release_session(self, session_id: str, owner: str) -> bool:
-        return self._manager.sessions.release(session_id, owner, self._wall())
+        return self._manager.leases.release(session_id, owner, self._wall())
 
     async def renew(self, request_ids: Iterable[str]) -> None:
         self._requests.renew(request_ids)

@@ -85,10 +85,11 @@ def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
 
 
 def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
-    """Check a prompt's ids: all of them, or none. Raises ValueError."""
+    """Check the ids of the tokens before the appended ones: all of them, or none. Raises ValueError."""
     ids = np.frombuffer(packed, dtype="<u4")
-    if len(ids) not in (0, reservation.prompt_tokens) or (len(ids) and reservation.session_id is not None):
-        raise ValueError(f"the ids of {len(ids)} tokens came with a prompt of {reservation.prompt_tokens}")
+    before = reservation.prefix_tokens + (0 if reservation.reads else reservation.prompt_tokens)
+    if len(ids) not in (0, before) or (len(ids) and reservation.session_id is not None):
+        raise ValueError(f"the ids of {len(ids)} tokens came with a prompt of {before}")
     _check_ids(ids, vocab)
     return packed
 
@@ -101,9 +102,9 @@ def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> arra
     if job.session_id != reservation.session_id:
         raise ValueError(f"the reservation is for session {reservation.session_id}, not {job.session_id}")
     ids = np.frombuffer(job.append_ids, dtype="<u4")
-    expected = reservation.append_tokens if reservation.session_id is None else reservation.prompt_tokens
-    if len(ids) == 0 and reservation.session_id is not None:
-        raise ValueError("a session can only be continued with at least one appended token")
+    expected = reservation.prompt_tokens if reservation.reads else reservation.append_tokens
+    if len(ids) == 0 and reservation.reads:
+        raise ValueError("a session or prefix can only be continued with at least one appended token")
     if len(ids) != expected:
         raise ValueError(f"{len(ids)} appended tokens, but {expected} were reserved")
     _check_ids(ids, vocab)

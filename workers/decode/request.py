@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..kv.handoff.inbox import KVInbox
+from ..kv.pages.leases import Lease
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..kv.pages.request_pages import RequestPages
-from ..kv.pages.session_table import KeptSession
 from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
 from ..messages.methods import BLOCK
 from ..messages.requests import GenerateJob, Reservation
@@ -55,8 +55,10 @@ class DecodeRequest:
     ended: tuple[FinishReason, str] | None = None
     overdue: int = 0
     """How often in a row its lease was found to have run out."""
-    session: KeptSession | None = None
+    session: Lease | None = None
     """Made of its prompt."""
+    answer_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
+    recomputes: bool = False
     span: Span = NO_SPAN
 
     @property
@@ -65,13 +67,18 @@ class DecodeRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens before the answer, a session's included."""
-        return self.pages.session_tokens + self.reservation.prompt_tokens
+        """Tokens before the answer, held ones included."""
+        return self.pages.held_tokens + self.reservation.prompt_tokens
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens whose K/V is there before it reads anything itself."""
+        return self.pages.held_tokens if self.reservation.reads else self.prompt_tokens
 
     def plan_reads(self, append_ids: array[int], chunk: int) -> None:
         """Plan its reads once all K/V is here. Raises ValueError."""
         assert self.job is not None
-        answered, asked = self.job.answered_tokens, self.reservation.session_id is not None
+        answered, asked = self.job.answered_tokens, self.reservation.reads
         if not 0 <= answered <= len(append_ids) - asked:
             raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
         blocks, keep_tokens = self.job.recompute_blocks, self.job.keep_tokens
@@ -84,12 +91,27 @@ class DecodeRequest:
             blocks=blocks,
             keep_tokens=keep_tokens,
         )
+        self.recomputes = any(isinstance(step, Recompute) for step in self.reads)
+        prompt_end = len(append_ids) - answered
+        self.answer_ids += append_ids[prompt_end:]
         if self.known_ids:
-            self.known_ids += append_ids[: len(append_ids) - answered]
+            self.known_ids += append_ids[:prompt_end]
+
+    def remember(self) -> None:
+        """Let other prompts find its K/V, as far as it depends on no question and is not an approximation of
+        decode's."""
+        key, tokens = self.reservation.key, self.length
+        if key is None:
+            return
+        if self.recomputes:
+            tokens = self.known_tokens
+        if not self.reservation.reads and not key.exact:
+            tokens = min(tokens, key.lasting_tokens)
+        self.pages.remember(tokens, self.answer_ids.tobytes())
 
     def prepare(self, step: Step) -> None:
         """Give the request pages of its own where the step overwrites pages that others may share."""
-        size, known_tokens = PAGE_TOKENS, self.pages.session_tokens or self.reservation.prompt_tokens
+        size, known_tokens = PAGE_TOKENS, self.known_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
             self.pages.divert([b * pages + page for b in self.blocks for page in range(pages)])
@@ -106,7 +128,7 @@ class DecodeRequest:
     def ready(self) -> bool:
         if self.job is None or self.ended is not None:
             return False
-        if self.reservation.session_id is not None:
+        if self.reservation.reads:
             return True
         return self.inbox.complete and self.inbox.logits_V is not None
 
@@ -139,13 +161,15 @@ class DecodeRequest:
     def close(self, reason: FinishReason, message: str) -> None:
         if self.ended is not None:
             return
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not self.selects_pages:
+            self.remember()
         self.ended = (reason, message)
         self.inbox.close()
         self.logits = None
         self.end_span()
         if self.job is not None:
             self.send_finish()
-        self.pages.end()
+        self.pages.end(failed=reason in (FinishReason.FAILED, FinishReason.NO_KV))
 
     def end_span(self) -> None:
         if self.span is NO_SPAN:

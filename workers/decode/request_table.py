@@ -13,9 +13,10 @@ from functools import partial
 
 from ..kv.arrival import KVArrival
 from ..kv.handoff.inbox import KVInbox
+from ..kv.pages.entries import Entries
+from ..kv.pages.leases import Lease, Leases
 from ..kv.pages.pool import PAGE_TOKENS, PagePool
 from ..kv.pages.request_pages import PageManager
-from ..kv.pages.session_table import KeptSession, SessionTable
 from ..kv.pages.waiting import (
     OVERDUE_CHECKS,
     ReservationQueue,
@@ -49,9 +50,10 @@ class DecodeRequests:
         self._kv_changed = kv_changed
         self._wall = wall
         self._clock = clock
-        pool = PagePool(config.cache_tokens // PAGE_TOKENS, on_free=self._pages_came_back)
-        sessions = SessionTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
-        self.manager = PageManager(pool, sessions, model.positions)
+        pages, self.entries = config.cache_tokens // PAGE_TOKENS, Entries(clock)
+        pool = PagePool(pages, on_free=self._pages_came_back, entries=self.entries)
+        leases = Leases(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
+        self.manager = PageManager(pool, leases, model.positions)
         self.queue = ReservationQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
         self._reservation_time = ReservationTime()
         self._serials = itertools.count()
@@ -86,19 +88,20 @@ class DecodeRequests:
         began = self._clock()
 
         pages.on_free = lambda: self._reservation_time.ended(self._clock() - began)
-        expected = reservation.prompt_tokens if reservation.session_id is None else 0
+        expected = 0 if reservation.reads else reservation.prompt_tokens
         request = DecodeRequest(
             serial=next(self._serials),
             reservation=reservation,
             pages=pages,
             reserved=began,
             renewed=began,
-            length=pages.session_tokens + expected,
+            length=pages.held_tokens + expected,
         )
-        arrival = KVArrival(self._layers, expected)
+        held = 0 if reservation.reads else pages.held_tokens
+        arrival = KVArrival(self._layers, held + expected, held)
         request.inbox = KVInbox(arrival, pages, partial(self._kv_changed, request))
         self._requests[reservation.request_id] = request
-        return Reserved(pages=pages.count, session_tokens=pages.session_tokens)
+        return Reserved(pages=pages.count, held_tokens=pages.held_tokens)
 
     def _pages_came_back(self) -> None:
         if self.queue:
@@ -109,7 +112,7 @@ class DecodeRequests:
         if use is None:
             return None
         now, free = self._clock(), self.manager.pool.free
-        leases = self.manager.sessions.leases(self._wall())
+        leases = self.manager.leases.ends(self._wall())
         leases += [
             (self._reservation_time.left(now - request.reserved), request.pages.every_page)
             for request in self
@@ -117,8 +120,8 @@ class DecodeRequests:
         ]
         return seconds_until_room(pages, free, page_returns(leases), ahead, use)
 
-    def _exists(self, session: KeptSession) -> bool:
-        return self.manager.sessions.find(session.session_id, session.owner, self._wall()) is not None
+    def _exists(self, session: Lease) -> bool:
+        return self.manager.leases.find(session.session_id, session.owner, self._wall()) is not None
 
     @property
     def unended(self) -> int:
@@ -133,11 +136,9 @@ class DecodeRequests:
                 requests[reservation.owner, reservation.door] += 1
                 own = reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
                 if request.session is not None and self._exists(request.session):
-                    own -= (
-                        request.session.tokens - request.pages.session_tokens
-                    )  # its pages are counted below
+                    own -= request.session.tokens - request.pages.held_tokens  # its pages are counted below
                 tokens[reservation.owner, reservation.door] += max(0, own)
-        for owner, kept in self.manager.sessions.tokens_by_session():
+        for owner, kept in self.manager.leases.tokens_by_lease():
             tokens[owner, ""] += kept
         for (owner, door), count in tokens.items():
             yield OwnerUse(owner=owner, door=door, requests=requests[owner, door], tokens=count)
@@ -154,7 +155,7 @@ class DecodeRequests:
 
     def expire(self) -> None:
         wall, now = self._wall(), self._clock()
-        self.manager.sessions.expire(wall)
+        self.manager.leases.expire(wall)
         self.queue.expire(self._lease_s)
         for request in self:
             late = now - request.renewed > self._lease_s
@@ -167,11 +168,12 @@ class DecodeRequests:
     def _abandon(self, request: DecodeRequest) -> None:
         request.close(FinishReason.CANCELLED, "nobody renewed the request")
         if request.session is not None:
-            self.manager.sessions.release(request.session.session_id, request.session.owner, self._wall())
+            self.manager.leases.release(request.session.session_id, request.session.owner, self._wall())
         self.forget(request)
 
     def clear(self, message: str) -> None:
         self.queue.clear(message)
         for request in self:
             request.close(FinishReason.CANCELLED, message)
-        self.manager.sessions.clear()
+        self.manager.leases.clear()
+        self.manager.pool.forget_entries()

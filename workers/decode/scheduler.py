@@ -17,8 +17,9 @@ from typing import TypeVar
 
 from ..messages.events import FinishReason, Token
 from ..messages.methods import BLOCK
+from ..pace import Recent
 from ..settings import DecodeConfig
-from .reads import Recompute, Step
+from .reads import Read, Recompute, Step
 from .request import DecodeRequest
 from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
 
@@ -61,6 +62,8 @@ class DecodeScheduler:
         self._stopping = False
         self._failures: Counter[str] = Counter()
         self.fault = ""
+        self.appended = Recent()
+        """Of whole reads: short ones mostly take a fixed time."""
 
     @property
     def running(self) -> int:
@@ -140,7 +143,10 @@ class DecodeScheduler:
         except ValueError as error:
             self._fail("appended tokens", [request], error)
             return
+        began = self._clock()
         outcome = await self._computed("appended tokens", [request], self._work(request, step, last))
+        if isinstance(step, Read) and len(step.ids) == self._config.append_chunk_tokens:
+            self.appended.add(len(step.ids), self._clock() - began)
         if outcome is None or request.ended is not None:
             return
         request.reads.popleft()
@@ -161,7 +167,7 @@ class DecodeScheduler:
         if isinstance(step, Recompute):
             ids, blocks = request.ids_of_blocks(), request.blocks
             return lambda: self._runner.recompute(pages, blocks, ids)
-        copy = request.pages.copy_in if step.start == request.pages.session_tokens else None
+        copy = request.pages.copy_in if step.start == request.pages.held_tokens else None
         return lambda: self._runner.append(pages, step, last, copy)
 
     async def _decode(self) -> None:
@@ -233,7 +239,10 @@ class DecodeScheduler:
             Token(index=request.produced, token_id=choice.token, logprob=choice.logprob)
         )
         request.token = choice.token
+        request.answer_ids.append(choice.token)
         request.produced += 1
+        if request.produced == 1:
+            request.remember()
         assert request.job is not None
         sampling = request.job.sampling
         if choice.token in self._eos_ids and not sampling.ignore_eos:

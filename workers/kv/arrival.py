@@ -12,14 +12,19 @@ class ArrivalError(ValueError):
 
 class KVArrival:
     """A range is claimed when it is announced, so that a repetition is recognised while the first is still
-    read."""
+    read. held: so many first tokens are there from the start, and nobody writes to them."""
 
-    def __init__(self, layers: int, tokens: int) -> None:
+    def __init__(self, layers: int, tokens: int, held: int = 0) -> None:
         self._layers = layers
         self._tokens = tokens
+        self._held = held
         self._claimed: tuple[dict[int, int], ...] = tuple({} for _ in range(layers))
         self._written: tuple[dict[int, int], ...] = tuple({} for _ in range(layers))
         self._count = 0
+        if held:
+            for layer in range(layers):
+                self.claim(layer, 0, held)
+                self.written(layer, 0, held)
 
     @property
     def complete(self) -> bool:
@@ -52,16 +57,16 @@ class KVArrival:
 
     def resume_point(self, points: Iterable[int]) -> int:
         """Return the last of these points that ends ranges and before which every layer is complete, else
-        0."""
+        the end of what is held."""
         ends = [set(_ends(written)) for written in self._written]
-        return max(set(points).intersection(*ends), default=0)
+        return max(set(points).intersection(*ends), default=self._held)
 
     def until(self, tokens: int) -> KVArrival:
         """Account for a prompt that is read again from a resume point on."""
-        rest = KVArrival(self._layers, self._tokens)
+        rest = KVArrival(self._layers, self._tokens, self._held)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():
-                if stop <= tokens:
+                if self._held < stop <= tokens:
                     rest.claim(layer, start, stop - start)
                     rest.written(layer, start, stop - start)
         return rest

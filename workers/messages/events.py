@@ -101,17 +101,13 @@ class Session:
     tokens: int
 
 
-LINK_BYTES = 16
-"""A chain has a link for each full page, made from the link before and the page's ids. Equal links have equal
-prefixes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """A session that holds a prompt's first `tokens` tokens."""
+    """A prompt's first `tokens` tokens, whose K/V a decode worker remembers. exact: all made by dense
+    attention."""
 
-    session_id: str
     tokens: int
+    exact: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .methods import BLOCK, PAGE_TOKENS, MethodSpec
+from .prompts import PromptKey
 
 ID_BYTES = 4
 """A packed token id is a little-endian uint32."""
@@ -41,12 +42,13 @@ class PageSelection(StrEnum):
 class Reservation:
     """Ask a decode worker for pages for prompt_tokens + max_tokens (0: prefill only).
 
-    owner: an opaque digest of who may use the session; empty without auth. session_id: its pages are
-    shared, and prompt_tokens counts the appended tokens alone. prefix_tokens: build on the session's first
-    tokens only (whole pages; 0: on all). keep_tokens, page_selection, recompute_blocks: the GenerateJob's,
-    so that their pages are taken and a selection is refused before prefill. wait: for pages, until the
-    deadline and the configured time at most. door: the asking one. append_tokens: come with the
-    GenerateJob, after a prompt that a group sends.
+    owner: an opaque digest of who may use the session; empty without auth. session_id, prefix_tokens: the
+    pages of the session, or of so many remembered first tokens (whole pages), are shared; prompt_tokens
+    counts what follows. reads_rest: the worker itself reads what follows the prefix; else a group sends it.
+    key: finds the remembered tokens, and names what the request leaves; None: neither.
+    keep_tokens, page_selection, recompute_blocks: the GenerateJob's, so that their pages are taken and a
+    selection is refused before prefill. wait: for pages, until the deadline and the configured time at most.
+    door: the asking one. append_tokens: come with the GenerateJob, after a prompt that a group sends.
     """
 
     request_id: str
@@ -60,8 +62,15 @@ class Reservation:
     deadline: float | None = None
     door: str = ""
     prefix_tokens: int = 0
+    reads_rest: bool = False
+    key: PromptKey | None = None
     append_tokens: int = 0
     recompute_blocks: int = 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether the worker itself reads prompt_tokens, which come with the GenerateJob."""
+        return self.session_id is not None or self.reads_rest
 
 
 def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
@@ -81,6 +90,8 @@ class RefusalReason(StrEnum):
     """The pool could never hold it."""
     NO_SESSION = "no_session"
     """Unknown, expired, or somebody else's."""
+    NO_PREFIX = "no_prefix"
+    """The prompt's beginning is not remembered any more."""
     POSITIONS = "positions"
     """The model has too few for session and appended tokens."""
     SELECTION = "selection"
@@ -104,10 +115,10 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """session_tokens: of the session's prefix that the request builds on."""
+    """held_tokens: of the session or the remembered prefix that the request builds on."""
 
     pages: int
-    session_tokens: int = 0
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +144,11 @@ class PrefillJob:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """Decode from a prefilled prompt (session_id None) or from a session, plus appended tokens.
+    """Decode from a prefilled prompt or from a session or prefix, plus appended tokens.
 
-    keep_tokens: so many prompt tokens become a session when the first token is out, found by `chain`.
-    recompute_blocks: computed again densely before the first token. prompt_ids: the whole prompt, where
-    blocks of it or of its session may be computed again; else empty. answered_tokens: the last append_ids
+    keep_tokens: so many prompt tokens become a session when the first token is out. recompute_blocks:
+    computed again densely before the first token. prompt_ids: the tokens before the appended ones, where
+    blocks of them or of their session may be computed again; else empty. answered_tokens: the last append_ids
     that belong to the answer.
     """
 
@@ -149,7 +160,6 @@ class GenerateJob:
     keep_tokens: int = 0
     keep_ttl_s: float = 0.0
     deadline: float | None = None
-    chain: bytes = field(repr=False, default=b"")
     trace: str = ""
     recompute_blocks: int = 0
     prompt_ids: bytes = field(repr=False, default=b"")
@@ -158,13 +168,11 @@ class GenerateJob:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepSession:
-    """Turn a finished prefill into a session, found by `chain`, once the last page is here. prompt_ids: as in
-    `GenerateJob`."""
+    """Turn a finished prefill into a session once the last page is here. prompt_ids: as in `GenerateJob`."""
 
     request_id: str
     ttl_s: float
     deadline: float | None = None
-    chain: bytes = field(repr=False, default=b"")
     trace: str = ""
     prompt_ids: bytes = field(repr=False, default=b"")
 

@@ -64,8 +64,8 @@ class ChunkCommand:
 @dataclass(frozen=True, kw_only=True)
 class ChunkReport:
     """One stage's work on one chunk. phases: seconds within wall, by name (projection, anchors, scoring,
-    selection, attention, correction, kv_gather, handoff, activation_wait, activation_send). launched_ahead:
-    seconds from the last launch on a GPU to the chunk's end there; None on a CPU."""
+    selection, attention, correction, kv_gather, handoff, activation_wait, activation_send, kv_fetch).
+    launched_ahead: seconds from the last launch on a GPU to the chunk's end there; None on a CPU."""
 
     request_id: str
     stage: int

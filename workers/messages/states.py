@@ -32,6 +32,7 @@ class WorkerStats:
 class GroupStats(WorkerStats):
     """tokens_per_second: recent prefill rate; 0: unknown. waiting_tokens: admitted and not computed. nodes,
     compilations: of all stages. max_waiting: None: unknown. idle_s: since it last read.
+    fetched_tokens_per_second: of K/V that decode workers gave back, lately; 0: unknown.
     """
 
     waiting_tokens: int
@@ -39,6 +40,7 @@ class GroupStats(WorkerStats):
     nodes: tuple[str, ...] = ()
     max_waiting: int | None = None
     idle_s: float = 0.0
+    fetched_tokens_per_second: float = 0.0
 
     @property
     def full(self) -> bool:
@@ -63,11 +65,18 @@ class OwnerUse:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStats(WorkerStats):
-    """waiting: also requests whose prompt is being read. decoding: requests that run or lack only a place in
-    the batch. draining: its sessions are still served.
+    """pages_free: also those that are only remembered. waiting: also requests whose prompt is being read.
+    decoding: requests that run or lack only a place in the batch. draining: its sessions are still served.
+    append_tokens_per_second: how fast it reads long appended text, lately; 0: unknown.
+    pages_remembered: entries, held or not. pages_evicted, evicted_age_s: entries given up for their pages so
+    far, and the seconds since their last uses, added up.
     """
 
     sessions: int
+    append_tokens_per_second: float = 0.0
+    pages_remembered: int = 0
+    pages_evicted: int = 0
+    evicted_age_s: float = 0.0
     page_tokens: int = PAGE_TOKENS
     uses: tuple[OwnerUse, ...] = ()
     node: str = ""

@@ -22,7 +22,7 @@ class Answer:
     Attributes:
         new_tokens: of the prompt and what is appended.
         session_tokens: of the session before them.
-        cached_tokens: of both, whose K/V existed.
+        cached_tokens: of both, whose K/V was there.
         decoded: reports of all attempts.
     """
 
@@ -87,7 +87,7 @@ class Answer:
 
     def _measure_prefill(self, report: events.DecodeReport) -> None:
         if self._prefill is not None:
-            self._metrics.prefilled(self._prefill, self.prompt_tokens)
+            self._metrics.prefilled(self._prefill, self.prompt_tokens - self.cached_tokens)
             self._metrics.pulled(report)
 
     def finish(self, reason: events.FinishReason, report: events.DecodeReport) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from ....workers.messages.methods import PAGE_TOKENS
 from ....workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
 from ....workers.roles import DecodeWorker
 from ... import errors
@@ -16,28 +17,52 @@ from ...fleet.session_ids import NO_SESSION
 from ..context import Resources
 from .attempt import BUSY_RETRY_S, Attempt
 from .plan import Plan
+from .prefix import PrefixHit
 
 READ_TOO_LATE = "the deadline passed while the prompt was being read"
 RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
 """Another worker may accept what one refuses for these."""
 
 
+@dataclass(frozen=True)
+class Placed:
+    """groups: in the order to ask them. worker: has the pages, and the first `plan.prefix_tokens` tokens."""
+
+    groups: Sequence[str]
+    worker: DecodeWorker
+    plan: Plan
+
+
 async def place(
-    resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation, lap: Callable[[str], None]
-) -> tuple[Sequence[str], DecodeWorker]:
-    """Return groups in the order to ask them, and the worker with the pages.
+    resources: Resources,
+    attempt: Attempt,
+    plan: Plan,
+    reservation_of: Callable[[Attempt, Plan], Reservation],
+    hit: PrefixHit | None,
+    lap: Callable[[str], None],
+) -> Placed:
+    """hit: what a group reads on from, if its worker has room.
 
     Raises Overloaded, DeadlineExceeded or Unavailable.
     """
     fleet = resources.fleet
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
     lap("worker_wait")
-    admitted = await admit(resources, plan, reservation.deadline)
-    groups = await _groups_with_room(resources, admitted.groups, plan)
-    worker, pages = await _reserve_on_any(resources, attempt, admitted.workers, reservation)
-    fleet.charge(Charge(groups[0], plan.read_tokens, worker.name, pages))
+    shared = plan if hit is None else replace(plan, prefix_tokens=hit.prefix.tokens)
+    admitted = await admit(resources, shared, reservation_of(attempt, plan).deadline)
+    groups = await _groups_with_room(resources, admitted.groups, shared)
+    answer: Reserved | Refused | None = None
+    if hit is not None:
+        answer = await reserve(attempt, hit.worker, reservation_of(attempt, shared))
+    if hit is not None and isinstance(answer, Reserved):
+        worker, pages, plan = hit.worker, answer.pages - shared.prefix_tokens // PAGE_TOKENS, shared
+    else:
+        worker, pages = await _reserve_on_any(
+            resources, attempt, admitted.workers, reservation_of(attempt, plan)
+        )
+    fleet.charge(Charge(groups[0], plan.unread_tokens, worker.name, pages))
     lap("admission")
-    return groups, worker
+    return Placed(groups, worker, plan)
 
 
 async def admit(
@@ -46,7 +71,9 @@ async def admit(
     """Ask for the workers' state before refusing. Raises Overloaded, DeadlineExceeded or Unavailable."""
     view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
     left = None if deadline is None else deadline - time.time()
-    need = admission.Need(plan.read_tokens, plan.answer_tokens, left, plan.recompute_tokens)
+    need = admission.Need(
+        plan.read_tokens, plan.answer_tokens, left, plan.recompute_tokens, plan.prefix_tokens
+    )
     decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
     if isinstance(decision, admission.Admitted):
         return decision
@@ -130,6 +157,7 @@ def refusal_error(refused: Refused) -> errors.DeltafrontError:
     others: dict[RefusalReason, errors.DeltafrontError] = {
         RefusalReason.TOO_LARGE: errors.Overloaded(f"too large for this server: {refused.message}"),
         RefusalReason.NO_SESSION: errors.NotFound(NO_SESSION),
+        RefusalReason.NO_PREFIX: errors.Internal(f"read no prefix again: {refused.message}"),
         RefusalReason.POSITIONS: errors.TooLong("append", refused.message),
         RefusalReason.SELECTION: errors.InvalidArgument("page_selection", refused.message),
         RefusalReason.DEADLINE: errors.DeadlineExceeded(READ_TOO_LATE),

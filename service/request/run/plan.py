@@ -70,7 +70,9 @@ class Plan:
         max_tokens: what may still be generated.
         keep_tokens: so many of the first become a session.
         answered_ids: what was streamed after a prompt.
-        session_id, prefix_tokens: read behind this session, or its first tokens.
+        session_id, prefix_tokens: read behind this session, or so many remembered tokens.
+        worker_reads: a decode worker reads `read_ids` behind them; else a group reads what follows the prefix
+            of `read_ids`.
     """
 
     read_ids: bytes
@@ -80,10 +82,15 @@ class Plan:
     recompute_blocks: int = 0
     session_id: str | None = None
     prefix_tokens: int = 0
+    worker_reads: bool = False
 
     @property
     def read_tokens(self) -> int:
         return len(self.read_ids) // ID_BYTES
+
+    @property
+    def unread_tokens(self) -> int:
+        return self.read_tokens - (0 if self.worker_reads else self.prefix_tokens)
 
     @property
     def answered_tokens(self) -> int:

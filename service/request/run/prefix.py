@@ -1,83 +1,198 @@
-"""Finds prompts that begin with what a live session holds.
+"""Finds prompts whose beginning is remembered, and decides who reads the rest.
 
-A chain has a hash for each full page, made from the hash before and the page's token ids. It starts from the
-owner, the salt, the model and the method with its options, so prompts share K/V only if all of these agree.
+K/V is found by a root and a chain (`workers/messages/prompts.py`). The root names the owner, the salt, the
+model and the method with its options, so prompts share K/V only if all of these agree. K/V of dense attention
+serves every method.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ....workers.messages.events import LINK_BYTES, Prefix
-from ....workers.messages.methods import PAGE_TOKENS, MethodSpec
+from ....workers.messages.events import Prefix
+from ....workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact, lasting_tokens, resume_step
+from ....workers.messages.prompts import LINK_BYTES, PromptKey, chain_of, root_of
 from ....workers.messages.requests import ID_BYTES
+from ....workers.messages.states import DecodeStats, GroupStats
+from ....workers.model.calibrated.levels import lengths_of_thresholds
+from ....workers.model.calibrated.profile import Profile
 from ....workers.roles import DecodeWorker
-from ...config import DoorConfig
 from ...errors import WorkerError
 from ...fleet.fleet import Fleet
 from ...fleet.fleet_view import not_draining
 
-PAGE_BYTES = PAGE_TOKENS * ID_BYTES
 _MIN_TOKENS = 128
 """A shorter prefix is read as fast as it is found."""
 _ANSWER_WAIT_S = 0.5
 """Slow workers are left out, because the prompt can be read."""
-PrefixHit = tuple[DecodeWorker, Prefix]
-"""A worker, and its session that holds a prompt's first tokens."""
+_MUCH_FULLER = 0.5
+"""A worker whose pages in use are by this share more than another's is left alone."""
 
 
-def hash_chain(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str = "") -> bytes:
-    """`ids` are little-endian uint32."""
-    seed = repr((owner, salt, model, method.name, sorted(method.options)))
-    link = hashlib.sha256(seed.encode()).digest()[:LINK_BYTES]
-    links = []
-    for end in range(PAGE_BYTES, len(ids) + 1, PAGE_BYTES):
-        link = hashlib.sha256(link + ids[end - PAGE_BYTES : end]).digest()[:LINK_BYTES]
-        links.append(link)
-    return b"".join(links)
+@dataclass(frozen=True)
+class PrefixHit:
+    """A worker that remembers a prompt's first tokens. group_reads: a prefill group reads the rest."""
+
+    worker: DecodeWorker
+    prefix: Prefix
+    group_reads: bool = False
 
 
-def cut_chain(chain: bytes, tokens: int) -> bytes:
-    return chain[: tokens // PAGE_TOKENS * LINK_BYTES]
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Tokens a second, 0 where unknown: read by a decode worker behind a prefix, read by a prefill group, and
+    fetched back by its stages. queued: tokens that the group reads first."""
+
+    append: float = 0.0
+    read: float = 0.0
+    fetch: float = 0.0
+    queued: int = 0
 
 
-def usable_prefix(found: int, tokens: int, max_rest: int) -> int:
-    """Decide how many of the `found` tokens a prompt of `tokens` tokens continues from.
+def prompt_key(
+    ids: bytes,
+    *,
+    owner: str,
+    salt: str,
+    model: str,
+    method: MethodSpec,
+    profile: Profile | None,
+    retain_s: float | None,
+) -> PromptKey:
+    """`ids` are little-endian uint32. owner: empty where all callers share what is remembered."""
+    tokens = len(ids) // ID_BYTES
+    exact_root = root_of(owner, salt, model, "dense")
+    root = exact_root
+    if not is_exact(method, tokens):
+        lengths = lengths_of_thresholds(profile, method, tokens)
+        root = root_of(owner, salt, model, method.name, sorted(method.options), lengths)
+    chain = chain_of(ids)
+    return PromptKey(
+        root=root,
+        exact_root=exact_root,
+        lasting_tokens=lasting_tokens(method, tokens),
+        chain=chain,
+        tail=ids[len(chain) // LINK_BYTES * PAGE_TOKENS * ID_BYTES :],
+        retain_s=retain_s,
+    )
 
-    A decode worker reads the rest: at least one token, and no more than the prefix and `max_rest`.
-    """
+
+def usable_prefix(found: int, tokens: int) -> int:
+    """Count the tokens that a prompt of `tokens` tokens continues from; its last is computed again."""
     usable = min(found, (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS)
-    rest = tokens - usable
-    return usable if usable >= _MIN_TOKENS and rest <= min(usable, max_rest) else 0
+    return usable if usable >= _MIN_TOKENS else 0
+
+
+def resume_at(found: int, tokens: int, method: MethodSpec) -> int:
+    """The last of the `found` tokens behind which a group reads a prompt as if it had read it from the
+    beginning; 0: nowhere."""
+    step = resume_step(method)
+    usable = min(usable_prefix(found, tokens), lasting_tokens(method, tokens))
+    return usable // step * step if step else 0
+
+
+def rest_is_long(prefix: int, start: int, tokens: int, most_rest: int, rates: Rates) -> bool:
+    """Whether a prefill group is the sooner to have read the rest of a prompt.
+
+    Args:
+        prefix: tokens behind which a decode worker would read.
+        start: tokens behind which a group would.
+        most_rest: where the rates are unknown, a decode worker reads no more.
+    """
+    rest = tokens - prefix
+    if not (rates.append and rates.read):
+        return rest > min(prefix, most_rest)
+    return group_seconds(start, tokens, rates) < rest / rates.append
+
+
+def group_seconds(start: int, tokens: int, rates: Rates) -> float:
+    """The seconds for a group to read a prompt behind `start`. Without a rate, fetching counts nothing."""
+    fetching = start / rates.fetch if rates.fetch else 0.0
+    return (rates.queued + tokens - start) / rates.read + fetching
+
+
+def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
+    """Order the workers that remember a prompt by how much of it, without those that are much fuller than
+    another one.
+
+    Args:
+        found: worker → tokens.
+        workers: all that may serve it.
+        tokens: of the prompt and its answer.
+    """
+    in_use = {w.name: 1 - w.pages_free / w.pages_total for w in workers if w.pages_total}
+    emptiest = min(in_use.values(), default=0.0)
+    roomy = any(_fits(w, tokens) for w in workers)
+
+    def serves(worker: DecodeStats) -> bool:
+        left = tokens - found[worker.name]
+        return in_use.get(worker.name, 1.0) - emptiest <= _MUCH_FULLER and (_fits(worker, left) or not roomy)
+
+    able = [worker for worker in workers if found.get(worker.name) and serves(worker)]
+    return [w.name for w in sorted(able, key=lambda w: (-found[w.name], -w.pages_free, w.name))]
+
+
+def _fits(worker: DecodeStats, tokens: int) -> bool:
+    return -(-tokens // worker.page_tokens) <= worker.pages_free
 
 
 async def find_prefix(
-    fleet: Fleet, settings: DoorConfig, owner: str, ids: bytes, chain: bytes
+    fleet: Fleet, key: PromptKey, method: MethodSpec, *, tokens: int, answer_tokens: int, most_rest: int
 ) -> PrefixHit | None:
-    """Return the longest, and its worker.
+    """Return where to continue a prompt of `tokens` tokens; None: nowhere.
 
-    Draining workers are left out, because a new session would be lost there.
+    Draining workers are left out, because what is made there would be lost.
     """
-    tokens = len(ids) // ID_BYTES
-    if not settings.prefix_reuse or tokens <= _MIN_TOKENS:
+    if tokens <= _MIN_TOKENS:
         return None
-    names = [stats.name for stats in not_draining(tuple(fleet.view.workers.values()))]
-    answers = await asyncio.gather(*(_ask(fleet, name, owner, chain) for name in names))
-    hits = [
-        (worker, replace(found, tokens=usable))
-        for worker, found in filter(None, answers)
-        if (usable := usable_prefix(found.tokens, tokens, settings.prefix_rest_tokens))
-    ]
-    return max(hits, key=lambda hit: hit[1].tokens, default=None)
+    states = not_draining(tuple(fleet.view.workers.values()))
+    answers = await asyncio.gather(*(_ask(fleet, state.name, key) for state in states))
+    hits = {hit.worker.name: hit for hit in answers if hit and usable_prefix(hit.prefix.tokens, tokens)}
+    found = {name: hit.prefix.tokens for name, hit in hits.items()}
+    names = hold_most(found, states, tokens + answer_tokens)
+    if not names:
+        return None
+    best = hits[names[0]]
+    return _shared(best, method, tokens, most_rest, _rates(fleet, names[0]))
 
 
-async def _ask(fleet: Fleet, name: str, owner: str, chain: bytes) -> PrefixHit | None:
+def _shared(
+    hit: PrefixHit, method: MethodSpec, tokens: int, most_rest: int, rates: Rates
+) -> PrefixHit | None:
+    """Say who reads the rest of a prompt; None: a group had better read all of it."""
+    prefix = usable_prefix(hit.prefix.tokens, tokens)
+    start = resume_at(hit.prefix.tokens, tokens, method)
+    if not rest_is_long(prefix, start, tokens, most_rest, rates):
+        return replace(hit, prefix=replace(hit.prefix, tokens=prefix))
+    anew = bool(rates.read) and group_seconds(0, tokens, rates) <= group_seconds(start, tokens, rates)
+    if not start or anew:
+        return None
+    return replace(hit, prefix=replace(hit.prefix, tokens=start), group_reads=True)
+
+
+def _rates(fleet: Fleet, worker: str) -> Rates:
+    """Of the group that is free first."""
+    groups: Sequence[GroupStats] = not_draining(tuple(fleet.view.groups.values()))
+    state = fleet.view.workers.get(worker)
+    append = state.append_tokens_per_second if state is not None else 0.0
+    if not groups:
+        return Rates(append=append)
+    first = min(groups, key=lambda g: g.waiting_tokens / g.tokens_per_second if g.tokens_per_second else 0.0)
+    return Rates(
+        append=append,
+        read=first.tokens_per_second,
+        fetch=first.fetched_tokens_per_second,
+        queued=first.waiting_tokens,
+    )
+
+
+async def _ask(fleet: Fleet, name: str, key: PromptKey) -> PrefixHit | None:
     try:
         worker = fleet.worker(name)
         async with asyncio.timeout(_ANSWER_WAIT_S):
-            prefix = await worker.find_prefix(owner, chain)
+            prefix = await worker.find_prefix(key)
     except (WorkerError, TimeoutError):
         return None
-    return None if prefix is None else (worker, prefix)
+    return None if prefix is None else PrefixHit(worker, prefix)

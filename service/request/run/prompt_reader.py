@@ -48,6 +48,7 @@ class PromptReader:
             decode_worker=self.worker.name,
             deadline=self.call.deadline,
             wants_logits=self.plan.max_tokens > 0,
+            start=self.plan.prefix_tokens,
             trace=self.call.trace,
         )
         self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
@@ -77,7 +78,7 @@ class PromptReader:
         if isinstance(error, WorkerLost):
             self.resources.fleet.forget(error.worker)
         points = [done for done in self._reports if self._resume_step and done % self._resume_step == 0]
-        read = max(self._reports, default=0)
+        read = max(self._reports, default=self._job.start)
         try:
             start = await self.worker.resume(self._job.request_id, points, self._job.attempt + 1)
         except WorkerError:

@@ -1,8 +1,8 @@
 """One request, from its checked call to its last event.
 
-The K/V of its prompt has one of three sources: a prefill group reads the prompt, a session of its owner holds
-the prompt's beginning, or the request continues a session. Then a decode worker answers, or keeps the K/V as
-a session for a Prefill (`max_tokens` 0).
+The K/V of its prompt has one of three sources: a prefill group reads the prompt, perhaps behind a beginning
+that a decode worker remembers; such a worker reads a short rest itself; or the request continues a session.
+Then a decode worker answers, or keeps the K/V as a session for a Prefill (`max_tokens` 0).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from ....workers.messages import events, requests
+from ....workers.messages import events, prompts, requests
 from ....workers.messages.methods import is_exact
 from ....workers.roles import DecodeWorker
 from ...errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
@@ -25,7 +25,7 @@ from .answer import Answer
 from .attempt import Attempt, Replays, deadline_timeout
 from .placement import READ_TOO_LATE, place, refusal_error, reserve
 from .plan import Plan, plan_answer, tokenize
-from .prefix import PrefixHit, cut_chain, find_prefix, hash_chain
+from .prefix import PrefixHit, find_prefix, prompt_key
 from .prompt_reader import PromptReader
 
 _LAST_REPORT_S = 5.0
@@ -44,7 +44,8 @@ class RequestRun:
         self._accepted = accepted
         self._answer = Answer(resources, call, accepted)
         self._replays = Replays(resources, accepted.clock)
-        self._prompt_ids = self._append_ids = self._chain = b""
+        self._prompt_ids = self._append_ids = b""
+        self._key: prompts.PromptKey | None = None
         self._kept: tuple[DecodeWorker, events.Session] | None = None
         """The client learns of it at the end."""
 
@@ -80,8 +81,15 @@ class RequestRun:
         ids = self._prompt_ids + self._append_ids
         self._answer.new_tokens = len(ids) // requests.ID_BYTES
         if call.prompt is not None and resources.settings.prefix_reuse:
-            self._chain = await asyncio.to_thread(
-                hash_chain, ids, call.owner, resources.model, call.method, call.cache_salt
+            self._key = await asyncio.to_thread(
+                prompt_key,
+                ids,
+                owner="" if resources.settings.prefix_scope == "all" else call.owner,
+                salt=call.cache_salt,
+                model=resources.model,
+                method=call.method,
+                profile=resources.profile,
+                retain_s=call.retain_s,
             )
 
     def _plan(self) -> Plan:
@@ -97,46 +105,61 @@ class RequestRun:
         )
         exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
         blocks = 0 if exact else call.recompute_blocks
-        return replace(plan, recompute_blocks=blocks, session_id=call.session_id)
+        in_session = call.session_id is not None
+        return replace(plan, recompute_blocks=blocks, session_id=call.session_id, worker_reads=in_session)
 
     async def _from_prompt(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
         self._release_kept()
         plan, resources = self._plan(), self._resources
         if self._is_complete(plan):
             return
-        hit = await find_prefix(
-            resources.fleet, resources.settings, self._call.owner, plan.read_ids, self._chain
-        )
-        if hit is not None and await self._from_prefix(use, timeout, plan, hit):
-            return
-        self._answer.cached_tokens = 0
+        hit = await self._find_prefix(plan)
+        if hit is not None and not hit.group_reads:
+            if await self._from_prefix(use, timeout, plan, hit):
+                return
+            hit = None
         await use.set_tokens(plan.read_tokens + plan.answer_tokens)
         with Attempt(resources.fleet) as attempt:
-            reservation = self._reservation(attempt, plan)
-            groups, worker = await place(resources, attempt, plan, reservation, self._accepted.clock.lap)
-            reader = PromptReader(resources, attempt, groups, worker, plan, self._call, self._replays)
+            lap = self._accepted.clock.lap
+            placed = await place(resources, attempt, plan, self._reservation, hit, lap)
+            plan, self._answer.cached_tokens = placed.plan, placed.plan.prefix_tokens
+            worker = placed.worker
+            reader = PromptReader(resources, attempt, placed.groups, worker, plan, self._call, self._replays)
             self._answer.prompt_read(await reader.run(self._answer.progress))
             if self._call.prefill_only:
                 await self._keep(attempt, worker, plan)
             else:
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
 
+    async def _find_prefix(self, plan: Plan) -> PrefixHit | None:
+        if self._key is None or self._call.skip_cache:
+            return None
+        return await find_prefix(
+            self._resources.fleet,
+            self._key,
+            self._call.method,
+            tokens=plan.read_tokens,
+            answer_tokens=plan.answer_tokens,
+            most_rest=self._resources.settings.prefix_rest_tokens,
+        )
+
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
     ) -> bool:
-        """Returns False if the session is gone.
+        """Returns False if it is remembered no more, or has no room.
 
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """
-        worker, prefix = hit
+        worker, prefix = hit.worker, hit.prefix
+        ids, start = plan.read_ids, prefix.tokens * requests.ID_BYTES
         plan = replace(
             plan,
-            read_ids=(plan.read_ids + plan.answered_ids)[prefix.tokens * requests.ID_BYTES :],
+            read_ids=(ids + plan.answered_ids)[start:],
             answered_ids=b"",
             max_tokens=max(1, plan.max_tokens),
-            recompute_blocks=self._call.recompute_blocks,  # only the worker knows whether its K/V is exact
-            session_id=prefix.session_id,
+            recompute_blocks=0 if prefix.exact else self._call.recompute_blocks,
             prefix_tokens=prefix.tokens,
+            worker_reads=True,
         )
         await use.set_tokens(plan.read_tokens + plan.answer_tokens)
         with Attempt(self._resources.fleet) as attempt:
@@ -145,7 +168,10 @@ class RequestRun:
                 return False
             self._answer.cached_tokens = prefix.tokens
             self._accepted.clock.lap("admission")
-            await self._decode(attempt, worker, self._job(attempt, plan), timeout)
+            job = self._job(attempt, plan)
+            if not prefix.exact and (plan.recompute_blocks or plan.keep_tokens):
+                job = replace(job, prompt_ids=ids[:start])
+            await self._decode(attempt, worker, job, timeout)
         return True
 
     async def _from_session(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
@@ -172,7 +198,7 @@ class RequestRun:
                         reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(reserved, requests.Refused):
                     raise refusal_error(reserved)
-                answer.session_tokens = answer.cached_tokens = reserved.session_tokens
+                answer.session_tokens = answer.cached_tokens = reserved.held_tokens
                 self._accepted.clock.lap("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
             except WorkerLost as error:
@@ -188,26 +214,29 @@ class RequestRun:
             with Attempt(fleet) as attempt:
                 async with asyncio.timeout(_LAST_REPORT_S):
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
-                    empty = self._reservation(attempt, Plan(b"", 0, session_id=call.session_id))
+                    nothing = Plan(b"", 0, session_id=call.session_id, worker_reads=True)
+                    empty = self._reservation(attempt, nothing)
                     reserved = await reserve(attempt, worker, replace(empty, wait=False))
         except (TimeoutError, NotFound, WorkerError):
             return 0
-        return reserved.session_tokens if isinstance(reserved, requests.Reserved) else 0
+        return reserved.held_tokens if isinstance(reserved, requests.Reserved) else 0
 
     def _reservation(self, attempt: Attempt, plan: Plan) -> requests.Reservation:
         call = self._call
         return requests.Reservation(
             request_id=attempt.request_id,
             owner=call.owner,
-            prompt_tokens=plan.read_tokens,
+            prompt_tokens=plan.unread_tokens,
             max_tokens=plan.max_tokens,
             session_id=plan.session_id,
             keep_tokens=plan.keep_tokens if plan.max_tokens else 0,
             page_selection=call.page_selection,
-            wait=not plan.prefix_tokens,  # another worker can read the prompt
+            wait=not plan.prefix_tokens,  # another worker has room for the prompt
             deadline=call.deadline,
             door=self._resources.door,
             prefix_tokens=plan.prefix_tokens,
+            reads_rest=plan.worker_reads,
+            key=self._key,
             append_tokens=plan.answered_tokens,
             recompute_blocks=plan.recompute_blocks,
         )
@@ -215,17 +244,16 @@ class RequestRun:
     def _job(self, attempt: Attempt, plan: Plan) -> requests.GenerateJob:
         call = self._call
         # Blocks are recomputed for this answer, or later for questions to the kept session.
-        recomputed = plan.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
+        recomputed = not plan.worker_reads and (plan.recompute_blocks or plan.keep_tokens)
         return requests.GenerateJob(
             request_id=attempt.request_id,
             sampling=replace(call.sampling, max_tokens=plan.max_tokens),
-            append_ids=plan.answered_ids if plan.session_id is None else plan.read_ids,
+            append_ids=plan.read_ids if plan.worker_reads else plan.answered_ids,
             session_id=plan.session_id,
             page_selection=call.page_selection,
             keep_tokens=plan.keep_tokens,
             keep_ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
-            chain=cut_chain(self._chain, plan.keep_tokens),
             trace=call.trace,
             recompute_blocks=plan.recompute_blocks,
             prompt_ids=plan.inexact_ids(call.method) if recomputed else b"",
@@ -302,7 +330,6 @@ class RequestRun:
             request_id=attempt.request_id,
             ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
-            chain=self._chain,
             trace=call.trace,
             prompt_ids=plan.inexact_ids(call.method),
         )

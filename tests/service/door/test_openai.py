@@ -165,6 +165,7 @@ def test_a_prompt_may_be_token_ids(house: House, api: openai.OpenAI) -> None:
 
 
 def test_the_tokens_are_those_of_grpc(house: House, api: openai.OpenAI) -> None:
+    house.decode.remembers = False
     with DeltafrontClient(house.address) as client:
         said, _, _, _ = collect(client.generate(HI, max_tokens=5))
         assert chat(api).choices[0].message.content == said
@@ -174,6 +175,39 @@ def test_the_tokens_are_those_of_grpc(house: House, api: openai.OpenAI) -> None:
     assert read[::2] == read[1::2]
     sampled = [job.sampling for job in house.decode.jobs]
     assert sampled[::2] == sampled[1::2]
+
+
+def test_a_prompt_that_was_read_before_says_so_in_usage(house: House, api: openai.OpenAI) -> None:
+    first, again = (complete(api, LONG) for _ in range(2))
+    assert [done.choices[0].text for done in (first, again)] == [first.choices[0].text] * 2
+    cached = [done.usage.prompt_tokens_details.cached_tokens for done in (first, again)]
+    assert cached == [0, 496]
+    for opted_out in ({"skip_cache": True}, {"cache_salt": "mine"}):
+        done = complete(api, LONG, extra_body=opted_out)
+        assert done.usage.prompt_tokens_details.cached_tokens == 0
+    secret = "s" * 500
+    for _ in range(2):
+        done = complete(api, secret, extra_body={"retain_s": 0})
+        assert done.usage.prompt_tokens_details.cached_tokens == 0
+    nothing_left(house)
+
+
+@pytest.mark.parametrize(
+    ("given", "retained"),
+    [
+        ({}, 0.0),
+        ({"prompt_cache_retention": "in_memory"}, 0.0),
+        ({"prompt_cache_retention": "24h"}, 86_400.0),
+        ({"retain_s": 90}, 90.0),
+        ({"retain_s": 0}, None),
+    ],
+)
+def test_how_long_a_prompt_is_to_be_remembered(
+    house: House, api: openai.OpenAI, given: dict[str, Any], retained: float | None
+) -> None:
+    complete(api, LONG, extra_body=given)
+    key = house.decode.reservations[-1].key
+    assert key is not None and key.retain_s == retained
 
 
 @pytest.mark.parametrize("stop", ["STOP", ["STOP", "never"]])
@@ -265,6 +299,8 @@ def test_who_names_no_seed_gets_another_answer_each_time(house: House, api: open
 
 def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> None:
     extra = {
+        "skip_cache": True,
+        "retain_s": 60,
         "method": "xattention",
         "options": {"tau": 0.75, "min_tokens": 0},
         "page_selection": "full",
@@ -278,6 +314,8 @@ def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> 
     assert job.deadline is not None
     assert house.decode.jobs[-1].page_selection == "full"
     assert house.decode.jobs[-1].recompute_blocks == 2
+    key = house.decode.reservations[-1].key
+    assert key is not None and key.retain_s == 60
     *_, last = complete(api, LONG, extra_body=extra, stream=True)
     for report in (done.deltafront, last.deltafront):
         assert sum(report["timings"]["parts"].values()) == pytest.approx(report["timings"]["ttft_seconds"])
@@ -312,6 +350,7 @@ def lines(address: str, body: dict[str, Any]) -> Iterator[str]:
 
 
 def test_comments_tell_how_far_a_prompt_is(house: House, make_http: Callable[..., str]) -> None:
+    house.decode.remembers = False
     stream = lines(make_http(house), {"prompt": LONG, "max_tokens": 1})
     assert [next(stream) for _ in range(4)] == [f": read {n} of 501 tokens" for n in (128, 256, 384, 501)]
     assert [line[:6] for line in stream] == ["data: "] * 3

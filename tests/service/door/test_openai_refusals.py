@@ -221,6 +221,7 @@ def test_what_is_not_there_is_not_found(address: str, api: openai.OpenAI) -> Non
 
 
 def test_a_full_server_says_when_to_come_back(house: House, api: openai.OpenAI) -> None:
+    house.decode.remembers = False
     house.decode.total = 40
     house.decode.pause_at = 1
     stream = complete(api, LONG, stream=True)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.workers.messages.events import LINK_BYTES, FinishReason, Prefix, SessionKept
-from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reservation, Sampling
+from deltafront.workers.messages.events import FinishReason, SessionKept
+from deltafront.workers.messages.requests import GenerateJob, KeepSession, Sampling
 from deltafront.workers.messages.stages import FirstLogits
 
 from ..prompts import Clock
@@ -115,50 +115,6 @@ async def test_a_session_can_be_kept_of_a_session_and_of_part_of_a_prompt(
     await run.engine.release_session(part, "me")
     answer = await run.ask_session("question", longer.first.session.session_id, question, GREEDY)
     assert answer.ids == expected(document[:70] + more + question)
-
-
-async def test_a_prompt_continues_from_the_beginning_of_a_session(
-    bench: Any, expected: Callable[[list[int]], list[int]]
-) -> None:
-    """Of one that holds more than the prompt has in common with it; the session stays as it was."""
-    run = await bench()
-    document = prompt(150)
-    links = [bytes([number]) * LINK_BYTES for number in range(12)]
-    job = {"keep_tokens": 150, "chain": b"".join(links)}
-    kept = (await run.ask("kept", document, GREEDY, **job)).first.session.session_id
-    await run.engine.renew(["kept"])
-    held = run.used
-    assert await run.engine.find_prefix("you", b"".join(links)) is None
-    assert await run.engine.find_prefix("me", b"other" + b"".join(links)) is None
-    assert await run.engine.find_prefix("me", b"".join(links)) == Prefix(session_id=kept, tokens=144), (
-        "whole pages of 150"
-    )
-    found = await run.engine.find_prefix("me", b"".join([*links[:5], *links[:5]]))
-    assert found == Prefix(session_id=kept, tokens=80)
-    for number, rest in enumerate((prompt(30, seed=5), document[80:])):
-        name = f"asked{number}"
-        reservation = {"session_id": kept, "prefix_tokens": 80, "keep_tokens": 80 + len(rest)}
-        reserved = await run.reserve(name, len(rest), GREEDY.max_tokens, **reservation)
-        assert reserved.session_tokens == 80
-        packed = torch.tensor(rest, dtype=torch.int32).numpy().tobytes()
-        asked = GenerateJob(
-            request_id=name, sampling=GREEDY, append_ids=packed, session_id=kept, keep_tokens=80 + len(rest)
-        )
-        answer = await run.collect(asked)
-        assert answer.ids == expected(document[:80] + rest)
-        again = await run.ask_session(f"again{number}", answer.first.session.session_id, [7], GREEDY)
-        assert again.ids == expected([*document[:80], *rest, 7])
-        assert await run.engine.release_session(answer.first.session.session_id, "me")
-        await run.engine.renew([name])
-    assert run.used == held
-    with pytest.raises(ValueError, match="no prefix of 160"):
-        await run.engine.reserve(
-            Reservation(
-                request_id="x", owner="me", prompt_tokens=5, max_tokens=5, session_id=kept, prefix_tokens=160
-            )
-        )
-    answer = await run.ask_session("whole", kept, [7, 8], GREEDY)
-    assert answer.ids == expected([*document, 7, 8])
 
 
 async def test_prefill_only_becomes_a_session(bench: Any, expected: Callable[[list[int]], list[int]]) -> None:

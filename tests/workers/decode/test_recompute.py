@@ -13,7 +13,8 @@ import torch
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.workers.kv.pages import request_pages
-from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.events import FinishReason, Prefix
+from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import (
     GenerateJob,
     KeepSession,
@@ -23,6 +24,7 @@ from deltafront.workers.messages.requests import (
 )
 from tests.workers.conftest import Answer, Bench, Prefilled
 
+from ..keys import key_of
 from ..prompts import packed
 
 NEW = 12
@@ -162,35 +164,42 @@ async def test_what_is_kept_of_a_prompt_that_is_answered_is_what_was_read(
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
-async def test_what_is_kept_behind_a_session_does_not_depend_on_the_question(
+async def test_what_is_kept_behind_a_prefix_does_not_depend_on_the_question(
     sparse: Sparse, blocks: int
 ) -> None:
-    """A prompt that continues from a session, is kept, and has a question appended."""
-    run, base, kept = sparse.bench, await sparse.keep(DOCUMENT, packed(DOCUMENT)), len(DOCUMENT) + 64
-    found = []
+    """A prompt that continues from what is remembered, is kept, and has a question appended."""
+    run, kept, method = sparse.bench, len(DOCUMENT) + 64, method_spec("streaming", {"min_tokens": 0})
+    await sparse.reserve_and_deliver("read", DOCUMENT, 0, key=key_of(DOCUMENT, method=method))
+    await run.collect(GenerateJob(request_id="read", sampling=GREEDY))
+    keys_and_values = []
     for number in range(3):
         name, ids = f"asked{number}", [*tokens(64, 9), *tokens(20, 50 + number)]
-        more = {"session_id": base, "prefix_tokens": len(DOCUMENT), "keep_tokens": kept}
+        key = key_of([*DOCUMENT, *ids], method=method)
+        found = await run.engine.find_prefix(key)
+        held = kept if number and not blocks else len(DOCUMENT)
+        assert found == Prefix(tokens=held, exact=False), "what follows recomputed blocks is not remembered"
+        more = {"prefix_tokens": len(DOCUMENT), "reads_rest": True, "key": key, "keep_tokens": kept}
         await run.reserve(name, len(ids), NEW, recompute_blocks=blocks, **more)
         job = GenerateJob(
             request_id=name,
             sampling=GREEDY,
             append_ids=packed(ids),
-            session_id=base,
+            prompt_ids=packed(DOCUMENT) if blocks else b"",
             keep_tokens=kept,
             keep_ttl_s=60.0,
             recompute_blocks=blocks,
         )
         answer = await run.collect(job)
         assert answer.finish.report.recomputed_tokens == BLOCK * blocks
-        session = run.engine._manager.sessions._sessions[answer.first.session.session_id]
+        session = run.engine._manager.leases._leases[answer.first.session.session_id]
         cache = run.engine._runner.cache
         sides = [
             cache.read(layer, session.pages, len(DOCUMENT), kept - len(DOCUMENT)) for layer in cache.layers
         ]
-        found.append([side.clone() for pair in sides for side in pair])
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+        keys_and_values.append([side.clone() for pair in sides for side in pair])
+        await run.engine.release_session(answer.first.session.session_id, "me")
+    for other in keys_and_values[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(keys_and_values[0], other, strict=True))
 
 
 async def test_fewer_blocks_are_those_that_the_question_looks_at_most(sparse: Sparse) -> None:

@@ -1,13 +1,15 @@
 """One pool belongs to one worker and one thread. Pages have reference counts, because requests with one
-prefix share them."""
+prefix share them. A page without any is free, also where an entry remembers it."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ....kernels.constants import PAGE_TOKENS
+from .entries import Entries
 
 __all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for", "paired_runs", "row_runs"]
 
@@ -70,12 +72,16 @@ def paired_runs(
 
 
 class PagePool:
-    """Hands out pages, lowest first, so that pages taken together are contiguous where possible."""
+    """Hands out pages, lowest first, so that pages taken together are contiguous where possible. Entries are
+    given up only where no other page is free."""
 
-    def __init__(self, pages: int, on_free: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, pages: int, on_free: Callable[[], None] = lambda: None, entries: Entries | None = None
+    ) -> None:
         if pages < 1:
             raise ValueError(f"a pool needs pages, got {pages}")
         self._on_free = on_free
+        self.entries = Entries(time.monotonic) if entries is None else entries
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))  # highest first: pages are taken from the end
 
@@ -85,18 +91,26 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Also pages that are only remembered."""
+        return len(self._free) + self.entries.idle
 
     @property
     def used(self) -> int:
         return self.total - self.free
 
+    def unheld(self, pages: Iterable[int]) -> int:
+        """Count those without a reference."""
+        return sum(self._references[page] == 0 for page in pages)
+
     def allocate(self, count: int) -> tuple[int, ...]:
         """Raises OutOfPages."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
+        if count > self.free:
+            raise OutOfPages(count, self.free)
         if count > len(self._free):
-            raise OutOfPages(count, len(self._free))
+            self._free += self.entries.evict(count - len(self._free))
+            self._free.sort(reverse=True)
         left = len(self._free) - count
         taken = tuple(reversed(self._free[left:]))
         del self._free[left:]
@@ -105,13 +119,15 @@ class PagePool:
         return taken
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page; to none if one is not in use."""
+        """Add one reference to each page; to none if one is neither in use nor remembered."""
         used_pages = [self._in_use(page) for page in pages]
         for page in used_pages:
+            if self._references[page] == 0:
+                self.entries.take(page)
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page; a page without any is free.
+        """Drop one reference of each page; a page without any is free. Of entries the last is given up first.
 
         Raises: ValueError, having changed nothing, for a page with too few references: a double release would
         give one page to two requests.
@@ -127,10 +143,15 @@ class PagePool:
         for page, drop in drops.items():
             self._references[page] -= drop
         freed = [page for page in drops if self._references[page] == 0]
+        self.entries.let_go(page for page in reversed(freed) if page in self.entries)
+        self._free += [page for page in freed if page not in self.entries]
+        self._free.sort(reverse=True)  # a merge: both parts are mostly in order
         if freed:
-            self._free += freed
-            self._free.sort(reverse=True)  # a merge: both parts are mostly in order
             self._on_free()
+
+    def forget_entries(self) -> None:
+        self._free += self.entries.clear()
+        self._free.sort(reverse=True)
 
     def _checked(self, page: int) -> int:
         if not 0 <= page < len(self._references):
@@ -138,6 +159,6 @@ class PagePool:
         return page
 
     def _in_use(self, page: int) -> int:
-        if self._references[self._checked(page)] == 0:
+        if self._references[self._checked(page)] == 0 and page not in self.entries:
             raise ValueError(f"page {page} is free and cannot be shared")
         return page

@@ -1,7 +1,8 @@
 """A request takes all pages that it will ever need at once.
 
-A request shares only full pages and never writes to them. A session's partly filled last page is copied, and
-recomputed blocks get pages of their own. Pure accounting on the event loop's thread.
+A request shares only full pages, of a session or of what is remembered, and never writes to them. A session's
+partly filled last page is copied, and recomputed blocks get pages of their own. Pure accounting on the event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...messages.requests import ID_BYTES, RefusalReason, Refused, Reservation, recompute_pages
+from ...messages.prompts import PromptKey
+from ...messages.requests import RefusalReason, Refused, Reservation, recompute_pages
+from .leases import Lease, Leases
 from .pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
-from .session_table import KeptSession, SessionTable
 
 PageCopy = tuple[int, int]
 """Source and target."""
@@ -23,8 +25,9 @@ PageCopy = tuple[int, int]
 class RequestPages:
     """A request's page table.
 
-    session_tokens: tokens whose K/V is there from the start. session_ids: their little-endian uint32 ids,
-    where needed. spare: a page for a kept session's partly filled last page. copy_in: the session's partly
+    held_tokens: tokens whose K/V is there from the start. session_ids: their little-endian uint32 ids, where
+    a session has them. key: names what the request leaves; None: nothing. exact: all of it is made by dense
+    attention. spare: a page for a kept session's partly filled last page. copy_in: the session's partly
     filled page and the table's, to copy first. copy_out: the table's page and the spare, to copy once the
     prompt is complete. own: pages for `divert`. on_free: called once, when all is given back.
 
@@ -34,7 +37,9 @@ class RequestPages:
 
     pool: PagePool
     table: tuple[int, ...]
-    session_tokens: int
+    held_tokens: int
+    key: PromptKey | None = None
+    exact: bool = True
     spare: tuple[int, ...] = ()
     copy_in: PageCopy | None = None
     copy_out: PageCopy | None = None
@@ -44,13 +49,18 @@ class RequestPages:
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _aside: tuple[int, ...] = ()
     """Pages that `divert` has replaced in the table."""
+    _entered: list[int] = field(default_factory=list)
+    """Pages that it has made entries of."""
+    _looked: int = 0
+    """So many first pages of the table are entries, or have been offered."""
     _ended: bool = False
     _users: int = 0
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self._looked = self.held_tokens // PAGE_TOKENS
         self.original_table = self.table
-        """Before `divert`; a session is made of it."""
+        """Before `divert`; sessions and entries are made of it."""
 
     @property
     def count(self) -> int:
@@ -93,25 +103,55 @@ class RequestPages:
         while self._users:
             await self._unused.wait()
 
-    def end(self) -> None:
+    def remember(self, tokens: int, answer_ids: bytes = b"") -> None:
+        """Make entries of its first tokens' full pages, which nobody writes to any more. answer_ids: behind
+        the prompt."""
+        if self.key is None or self.key.retain_s is None or self._ended:
+            return
+        chain = self.key.longer(answer_ids) if answer_ids else self.key.chain
+        root = self.key.exact_root if self.exact else self.key.root
+        pages, entries = self.original_table[: tokens // PAGE_TOKENS], self.pool.entries
+        self._entered += entries.add(root, chain, pages, self.key.retain_s, self._looked)
+        if self.key.retain_s:
+            entries.retain(pages, self.key.retain_s)
+        self._looked = len(pages)
+
+    def end(self, *, failed: bool = False) -> None:
+        """failed: what it has made is not remembered."""
+        if failed:
+            self.pool.entries.drop(self._entered)
         self._ended = True
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:
         if self._ended and self._users == 0 and not self.freed.is_set():
-            self.pool.release(self.every_page)
+            # In the order of the tokens, since the last of them are the first to be given up.
+            self.pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
             self.table, self.spare, self.own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
             self.freed.set()
             self.on_free()
 
 
-class PageManager:
-    """One worker's pool and sessions. positions: the model's limit in tokens."""
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What a request builds on. pages: whole ones. partly_filled: behind them. may_recompute: sparse attention
+    made some of it, and its ids are known."""
 
-    def __init__(self, pool: PagePool, sessions: SessionTable, positions: int) -> None:
+    tokens: int = 0
+    pages: tuple[int, ...] = ()
+    partly_filled: int | None = None
+    ids: bytes = b""
+    exact: bool = True
+    may_recompute: bool = True
+
+
+class PageManager:
+    """One worker's pool and leases. positions: the model's limit in tokens."""
+
+    def __init__(self, pool: PagePool, leases: Leases, positions: int) -> None:
         self.pool = pool
-        self.sessions = sessions
+        self.leases = leases
         self._positions = positions
 
     def reserve(self, reservation: Reservation, now: float, behind: int = 0) -> RequestPages | Refused:
@@ -123,14 +163,11 @@ class PageManager:
         Raises: ValueError for counts that make no sense.
         """
         _check_counts(reservation)
-        self.sessions.expire(now)
-        session = None
-        if reservation.session_id is not None:
-            session = self.sessions.find(reservation.session_id, reservation.owner, now)
-            if session is None:
-                message = f"session {reservation.session_id} does not exist or has expired"
-                return Refused(reason=RefusalReason.NO_SESSION, message=message)
-        before = self._before(reservation, session)
+        self.leases.expire(now)
+        held = self._held(reservation, now)
+        if isinstance(held, Refused):
+            return held
+        before = held.tokens
         total = before + reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
         if total > self._positions:
             return Refused(
@@ -139,55 +176,69 @@ class PageManager:
                 f"{reservation.max_tokens} new tokens exceed the model's {self._positions} positions",
                 tokens_left=max(0, self._positions - (total - reservation.max_tokens)),
             )
-        return self._take(reservation, session, total, behind)
+        return self._take(reservation, held, total, behind)
 
-    def _before(self, reservation: Reservation, session: KeptSession | None) -> int:
-        if session is None or not reservation.prefix_tokens:
-            return 0 if session is None else session.tokens
-        if reservation.prefix_tokens > session.tokens or reservation.prefix_tokens % PAGE_TOKENS:
-            raise ValueError(
-                f"a session of {session.tokens} tokens has no prefix of {reservation.prefix_tokens}"
-            )
-        return reservation.prefix_tokens
+    def _held(self, reservation: Reservation, now: float) -> _Held | Refused:
+        if reservation.session_id is not None:
+            return self._session(reservation.session_id, reservation.owner, now)
+        if not reservation.prefix_tokens:
+            return _Held()
+        count = reservation.prefix_tokens // PAGE_TOKENS
+        pages, exact = ((), True) if reservation.key is None else self.pool.entries.find(reservation.key)
+        if len(pages) < count:
+            message = f"{reservation.prefix_tokens} tokens of the prompt are not remembered any more"
+            return Refused(reason=RefusalReason.NO_PREFIX, message=message)
+        return _Held(tokens=reservation.prefix_tokens, pages=pages[:count], exact=exact)
 
-    def _take(
-        self, reservation: Reservation, session: KeptSession | None, total: int, behind: int
-    ) -> RequestPages | Refused:
-        before = self._before(reservation, session)
-        shared = () if session is None else session.pages[: before // PAGE_TOKENS]
+    def _session(self, session_id: str, owner: str, now: float) -> _Held | Refused:
+        lease = self.leases.find(session_id, owner, now)
+        if lease is None:
+            message = f"session {session_id} does not exist or has expired"
+            return Refused(reason=RefusalReason.NO_SESSION, message=message)
+        full, rest = divmod(lease.tokens, PAGE_TOKENS)
+        return _Held(
+            tokens=lease.tokens,
+            pages=lease.pages[:full],
+            partly_filled=lease.pages[-1] if rest else None,
+            ids=lease.ids,
+            may_recompute=bool(lease.ids),
+        )
+
+    def _take(self, reservation: Reservation, held: _Held, total: int, behind: int) -> RequestPages | Refused:
+        shared = held.pages
         spare = 1 if reservation.keep_tokens % PAGE_TOKENS else 0
         fresh = pages_for(total) - len(shared)
         own = 0
-        if session is None or session.ids:
-            known_tokens, appended = before or reservation.prompt_tokens, session is not None
-            own = recompute_pages(reservation.recompute_blocks, known_tokens, appended=appended)
+        if held.may_recompute:
+            known = held.tokens if reservation.reads else held.tokens + reservation.prompt_tokens
+            own = recompute_pages(reservation.recompute_blocks, known, appended=reservation.reads)
         # A session's partly filled page stays occupied beside its copy.
-        least = pages_for(total) + spare + own + (1 if before % PAGE_TOKENS else 0)
+        least = pages_for(total) + spare + own + (held.partly_filled is not None)
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
             return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=least, free=self.pool.free)
+        needed = fresh + spare + own
+        source = () if held.partly_filled is None else (held.partly_filled,)
         if behind:
             message = f"{behind} reservations wait for KV pages already"
-            return Refused(
-                reason=RefusalReason.PAGES, message=message, needed=fresh + spare + own, free=self.pool.free
-            )
-        try:
-            taken = self.pool.allocate(fresh + spare + own)
-        except OutOfPages as error:
-            return Refused(
-                reason=RefusalReason.PAGES, message=str(error), needed=error.needed, free=error.free
-            )
-        self.pool.retain(shared)
-        table, spares = shared + taken[:fresh], taken[fresh : fresh + spare]
-        pages = RequestPages(
-            pool=self.pool, table=table, session_tokens=before, spare=spares, own=taken[fresh + spare :]
+            return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=self.pool.free)
+        free = self.pool.free - self.pool.unheld(shared)
+        if needed > free:
+            message = str(OutOfPages(needed, free))
+            return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=free)
+        self.pool.retain((*shared, *source))  # before others are taken, which may be remembered ones
+        taken = self.pool.allocate(needed)
+        return RequestPages(
+            pool=self.pool,
+            table=shared + taken[:fresh],
+            held_tokens=held.tokens,
+            key=reservation.key,
+            exact=_stays_exact(reservation, held),
+            spare=taken[fresh : fresh + spare],
+            own=taken[fresh + spare :],
+            session_ids=held.ids,
+            copy_in=(source[0], taken[0]) if source else None,
         )
-        if session is not None:
-            pages.session_ids = session.ids[: before * ID_BYTES]
-        if session is not None and before % PAGE_TOKENS:
-            pages.copy_in = (session.pages[-1], taken[0])
-            self.pool.retain(session.pages[-1:])
-        return pages
 
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
         """Make sure that `keep_session` cannot fail for a request that goes on, and name the page to copy
@@ -205,9 +256,8 @@ class PageManager:
         ttl_s: float,
         now: float,
         *,
-        chain: bytes = b"",
         ids: bytes = b"",
-    ) -> KeptSession:
+    ) -> Lease:
         """Make a session of a request's first `tokens` tokens.
 
         Full pages are shared. If the request goes on, `prepare_session` comes first, and the copy of the
@@ -215,20 +265,30 @@ class PageManager:
         """
         copied = () if pages.copy_out is None else pages.copy_out[1:]
         shared = pages.original_table[: tokens // PAGE_TOKENS if copied else pages_for(tokens)]
-        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain=chain, ids=ids)
+        lease = self.leases.adopt(owner, shared + copied, tokens, ttl_s, now, ids=ids)
         self.pool.retain(shared)
         if copied:
             pages.spare, pages.copy_out = (), None
-        return session
+        return lease
+
+
+def _stays_exact(reservation: Reservation, held: _Held) -> bool:
+    """Whether all K/V of the request is exact. Workers read densely; a group as its method does."""
+    read_exactly = reservation.reads or reservation.key is None or reservation.key.exact
+    return held.exact and read_exactly
 
 
 def _check_counts(reservation: Reservation) -> None:
-    if reservation.append_tokens < 0 or (reservation.append_tokens and reservation.session_id is not None):
+    held = reservation.session_id is not None or reservation.prefix_tokens > 0
+    if reservation.append_tokens < 0 or (reservation.append_tokens and reservation.reads):
         raise ValueError(f"cannot reserve for {reservation.append_tokens} tokens behind the prompt")
+    if reservation.prefix_tokens % PAGE_TOKENS or (reservation.prefix_tokens and reservation.session_id):
+        raise ValueError(f"cannot build on {reservation.prefix_tokens} remembered tokens")
+    if reservation.reads and not held:
+        raise ValueError("a worker reads only what follows a session or a prefix")
     prompt = reservation.prompt_tokens
-    if prompt < 0 or reservation.max_tokens < 0 or (prompt == 0 and reservation.session_id is None):
+    if prompt < 0 or reservation.max_tokens < 0 or (prompt == 0 and not held):
         raise ValueError(f"cannot reserve for {prompt} prompt tokens and {reservation.max_tokens} new tokens")
-    if reservation.keep_tokens < 0 or (reservation.session_id is None and reservation.keep_tokens > prompt):
-        raise ValueError(
-            f"keep_tokens {reservation.keep_tokens} must be within the prompt of {prompt} tokens"
-        )
+    most = reservation.prefix_tokens + prompt
+    if reservation.keep_tokens < 0 or (reservation.session_id is None and reservation.keep_tokens > most):
+        raise ValueError(f"keep_tokens {reservation.keep_tokens} must be within the prompt of {most} tokens")

@@ -20,6 +20,28 @@ def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | No
     asked = spec.values.get("density", 0.0)
     if not asked or not issubclass(registered(spec).form, ScoredOptions):
         return None
+    sparser, denser = _around(profile, spec, asked)
+    low, high = sparser[0].density, denser[0].density
+    weight = 0.0 if high == low else (asked - low) / (high - low)
+
+    def thresholds(layer: int, tokens: int) -> Sequence[float]:
+        lower, upper = (nearest(family, tokens).thresholds[layer] for family in (sparser, denser))
+        return [low_ + weight * (high_ - low_) for low_, high_ in zip(lower, upper, strict=True)]
+
+    return thresholds
+
+
+def lengths_of_thresholds(profile: Profile | None, spec: MethodSpec, tokens: int) -> tuple[int, ...]:
+    """Name the levels by whose thresholds a prompt of `tokens` tokens is read: two prompts of equal names get
+    the same. Empty without a `density`. Raises MethodError as `thresholds_for` does."""
+    if thresholds_for(profile, spec) is None or profile is None:
+        return ()
+    families = _around(profile, spec, spec.values["density"])
+    return tuple(nearest(family, tokens).tokens for family in families)
+
+
+def _around(profile: Profile | None, spec: MethodSpec, asked: float) -> tuple[list[Level], list[Level]]:
+    """Return the levels of the next lower and the next higher density. Raises MethodError."""
     where = f"method_options.density = {asked}"
     if profile is None:
         raise MethodError("method_options.density", f"{where}: the model has no profile (model.profile)")
@@ -33,13 +55,7 @@ def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | No
     low, high = max(level.density for level in below), min(level.density for level in above)
     sparser = [level for level in below if level.density == low]
     denser = [level for level in above if level.density == high]
-    weight = 0.0 if high == low else (asked - low) / (high - low)
-
-    def thresholds(layer: int, tokens: int) -> Sequence[float]:
-        lower, upper = (nearest(family, tokens).thresholds[layer] for family in (sparser, denser))
-        return [low_ + weight * (high_ - low_) for low_, high_ in zip(lower, upper, strict=True)]
-
-    return thresholds
+    return sparser, denser
 
 
 def nearest(levels: Sequence[Level], tokens: int) -> Level:

@@ -73,8 +73,13 @@ class Account:
         )
 
 
+def waited(report: ChunkReport) -> float:
+    """Seconds of a chunk in which its stage waited for the stage before it or for a decode worker."""
+    return report.phases.get("activation_wait", 0.0) + report.phases.get("kv_fetch", 0.0)
+
+
 def _launch_bound(report: ChunkReport) -> float:
-    busy = sum(report.phases.values()) - report.phases.get("activation_wait", 0.0)
+    busy = sum(report.phases.values()) - waited(report)
     ahead = math.inf if report.launched_ahead is None else report.launched_ahead
     return busy if ahead < _LAUNCHED_AHEAD * busy else 0.0
 
@@ -92,7 +97,7 @@ class Pace:
 
     def chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
         """Return a finished chunk's seconds a token on the slowest stage, without its waits for others."""
-        pace = max(report.wall - report.phases.get("activation_wait", 0.0) for report in reports) / tokens
+        pace = max(report.wall - waited(report) for report in reports) / tokens
         if start == 0:
             self._first[method] = pace
         return pace

@@ -15,6 +15,7 @@ from ...messages.events import PrefillDone
 from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
 from ...messages.stages import ChunkCommand, ChunkReport, OpenRequest
 from ...messages.states import GroupStats
+from ...pace import Recent
 from ...roles import PrefillEvent
 from ...settings import PrefillConfig
 from ...tracing import NO_SPAN
@@ -129,6 +130,7 @@ class PrefillRequests:
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
         self._throughput = Throughput()
+        self._fetched = Recent()
         self._pace = Pace(config.chunk_slack_s)
         self._last_turn = 0.0
         """When the last of those that were refused is to come back."""
@@ -197,7 +199,10 @@ class PrefillRequests:
     def chunk_through(
         self, request: Request, command: ChunkCommand, reports: Sequence[ChunkReport], sent: float, now: float
     ) -> None:
-        self._throughput.chunk(command.tokens, sent, now)
+        fetched_s = max(report.phases.get("kv_fetch", 0.0) for report in reports)
+        if fetched_s:
+            self._fetched.add(command.start, fetched_s)
+        self._throughput.chunk(command.tokens, min(now, sent + fetched_s), now)
         for other in self:
             if other is not request:
                 other.account.other_chunk(reports[-1].wall, now)
@@ -217,6 +222,7 @@ class PrefillRequests:
             waiting_tokens=self._unread(),
             tokens_per_second=self._throughput.tokens_per_second,
             max_waiting=self._config.max_waiting,
+            fetched_tokens_per_second=self._fetched.tokens_per_second,
             idle_s=0.0 if running else self._throughput.idle(now),
         )
 

@@ -22,7 +22,8 @@ from .phases import PhaseTimer
 
 @dataclass(kw_only=True)
 class ChunkWork:
-    """Adds up what one chunk does on its way through a stage.
+    """Adds up what one chunk does on its way through a stage. fetch_s: seconds that K/V took to come back
+    from the decode worker before its prompt's first chunk.
 
     `seal` launches the copies of results to the host. After `wait` any thread can read them while the device
     computes the next chunk.
@@ -30,6 +31,7 @@ class ChunkWork:
 
     command: ChunkCommand
     timer: PhaseTimer
+    fetch_s: float = 0.0
     began: float = field(default_factory=time.perf_counter)
     coverage: list[tuple[int, Coverage]] = field(default_factory=list)
     handoff_bytes: int = 0
@@ -59,11 +61,14 @@ class ChunkWork:
         """Report the chunk, after `wait`. after: when the chunk before was computed; this one's time begins
         no earlier."""
         phases, density = self.timer.seconds(), self._density()
+        computing = max(self.through - max(self.began, after), sum(phases.values()))
+        if self.fetch_s:
+            phases["kv_fetch"] = self.fetch_s
         return ChunkReport(
             request_id=self.command.request_id,
             stage=stage,
             start=self.command.start,
-            wall=max(self.through - max(self.began, after), sum(phases.values())),
+            wall=computing + self.fetch_s,
             phases=phases,
             density=density,
             sampled_share=sum(c.sampled for _, c in self.coverage) / max(1, len(self.coverage)),
@@ -87,7 +92,7 @@ class ChunkWork:
 @dataclass(kw_only=True)
 class OpenPrompt:
     """states: what its method remembers of each layer whose queries it has all seen. first_page: of pages_N
-    if they are contiguous, else None."""
+    if they are contiguous, else None. fetch_s: as in `ChunkWork`."""
 
     request: OpenRequest
     method: Attention
@@ -96,6 +101,7 @@ class OpenPrompt:
     states: dict[int, Any]
     pages_N: torch.Tensor
     first_page: int | None
+    fetch_s: float = 0.0
 
 
 class ChunkAttention:

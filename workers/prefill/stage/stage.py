@@ -130,16 +130,20 @@ class PrefillStage:
     def _fetch_kv(self, request: OpenRequest, pages: Sequence[int]) -> None:
         if self.stack.device.type == "cuda":  # an abandoned chunk may still write to what were its pages
             torch.cuda.synchronize(self.stack.device)
+        began = time.perf_counter()
         wanted = pieces(request.request_id, self._cache, request.start)
         for piece, kv in self._source.fetch(request.decode_worker, wanted):
             if request.serial in self._abandoned:
                 raise RequestFailed(f"request {request.request_id} was abandoned")
             layer = {piece.layer: from_host(kv, piece, self._cache)}
             self._cache.write_layers(pages, piece.start, layer)
+        self._open[request.request_id].fetch_s = time.perf_counter() - began
 
     @torch.inference_mode()
     def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
         work = ChunkWork(command=command, timer=phase_timer(self.stack.device))
+        if prompt := self._open.get(command.request_id):
+            work.fetch_s, prompt.fetch_s = prompt.fetch_s, 0.0
         received_TC = self._receive(work)
         try:
             hidden_TC = self._compute(work, received_TC)

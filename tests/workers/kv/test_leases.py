@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
+from deltafront.workers.kv.pages.leases import Leases
 from deltafront.workers.kv.pages.pool import OutOfPages, PagePool
 from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
-from deltafront.workers.kv.pages.session_table import SessionTable
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
 
 
-def table(pages: int = 8, max_ttl_s: float = 100.0) -> tuple[PagePool, SessionTable]:
+def table(pages: int = 8, max_ttl_s: float = 100.0) -> tuple[PagePool, Leases]:
     pool = PagePool(pages)
-    return pool, SessionTable("w1", pool, max_ttl_s)
+    return pool, Leases("w1", pool, max_ttl_s)
 
 
 def test_a_session_is_found_by_its_owner_until_it_expires() -> None:
@@ -73,14 +73,14 @@ def test_a_request_on_a_session_shares_full_pages_and_copies_the_last() -> None:
     assert session.pages[:2] == first.table[:2] and session.pages[2] != first.table[2]
     assert copied == (first.table[2], session.pages[2])
     second = reserve(pages, 10, 20, session_id=session.session_id)
-    assert second.session_tokens == 40 and len(second.table) == 5
+    assert second.held_tokens == 40 and len(second.table) == 5
     assert second.table[:2] == session.pages[:2] and second.table[2] not in session.pages
     assert second.copy_in == (session.pages[2], second.table[2])
     assert pages.pool._references[session.pages[0]] == 3
     for held in (first, second):
         held.end()
     assert pages.pool.used == 3
-    pages.sessions.clear()
+    pages.leases.clear()
     assert pages.pool.used == 0
 
 
@@ -90,7 +90,7 @@ def test_the_source_of_a_copy_outlives_its_session() -> None:
     session = pages.keep_session(first, 40, "me", 10.0, now=0.0)
     first.end()
     second = reserve(pages, 1, 1, session_id=session.session_id)
-    pages.sessions.clear()
+    pages.leases.clear()
     assert second.copy_in is not None
     source, target = second.copy_in
     assert pages.pool._references[source] == pages.pool._references[target] == 1
@@ -126,7 +126,7 @@ def test_a_session_of_whole_pages_copies_nothing_and_outlives_its_request() -> N
     assert pages.pool.used == 2
     second = reserve(pages, 1, 1, session_id=session.session_id)
     assert second.table[:2] == session.pages and second.copy_in is None
-    pages.sessions.expire(10.0)
+    pages.leases.expire(10.0)
     assert pages.pool.used == 3
     second.end()
     assert pages.pool.used == 0
@@ -181,7 +181,7 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
         now += 1.0
         if isinstance(answer, Refused):
             continue
-        writable = answer.table[answer.session_tokens // 16 :] + answer.spare
+        writable = answer.table[answer.held_tokens // 16 :] + answer.spare
         assert all(pages.pool._references[page] == 1 for page in writable), (
             "a shared page must not be written"
         )
@@ -193,7 +193,7 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
             holdings.pop(0).end()
     for held in holdings:
         held.end()
-    pages.sessions.clear()
+    pages.leases.clear()
     assert pages.pool.used == 0
 
 

@@ -1,0 +1,242 @@
+"""What a decode worker remembers of ended requests: prompts that continue from it are answered as if they had
+been read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from deltafront.workers.messages.events import FinishReason, Prefix
+from deltafront.workers.messages.methods import method_spec
+from deltafront.workers.messages.requests import GenerateJob, KeepSession, RefusalReason, Refused, Reservation
+
+from ..conftest import Answer, Bench
+from ..keys import key_of
+from ..prompts import packed
+from .test_decode_engine import GREEDY, NEW, expected, prompt
+
+__all__ = ["expected"]
+DOCUMENT = prompt(150)
+Expected = Callable[[list[int]], list[int]]
+
+
+async def read(run: Bench, name: str, ids: Sequence[int], **more: Any) -> Answer:
+    """A prompt that a group reads, whose key a door has made."""
+    key = key_of(ids, **{part: more.pop(part) for part in ("retain_s", "owner") if part in more})
+    await run.reserve(name, len(ids), NEW, key=key, **more)
+    await run.deliver(name, list(ids))
+    return await run.collect(
+        GenerateJob(request_id=name, sampling=GREEDY, keep_tokens=more.get("keep_tokens", 0))
+    )
+
+
+async def found(run: Bench, ids: Sequence[int], **more: Any) -> int:
+    prefix = await run.engine.find_prefix(key_of(ids, **more))
+    return prefix.tokens if prefix else 0
+
+
+async def go_on(run: Bench, name: str, ids: Sequence[int], held: int, **more: Any) -> Answer:
+    """A prompt whose first tokens are remembered."""
+    given = {"key": key_of(ids), "prefix_tokens": held, "reads_rest": True, **more}
+    reserved = await run.reserve(name, len(ids) - held, NEW, **given)
+    assert reserved.held_tokens == held
+    job = GenerateJob(
+        request_id=name,
+        sampling=GREEDY,
+        append_ids=packed(ids[held:]),
+        keep_tokens=more.get("keep_tokens", 0),
+    )
+    return await run.collect(job)
+
+
+@pytest.mark.parametrize("length", sorted({16 * page + by for page in range(8, 11) for by in (-1, 0, 1)}))
+async def test_the_same_prompt_again_is_answered_the_same_at_every_page_boundary(
+    bench: Any, expected: Expected, length: int
+) -> None:
+    run = await bench()
+    ids = prompt(length)
+    first = await read(run, "first", ids)
+    assert first.ids == expected(ids)
+    assert (run.used, await found(run, ids)) == (0, length // 16 * 16)
+    again = await go_on(run, "again", ids, (length - 1) // 16 * 16)
+    assert again.ids == first.ids
+    for held in (16, (length - 17) // 16 * 16):
+        assert (await go_on(run, f"from {held}", ids, held)).ids == first.ids
+
+
+async def test_an_answer_is_remembered_with_its_prompt(bench: Any, expected: Expected) -> None:
+    """A conversation goes on behind it, turn by turn."""
+    run, ids = await bench(), list(DOCUMENT)
+    answer = await read(run, "turn 0", ids)
+    for turn in range(1, 4):
+        ids += [*answer.ids, *prompt(20, seed=turn)]
+        held = await found(run, ids)
+        assert held == (len(ids) - 20 - 1) // 16 * 16, "all but the last token, whose K/V nobody made"
+        answer = await go_on(run, f"turn {turn}", ids, held)
+        assert answer.ids == expected(ids)
+
+
+async def test_another_question_to_the_same_document(bench: Any, expected: Expected) -> None:
+    run = await bench()
+    await read(run, "first", [*DOCUMENT, 3, 4, 5])
+    for number in range(3):
+        ids = [*DOCUMENT, *prompt(30, seed=number + 40)]
+        held = await found(run, ids)
+        assert held == 144
+        assert (await go_on(run, f"asked {number}", ids, held)).ids == expected(ids)
+    assert run.used == 0
+
+
+async def test_two_at_once_share_the_pages(bench: Any, expected: Expected) -> None:
+    run = await bench(cache_tokens=(150 // 16 + 2 * 6) * 16)
+    await read(run, "first", DOCUMENT)
+    prompts = [[*DOCUMENT, *prompt(20, seed=seed)] for seed in (1, 2)]
+    answers = await asyncio.gather(*(go_on(run, f"q{n}", ids, 144) for n, ids in enumerate(prompts)))
+    assert [answer.ids for answer in answers] == [expected(ids) for ids in prompts]
+
+
+async def test_a_group_reads_the_rest_behind_what_is_remembered(bench: Any, expected: Expected) -> None:
+    """No page of the prefix is written to, whoever sends what."""
+    run = await bench()
+    await read(run, "first", DOCUMENT)
+    ids, name = [*DOCUMENT, *prompt(80, seed=3)], "longer"
+    await run.reserve(name, len(ids) - 128, NEW, key=key_of(ids), prefix_tokens=128)
+    whole = run.prefill(ids)
+    early, late = [], []
+    for piece in run.pieces(name, whole):
+        (early if piece.start < 128 else late).append(piece)
+    assert await run.engine.resume(name, [], 0) == 128, "a lost group takes no prefix with it"
+    await asyncio.gather(*(run.engine.announce(piece) for piece in late))
+    await run.deliver_logits(name, whole)
+    answer = await run.collect(GenerateJob(request_id=name, sampling=GREEDY))
+    assert answer.ids == expected(ids)
+    assert await found(run, ids) == len(ids) // 16 * 16
+    await run.reserve("wrong", len(ids) - 128, NEW, key=key_of(ids), prefix_tokens=128)
+    with pytest.raises(ValueError, match="overlaps"):
+        await run.engine.announce(run.pieces("wrong", whole, chunk=64)[0])
+    await run.engine.cancel("wrong")
+    again = await go_on(run, "again", DOCUMENT, 128)
+    assert again.ids == expected(list(DOCUMENT))
+
+
+async def test_a_session_holds_what_is_remembered_and_leaves_it(bench: Any, expected: Expected) -> None:
+    run = await bench(cache_tokens=24 * 16)
+    kept = (await read(run, "kept", DOCUMENT, keep_tokens=150)).first.session.session_id
+    await run.engine.renew(["kept"])
+    assert run.used == 10
+    big = await run.engine.reserve(
+        Reservation(request_id="big", owner="you", prompt_tokens=160, max_tokens=96)
+    )
+    assert isinstance(big, Refused) and (big.reason, big.free) == (RefusalReason.PAGES, 14)
+    answer = await go_on(run, "asked", [*DOCUMENT, 7], 144, keep_tokens=151)
+    assert answer.ids == expected([*DOCUMENT, 7])
+    for session in (kept, answer.first.session.session_id):
+        assert await run.engine.release_session(session, "me")
+    assert (run.used, await found(run, DOCUMENT)) == (0, 144)
+    await run.reserve("big", 160, 96)
+    assert await found(run, DOCUMENT) == 128, "its end made room"
+    await run.engine.cancel("big")
+
+
+async def test_what_is_only_remembered_is_free_room(bench: Any) -> None:
+    """For doors, waiting reservations and admission; nobody is refused because of old prompts."""
+    run = await bench(cache_tokens=16 * 16)
+    await read(run, "first", DOCUMENT)
+    stats = await run.engine.stats()
+    assert (stats.pages_free, stats.pages_total) == (16, 16)
+    assert (stats.pages_remembered, stats.pages_evicted) == (11, 0)
+    await run.reserve("all", 200, 56, wait=False)
+    stats = await run.engine.stats()
+    assert (stats.pages_free, stats.pages_remembered, stats.pages_evicted) == (0, 0, 11)
+    waiting = asyncio.create_task(run.reserve("next", 200, 56, wait=True))
+    await asyncio.sleep(0.02)
+    await run.engine.cancel("all")
+    assert (await waiting).pages == 16
+    await run.engine.cancel("next")
+
+
+async def test_others_and_those_who_opt_out_find_nothing(bench: Any) -> None:
+    run = await bench()
+    await read(run, "forgotten", DOCUMENT, retain_s=None)
+    assert await found(run, DOCUMENT) == 0
+    await read(run, "mine", DOCUMENT)
+    assert await found(run, DOCUMENT, owner="you") == 0
+    assert await found(run, DOCUMENT, salt="x") == 0
+    assert await found(run, DOCUMENT) == 144
+
+
+async def test_a_cancelled_request_leaves_what_it_has_read_and_a_failed_one_nothing(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench()
+    await run.reserve("unread", len(DOCUMENT), NEW, key=key_of(DOCUMENT))
+    await run.engine.cancel("unread")
+    assert await found(run, DOCUMENT) == 0
+    await run.reserve("left", len(DOCUMENT), NEW, key=key_of(DOCUMENT))
+    await run.deliver("left", DOCUMENT)
+    stream = run.engine.generate(GenerateJob(request_id="left", sampling=GREEDY))
+    for _ in range(3):
+        await anext(stream)
+    await stream.aclose()
+    await run.engine.cancel("left")
+    while run.used:  # by the step that was under way
+        await asyncio.sleep(0.01)
+    assert await found(run, DOCUMENT) == 144
+    other = prompt(100, seed=9)
+
+    def broken(*_arguments: object) -> None:
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.engine._runner, "launch", broken)
+        answer = await read(run, "failed", other)
+    assert answer.finish.reason is FinishReason.FAILED and len(answer.ids) == 1
+    assert (run.used, await found(run, other)) == (0, 0)
+
+
+async def test_answers_of_selected_pages_are_not_remembered(bench: Any) -> None:
+    """They are approximations; what was read before is not."""
+    run = await bench(page_selection="delta", delta_layers=(2,), page_budget=4, recency=2)
+    answer = await read(run, "first", DOCUMENT)
+    assert await found(run, [*DOCUMENT, *answer.ids]) == 144
+
+
+async def test_of_a_sparsely_read_prompt_as_much_is_remembered_as_lasts(bench: Any) -> None:
+    """Its last block was read for its own end. Behind it nothing can be found, whatever was answered."""
+    run, method = await bench(), method_spec("dpxa", {"min_tokens": 0})
+    ids = prompt(300)
+    await run.reserve("first", len(ids), NEW, key=key_of(ids, method=method))
+    await run.deliver("first", ids)
+    answer = await run.collect(GenerateJob(request_id="first", sampling=GREEDY))
+    longer = [*ids, *answer.ids, *prompt(20)]
+    key = key_of(longer, method=method)
+    assert await run.engine.find_prefix(key) == Prefix(tokens=256, exact=False)
+    # A worker reads the rest densely, and then all of it is remembered.
+    await run.reserve("second", len(longer) - 256, NEW, key=key, prefix_tokens=256, reads_rest=True)
+    job = GenerateJob(request_id="second", sampling=GREEDY, append_ids=packed(longer[256:]))
+    await run.collect(job)
+    assert await run.engine.find_prefix(key) == Prefix(tokens=len(longer) // 16 * 16, exact=False)
+    assert await run.engine.find_prefix(key_of(longer)) is None
+
+
+async def test_a_kept_prompt_is_remembered_too(bench: Any) -> None:
+    run = await bench()
+    await run.reserve("kept", len(DOCUMENT), 0, key=key_of(DOCUMENT))
+    await run.deliver("kept", DOCUMENT)
+    kept = await run.engine.keep(KeepSession(request_id="kept", ttl_s=30.0))
+    assert await found(run, DOCUMENT) == 144
+    assert await run.engine.release_session(kept.session.session_id, "me")
+    assert (run.used, await found(run, DOCUMENT)) == (0, 144)
+
+
+async def test_a_prefix_that_is_gone_meanwhile_is_refused(bench: Any) -> None:
+    run = await bench()
+    refused = await run.engine.reserve(
+        Reservation(
+            request_id="r", owner="me", prompt_tokens=6, max_tokens=1, prefix_tokens=144, key=key_of(DOCUMENT)
+        )
+    )
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_PREFIX

@@ -1,0 +1,296 @@
+"""Entries: what is found, what is given up first, and who holds what; against a cache that looks at all of
+it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltafront.workers.kv.pages.entries import Entries
+from deltafront.workers.kv.pages.leases import Leases
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool
+from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
+from deltafront.workers.messages.methods import method_spec
+from deltafront.workers.messages.prompts import LINK_BYTES
+from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
+
+from ..keys import key_of
+from ..prompts import Clock
+
+STREAMING = method_spec("streaming", {"min_tokens": 0})
+
+
+def manager(pages: int) -> tuple[PageManager, Clock]:
+    clock = Clock()
+    pool = PagePool(pages, entries=Entries(clock))
+    return PageManager(pool, Leases("w", pool, 1e9), 1 << 20), clock
+
+
+def spell(letters: str) -> list[int]:
+    """A page for each letter."""
+    return [ord(letter) for letter in letters for _ in range(PAGE_TOKENS)]
+
+
+def reserve(manager: PageManager, letters: str, found: int = 0, **more: Any) -> RequestPages | Refused:
+    """A prompt of whole pages and one token of answer, in a page more."""
+    key = key_of(spell(letters), **{name: more.pop(name) for name in ("retain_s", "method") if name in more})
+    tokens = PAGE_TOKENS * found
+    given = {"prompt_tokens": len(spell(letters)) - tokens, "max_tokens": 1, "prefix_tokens": tokens, **more}
+    return manager.reserve(Reservation(request_id="r", owner="me", key=key, **given), now=0.0)
+
+
+def read(manager: PageManager, letters: str, **more: Any) -> None:
+    pages = reserve(manager, letters, **more)
+    assert isinstance(pages, RequestPages)
+    pages.remember(len(spell(letters)))
+    pages.end()
+
+
+def found(manager: PageManager, letters: str, **more: Any) -> int:
+    return len(manager.pool.entries.find(key_of(spell(letters), **more))[0])
+
+
+def test_a_prompt_is_found_by_its_own_beginning_alone() -> None:
+    pages, _ = manager(20)
+    read(pages, "abcd")
+    assert [found(pages, letters) for letters in ("abcd", "abxd", "b", "abcdef", "")] == [4, 2, 0, 4, 0]
+    assert found(pages, "abcd", owner="you") == found(pages, "abcd", salt="s") == 0
+    assert found(pages, "abcd", method=STREAMING) == 4, "dense K/V serves every method"
+    assert pages.pool.free == pages.pool.total == 20
+
+
+def test_sparse_entries_serve_their_own_method_and_say_that_they_are_sparse() -> None:
+    pages, _ = manager(40)
+    read(pages, "a" * 16, method=STREAMING)
+    assert found(pages, "a" * 16) == 0
+    own = key_of(spell("a" * 16), method=STREAMING)
+    found_pages, exact = pages.pool.entries.find(own)
+    assert len(found_pages) == 16 and not exact
+    read(pages, "a" * 16)
+    assert pages.pool.entries.find(own) == (found_pages, False), "its own come first"
+    assert pages.pool.entries.find(key_of(spell("a" * 16)))[1]
+
+
+def test_the_least_recently_used_goes_first_and_of_one_prompt_its_end() -> None:
+    pages, clock = manager(8)
+    for letters in ("abc", "xyz"):
+        read(pages, letters)
+        clock.now += 1
+    touched = reserve(pages, "abcq", found=3)
+    assert isinstance(touched, RequestPages) and touched.held_tokens == 48
+    touched.end()
+    clock.now += 1
+    assert (found(pages, "abc"), found(pages, "xyz"), pages.pool.free) == (3, 3, 8)
+    taken = pages.pool.allocate(4)
+    assert (found(pages, "abc"), found(pages, "xyz")) == (3, 1)
+    more = pages.pool.allocate(2)
+    assert (found(pages, "abc"), found(pages, "xyz")) == (2, 0)
+    assert (pages.pool.entries.evicted, pages.pool.entries.evicted_age_s) == (4, 3 * 2.0 + 1.0)
+    pages.pool.release((*taken, *more))
+
+
+def test_what_is_to_be_retained_goes_last_until_its_time_is_over() -> None:
+    pages, clock = manager(6)
+    read(pages, "ab", retain_s=10.0)
+    clock.now += 1
+    read(pages, "xy")
+    held = pages.pool.allocate(4)
+    assert (found(pages, "ab"), found(pages, "xy")) == (2, 0)
+    assert isinstance(reserve(pages, "pq"), Refused), "a hint is no lease, but three pages are no two"
+    pages.pool.release(held)
+    clock.now += 1
+    read(pages, "xy")
+    clock.now += 9
+    held = pages.pool.allocate(4)
+    assert (found(pages, "ab"), found(pages, "xy")) == (0, 2), "the older, now that its time is over"
+    pages.pool.release(held)
+
+
+def test_the_pages_of_a_prefix_are_not_taken_for_its_own_rest() -> None:
+    pages, _ = manager(7)
+    read(pages, "abcd")
+    other = pages.pool.allocate(1)
+    refused = reserve(pages, "abcdef", found=4)
+    assert isinstance(refused, Refused) and (refused.reason, refused.needed) == (RefusalReason.PAGES, 3)
+    assert (refused.free, found(pages, "abcd"), pages.pool.free) == (2, 4, 6)
+    continued = reserve(pages, "abcde", found=4)
+    assert isinstance(continued, RequestPages)
+    continued.end()
+    pages.pool.release(other)
+
+
+def test_a_prefix_that_is_gone_is_refused() -> None:
+    pages, _ = manager(6)
+    read(pages, "abcd")
+    pages.pool.release(pages.pool.allocate(4))
+    refused = reserve(pages, "abcde", found=4)
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_PREFIX
+
+
+def test_a_failed_request_leaves_nothing_and_takes_nothing_with_it() -> None:
+    pages, _ = manager(12)
+    read(pages, "ab")
+    failed = reserve(pages, "abcd", found=2)
+    assert isinstance(failed, RequestPages)
+    failed.remember(64)
+    sharing = reserve(pages, "abcdx", found=4)
+    assert isinstance(sharing, RequestPages)
+    failed.end(failed=True)
+    assert found(pages, "abcd") == 2
+    sharing.end()
+    assert (pages.pool.free, found(pages, "abcd")) == (12, 2)
+
+
+@pytest.mark.parametrize("retain_s", [None])
+def test_who_opts_out_leaves_nothing(retain_s: None) -> None:
+    pages, _ = manager(6)
+    read(pages, "abcd", retain_s=retain_s)
+    assert found(pages, "abcd") == len(pages.pool.entries) == 0
+
+
+def test_a_lease_is_held_and_remembered_when_it_ends() -> None:
+    pages, _ = manager(5)
+    made = reserve(pages, "abc")
+    assert isinstance(made, RequestPages)
+    made.remember(48)
+    lease = pages.keep_session(made, 40, "me", 10.0, now=0.0)
+    made.end()
+    assert (pages.pool.free, len(lease.pages)) == (2, 3)
+    with pytest.raises(OutOfPages):
+        pages.pool.allocate(3)
+    assert pages.leases.expire(10.0) == 1
+    assert (pages.pool.free, found(pages, "abc")) == (5, 3)
+    pages.pool.forget_entries()
+    assert (pages.pool.free, found(pages, "abc"), len(pages.pool.allocate(5))) == (5, 0, 5)
+
+
+# --- against a cache that looks at everything --------------------------------------------------------------
+
+
+@dataclass
+class Brute:
+    """Remembers (page, when it was last let go, until when to retain it) of each beginning that it has seen.
+    holders: the pages of each request."""
+
+    total: int
+    remembered: dict[str, list[Any]] = field(default_factory=dict)
+    holders: list[tuple[int, ...]] = field(default_factory=list)
+
+    def held(self, page: int) -> int:
+        return sum(page in holder for holder in self.holders)
+
+    def found(self, letters: str) -> list[int]:
+        pages: list[int] = []
+        for end in range(1, len(letters) + 1):
+            if letters[:end] not in self.remembered:
+                break
+            pages.append(self.remembered[letters[:end]][0])
+        return pages
+
+    def idle(self, now: float) -> list[str]:
+        """In the order in which they go."""
+        names = [name for name, (page, *_) in self.remembered.items() if not self.held(page)]
+
+        def key(name: str) -> tuple[Any, ...]:
+            _page, used, until = self.remembered[name]
+            return until > now, used, -len(name)
+
+        return sorted(names, key=key)
+
+    def free(self) -> int:
+        return self.total - len({page for holder in self.holders for page in holder})
+
+    def make_room(self, pages: int, now: float) -> list[str]:
+        bare = self.free() - len(self.idle(now))
+        gone = self.idle(now)[: max(0, pages - bare)]
+        for name in gone:
+            del self.remembered[name]
+        return gone
+
+
+@dataclass
+class Run:
+    """A request of both. offered: so many of its pages are no news."""
+
+    letters: str
+    pages: RequestPages
+    retain_s: float
+    offered: int
+
+
+class Both:
+    """The cache, and the one that looks at everything, in step."""
+
+    def __init__(self) -> None:
+        self.pages, self.clock = manager(10)
+        self.brute = Brute(10)
+        self.live: list[Run] = []
+
+    def read(self, letters: str, retain_s: float) -> None:
+        brute, held = self.brute, self.brute.found(letters)
+        assert list(self.pages.pool.entries.find(key_of(spell(letters)))[0]) == held
+        use = min(len(held), len(letters) - 1)
+        needed = len(letters) + 1 - use
+        room = brute.free() - sum(not brute.held(page) for page in held[:use])
+        answer = reserve(self.pages, letters, found=use, retain_s=retain_s)
+        assert isinstance(answer, RequestPages) == (needed <= room)
+        if isinstance(answer, RequestPages):
+            brute.holders.append(tuple(held[:use]))
+            brute.make_room(needed, self.clock.now)
+            brute.holders[-1] = answer.table
+            assert answer.table[:use] == tuple(held[:use])
+            self.live.append(Run(letters, answer, retain_s, use))
+
+    def remember(self, run: Run) -> None:
+        run.pages.remember(len(spell(run.letters)))
+        remembered, now = self.brute.remembered, self.clock.now
+        for end in range(1, len(run.letters) + 1):
+            name, page = run.letters[:end], run.pages.table[end - 1]
+            known = {one[0] for one in remembered.values()}
+            if end > run.offered and name not in remembered and page not in known:
+                remembered[name] = [page, now, now + run.retain_s]
+            if run.retain_s and name in remembered and remembered[name][0] == page:
+                remembered[name][2] = max(remembered[name][2], now + run.retain_s)
+        run.offered = len(run.letters)
+
+    def end(self, run: Run, failed: bool) -> None:
+        table, made = run.pages.table, run.pages._entered if failed else ()
+        run.pages.end(failed=failed)
+        brute = self.brute
+        brute.remembered = {k: v for k, v in brute.remembered.items() if v[0] not in made}
+        brute.holders.remove(table)
+        self.live.remove(run)
+        for one in brute.remembered.values():
+            if one[0] in table and not brute.held(one[0]):
+                one[1] = self.clock.now
+
+    def agree(self) -> None:
+        pool, brute = self.pages.pool, self.brute
+        assert pool.free == brute.free()
+        assert pool._references == [brute.held(page) for page in range(10)]
+        names = {entry.name for entry in pool.entries._entries.values()}
+        keys = [key_of(spell(name)) for name in brute.remembered]
+        assert names == {key.root + key.chain[-LINK_BYTES:] for key in keys}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_order_of_operations_agrees_with_brute_force(data: st.DataObject) -> None:
+    both = Both()
+    for _ in range(data.draw(st.integers(1, 30))):
+        both.clock.now += 1.0
+        kind = data.draw(st.sampled_from(["read", "read", "end", "fail", "remember"]))
+        if kind == "read":
+            letters = data.draw(st.text("ab", min_size=1, max_size=6))
+            both.read(letters, data.draw(st.sampled_from([0.0, 0.0, 5.0])))
+        elif both.live:
+            run = data.draw(st.sampled_from(both.live))
+            both.remember(run) if kind == "remember" else both.end(run, kind == "fail")
+        both.agree()
+    for run in list(both.live):
+        both.end(run, failed=False)
+    assert both.pages.pool.used == 0

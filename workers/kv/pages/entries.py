@@ -1,0 +1,147 @@
+"""Entries: full pages of K/V that are remembered after their requests, found by a prompt's root and chain.
+
+A page that nobody holds is given up when its place is needed: the least recently used first, and of one
+prompt the last page first, so that what is left is still a beginning. Those to be retained come after all
+others. Pure accounting on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ...messages.prompts import LINK_BYTES, PromptKey, links_of
+
+
+@dataclass
+class Entry:
+    """name: root and link. used: when its last holder let go of it. until: retain it so long, on the same
+    clock."""
+
+    name: bytes
+    used: float
+    until: float
+
+
+class Entries:
+    """clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pages: dict[bytes, int] = {}
+        self._entries: dict[int, Entry] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Pages that nobody holds, in the order in which they are given up."""
+        self._retained: OrderedDict[int, None] = OrderedDict()
+        """The same, of those to be retained."""
+        self._soonest = float("inf")
+        """No page of `_retained` may be given up like others before."""
+        self.evicted = 0
+        self.evicted_age_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._entries
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle) + len(self._retained)
+
+    def find(self, key: PromptKey) -> tuple[tuple[int, ...], bool]:
+        """Return the pages of a prompt's longest beginning that is here, and whether dense attention made all
+        of them. Where both are here, a page of the prompt's own method is taken."""
+        pages: list[int] = []
+        exact = True
+        for link in links_of(key.chain):
+            page = self._pages.get(key.root + link)
+            if page is None:
+                page = self._pages.get(key.exact_root + link)
+            elif not key.exact:
+                exact = False
+            if page is None:
+                break
+            pages.append(page)
+        return tuple(pages), exact
+
+    def add(
+        self, root: bytes, chain: bytes, pages: Sequence[int], retain_s: float, first: int = 0
+    ) -> Iterable[int]:
+        """Remember held pages, from the chain's link `first` on. What is here already stays as it is.
+
+        Returns: the new ones.
+        """
+        until, new = self._clock() + retain_s, list[int]()
+        links = links_of(chain[first * LINK_BYTES :])
+        for link, page in zip(links, islice(pages, first, None), strict=False):
+            name = root + link
+            if name not in self._pages and page not in self._entries:
+                self._pages[name], self._entries[page] = page, Entry(name, self._clock(), until)
+                new.append(page)
+        return new
+
+    def retain(self, pages: Iterable[int], seconds: float) -> None:
+        until = self._clock() + seconds
+        for page in pages:
+            if page in self._entries:
+                self._entries[page].until = max(self._entries[page].until, until)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Forget held pages: nobody finds them any more."""
+        for page in pages:
+            if page in self._entries:
+                del self._pages[self._entries.pop(page).name]
+
+    def let_go(self, pages: Iterable[int]) -> None:
+        """Nobody holds these pages any more. The first is given up first."""
+        now = self._clock()
+        for page in pages:
+            entry = self._entries[page]
+            entry.used = now
+            if entry.until > now:
+                self._retained[page] = None
+                self._soonest = min(self._soonest, entry.until)
+            else:
+                self._idle[page] = None
+
+    def take(self, page: int) -> None:
+        """Somebody holds this page again."""
+        self._idle.pop(page, None)
+        self._retained.pop(page, None)
+
+    def evict(self, count: int) -> list[int]:
+        """Give up so many pages that nobody holds, and forget them."""
+        self._end_retention()
+        now, gone = self._clock(), list[int]()
+        for _ in range(count):
+            page, _ = (self._idle or self._retained).popitem(last=False)
+            self.evicted_age_s += now - self._entries[page].used
+            gone.append(page)
+        self.evicted += count
+        self.drop(gone)
+        return gone
+
+    def clear(self) -> list[int]:
+        """Forget everything. Returns: the pages that nobody holds."""
+        gone = [*self._idle, *self._retained]
+        self._idle.clear()
+        self._retained.clear()
+        self._pages.clear()
+        self._entries.clear()
+        return gone
+
+    def _end_retention(self) -> None:
+        now = self._clock()
+        if now < self._soonest:
+            return
+        over = [page for page in self._retained if self._entries[page].until <= now]
+        for page in over:
+            del self._retained[page]
+        self._idle = OrderedDict.fromkeys(
+            sorted([*self._idle, *over], key=lambda page: self._entries[page].used)
+        )
+        left = (self._entries[page].until for page in self._retained)
+        self._soonest = min(left, default=float("inf"))

@@ -1,0 +1,105 @@
+"""Leases of a decode worker: sessions, whose pages are held for an owner until a stated time.
+
+A lease holds one reference on each of its pages and never writes to them. When it ends, those that are
+entries are still remembered. Pure accounting on the event loop's thread; times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from ...messages.events import Session
+from ...messages.requests import ID_BYTES
+from .pool import PagePool, pages_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """ids: little-endian uint32, where blocks may be computed again; else empty."""
+
+    session_id: str
+    owner: str
+    pages: tuple[int, ...]
+    tokens: int
+    expires: float
+    ids: bytes = field(repr=False, default=b"")
+
+    @property
+    def message(self) -> Session:
+        return Session(session_id=self.session_id, expires=self.expires, tokens=self.tokens)
+
+
+class Leases:
+    """Leases by session id. An id is `<worker>.<random>`, so that any door finds the worker."""
+
+    def __init__(self, worker: str, pool: PagePool, max_ttl_s: float) -> None:
+        if max_ttl_s <= 0:
+            raise ValueError(f"max_session_ttl_s must be positive, got {max_ttl_s}")
+        self._worker = worker
+        self._pool = pool
+        self._max_ttl_s = max_ttl_s
+        self._leases: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def adopt(
+        self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float, *, ids: bytes = b""
+    ) -> Lease:
+        """Lease exactly pages_for(tokens) pages, whose references it takes over.
+
+        Args:
+            ttl_s: at most the configured maximum; 0 or less asks for the maximum.
+            ids: of these tokens, and any behind them.
+        """
+        if tokens < 1 or len(pages) != pages_for(tokens):
+            raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
+        granted_s = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
+        lease = Lease(
+            session_id=f"{self._worker}.{secrets.token_urlsafe(16)}",
+            owner=owner,
+            pages=pages,
+            tokens=tokens,
+            expires=now + granted_s,
+            ids=ids[: tokens * ID_BYTES],
+        )
+        self._leases[lease.session_id] = lease
+        return lease
+
+    def find(self, session_id: str, owner: str, now: float) -> Lease | None:
+        """None: unknown, expired or somebody else's."""
+        lease = self._leases.get(session_id)
+        if lease is None or lease.owner != owner or lease.expires <= now:
+            return None
+        return lease
+
+    def ends(self, now: float) -> list[tuple[float, tuple[int, ...]]]:
+        """Return the seconds until each ends, and its pages."""
+        return [(lease.expires - now, lease.pages) for lease in self._leases.values()]
+
+    def release(self, session_id: str, owner: str, now: float) -> bool:
+        lease = self.find(session_id, owner, now)
+        if lease is None:
+            return False
+        self._drop(lease)
+        return True
+
+    def expire(self, now: float) -> int:
+        """Return how many have ended."""
+        gone = [lease for lease in self._leases.values() if lease.expires <= now]
+        for lease in gone:
+            self._drop(lease)
+        return len(gone)
+
+    def tokens_by_lease(self) -> list[tuple[str, int]]:
+        """Return each one's owner and tokens."""
+        return [(lease.owner, lease.tokens) for lease in self._leases.values()]
+
+    def clear(self) -> None:
+        for lease in list(self._leases.values()):
+            self._drop(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        del self._leases[lease.session_id]
+        self._pool.release(lease.pages)
