@@ -13,16 +13,19 @@ import numpy as np
 import pytest
 
 from deltafront.benchmarks.in_process import InProcessReader, local_controller
+from deltafront.service.request.run.prefix import resume_at
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
-from deltafront.workers.messages.methods import MethodSpec, method_spec
+from deltafront.workers.messages.methods import PRESETS, MethodSpec, method_spec, resume_step
 from deltafront.workers.messages.requests import GenerateJob, PrefillFailed, PrefillJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange
 from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from .conftest import LAYERS
+from .keys import DENSE, key_of
+from .prompts import packed
 
 TOKENS, CHUNK = 700, 128
 IDS = np.asarray([(11 * i + i // 7) % 198 for i in range(TOKENS)], dtype="<u4").tobytes()
@@ -177,3 +180,60 @@ async def test_a_start_that_makes_no_sense_is_refused(
     async with group(tiny_llama, Line(run.engine), stages=1) as controller:
         with pytest.raises(PrefillFailed, match=f"cannot be resumed at token {start}"):
             await read(controller, replace(job_of("a", METHODS[0]), start=start))
+
+
+# --- behind what is remembered ------------------------------------------------------------------------------
+
+LONG_IDS = [(11 * i + i // 7 + i // 130) % 198 for i in range(1000)]
+SERVED = [name for name, preset in PRESETS.items() if not preset.whole_prompt]
+EVERY_METHOD = [
+    DENSE,
+    method_spec("dpxa"),
+    *(method_spec(name, {"min_tokens": 0}) for name in SERVED if name != "dense"),
+    *(method_spec(f"{name}+delta", {"min_tokens": 0}) for name in ("dpxa", "streaming", "delta_kv")),
+    method_spec("streaming+delta", {"min_tokens": 0, "gamma": 96}),
+]
+
+
+def read_job(name: str, ids: list[int], method: MethodSpec, start: int = 0) -> PrefillJob:
+    given = {"token_ids": packed(ids), "method": method, "decode_worker": "decode:test"}
+    return PrefillJob(request_id=name, start=start, **given)
+
+
+async def answer(run: Any, group: PrefillController, name: str, ids: list[int], method: MethodSpec) -> Any:
+    """Read by a group, from where the worker remembers; (tokens not read, K/V of the prompt, answer)."""
+    key = key_of(ids, method=method)
+    found = await run.engine.find_prefix(key)
+    start = resume_at(found.tokens if found else 0, len(ids), method)
+    await run.reserve(name, len(ids) - start, SAMPLING.max_tokens, key=key, prefix_tokens=start)
+    async for _ in group.prefill(read_job(name, ids, method, start)):
+        pass
+    parts = [
+        await run.engine.kv(KVRange(request_id=name, layer=layer, start=0, tokens=len(ids)))
+        for layer in range(LAYERS)
+    ]
+    done = await run.collect(GenerateJob(request_id=name, sampling=SAMPLING))
+    return start, [side for part in parts for side in (part.k, part.v)], done.ids
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD, ids=lambda method: f"{method.name} {dict(method.options)}")
+async def test_behind_what_a_shorter_prompt_left_everything_is_as_in_a_cold_reading(
+    bench: Callable[..., Any], tiny_llama: Path, method: MethodSpec
+) -> None:
+    """For every method that is served: its choices may depend on where the prompt ends, but not what is
+    remembered of them. The shorter prompt ends at a block's boundary, and a token before and behind it."""
+    run, cold = await bench(reader=InProcessReader), await bench(reader=InProcessReader)
+    most = len(LONG_IDS)
+    async with group(tiny_llama, Line(run.engine), 2) as near, group(tiny_llama, Line(cold.engine), 2) as far:
+        starts = []
+        for place, end in enumerate((639, 640, 641, 767, 769)):
+            first = [place + 1, *LONG_IDS[1:end]]
+            await answer(run, near, f"short {end}", first, method)
+            longer = [*first, *LONG_IDS[end:most]]
+            start, kv, ids = await answer(run, near, f"long {end}", longer, method)
+            _, wanted_kv, wanted = await answer(cold, far, f"cold {end}", longer, method)
+            starts.append(start)
+            assert ids == wanted
+            assert all(np.array_equal(one, other) for one, other in zip(kv, wanted_kv, strict=True))
+        step = resume_step(method)
+        assert all(0 < start <= 768 and start % step == 0 for start in starts)

@@ -1,4 +1,5 @@
-"""Prompts whose beginning is remembered: found without being told, only by who may, and who reads the rest."""
+"""Prompts whose beginning is remembered: found without being told, and only by who may; and who reads the rest.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from deltafront.workers.messages.states import DecodeStats
 
 from ....workers.keys import key_of
 from ....workers.profiles import make_profile
+from ....workers.tiny_model import write_weights
 from ...fleet.test_fleet import changed
 from ...inprocess import House, wait_until
 from ...test_faults import counter
@@ -82,6 +84,7 @@ def test_a_root_is_its_owners_models_and_methods() -> None:
 
 def test_lengths_whose_thresholds_differ_have_roots_of_their_own(model: Path) -> None:
     """The profile has levels for 256 and 1,024 tokens at one density, for 1,024 alone at the other."""
+    write_weights(model)
     profile = make_profile(model)
 
     def root(tokens: int, density: float) -> bytes:
@@ -247,15 +250,15 @@ def test_it_can_be_switched_off(make_house: Callable[..., House]) -> None:
     nothing_left(house)
 
 
-@pytest.mark.parametrize("reason", [RefusalReason.NO_SESSION, RefusalReason.PAGES])
-def test_without_the_session_or_room_beside_it_the_prompt_is_read(
+@pytest.mark.parametrize("reason", [RefusalReason.NO_PREFIX, RefusalReason.PAGES])
+def test_without_the_prefix_or_room_beside_it_the_prompt_is_read(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, reason: RefusalReason
 ) -> None:
     *_, made = client.prefill(DOCUMENT)
     reserve = house.decode.reserve
 
     async def no(reservation: object) -> object:
-        if reservation.session_id is not None:  # type: ignore[attr-defined]
+        if reservation.prefix_tokens:  # type: ignore[attr-defined]
             return Refused(reason=reason, message="gone")
         return await reserve(reservation)  # type: ignore[arg-type]
 
@@ -415,6 +418,7 @@ def test_an_answer_goes_on_where_a_session_holds_its_whole_prompt(
     text, *_ = collect(client.generate(prompt, max_tokens=9))
     assert text == expected(ids(prompt), 9)
     job = house.decode.jobs[-1]
-    assert (job.session_id, job.answered_tokens) == (made.session.session_id, 3)
+    assert (job.session_id, job.answered_tokens) == (None, 3)
+    assert house.decode.reservations[-1].prefix_tokens == 688
     assert len(job.append_ids) // 4 == 3 + (15 if tokens == 703 else 16)
     client.release(made.session.session_id)
