@@ -1,9 +1,9 @@
-"""Decode: pace, batches, answers; sessions, prefixes and the pages that they hold."""
+"""Decode: pace, batches, answers; sessions, what is remembered, and the pages of both."""
 
 from __future__ import annotations
 
 from .grafana import Dashboard, Panel, Query, Row
-from .promql import DECODERS, RANGE, by_worker, increase, mean, quantile, rate, ratio
+from .promql import DECODERS, GROUPS, RANGE, by_worker, increase, mean, quantile, rate, ratio
 
 _NO_PLACE = 'part="decode_wait"'
 _APPEND = 'part="append_prefill"'
@@ -93,7 +93,8 @@ SESSIONS = Row(
         ),
         Panel(
             "K/V pages in use",
-            "By decode worker: documents that are read, answered, or held by sessions.",
+            "By decode worker: documents that are read, answered, or held by sessions. What is only "
+            "remembered is free.",
             "percentunit",
             [Query(by_worker("kv_cache_usage_ratio", DECODERS), "{{worker}}")],
             levels=((0.8, "orange"), (0.95, "red")),
@@ -108,15 +109,59 @@ SESSIONS = Row(
         ),
         Panel(
             "Prompt tokens that were held",
-            "Share of all prompt tokens that a session or a known prefix spared prefill from reading.",
+            "Share of all prompt tokens that nobody had to read, since a session held them or they were "
+            "remembered.",
             "percentunit",
-            [Query(ratio("cached_tokens_total", "request_prompt_tokens_sum"), "held")],
+            [
+                Query(
+                    f"{rate('cached_tokens_total', 'source')} / on () group_left () "
+                    f"{rate('request_prompt_tokens_sum')}",
+                    "{{source}}",
+                )
+            ],
+            stacked=True,
+        ),
+        Panel(
+            "Pages remembered",
+            "By decode worker: pages that other prompts can find. Those that nobody holds are given up for "
+            "new documents.",
+            "short",
+            [Query(by_worker("kv_pages_remembered", DECODERS), "{{worker}}")],
+        ),
+        Panel(
+            "Remembered pages given up",
+            "By decode worker, since its start: for others' documents, the least recently used first.",
+            "short",
+            [Query(by_worker("kv_pages_evicted", DECODERS), "{{worker}}")],
+        ),
+        Panel(
+            "Age of remembered pages when they are given up",
+            "By decode worker: mean time since their last use. Where people come back later than that, there "
+            "is too little room to remember.",
+            "s",
+            [
+                Query(
+                    f"{by_worker('kv_evicted_age_seconds', DECODERS)} / "
+                    f"clamp_min({by_worker('kv_pages_evicted', DECODERS)}, 1)",
+                    "{{worker}}",
+                )
+            ],
         ),
         Panel(
             "Reading what is appended",
             "Mean seconds of a first token that a decode worker read a question or the rest of a prompt.",
             "s",
             [Query(f"{rate('ttft_part_seconds_total', where=_APPEND)} / {rate(_TTFT)}", "read")],
+        ),
+        Panel(
+            "How fast the rest of a known prompt is read",
+            "Tokens a second, lately: by decode workers, and K/V that comes back to stages that read a long "
+            "rest. Doors choose by both.",
+            "short",
+            [
+                Query(by_worker("append_tokens_per_second", DECODERS), "{{worker}} reads"),
+                Query(by_worker("kv_fetch_tokens_per_second", GROUPS), "{{worker}} fetches"),
+            ],
         ),
         Panel(
             "Prompt tokens computed again",
@@ -137,7 +182,7 @@ SESSIONS = Row(
         ),
         Panel(
             "Lengths, all that is on the screen",
-            "Mean tokens of an answer, and of a prompt with what a session held of it.",
+            "Mean tokens of an answer, and of a prompt with what was held of it.",
             "short",
             [
                 Query(mean("request_generation_tokens", window=RANGE), "tokens of an answer"),
@@ -150,6 +195,6 @@ SESSIONS = Row(
 DASHBOARD = Dashboard(
     "decode",
     "Decode and sessions",
-    "Pace, batches and answers; sessions, prefixes and the pages that they hold.",
+    "Pace, batches and answers; sessions, what is remembered, and the pages of both.",
     (PACE, ANSWERS, SESSIONS),
 )

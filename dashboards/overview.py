@@ -102,7 +102,7 @@ TRAFFIC = Row(
         ),
         Panel(
             "Tokens",
-            "In: of prompts; held: of these, what a session held and nobody had to read; out: generated.",
+            "In: of prompts; held: of these, what a session held or was remembered; out: generated.",
             "short",
             [
                 Query(rate("request_prompt_tokens_sum"), "in, a second"),

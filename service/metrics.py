@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,13 @@ _RATIOS = (*_SHARES, 1.5, 2, 3, 5, 10)
 _SCORING = ("anchors", "scoring", "selection")
 _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K"), (1 << 18, "256K"))
 """Upper bounds in tokens → values of the label `prompt`."""
+
+
+class CachedIn(StrEnum):
+    """Where the K/V of a prompt's first tokens was."""
+
+    SESSION = "session"
+    ENTRIES = "entries"
 
 
 class Metrics:
@@ -97,7 +105,7 @@ class Metrics:
     def _declare_tokens(self) -> None:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _PROMPT_TOKENS)
         self._answer = self._histogram("request_generation_tokens", "Tokens of an answer", _ANSWER_TOKENS)
-        self._cached = self._counter("cached_tokens_total", "Prompt tokens that a session held")
+        self._cached = self._counter("cached_tokens_total", "Prompt tokens whose K/V was there", "source")
         self._generated = self._counter("generation_tokens_total", "Tokens generated")
         self._steps = self._counter("decode_steps_total", "Decode steps, of answers that ended well")
         self._rows = self._counter("decode_rows_total", "Requests in these steps: the batch sizes' sum")
@@ -154,6 +162,8 @@ class Metrics:
         for rpc in RPCS:
             for outcome in (FINISHED, *Code):
                 self._requests.labels(outcome, rpc)
+        for source in CachedIn:
+            self._cached.labels(source)
         for reason in (FinishReason.STOP, FinishReason.STOP_STRING, FinishReason.LENGTH):
             self._reasons.labels(reason)
 
@@ -180,9 +190,10 @@ class Metrics:
     def next_token(self, seconds: float) -> None:
         self._between.observe(seconds)
 
-    def prompted(self, tokens: int, cached: int = 0) -> None:
+    def prompted(self, tokens: int, cached: int = 0, source: CachedIn = CachedIn.ENTRIES) -> None:
+        """cached: of the tokens, so many were in `source`."""
         self._prompt.observe(tokens)
-        self._cached.inc(cached)
+        self._cached.labels(source).inc(cached)
 
     def answered(self, reason: FinishReason, tokens: int, per_token: float | None) -> None:
         """per_token: mean seconds between tokens."""
@@ -246,6 +257,11 @@ class WorkerState(NamedTuple):
     tokens_per_second: float = 0.0
     up: int = 0
     draining: int = 0
+    pages_remembered: int = 0
+    pages_evicted: int = 0
+    evicted_age_s: float = 0.0
+    append_tokens_per_second: float = 0.0
+    fetched_tokens_per_second: float = 0.0
 
 
 def state_of(stats: WorkerStats) -> WorkerState:
@@ -262,7 +278,7 @@ class WorkerGauges:
         self._known: set[str] = set()
         self._gauges = [  # in the order of WorkerState
             self._gauge("kv_cache_usage_ratio", "K/V pages in use", "worker"),
-            self._gauge("kv_pages_free", "K/V pages that nobody holds", "worker"),
+            self._gauge("kv_pages_free", "K/V pages that nobody holds, remembered ones included", "worker"),
             self._gauge("kv_pages", "K/V pages, held or not", "worker"),
             self._gauge("num_requests_running", "Requests that a worker computes", "worker"),
             self._gauge("num_requests_waiting", "Requests that wait in a worker", "worker"),
@@ -271,6 +287,13 @@ class WorkerGauges:
             self._gauge("prefill_tokens_per_second", "How fast a prefill group reads, lately", "worker"),
             self._gauge("worker_up", "1 for a worker that answers, 0 for one that did", "worker"),
             self._gauge("worker_draining", "1 for a worker that ends what it has and goes", "worker"),
+            self._gauge("kv_pages_remembered", "K/V pages that other prompts can find", "worker"),
+            self._gauge("kv_pages_evicted", "Remembered pages given up for others since the start", "worker"),
+            self._gauge("kv_evicted_age_seconds", "Their ages since their last use, added up", "worker"),
+            self._gauge(
+                "append_tokens_per_second", "How fast a decode worker reads a rest, lately", "worker"
+            ),
+            self._gauge("kv_fetch_tokens_per_second", "How fast K/V came back to stages, lately", "worker"),
         ]
         self._compilations = self._gauge(
             "kernel_compilations",

@@ -91,6 +91,7 @@ MANY = {
     "stage": [f"{n:02}" for n in range(16)],
     "prompt": ["001K", "004K", "016K", "064K", "256K", "more"],
     "worker": [f"{kind}:{n}b567dbc" for kind in ("decode", "prefill") for n in range(4)],
+    "source": ["session", "entries"],
     "phase": ["activation_wait", "anchors", "attention", "correction", "kv_gather", "projection", "warm_up"],
     "method": ["dense", "dpxa", "dpxa+delta", "xattention"],
     "outcome": [FINISHED, *Code],

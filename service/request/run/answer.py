@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....workers.messages import events
-from ...metrics import density, scoring_overhead
+from ...metrics import CachedIn, density, scoring_overhead
 from ..answers import Density, GenerateFinished, PrefillFinished, Timings
 from ..calls import Call
 from ..context import Accepted, Resources
@@ -124,7 +124,8 @@ class Answer:
     def _report(self) -> dict[str, Any]:
         """Count the prompt, and make the fields of both last events."""
         accepted, prompt, parts = self._accepted, self._prefill, self._accepted.clock.parts()
-        self._metrics.prompted(self.prompt_tokens, self.cached_tokens)
+        source = CachedIn.SESSION if self.session_tokens else CachedIn.ENTRIES
+        self._metrics.prompted(self.prompt_tokens, self.cached_tokens, source)
         return {
             "usage": self._usage(),
             "timings": Timings(

@@ -1,5 +1,4 @@
-"""Prompts whose beginning is remembered: found without being told, and only by who may; and who reads the rest.
-"""
+"""Prompts whose beginning is remembered: found without being told and who reads the rest."""
 
 from __future__ import annotations
 
