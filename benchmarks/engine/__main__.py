@@ -10,7 +10,9 @@ more, `none` on the host's processors (for first tokens alone). gpus in the rows
 Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
 (the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
 --prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one),
-questions (first token of a question to a session, with --recompute blocks computed again).
+questions (first token of a question to a session, with --recompute blocks computed again), cached (first
+token of prompts that are remembered, in a service of its own: another question, the last quarter new, and a
+conversation of 43 turns that grows to --turn-tokens).
 --kv-dtypes 16 fp8: everything is asked of one service with each kind of K/V, in this order; rows of fp8 say
 so (`kv_dtype`).
 Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
@@ -42,7 +44,7 @@ from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.settings import KVDtype, Quantisation
 
-from . import measure, peer_attention, rows
+from . import cached, measure, peer_attention, rows
 from .model import SHAPES, write_model
 from .products import products_s
 from .rows import BATCH, Row, merge_into, row
@@ -51,7 +53,7 @@ from .setup import ANSWER_ROOM, Setup, dpxa_share
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "engine_h200.json"
 BY_DEFAULT = ("ready", "ttft", "peers", "products", "decode")
-CASES = (*BY_DEFAULT, "throughput", "questions")
+CASES = (*BY_DEFAULT, "throughput", "questions", "cached")
 SERVED = {"ttft", "decode", "peers", "throughput", "questions"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
 """Of `dpxa`, by length; a prompt gets that of the nearest, by ratio."""
@@ -75,6 +77,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--decode-tokens", type=int, default=131_072, help="of each session")
     parser.add_argument("--sessions", type=int, choices=(1, BATCH), default=BATCH, help="that decode at once")
     parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help="of each process on a GPU")
+    parser.add_argument("--turn-tokens", type=int, default=142_000, help="of the last turn of cached")
     parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--recompute", type=int, nargs="+", default=[0, 8, 16], help="of questions")
     parser.add_argument("--questions", type=int, default=9, help="asked of each")
@@ -110,7 +113,8 @@ class Run:
         self.gpu = torch.cuda.get_device_name() if self.on_gpu else "no GPU"
         self.commit = arguments.commit or commit_of(ROOT)
         together = [arguments.prompt_tokens] * ("throughput" in arguments.cases)
-        longest = max(*arguments.tokens, *self.session_tokens, *together, 1)
+        self.longest = max(*arguments.tokens, *[arguments.turn_tokens] * ("cached" in arguments.cases), 1)
+        longest = max(self.longest, *self.session_tokens, *together, 1)
         self.shape = replace(SHAPES[arguments.shape], positions=longest + ANSWER_ROOM)
         memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
         self.model: Path = arguments.model or memory / f"deltafront-engine-{arguments.shape}"
@@ -121,16 +125,18 @@ class Run:
         count = self.given.sessions * ("decode" in self.given.cases) or int("questions" in self.given.cases)
         return [self.given.decode_tokens] * count
 
-    def setup(self, stages: int, kv_dtype: KVDtype | None) -> Setup:
+    def setup(self, stages: int, kv_dtype: KVDtype | None, *, remembers: bool = False) -> Setup:
         given = self.given
         pairs = (one.partition("=") for one in given.set)
         more: dict[str, Any] = {name: yaml.safe_load(value) for name, _, value in pairs}
         if given.quantisation:
             more["model.quantisation"] = given.quantisation
+        if remembers:
+            more["door.prefix_reuse"] = True
         return Setup(
             self.model,
             self.shape,
-            max(*given.tokens, 1),
+            self.longest,
             self.session_tokens,
             stages,
             given.groups,
@@ -228,6 +234,21 @@ class Run:
                 one = measure.question_row(client, session, blocks, given.questions, tokens, setup.gpus)
                 self.keep(one, setup)
 
+    def cached(self, setup: Setup) -> None:
+        """In a service that remembers prompts, as others of the benchmark do not."""
+        given, gpus = self.given, setup.gpus
+
+        def made(tokens: int, seed: int) -> list[int]:
+            return measure.random_ids(tokens, self.shape.vocab, 5000 + seed)
+
+        with self.started(setup) as client:
+            for tokens in given.tokens:
+                options = self.options("dpxa", tokens)
+                for measured in (cached.question_again, cached.long_rest):
+                    self.keep(measured(client, made, tokens, given.repeats, options, gpus), setup)
+            options = self.options("dpxa", given.turn_tokens)
+            self.keep(cached.turns(client, made, given.turn_tokens, options, gpus), setup)
+
     def serve(self, setup: Setup) -> None:
         """Everything that one service is asked."""
         given = self.given
@@ -279,6 +300,8 @@ class Run:
                     pass
             if SERVED & {*self.given.cases}:
                 self.serve(setup)
+            if "cached" in self.given.cases:
+                self.cached(self.setup(stages, kind, remembers=True))
         if "products" in self.given.cases:
             self.products()
 

@@ -2,15 +2,18 @@
 
 Starts Ray and Deltafront (two prefill stages and one decode worker, on the CPU), sends a document of about
 8K tokens with a question, shows the progress while it is read, streams the answer, then asks a second
-question on the session, which does not read the document again. Stops everything it started.
+question on the session, which does not read the document again. At last the document comes again by OpenAI's
+API, which knows no sessions, and is not read again either. Stops everything it started.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from rich.table import Table
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Progress, Token
+from deltafront.service.config import load
 from deltafront.service.local.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
 
@@ -77,9 +81,25 @@ def show_timings(console: Console, title: str, finish: GenerateFinished) -> None
     console.print(table)
     usage = finish.usage
     console.print(
-        f"{usage.prompt_tokens} prompt tokens, of which {usage.cached_tokens} were held by a session; "
+        f"{usage.prompt_tokens} prompt tokens, of which {usage.cached_tokens} did not have to be read; "
         f"{usage.completion_tokens} tokens answered; attention density {finish.density.mean:.2f} "
         f"({finish.density.method or 'no prefill'})"
+    )
+
+
+def ask_by_openai(console: Console, api: str, model: str, prompt: str) -> None:
+    """Send the whole document again, as OpenAI's clients do, and say how much of it was remembered."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    request = urllib.request.Request(
+        f"{api}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    began = time.monotonic()
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        usage = json.load(answer)["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    console.print(
+        f"\n[bold]The same document by OpenAI's API, no session:[/bold] {usage['prompt_tokens']} prompt "
+        f"tokens, cached_tokens {cached}; answered after {time.monotonic() - began:.2f} s"
     )
 
 
@@ -113,6 +133,8 @@ def main() -> int:
         second = ask(client, console, needles[11], session_id=first.session.session_id)
         show_timings(console, "Second question: the session holds the document", second)
         client.release(first.session.session_id)
+        api = f"http://127.0.0.1:{load(Path(arguments.config)).door.http_port}"
+        ask_by_openai(console, api, info.model, document + needles[23].question)
         console.print(
             f"Second question's time to first token: "
             f"{second.timings.ttft_seconds / first.timings.ttft_seconds:.1%} of the first's. Stopping …"

@@ -173,11 +173,11 @@ def show_timings(console: Console, timings: Timings) -> None:
 
 def describe_usage(usage: Usage, asked_session: bool) -> str:
     """Say how many tokens were cached and, if no session was asked for, whose they may be."""
-    counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session"
+    counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them not read again"
     if asked_session or not usage.cached_tokens:
         return counts
     return (
-        f"{counts} that was found by itself: of yours, or, where the server has no tokens, of anybody "
+        f"{counts}, since they were remembered: of you, or, where the server has no tokens, of anybody "
         "(--cache-salt shares only with the same salt)"
     )
 

@@ -1,34 +1,55 @@
-"""A prompt that begins with what a session holds continues from it, without being told."""
+"""A prompt that was read before is hardly read again, over gRPC and through OpenAI's door."""
 
 from __future__ import annotations
+
+import openai
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 
 from .conftest import Sizes, Table
 from .wire import Wire, method, text
 
+SALT = "test_prefix"
+"""Other tests read the same text."""
+
 
 def test_the_same_prompt_again_is_hardly_read(wire: Wire, beginning: str, sizes: Sizes, table: Table) -> None:
-    """Before there is a session, with one, and when it is gone: the same answer."""
+    """And once more by who wants it read: the same answer each time."""
     asked = pb.GenerateRequest(
         prompt=text(beginning + "\nWhat is the code? The code is"),
         attention=method("dense"),
         sampling=pb.SamplingOptions(max_tokens=16, ignore_eos=True),
+        page_selection=pb.PAGE_SELECTION_FULL,
+        cache_salt=SALT,
     )
-    before = wire.generate(asked)
-    assert before.finish.usage.cached_tokens == 0
-    read = pb.PrefillRequest(prompt=text(beginning), attention=method("dense"))
-    read.session_ttl.FromSeconds(600)
-    session = wire.prefill(read).session
-    again = wire.generate(asked)
-    page = wire.info().page_tokens
+    before, again = wire.generate(asked), wire.generate(asked)
+    prompt, page = before.finish.usage.prompt_tokens, wire.info().page_tokens
+    assert (before.finish.usage.cached_tokens, again.finish.usage.prompt_tokens) == (0, prompt)
     assert again.token_ids == before.token_ids
-    assert session.tokens - again.finish.usage.cached_tokens < 2 * page
-    assert again.finish.usage.prompt_tokens == before.finish.usage.prompt_tokens
+    assert again.finish.usage.cached_tokens == (prompt - 1) // page * page
     assert not again.progress
     share = again.finish.timings.ttft_seconds / before.finish.timings.ttft_seconds
-    table.add("TTFT of a prompt whose beginning a session holds, of the first's", round(share, 4))
+    table.add("TTFT of a prompt that was read before, of the first's", round(share, 4))
     assert share <= 0.05 or not sizes.timed
-    wire.stub.ReleaseSession(pb.ReleaseSessionRequest(session_id=session.session_id))
-    assert wire.generate(asked).finish.usage.cached_tokens == 0
+    asked.skip_cache = True
+    anew = wire.generate(asked)
+    assert (anew.finish.usage.cached_tokens, anew.token_ids) == (0, before.token_ids)
+    wire.seconds_to_no_page()
+
+
+def test_openais_usage_says_what_was_remembered(wire: Wire, http: str, beginning: str) -> None:
+    client = openai.OpenAI(base_url=f"{http}/v1", api_key="none")
+    (model,) = client.models.list().data
+    ask = {
+        "model": model.id,
+        "max_tokens": 8,
+        "temperature": 0,
+        "extra_body": {"cache_salt": f"{SALT} openai"},
+    }
+    done = [client.completions.create(prompt=beginning + "\nThe code is", **ask) for _ in range(2)]
+    assert done[0].choices[0].text == done[1].choices[0].text
+    cached = [one.usage.prompt_tokens_details.cached_tokens for one in done]
+    assert cached[0] == 0 and done[1].usage.prompt_tokens - cached[1] <= wire.info().page_tokens
+    other = client.completions.create(prompt=beginning + "\nThe author of this is", **ask)
+    assert other.usage.prompt_tokens - other.usage.prompt_tokens_details.cached_tokens < 64
     wire.seconds_to_no_page()

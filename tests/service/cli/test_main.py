@@ -85,13 +85,13 @@ def test_a_prompt_that_continues_from_a_session_says_whose_and_a_salt_keeps_it_a
 ) -> None:
     """Without tokens all callers are one: what one has read another continues from."""
     first = run("prefill", document, "--keep", 60, "--address", house.address)
-    assert "held by a session" not in first.stderr
+    assert "remembered" not in first.stderr
     again = run("generate", document, "-q", "why?", "--address", house.address)
     told = " ".join(again.stderr.split())
-    assert "336 of them held by a session that was found by itself" in told and "anybody" in told
+    assert "336 of them not read again, since they were remembered" in told and "anybody" in told
     assert "--cache-salt" in told
     apart = run("generate", document, "-q", "why?", "--cache-salt", "mine", "--address", house.address)
-    assert "held by a session" not in apart.stderr
+    assert "remembered" not in apart.stderr
     assert len(house.group.jobs) == 2
 
 

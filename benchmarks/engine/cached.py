@@ -1,0 +1,60 @@
+"""First tokens of prompts whose beginning a decode worker remembers. Each row checks that it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.request.answers import GenerateFinished
+
+from . import measure
+from .rows import Row
+
+Ids = Sequence[int]
+Made = Callable[[int, int], list[int]]
+"""(tokens, seed) -> token ids."""
+TURNS, GROWTH = 43, 444
+"""Of the median agent in published traces: its turns, and the tokens that each adds."""
+
+
+def question_again(
+    client: DeltafrontClient, made: Made, tokens: int, repeats: int, options: Mapping[str, float], gpus: int
+) -> Row:
+    """`ttft_cached_gpu`: a prompt that was read before, with another question behind it."""
+    document = made(tokens, 1)
+    measure.first_token(client, document, "dpxa", options)
+    results = [
+        measure.first_token(client, [*document, *made(measure.APPENDED, 100 + n)], "dpxa", options)
+        for n in range(repeats)
+    ]
+    return _row("ttft_cached_gpu", results, tokens, gpus, least=tokens - measure.APPENDED)
+
+
+def long_rest(
+    client: DeltafrontClient, made: Made, tokens: int, repeats: int, options: Mapping[str, float], gpus: int
+) -> Row:
+    """`ttft_long_rest`: three quarters of a prompt were read before."""
+    results = []
+    for n in range(repeats):
+        prompt, known = made(tokens, 200 + n), tokens * 3 // 4
+        measure.first_token(client, prompt[:known], "dpxa", options)
+        results.append(measure.first_token(client, prompt, "dpxa", options))
+        if not results[-1].timings.stages:
+            raise RuntimeError(f"no prefill group read the last {tokens - known} tokens")
+    return _row("ttft_long_rest", results, tokens, gpus, least=tokens // 2)
+
+
+def turns(client: DeltafrontClient, made: Made, tokens: int, options: Mapping[str, float], gpus: int) -> Row:
+    """`ttft_turns`: a conversation grows to so many tokens; the median of all turns but the first."""
+    everything = made(tokens, 300)
+    ends = range(tokens - (TURNS - 1) * GROWTH, tokens + 1, GROWTH)
+    results = [measure.first_token(client, everything[:end], "dpxa", options) for end in ends]
+    return _row("ttft_turns", results[1:], tokens, gpus, least=1)
+
+
+def _row(case: str, results: Sequence[GenerateFinished], tokens: int, gpus: int, least: int) -> Row:
+    found = [one.usage.cached_tokens for one in results]
+    if min(found) < least:
+        raise RuntimeError(f"{case}: only {found} tokens were remembered")
+    one = {**measure.ttft_row(case, results, gpus), "tokens": tokens}
+    return one if results[0].timings.stages else {**one, "density": None}
