@@ -36,7 +36,8 @@ class Answer:
 
 
 class Wire:
-    """One channel. token: bearer token sent with every call."""
+    """One channel. token: bearer token sent with every call. Prompts are read, whoever has sent them before,
+    but for those with a salt."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
         options: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
@@ -69,6 +70,7 @@ class Wire:
         return time.perf_counter() - started
 
     def prefill(self, request: pb.PrefillRequest, timeout: float = 600) -> pb.PrefillResult:
+        request.skip_cache = not request.cache_salt
         for response in self.stub.Prefill(request, metadata=self.metadata, timeout=timeout):
             if response.HasField("result"):
                 return response.result
@@ -76,6 +78,7 @@ class Wire:
 
     def start(self, request: pb.GenerateRequest, timeout: float = 600) -> Iterator[pb.GenerateResponse]:
         """The raw stream (it also has .cancel())."""
+        request.skip_cache = request.skip_cache or not request.cache_salt
         return self.stub.Generate(request, metadata=self.metadata, timeout=timeout)
 
     def generate(
