@@ -17,12 +17,14 @@ from ray.exceptions import RayError
 
 from deltafront.workers.decode.worker import DecodeReplica
 from deltafront.workers.messages.events import PrefillDone, Token
-from deltafront.workers.messages.methods import method_spec
+from deltafront.workers.messages.methods import BLOCK, method_spec
 from deltafront.workers.messages.requests import GenerateJob, PrefillJob, Reservation, Sampling
 from deltafront.workers.messages.states import DECODE_PREFIX, NAMESPACE
 from deltafront.workers.prefill.group.group import PrefillGroup
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, PrefillConfig
 
+from .keys import key_of
+from .prompts import packed
 from .tiny_model import make_tiny_model, random_ids
 
 TOKENS, NEW, CHUNK = 600, 6, 128
@@ -44,9 +46,9 @@ class Pair:
     def decode(self) -> Any:
         return self.ray.get_actor(self.worker.name, namespace=NAMESPACE)
 
-    async def reserve(self, name: str) -> None:
+    async def reserve(self, name: str, tokens: int = TOKENS, **more: Any) -> None:
         await self.decode.reserve.remote(
-            Reservation(request_id=name, owner="me", prompt_tokens=TOKENS, max_tokens=NEW)
+            Reservation(request_id=name, owner="me", prompt_tokens=tokens, max_tokens=NEW, **more)
         )
 
     async def read(self, name: str, ids: bytes, chunks: int = 99, **job: Any) -> list[Any]:
@@ -136,6 +138,25 @@ async def test_the_answer_is_that_of_handed_over_kv_and_nothing_moves(
     done = (await pair.read("a", ids))[-1]
     assert isinstance(done, PrefillDone) and done.report.handoff_bytes == 0
     assert await pair.answer("a") == answer
+    assert await pair.used() == 0
+
+
+async def test_a_stage_goes_on_behind_what_is_remembered_and_nothing_is_fetched(
+    pair: Pair, expected: tuple[bytes, list[int]]
+) -> None:
+    ids, answer = expected
+    await pair.whole()
+    known = np.frombuffer(ids, "<u4").tolist()[: TOKENS // 2 // BLOCK * BLOCK]
+    start = len(known)
+    await pair.reserve("shorter", start, key=key_of(known))
+    await pair.read("shorter", packed(known))
+    await pair.answer("shorter")
+    key = key_of(np.frombuffer(ids, "<u4").tolist())
+    assert (await pair.decode.find_prefix.remote(key)).tokens == start
+    await pair.reserve("longer", TOKENS - start, key=key, prefix_tokens=start)
+    done = (await pair.read("longer", ids, start=start))[-1]
+    assert isinstance(done, PrefillDone) and "kv_fetch" not in done.report.critical
+    assert await pair.answer("longer") == answer
     assert await pair.used() == 0
 
 

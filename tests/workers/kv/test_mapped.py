@@ -135,7 +135,7 @@ def test_memory_of_a_process_that_is_gone_is_not_mapped() -> None:
 
 
 def taken(pool: PagePool, pages: int = 2) -> RequestPages:
-    return RequestPages(pool=pool, table=pool.allocate(pages), session_tokens=0)
+    return RequestPages(pool=pool, table=pool.allocate(pages), held_tokens=0)
 
 
 async def test_an_ended_request_keeps_its_pages_until_the_stage_has_closed_them() -> None:
