@@ -33,14 +33,12 @@ def question_again(
 def long_rest(
     client: DeltafrontClient, made: Made, tokens: int, repeats: int, options: Mapping[str, float], gpus: int
 ) -> Row:
-    """`ttft_long_rest`: three quarters of a prompt were read before."""
+    """`ttft_long_rest`: three quarters of a prompt were read before. Its parts say who read the rest."""
     results = []
     for n in range(repeats):
         prompt, known = made(tokens, 200 + n), tokens * 3 // 4
         measure.first_token(client, prompt[:known], "dpxa", options)
         results.append(measure.first_token(client, prompt, "dpxa", options))
-        if not results[-1].timings.stages:
-            raise RuntimeError(f"no prefill group read the last {tokens - known} tokens")
     return _row("ttft_long_rest", results, tokens, gpus, least=tokens // 2)
 
 
@@ -55,6 +53,6 @@ def turns(client: DeltafrontClient, made: Made, tokens: int, options: Mapping[st
 def _row(case: str, results: Sequence[GenerateFinished], tokens: int, gpus: int, least: int) -> Row:
     found = [one.usage.cached_tokens for one in results]
     if min(found) < least:
-        raise RuntimeError(f"{case}: only {found} tokens were remembered")
+        raise RuntimeError(f"{case}: only {found} tokens were not read again")
     one = {**measure.ttft_row(case, results, gpus), "tokens": tokens}
     return one if results[0].timings.stages else {**one, "density": None}

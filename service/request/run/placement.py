@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ....workers.messages.methods import PAGE_TOKENS
 from ....workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
 from ....workers.roles import DecodeWorker
 from ... import errors
@@ -55,7 +54,7 @@ async def place(
     if hit is not None:
         answer = await reserve(attempt, hit.worker, reservation_of(attempt, shared))
     if hit is not None and isinstance(answer, Reserved):
-        worker, pages, plan = hit.worker, answer.pages - shared.prefix_tokens // PAGE_TOKENS, shared
+        worker, pages, plan = hit.worker, answer.pages, shared
     else:
         worker, pages = await _reserve_on_any(
             resources, attempt, admitted.workers, reservation_of(attempt, plan)
