@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def read(client: DeltafrontClient, document: PromptLike, method: str) -> PrefillFinished:
     name, options = split_method(method)
-    events = client.prefill(document, method=name, options=options, session_ttl_s=1800)
+    events = client.prefill(document, method=name, options=options, session_ttl_s=1800, skip_cache=True)
     return ending(events, PrefillFinished)
 
 

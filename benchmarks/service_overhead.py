@@ -47,7 +47,7 @@ def in_one_process(config: ServiceConfig, prefill: PrefillConfig, ids: list[int]
 
 
 def over_grpc(client: DeltafrontClient, ids: list[int], method: str) -> float:
-    events = client.generate(ids, method=method, max_tokens=1, ignore_eos=True)
+    events = client.generate(ids, method=method, max_tokens=1, ignore_eos=True, skip_cache=True)
     return ending(events, GenerateFinished).timings.ttft_seconds
 
 

@@ -65,6 +65,7 @@ def main() -> None:
                 events = client.generate(
                     ids,
                     method=method,
+                    skip_cache=True,
                     options=its,
                     max_tokens=given.answer,
                     ignore_eos=True,
