@@ -32,7 +32,8 @@ def test_a_method_travels_as_its_form_says() -> None:
     assert forms(Stage) == {**commands, "run_chunk": Form.DEFERRED, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
     assert forms(Group) == {**calls, "queue_refusal": Form.CALL, "prefill": Form.STREAM}
-    names = ("announce", "first_logits", "reserve", "keep", "kv", "resume", "find_prefix", "release_session")
+    kv = "announce first_logits kv open_pages close_pages"
+    names = f"{kv} reserve keep resume find_prefix release_session".split()
     more = dict.fromkeys(names, Form.CALL)
     assert forms(DecodeWorker) == {**calls, **more, "generate": Form.STREAM}
 
