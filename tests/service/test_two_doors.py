@@ -83,7 +83,7 @@ def test_a_door_refuses_nothing_that_the_others_have_given_back(
     """No poll in between: what a door knows of the pages is what it knew at its start."""
     first = make_house(refresh_s=3600)
     second = make_house(others=[first], refresh_s=3600)
-    first.decode.total = 100
+    first.decode.total, first.decode.remembers = 100, False
     for house in (first, second):
         house.loop.run(house.fleet.refresh())
     with DeltafrontClient(first.address) as one, DeltafrontClient(second.address) as other:

@@ -59,6 +59,7 @@ def test_without_a_document_the_conversation_is_the_prompt(house: House) -> None
 def test_a_session_that_is_gone_is_read_again(
     house: House, document: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    house.decode.remembers = False
     generate = DeltafrontClient.generate
 
     def forgetful(client: DeltafrontClient, *arguments: Any, **options: Any) -> Any:
