@@ -251,7 +251,7 @@ class FakeDecode(Pausing):
         self._requests: dict[str, _Request] = {}
         self._sessions: dict[str, tuple[str, bytes, float]] = {}
         self._entries: dict[bytes, tuple[bytes, bool]] = {}
-        """Root and link → the ids before the page's end, and whether their K/V is exact."""
+        """Root and link → the page's ids, and whether their K/V is exact."""
         self._inexact: set[str] = set()
         """Sessions."""
         self._serial = 0
@@ -396,18 +396,19 @@ class FakeDecode(Pausing):
             if page * PAGE <= lasting:
                 name = (key.exact_root if exact else key.root) + link
                 if name not in self._entries:
-                    self._entries[name] = request.ids[: 4 * PAGE * page], exact
+                    self._entries[name] = request.ids[4 * PAGE * (page - 1) : 4 * PAGE * page], exact
                     request.entered.append(name)
 
     def _found(self, key: PromptKey) -> tuple[bytes, bool]:
         """Ids of a prompt's beginning, and whether their K/V is exact."""
-        ids, exact = b"", True
+        ids, exact = list[bytes](), True
         for link in links_of(key.chain):
             found = self._entries.get(key.root + link) or self._entries.get(key.exact_root + link)
             if found is None:
                 break
-            ids, exact = found[0], exact and found[1]
-        return ids, exact
+            ids.append(found[0])
+            exact = exact and found[1]
+        return b"".join(ids), exact
 
     def _keep(self, request: _Request, tokens: int, ttl_s: float) -> Session:
         self._serial += 1
@@ -508,7 +509,9 @@ class GroupProcess(FakeGroup):
 
 
 class DecodeProcess(FakeDecode):
-    """FakeDecode as a Ray actor."""
+    """FakeDecode as a Ray actor. A module's tests share it, so it remembers no prompts."""
+
+    remembers = False
 
     async def configure(self, **attributes: Any) -> None:
         for attribute, value in attributes.items():
