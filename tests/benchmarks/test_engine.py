@@ -324,6 +324,6 @@ def test_a_service_that_remembers_nothing_gives_no_such_row() -> None:
 
 def test_only_the_case_of_remembered_prompts_lets_the_service_remember(tmp_path: Path) -> None:
     run = Run(parsed(["--cases", "cached", "--shape", "tiny", "--tokens", "4096", "--turn-tokens", "20000"]))
-    doors = [run.setup(1, remembers=remembers).content()["door"] for remembers in (False, True)]
+    doors = [run.setup(1, None, remembers=remembers).content()["door"] for remembers in (False, True)]
     assert [door["prefix_reuse"] for door in doors] == [False, True]
-    assert run.setup(1).tokens == 20_000
+    assert run.setup(1, None).tokens == 20_000
