@@ -156,6 +156,8 @@ class Run:
         if setup is not None:
             made = {**one, "case": f"{one['case']}{self.mark}", "decode_gpu": setup.decode_gpu}
             made["chunk"] = setup.chunk_tokens
+            if self.given.shape != "8b":
+                made["shape"] = self.given.shape
             if setup.ranks > 1:
                 made["ranks"] = setup.ranks
             if setup.kv_dtype is not None:

@@ -115,6 +115,7 @@ def _draw(size: tuple[int, ...], device: torch.device, generator: torch.Generato
 def _config(shape: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": [shape.architecture],
+        "model_type": "qwen3" if shape.qk_norm else "llama",  # for those who read it by transformers
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,

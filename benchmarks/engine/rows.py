@@ -40,7 +40,7 @@ def throughput_row(method: str, rate: float, tokens: int, gpus: int, groups: int
 def key(one: Row) -> Key:
     """Rows that measure the same have equal keys. The last part tells how K/V is held."""
     held = [one["decode_gpu"]] if one.get("decode_gpu") == "mapped" else []
-    held += [one["kv_dtype"]] if "kv_dtype" in one else []
+    held += [one[name] for name in ("kv_dtype", "shape") if name in one]
     return str(one["case"]), int(one["tokens"]), int(one["gpus"]), int(one.get("ranks", 1)), " ".join(held)
 
 
@@ -71,7 +71,7 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
     token over 8-bit K/V over one over 16.
     Only rows of one commit are compared."""
     for (case, tokens, gpus, ranks, held), one in rows.items():
-        like: Row = {name: one[name] for name in ("ranks", "kv_dtype") if name in one}
+        like: Row = {name: one[name] for name in ("ranks", "kv_dtype", "shape") if name in one}
         like |= {"decode_gpu": "mapped"} if one.get("decode_gpu") == "mapped" else {}
         kv_dtype = str(one.get("kv_dtype", ""))
         mark = {"commit": one["commit"]} if "commit" in one else {}
