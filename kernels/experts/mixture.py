@@ -1,0 +1,133 @@
+"""An MLP that is a mixture of experts (Shazeer et al. 2017, section 2; SwiGLU experts as Jiang et al. 2024).
+
+Suffixes: T tokens, C hidden size, E experts, K experts of a token, M = T K, I an expert's width, J = 2 I.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..interface import KernelInputError, runs_on_cpu
+from ..layers.fp8 import Fp8Rows, quantise_rows
+from ..layers.norm import LinearInput
+from ..layers.rows import check_rows
+from .products import Tile, kernel_product, tiles_for
+from .routing import cpu_route, kernel_route
+
+
+def mixture(
+    x_TC: torch.Tensor,
+    logits_TE: torch.Tensor,
+    gate_up: LinearInput,
+    down: LinearInput,
+    *,
+    per_token: int,
+    normed: bool,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Sum each token's `per_token` most probable experts, each times its probability.
+
+    Probabilities are softmax(logits) in float32. Products of quantised weights quantise their inputs.
+
+    Args:
+        gate_up: [E J, C]: each expert's gate and up, one below the other.
+        down: [E C, I].
+        normed: Divide the chosen experts' probabilities by their sum.
+        tile: None for the one that fits the number of tokens; CPUs ignore it.
+
+    Raises:
+        KernelInputError: Widths, dtypes or numbers of experts do not fit together.
+    """
+    _check(x_TC, logits_TE, gate_up, down, per_token)
+    if runs_on_cpu(x_TC, "mixture"):
+        return cpu_mixture(x_TC, logits_TE, gate_up, down, per_token, normed)
+    return kernel_mixture(x_TC, logits_TE, gate_up, down, per_token, normed, tile)
+
+
+def compile_mixture(
+    experts: int, gate_up: LinearInput, down: LinearInput, per_token: int, normed: bool, dtype: torch.dtype
+) -> None:
+    """Compile the kernels for every number of tokens, with weights like these."""
+    values = down.values_TI if isinstance(down, Fp8Rows) else down
+    if not values.is_cuda:
+        return
+    x_TC = torch.zeros((1, len(values) // experts), dtype=dtype, device=values.device)
+    logits_TE = torch.zeros((1, experts), dtype=dtype, device=values.device)
+    for tile in tiles_for(values.dtype):
+        mixture(x_TC, logits_TE, gate_up, down, per_token=per_token, normed=normed, tile=tile)
+
+
+def cpu_mixture(
+    x_TC: torch.Tensor,
+    logits_TE: torch.Tensor,
+    gate_up: LinearInput,
+    down: LinearInput,
+    per_token: int,
+    normed: bool,
+) -> torch.Tensor:
+    expert_TK, share_TK = cpu_route(logits_TE, per_token, normed)
+    x, experts = _input(x_TC, gate_up), logits_TE.shape[1]
+    sum_TC = torch.zeros_like(x_TC, dtype=torch.float32)
+    for expert in sorted({*expert_TK.flatten().tolist()}):
+        token_R, slot_R = (expert_TK == expert).nonzero(as_tuple=True)
+        gate_up_JC, down_CI = (_of_expert(rows, expert, experts) for rows in (gate_up, down))
+        gate_RI, up_RI = F.linear(_plain(x)[token_R], gate_up_JC).chunk(2, dim=-1)
+        active = _input((F.silu(gate_RI) * up_RI).to(x_TC.dtype), down)
+        update_RC = F.linear(_plain(active), down_CI).float()
+        sum_TC.index_add_(0, token_R, update_RC * share_TK[token_R, slot_R, None])
+    return sum_TC.to(x_TC.dtype)
+
+
+def kernel_mixture(
+    x_TC: torch.Tensor,
+    logits_TE: torch.Tensor,
+    gate_up: LinearInput,
+    down: LinearInput,
+    per_token: int,
+    normed: bool,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    routes = kernel_route(logits_TE, per_token, normed)
+    x, dtype = _input(x_TC, gate_up), x_TC.dtype
+    active_MI = kernel_product(x, gate_up, routes, per_token, dtype, gated=True, tile=tile)
+    active = _input(active_MI, down)
+    out_MC = kernel_product(active, down, routes, per_token, dtype, gated=False, tile=tile)
+    return out_MC.view(-1, per_token, x_TC.shape[1]).sum(1)
+
+
+def _input(x_TI: torch.Tensor, weight: LinearInput) -> LinearInput:
+    return quantise_rows(x_TI) if isinstance(weight, Fp8Rows) else x_TI
+
+
+def _of_expert(weight: LinearInput, expert: int, experts: int) -> torch.Tensor:
+    if not isinstance(weight, Fp8Rows):
+        return weight.view(experts, -1, weight.shape[1])[expert]
+    rows = slice(expert * (size := len(weight.values_TI) // experts), (expert + 1) * size)
+    return Fp8Rows(weight.values_TI[rows], weight.scale_T1[rows]).dequantised(torch.float32)
+
+
+def _plain(x: LinearInput) -> torch.Tensor:
+    return x.dequantised(torch.float32) if isinstance(x, Fp8Rows) else x
+
+
+def _check(
+    x_TC: torch.Tensor, logits_TE: torch.Tensor, gate_up: LinearInput, down: LinearInput, per_token: int
+) -> None:
+    check_rows("mixture", x=x_TC)
+    (tokens, hidden), experts = x_TC.shape, logits_TE.shape[-1]
+    first, second = (w.values_TI if isinstance(w, Fp8Rows) else w for w in (gate_up, down))
+    columns = second.shape[-1]
+    if logits_TE.shape != (tokens, experts) or not 1 <= per_token <= experts:
+        raise KernelInputError(
+            f"mixture: {per_token} of {tuple(logits_TE.shape)} experts for {tokens} tokens"
+        )
+    if first.shape != (2 * experts * columns, hidden) or second.shape != (experts * hidden, columns):
+        raise KernelInputError(
+            f"mixture: {experts} experts of {hidden} and {columns} channels cannot be "
+            f"{tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    if first.dtype != second.dtype or (x_TC.dtype != first.dtype and not isinstance(gate_up, Fp8Rows)):
+        raise KernelInputError(f"mixture: x is {x_TC.dtype}, experts are {first.dtype} and {second.dtype}")
+    if not (first.is_contiguous() and second.is_contiguous()):
+        raise KernelInputError("mixture: experts' matrices must be contiguous")

@@ -1,0 +1,187 @@
+"""Products of rows with the matrices of their experts.
+
+A tile is some rows of one expert by some columns. An expert without rows has no tiles; the grid has as many
+as there can be, and each program finds its expert in the counts, so that the host need not know them.
+
+Suffixes: M assignments, E experts, I input width, O output width, R rows and C columns of a tile, D a step
+along the inputs.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launches import Launcher, cdiv, next_power_of_2
+from ..layers.fp8 import Fp8Rows
+from ..layers.norm import LinearInput
+from .routing import Routes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """step_bytes: of each row, in one step along the inputs. most: rows of an expert, in the mean, from which
+    on a larger tile is better."""
+
+    rows: int
+    columns: int
+    step_bytes: int
+    warps: int
+    stages: int
+    most: float
+
+
+TILES = (
+    Tile(rows=16, columns=32, step_bytes=256, warps=4, stages=5, most=16),
+    Tile(rows=64, columns=128, step_bytes=128, warps=4, stages=4, most=96),
+    Tile(rows=128, columns=128, step_bytes=128, warps=8, stages=4, most=float("inf")),
+)
+"""For decode, short and long chunks."""
+_WIDE = (*TILES[:1], Tile(rows=32, columns=32, step_bytes=128, warps=4, stages=2, most=float("inf")))
+"""For float32, which the matrix unit does not take."""
+
+
+@triton.jit
+def experts_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, order_ptr, counts_ptr, share_ptr, out_ptr,
+    GATED: tl.constexpr, FP8: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
+    PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """GATED: tokens' rows become SiLU(gate) · up in the experts' order. Else rows in that order become
+    assignments' rows, times their share."""
+    ACROSS: tl.constexpr = (COLUMNS + COLUMNS_TILE - 1) // COLUMNS_TILE
+    block = tl.program_id(0) // ACROSS
+    expert_E = tl.arange(0, EXPERTS_BLOCK)
+    counts_E = tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0)
+    blocks_E = (counts_E + ROWS_TILE - 1) // ROWS_TILE
+    expert = tl.sum((tl.cumsum(blocks_E, 0) <= block).to(tl.int32), 0)
+    if expert >= EXPERTS:
+        return
+    earlier_E = expert_E < expert
+    begin = tl.sum(tl.where(earlier_E, counts_E, 0), 0)
+    end = begin + tl.sum(tl.where(expert_E == expert, counts_E, 0), 0)
+    place_R = begin + (block - tl.sum(tl.where(earlier_E, blocks_E, 0), 0)) * ROWS_TILE
+    place_R = place_R + tl.arange(0, ROWS_TILE)
+    inside_R = place_R < end
+    order_R = tl.load(order_ptr + place_R, mask=inside_R, other=0)
+    from_R = (order_R // PER_TOKEN if GATED else place_R).to(tl.int64)
+
+    column_C = (tl.program_id(0) % ACROSS) * COLUMNS_TILE + tl.arange(0, COLUMNS_TILE)
+    inside_C = column_C < COLUMNS
+    step_D = tl.arange(0, STEP)
+    OUTPUTS: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    row_C = expert.to(tl.int64) * OUTPUTS + column_C
+    x_at = x_ptr + from_R[:, None] * WIDTH + step_D[None, :]
+    weight_at = weight_ptr + row_C[None, :] * WIDTH + step_D[:, None]
+    acc_RC = tl.zeros([ROWS_TILE, COLUMNS_TILE], tl.float32)
+    up_RC = tl.zeros([ROWS_TILE, COLUMNS_TILE], tl.float32)
+    for begins in range(0, WIDTH, STEP):
+        inside_RD, inside_DC = inside_R[:, None], inside_C[None, :]
+        if not EVEN:
+            inside_D = begins + step_D < WIDTH
+            inside_RD = inside_R[:, None] & inside_D[None, :]
+            inside_DC = inside_C[None, :] & inside_D[:, None]
+        x_RD = tl.load(x_at + begins, mask=inside_RD, other=0.0)
+        acc_RC = tl.dot(x_RD, _weights(weight_at + begins, inside_DC, EVEN), acc_RC, input_precision="ieee")
+        if GATED:
+            up_DC = _weights(weight_at + COLUMNS * WIDTH + begins, inside_DC, EVEN)
+            up_RC = tl.dot(x_RD, up_DC, up_RC, input_precision="ieee")
+    if FP8:
+        scale_R = tl.load(x_scale_ptr + from_R, mask=inside_R, other=0.0)[:, None]
+        acc_RC *= scale_R * tl.load(weight_scale_ptr + row_C, mask=inside_C, other=0.0)[None, :]
+        if GATED:
+            up_RC *= scale_R * tl.load(weight_scale_ptr + COLUMNS + row_C, mask=inside_C, other=0.0)[None, :]
+    if GATED:
+        acc_RC = acc_RC / (1.0 + tl.exp(-acc_RC)) * up_RC
+        to_R = place_R.to(tl.int64)
+    else:
+        acc_RC *= tl.load(share_ptr + order_R, mask=inside_R, other=0.0)[:, None]
+        to_R = order_R.to(tl.int64)
+    out_at = out_ptr + to_R[:, None] * COLUMNS + column_C[None, :]
+    tl.store(out_at, acc_RC.to(out_ptr.dtype.element_ty), mask=inside_R[:, None] & inside_C[None, :])
+
+
+@triton.jit
+def _weights(at, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+_product = Launcher(experts_kernel)
+
+
+def tiles_for(dtype: torch.dtype) -> tuple[Tile, ...]:
+    """dtype: of the weights."""
+    return _WIDE if dtype == torch.float32 else TILES
+
+
+def tile_for(assignments: int, experts: int, dtype: torch.dtype) -> Tile:
+    return next(tile for tile in tiles_for(dtype) if assignments <= tile.most * experts)
+
+
+def kernel_product(
+    x: LinearInput,
+    weight: LinearInput,
+    routes: Routes,
+    per_token: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Multiply each assignment's row with its expert's matrix.
+
+    Args:
+        x: If gated a row of each token, else of each assignment in the experts' order.
+        weight: All experts' matrices one below the other; if gated, each gate and then up.
+        dtype: Of the outputs.
+        tile: None for the one that fits the number of rows.
+
+    Returns:
+        If gated, SiLU(gate) · up in the experts' order; else products times shares in the tokens' order.
+    """
+    experts, assignments = len(routes.counts_E), len(routes.order_M)
+    x_values, x_scale = _parts(x)
+    values, scale = _parts(weight)
+    width, columns = values.shape[1], len(values) // experts // (2 if gated else 1)
+    tile = tile or tile_for(assignments, experts, values.dtype)
+    step = tile.step_bytes // values.element_size()
+    blocks = min(assignments, cdiv(assignments, tile.rows) + experts)
+    out = torch.empty((assignments, columns), dtype=dtype, device=values.device)
+    constants: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    _product[(blocks * cdiv(columns, tile.columns),)](
+        x_values.contiguous(),
+        x_scale,
+        values,
+        scale,
+        routes.order_M,
+        routes.counts_E,
+        routes.share_M,
+        out,
+        GATED=gated,
+        FP8=isinstance(weight, Fp8Rows),
+        EXPERTS=experts,
+        EXPERTS_BLOCK=next_power_of_2(experts),
+        PER_TOKEN=per_token,
+        WIDTH=width,
+        COLUMNS=columns,
+        EVEN=not (width % step or columns % tile.columns),
+        ROWS_TILE=tile.rows,
+        COLUMNS_TILE=tile.columns,
+        STEP=step,
+        **constants,
+    )
+    return out
+
+
+def _parts(x: LinearInput) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and scales; numbers that are not quantised stand for their scales, which nobody reads."""
+    return (x.values_TI, x.scale_T1) if isinstance(x, Fp8Rows) else (x, x)

@@ -1,0 +1,71 @@
+"""Compile cases of mixtures of experts, in Qwen3-30B-A3B's widths."""
+
+from __future__ import annotations
+
+from deltafront.kernels.experts import products, routing
+
+ROUTE_CASES = [
+    (
+        routing.route_kernel,
+        {
+            "logits_ptr": "*bf16",
+            **dict.fromkeys(("expert_ptr", "place_ptr", "counts_ptr"), "*i32"),
+            "share_ptr": "*fp32",
+            "tokens": "i32",
+        },
+        {
+            "EXPERTS": 128,
+            "PER_TOKEN": 8,
+            "NORMED": True,
+            "TOKENS": routing._TOKENS,
+            "EXPERTS_BLOCK": 128,
+            "SLOTS": 8,
+        },
+    ),
+    (
+        routing.order_kernel,
+        {
+            **dict.fromkeys(("expert_ptr", "place_ptr", "counts_ptr", "order_ptr"), "*i32"),
+            "assignments": "i32",
+        },
+        {"EXPERTS": 128, "EXPERTS_BLOCK": 128, "ASSIGNMENTS": routing._ASSIGNMENTS},
+    ),
+]
+
+
+def product_case(
+    tile: products.Tile, gated: bool, fp8: bool = False
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
+    numbers, scale = ("*fp8e4nv", "*fp32") if fp8 else ("*bf16", "*bf16")
+    types = {
+        **dict.fromkeys(("x_ptr", "weight_ptr"), numbers),
+        **dict.fromkeys(("x_scale_ptr", "weight_scale_ptr"), scale),
+        **dict.fromkeys(("order_ptr", "counts_ptr"), "*i32"),
+        "share_ptr": "*fp32",
+        "out_ptr": "*bf16",
+    }
+    width, columns = (2048, 768) if gated else (768, 2048)
+    sizes = {
+        "GATED": gated,
+        "FP8": fp8,
+        "EXPERTS": 128,
+        "EXPERTS_BLOCK": 128,
+        "PER_TOKEN": 8,
+        "WIDTH": width,
+        "COLUMNS": columns,
+        "EVEN": True,
+        "ROWS_TILE": tile.rows,
+        "COLUMNS_TILE": tile.columns,
+        "STEP": tile.step_bytes // (1 if fp8 else 2),
+    }
+    return products.experts_kernel, types, sizes, {"num_warps": tile.warps, "num_stages": tile.stages}
+
+
+PRODUCT_CASES = [
+    product_case(tile, gated, fp8)
+    for tile in products.TILES
+    for gated in (False, True)
+    for fp8 in (False, True)
+]
+
+COMPILE_CASES = [*ROUTE_CASES, *PRODUCT_CASES]

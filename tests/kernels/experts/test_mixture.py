@@ -1,0 +1,174 @@
+"""Mixtures of experts: the CPU's and the kernels' against the oracle, row by row on outputs that were NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.benchmarks.reference import experts as reference
+from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
+from deltafront.kernels.experts.mixture import compile_mixture, cpu_mixture, kernel_mixture, mixture
+from deltafront.kernels.experts.products import TILES, Tile, tile_for, tiles_for
+from deltafront.kernels.experts.routing import cpu_route, kernel_route
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.layers.fp8 import Fp8Rows, quantise_rows
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
+"""In the interpreter bfloat16 is computed wrongly."""
+SMALL = Tile(rows=16, columns=32, step_bytes=128, warps=4, stages=2, most=0)
+TOKENS = 21
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def logits(kind: str, experts: int, per_token: int) -> torch.Tensor:
+    """Of different sorts of routing; no two of a token's are equal."""
+    logits_TE = draw(TOKENS, experts)
+    if kind == "all to the last ones":
+        logits_TE[:, -per_token:] += 20
+    elif kind == "ragged":  # expert 0 has every token, expert 1 none
+        logits_TE[:, 0] += 20
+        logits_TE[:, 1] -= 20
+    return logits_TE
+
+
+def weights(experts: int, hidden: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up_JC = (draw(experts * 2 * columns, hidden) * hidden**-0.5).to(dtype)
+    return gate_up_JC, (draw(experts * hidden, columns) * columns**-0.5).to(dtype)
+
+
+def wanted(x_TC: torch.Tensor, logits_TE: torch.Tensor, gate_up: Any, down: Any, *how: Any) -> torch.Tensor:
+    experts = logits_TE.shape[1]
+    stacked = [w.cpu().view(experts, -1, w.shape[1]) for w in (gate_up, down)]
+    return reference.mixture(x_TC.cpu(), logits_TE.cpu(), *stacked, *how)
+
+
+ROUTINGS = ["even", "ragged", "all to the last ones"]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize(("experts", "per_token"), [(8, 2), (5, 3), (128, 8), (4, 4)])
+def test_tokens_go_to_their_most_probable_experts(
+    experts: int, per_token: int, kind: str, normed: bool
+) -> None:
+    logits_TE = logits(kind, experts, per_token)
+    expert_TK, share_TK = cpu_route(logits_TE, per_token, normed)
+    with poisoned_empty():
+        routes = kernel_route(logits_TE, per_token, normed)
+    order, ends = routes.order_M.tolist(), routes.counts_E.cumsum(0).tolist()
+    assert sorted(order) == list(range(TOKENS * per_token))
+    found: list[dict[int, float]] = [{} for _ in range(TOKENS)]
+    for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        for one in order[begin:end]:
+            found[one // per_token][expert] = float(routes.share_M[one])
+    for token, logits_E in enumerate(logits_TE.tolist()):
+        shares = reference.routed(logits_E, per_token, normed)
+        assert found[token] == pytest.approx(shares, rel=1e-5)
+        of_cpu = zip(expert_TK[token].tolist(), share_TK[token].tolist(), strict=True)
+        assert dict(of_cpu) == pytest.approx(shares, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize(
+    ("experts", "per_token", "hidden", "columns", "tile"),
+    [(6, 2, 64, 32, SMALL), (5, 3, 72, 40, SMALL), (8, 2, 128, 64, None), (3, 2, 64, 128, TILES[1])],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixture(
+    dtype: torch.dtype, experts: int, per_token: int, hidden: int, columns: int, tile: Tile | None, kind: str
+) -> None:
+    """With widths that tiles do not divide, too."""
+    x_TC, logits_TE = draw(TOKENS, hidden, dtype=dtype), logits(kind, experts, per_token)
+    given = (x_TC, logits_TE, *weights(experts, hidden, columns, dtype), per_token, True)
+    wanted_TC = wanted(*given)
+    assert_rows_close(cpu_mixture(*given).cpu().double(), wanted_TC, dtype=dtype, factor=2.0)
+    with poisoned_empty():
+        found_TC = kernel_mixture(*given, tile)
+    assert found_TC.dtype == dtype
+    assert_rows_close(found_TC.cpu().double(), wanted_TC, dtype=dtype, factor=2.0)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 200, 1000, 4096])
+def test_qwen3s_mixture_on_a_gpu(tokens: int, quantise: bool) -> None:
+    """Against torch's products expert by expert, in float32; the same in a CUDA graph."""
+    x_TC, logits_TE = draw(tokens, 2048, dtype=torch.bfloat16), draw(tokens, 128, dtype=torch.bfloat16)
+    given: list[Any] = list(weights(128, 2048, 768, torch.bfloat16))
+    if quantise:
+        given = [quantise_rows(weight) for weight in given]
+    wide = [w.dequantised(torch.float32) if isinstance(w, Fp8Rows) else w.float() for w in given]
+    wanted_TC = cpu_mixture(x_TC.float(), logits_TE, *wide, 8, True)
+    kernel_mixture(x_TC, logits_TE, *given, 8, True)  # compiles
+    with poisoned_empty():
+        found_TC = kernel_mixture(x_TC, logits_TE, *given, 8, True)
+    error_T = (found_TC.float() - wanted_TC).norm(dim=1) / wanted_TC.norm(dim=1)
+    assert float(error_T.max()) < (0.08 if quantise else 0.01)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again_TC = kernel_mixture(x_TC, logits_TE, *given, 8, True)
+    x_TC.copy_(x_TC.flip(0))
+    logits_TE.copy_(logits_TE.flip(0))
+    graph.replay()
+    assert torch.equal(again_TC.flip(0), found_TC), "a token's sum depends on its place"
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_quantised_experts(kind: str) -> None:
+    """Weights and what they multiply are rows of e4m3; sums are near those of the numbers they stand for."""
+    x_TC, logits_TE = draw(TOKENS, 64, dtype=torch.float16), logits(kind, 6, 2)
+    gate_up, down = (quantise_rows(weight) for weight in weights(6, 64, 32, torch.float16))
+    wide = [weight.dequantised(torch.float32) for weight in (gate_up, down)]
+    wanted_TC = wanted(x_TC, logits_TE, *wide, 2, True)
+    found_TC = cpu_mixture(x_TC, logits_TE, gate_up, down, 2, True).cpu().double()
+    error_T = (found_TC - wanted_TC).norm(dim=1) / wanted_TC.norm(dim=1)
+    assert 1e-4 < float(error_T.max()) < 0.08
+
+
+def test_a_row_of_nan_stays_its_own() -> None:
+    x_TC, logits_TE = draw(TOKENS, 64), draw(TOKENS, 6)
+    given = weights(6, 64, 32, torch.float32)
+    clean_TC = kernel_mixture(x_TC, logits_TE, *given, 2, True, SMALL)
+    x_TC[3], logits_TE[3] = float("nan"), float("nan")
+    found_TC = kernel_mixture(x_TC, logits_TE, *given, 2, True, SMALL)
+    others = [row for row in range(TOKENS) if row != 3]
+    assert found_TC[3].isnan().all() and torch.equal(found_TC[others], clean_TC[others])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x_TC, logits_TE = draw(4, 64), draw(4, 6)
+    gate_up_JC, down_CI = weights(6, 64, 32, torch.float32)
+    good: dict[str, Any] = {"per_token": 2, "normed": True}
+    assert mixture(x_TC, logits_TE, gate_up_JC, down_CI, **good).shape == (4, 64)
+    with pytest.raises(KernelInputError, match="7 of"):
+        mixture(x_TC, logits_TE, gate_up_JC, down_CI, per_token=7, normed=True)
+    with pytest.raises(KernelInputError, match="for 4 tokens"):
+        mixture(x_TC, logits_TE[:3], gate_up_JC, down_CI, **good)
+    with pytest.raises(KernelInputError, match="6 experts of 64 and 32 channels"):
+        mixture(x_TC, logits_TE, gate_up_JC[:-1], down_CI, **good)
+    with pytest.raises(KernelInputError, match="float16"):
+        mixture(x_TC.half(), logits_TE, gate_up_JC, down_CI, **good)
+    with pytest.raises(KernelInputError, match="contiguous"):
+        mixture(x_TC, logits_TE, gate_up_JC, down_CI.T.contiguous().T, **good)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(1, 16), (16, 16), (256, 16), (512, 64), (1024, 64), (4096, 128), (16_384, 128)]
+)
+def test_tiles_follow_the_rows_of_an_expert(tokens: int, rows: int) -> None:
+    assert tile_for(tokens * 8, 128, torch.bfloat16).rows == rows
+
+
+def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    name = "deltafront.kernels.experts.mixture.kernel_mixture"
+    monkeypatch.setattr(name, lambda *given: launched.append(given) or given[0])
+    compile_mixture(6, *weights(6, 64, 32, torch.float32), 2, True, torch.float32)
+    assert len(launched) == (len(tiles_for(torch.float32)) if GPU else 0)
