@@ -7,7 +7,7 @@ way and holds the interpreter's lock meanwhile; the format is a length, a JSON h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 
 from deltafront.service.cli.size import SHAPES as LLAMAS
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX
+from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
 
 TINY = replace(LLAMAS["8b"], layers=6, hidden=128, intermediate=256, q_heads=4, kv_heads=2, vocab=512)
@@ -32,8 +33,23 @@ _QWEN_32B = replace(
     vocab=151_936,
     qk_norm=True,
 )
-SHAPES: Mapping[str, ModelConfig] = {**LLAMAS, "32b": _QWEN_32B, "tiny": replace(TINY, head_dim=64)}
-"""By name. `32b` is Qwen3's; `tiny` is for a CPU."""
+_QWEN_30B_A3B = replace(
+    _QWEN_32B,
+    architecture="Qwen3MoeForCausalLM",
+    layers=48,
+    hidden=2048,
+    intermediate=768,
+    q_heads=32,
+    kv_heads=4,
+    mixture=MixtureConfig(experts=128, per_token=8, normed=True),
+)
+SHAPES: Mapping[str, ModelConfig] = {
+    **LLAMAS,
+    "32b": _QWEN_32B,
+    "30b-a3b": _QWEN_30B_A3B,
+    "tiny": replace(TINY, head_dim=64),
+}
+"""By name. `32b` and `30b-a3b` are Qwen3's; `tiny` is for a CPU."""
 
 _WRITERS = 8
 _ENDS = "ends"
@@ -51,7 +67,7 @@ def write_model(directory: Path, shape: ModelConfig, device: torch.device) -> No
     directory.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     shards: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, size in tensors(shape):
+    for name, size in shape.shapes().items():
         part = name.split(".")[2] if ".layers." in name else _ENDS
         shards.setdefault(f"model-{part}.safetensors", {})[name] = size
     with ThreadPoolExecutor(_WRITERS) as writers:
@@ -66,28 +82,6 @@ def write_model(directory: Path, shape: ModelConfig, device: torch.device) -> No
     words = {f"w{number}": number for number in range(min(64, shape.vocab))}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
     path.write_text(json.dumps(config))
-
-
-def tensors(shape: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and sizes of a Llama's tensors, as Hugging Face has them."""
-    hidden, inner, table = shape.hidden, shape.intermediate, (shape.vocab, shape.hidden)
-    queries, keys = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "model.embed_tokens.weight", table
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", table
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        yield f"{prefix}input_layernorm.weight", (hidden,)
-        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
-        if shape.qk_norm:
-            yield f"{prefix}self_attn.q_norm.weight", (shape.head_dim,)
-            yield f"{prefix}self_attn.k_norm.weight", (shape.head_dim,)
-        yield f"{prefix}self_attn.o_proj.weight", (hidden, queries)
-        yield f"{prefix}mlp.gate_proj.weight", (inner, hidden)
-        yield f"{prefix}mlp.up_proj.weight", (inner, hidden)
-        yield f"{prefix}mlp.down_proj.weight", (hidden, inner)
 
 
 def _write_shard(path: Path, shard: Mapping[str, tuple[int, ...]], device: torch.device, seed: int) -> None:
@@ -118,7 +112,7 @@ def _config(shape: ModelConfig) -> dict[str, Any]:
         "model_type": "qwen3" if shape.qk_norm else "llama",  # for those who read it by transformers
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
+        **_mlp(shape),
         "num_attention_heads": shape.q_heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -127,6 +121,18 @@ def _config(shape: ModelConfig) -> dict[str, Any]:
         "rope_theta": shape.rope.theta,
         "torch_dtype": "bfloat16",
         **_positions(shape),
+    }
+
+
+def _mlp(shape: ModelConfig) -> dict[str, Any]:
+    mixture = shape.mixture
+    if mixture is None:
+        return {"intermediate_size": shape.intermediate}
+    return {
+        "moe_intermediate_size": shape.intermediate,
+        "num_experts": mixture.experts,
+        "num_experts_per_tok": mixture.per_token,
+        "norm_topk_prob": mixture.normed,
     }
 
 

@@ -47,13 +47,15 @@ def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int,
 
 
 def matrices(shape: ModelConfig) -> list[tuple[int, int]]:
-    """Output and input widths of a layer's products: query, key and value; output; gate and up; down."""
+    """Output and input widths of a layer's products: query, key and value; output; gate and up; down. A
+    token's experts count as one MLP of their widths together."""
+    inner = shape.intermediate * (1 if shape.mixture is None else shape.mixture.per_token)
     queries, keys = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return [
         (queries + 2 * keys, shape.hidden),
         (shape.hidden, queries),
-        (2 * shape.intermediate, shape.hidden),
-        (shape.hidden, shape.intermediate),
+        (2 * inner, shape.hidden),
+        (shape.hidden, inner),
     ]
 
 

@@ -48,6 +48,11 @@ def _exaone(layers: int, hidden: int, inner: int, **more: Any) -> dict[str, Any]
     return {"architectures": ["ExaoneForCausalLM"]} | shape | heads | names | _llama3(8.0, 1e6) | more
 
 
+def _experts(width: int) -> dict[str, Any]:
+    chosen = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    return {"moe_intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []} | chosen
+
+
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _FULL: dict[str, Any] = {"sliding_window": None}
 _OLMO: dict[str, Any] = {"rope_theta": 5e5}
@@ -120,6 +125,26 @@ SERVED = (
     ),
     Public("Qwen/Qwen3-8B", _config("Qwen3", 36, 4096, 12288, 32, 8, 151936, 40960, head_dim=128), 8.19),
     Public("Qwen/Qwen3-32B", _config("Qwen3", 64, 5120, 25600, 64, 8, 151936, 40960, head_dim=128), 32.8),
+    Public(
+        "Qwen/Qwen3-30B-A3B",
+        _config("Qwen3Moe", 48, 2048, 6144, 32, 4, 151936, 40960, head_dim=128, **_experts(768)),
+        30.5,
+    ),
+    Public(
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        _config(
+            *("Qwen3Moe", 48, 2048, 6144, 32, 4, 151936, 262144),
+            head_dim=128,
+            rope_theta=1e7,
+            **_experts(768),
+        ),
+        30.5,
+    ),
+    Public(
+        "Qwen/Qwen3-235B-A22B",
+        _config("Qwen3Moe", 94, 4096, 12288, 64, 4, 151936, 40960, head_dim=128, **_experts(1536)),
+        235.0,
+    ),
     Public(
         "ByteDance-Seed/Seed-OSS-36B-Instruct",
         _config("SeedOss", 64, 5120, 27648, 80, 8, 155136, 524288, head_dim=128, rope_theta=1e7),
@@ -198,7 +223,6 @@ REFUSED = (
         _config("Mixtral", num_local_experts=8),
         reason=_EXPERTS,
     ),
-    Public("Qwen/Qwen3-30B-A3B", _config("Qwen3Moe", num_experts=128), reason=_EXPERTS),
     Public(
         "openai/gpt-oss-20b",
         _config("GptOss", num_local_experts=32, sliding_window=128),

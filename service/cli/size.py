@@ -102,7 +102,7 @@ def weight_bytes(
         return plain
     matrices = layers * model.attention_matrices + mlps * model.mlp_matrices
     channels = layers * ((model.q_heads + 2 * model.kv_heads) * model.head_dim + model.hidden)
-    channels += mlps * (2 * model.intermediate + model.hidden)
+    channels += mlps * len(model.expert_modules) * (2 * model.intermediate + model.hidden)
     return plain - matrices * (size - 1) + channels * SCALE_BYTES
 
 

@@ -15,7 +15,7 @@ import torch
 from deltafront.benchmarks import tables
 from deltafront.benchmarks.engine import cached, measure, peer_attention, peers, rows
 from deltafront.benchmarks.engine.__main__ import Run, parsed
-from deltafront.benchmarks.engine.model import SHAPES, tensors, write_model
+from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.products import matrices, products, products_s
 from deltafront.benchmarks.engine.setup import Setup, delta_layers, dpxa_share
 from deltafront.benchmarks.testing import assert_rows_close, random_input
@@ -27,16 +27,31 @@ from deltafront.service.config import ConfigError, parse
 from deltafront.service.request.answers import Density, GenerateFinished, Timings
 from deltafront.workers.messages.events import FinishReason, Usage
 from deltafront.workers.model.decoder.load import load_stack
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.headers import check_weights
+from deltafront.workers.model.directory.mixture_config import MixtureConfig
+from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 
 SHAPE = replace(SHAPES["tiny"], layers=3, positions=2048)
+MIXTURE = replace(
+    SHAPES["30b-a3b"],
+    layers=3,
+    hidden=128,
+    intermediate=64,
+    q_heads=4,
+    kv_heads=2,
+    vocab=512,
+    positions=2048,
+    mixture=MixtureConfig(experts=4, per_token=2, normed=True),
+)
 
 
-def test_a_model_directory_is_what_the_workers_load(tmp_path: Path) -> None:
-    write_model(tmp_path, SHAPE, torch.device("cpu"))
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=lambda shape: shape.architecture)
+def test_a_model_directory_is_what_the_workers_load(tmp_path: Path, shape: ModelConfig) -> None:
+    write_model(tmp_path, shape, torch.device("cpu"))
     config = read_config(tmp_path)
-    assert config == SHAPE
+    assert config == shape
+    check_weights(tmp_path, config)
     stack = load_stack(
         tmp_path,
         StackSpec(
@@ -50,15 +65,12 @@ def test_a_model_directory_is_what_the_workers_load(tmp_path: Path) -> None:
     )
     logits_TV = stack.logits(stack.embed(torch.arange(5)))
     assert logits_TV.isfinite().all() and logits_TV.std() > 0
-    numbers = sum(torch.Size(size).numel() for _, size in tensors(SHAPE))
-    assert numbers == SHAPE.weights(3)
-
     shards = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     assert len(shards) == 4
-    write_model(tmp_path, replace(SHAPE, positions=4096), torch.device("cpu"))
+    write_model(tmp_path, replace(shape, positions=4096), torch.device("cpu"))
     assert read_config(tmp_path).positions == 4096
     assert shards == {path: path.stat().st_mtime_ns for path in shards}, "made again"
-    write_model(tmp_path, replace(SHAPE, intermediate=128), torch.device("cpu"))
+    write_model(tmp_path, replace(shape, intermediate=128), torch.device("cpu"))
     assert read_config(tmp_path).intermediate == 128
     assert shards != {path: path.stat().st_mtime_ns for path in shards}
 
@@ -239,6 +251,13 @@ def test_products_are_those_of_a_layer() -> None:
     matrix = sum(out * width for out, width in matrices(SHAPE))
     assert matrix * SHAPE.layers == SHAPE.weights(3, embedding=False, head=False) - 2 * 3 * SHAPE.hidden
     assert products_s(SHAPE, 100, 64, torch.device("cpu"), torch.float32, repeats=1) > 0
+
+
+def test_a_token_s_experts_count_as_one_mlp() -> None:
+    macs = sum(out * width for out, width in matrices(MIXTURE))
+    router = MIXTURE.hidden * 4
+    assert macs == MIXTURE.attention_matrices + MIXTURE.mlp_macs - router
+    assert MIXTURE.mlp_matrices == 2 * (MIXTURE.mlp_macs - router)
 
 
 def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_block_alone() -> None:

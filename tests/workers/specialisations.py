@@ -50,7 +50,8 @@ DENSITY = 0.1
 @dataclass(frozen=True)
 class Case:
     """What is read: prompts by a method, by stage `stage` of `stages`; or, where no method is named, a decode
-    worker's appended text and steps. warm_up: as in the configuration."""
+    worker's appended text and steps. warm_up: as in the configuration. experts: by the model in the folder
+    of that name, in DIRECTORY."""
 
     name: str
     method: str = ""
@@ -60,6 +61,7 @@ class Case:
     stages: int = 1
     quantisation: Any = None
     kv_dtype: Any = None
+    experts: bool = False
 
 
 def lengths(randomly: random.Random) -> list[int]:
@@ -151,17 +153,15 @@ def stage_after_warm_up(
     return seen - warm, waits
 
 
-def decode_after_warm_up(
-    directory: str, seen: set[tuple[str, str]], kv_dtype: Any = None
-) -> set[tuple[str, str]]:
+def decode_after_warm_up(directory: str, case: Case, seen: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """What appended text and decode steps add to what the warm-up of a decode worker has seen."""
     layers = {"full_layers": (0,), "delta_layers": (1,)}
     config = DecodeConfig(cache_tokens=ROOM, max_batch=6, device=str(DEVICE), **layers)
-    stack = load_model(ModelSpec(path=directory), config.device)
+    stack = load_model(ModelSpec(path=directory, quantisation=case.quantisation), config.device)
     plan = plan_layers(config, stack.config.layers)
     pages = ROOM // PAGE_TOKENS
     sizes = {"pages": pages, "max_batch": config.max_batch, "max_pages": pages}
-    runner = DecodeRunner(stack, plan, **sizes, kv_dtype=kv_dtype)
+    runner = DecodeRunner(stack, plan, **sizes, kv_dtype=case.kv_dtype)
     warm_up(runner, ROOM, plan.calibrated)
     warm, randomly = set(seen), random.Random(6)
     for number, length in enumerate(lengths(randomly)):
@@ -184,12 +184,12 @@ def decode_after_warm_up(
 def main() -> None:
     directory, *cases = sys.argv[1:]
     for case in (Case(**json.loads(given)) for given in cases):
-        waits = set[str]()
+        waits, model = set[str](), f"{directory}/experts" if case.experts else directory
         with fake_gpu() as seen:
             if case.method:
-                new, waits = stage_after_warm_up(directory, case, seen)
+                new, waits = stage_after_warm_up(model, case, seen)
             else:
-                new = decode_after_warm_up(directory, seen, case.kv_dtype)
+                new = decode_after_warm_up(model, case, seen)
             FakeGpu.reads.clear()
             torch.ones(1, device=DEVICE).tolist()
         missing: dict[str, list[str]] = {}

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from deltafront.benchmarks.engine.model import SHAPES, write_model
+from deltafront.workers.model.directory.mixture_config import MixtureConfig
 
 pytestmark = pytest.mark.long
 
@@ -25,6 +26,14 @@ METHODS = ("dense", "dpxa", "dpxa+delta", "xattention", "delta_xattention", "del
 SHAPE = replace(
     SHAPES["8b"], layers=4, hidden=256, intermediate=3072, vocab=512, positions=262_144
 )  # heads as they are: they decide how work is divided
+EXPERTS = replace(
+    SHAPES["30b-a3b"],
+    layers=4,
+    hidden=256,
+    vocab=512,
+    positions=262_144,
+    mixture=MixtureConfig(experts=8, per_token=3, normed=True),
+)
 SHORTER = {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128}
 """Options that README names for prompts of 32,768 tokens."""
 WARM: dict[str, dict[str, Any]] = {
@@ -37,6 +46,10 @@ WARM: dict[str, dict[str, Any]] = {
     "8 bits": {"method": "dpxa", "warm_up": ["dpxa"], "quantisation": "fp8"},
     "first stage": {"method": "dpxa", "warm_up": ["dpxa"], "stages": 2},
     "last stage": {"method": "dpxa", "warm_up": ["dpxa"], "stage": 1, "stages": 2},
+    "experts": {"method": "dense", "warm_up": ["dense"], "experts": True},
+    "experts in 8 bits": {"method": "dense", "warm_up": ["dense"], "experts": True, "quantisation": "fp8"},
+    "experts, decode": {"experts": True},
+    "experts in 8 bits, decode": {"experts": True, "quantisation": "fp8"},
     "8 bits, first stage": {"method": "dpxa", "warm_up": ["dpxa"], "stages": 2, "quantisation": "fp8"},
     "8 bits, last stage": {
         "method": "dpxa",
@@ -57,6 +70,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the script tells of each case."""
     directory = tmp_path_factory.mktemp("model")
     write_model(directory, SHAPE, torch.device("cpu"))
+    write_model(directory / "experts", EXPERTS, torch.device("cpu"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("specialisations.py")
     cases = [json.dumps({"name": name, **case}) for name, case in {**COLD, **WARM}.items()]

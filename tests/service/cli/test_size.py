@@ -5,22 +5,37 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 
+from deltafront.benchmarks.engine import model as engine
 from deltafront.service.cli import size
 from deltafront.service.cli.size import GIB, SHAPES, sizing
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 from deltafront.workers.settings import Dtype, Quantisation
 
 from ...workers.tiny_model import HIDDEN, make_tiny_model
 from .test_main import run
+
+MIXTURE = replace(
+    engine.SHAPES["30b-a3b"],
+    layers=4,
+    hidden=64,
+    intermediate=32,
+    q_heads=8,
+    kv_heads=4,
+    head_dim=16,
+    vocab=500,
+    mixture=MixtureConfig(experts=6, per_token=2, normed=True),
+)
 
 
 def test_llama_is_as_large_as_its_model_cards_say() -> None:
@@ -88,9 +103,14 @@ def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
     assert halves == 2
 
 
-def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path, experts: bool) -> None:
     """Counted in the tensors of a model that is loaded."""
-    directory = make_tiny_model(tmp_path / "tiny")
+    directory = tmp_path / "tiny"
+    if experts:
+        engine.write_model(directory, MIXTURE, torch.device("cpu"))
+    else:
+        make_tiny_model(directory)
     config = read_config(directory)
 
     def loaded(quantisation: Quantisation | None, layers: range, mlps: range, ranks: int = 1) -> int:

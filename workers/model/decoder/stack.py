@@ -20,6 +20,7 @@ from ....kernels.layers.norm import LinearInput, add_norm
 from ....kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
 from ..directory.json_files import ModelError
 from ..directory.model_config import ModelConfig
+from ..weights.mixture_weights import MixtureWeights
 from ..weights.projections import Fp8Linear, Linear
 from ..weights.stack_weights import AttentionWeights, MlpWeights, StackSpec, StackWeights
 from .collectives import SINGLE_RANK, Collectives
@@ -78,13 +79,13 @@ class DecoderLayer:
     number: int
     config: ModelConfig
     attention: AttentionWeights | None
-    mlp_weights: MlpWeights | None
+    mlp_weights: MlpWeights | MixtureWeights | None
     collectives: Collectives = SINGLE_RANK
 
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
         """Return rotated q_THD, and put K and V into `kv`."""
         weights, config = self._attention, self.config
-        qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv))
+        qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv.quantised))
         if config.qk_norm_all_heads and weights.qk_norm_JD is not None:
             _norm_all_heads(qkv_TO, weights.qk_norm_JD.flatten(), config)
             return self._rotated(qkv_TO, angles, None, kv)
@@ -104,12 +105,14 @@ class DecoderLayer:
         self._update(residual, update_TC, self._attention.output_norm_C)
 
     def mlp(self, residual: Residual) -> None:
-        weights = self.mlp_weights
-        if weights is not None:
-            normed, up = (
-                norm_of(residual, weights.input_norm_C, self.config.rms_eps, weights.gate_up),
-                weights.gate_up,
-            )
+        weights, eps = self.mlp_weights, self.config.rms_eps
+        if isinstance(weights, MixtureWeights):
+            normed = norm_of(residual, weights.input_norm_C, eps, quantised=False)
+            assert isinstance(normed, torch.Tensor)
+            self._update(residual, weights(normed), weights.output_norm_C)
+        elif weights is not None:
+            up = weights.gate_up
+            normed = norm_of(residual, weights.input_norm_C, eps, up.quantised)
             active = up.gated(normed) if self.config.is_gated else up.squared(normed)
             self._update(residual, weights.down(active), weights.output_norm_C)
 
@@ -144,15 +147,13 @@ def _norm_all_heads(qkv_TO: torch.Tensor, weight_O: torch.Tensor, config: ModelC
         part_TO.copy_(normed_TO)
 
 
-def norm_of(
-    residual: Residual, weight_C: torch.Tensor | None, eps: float, taker: Linear | Fp8Linear
-) -> LinearInput:
-    """Add up the stream and return its norm, in the form that `taker` takes; without one the stream."""
+def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quantised: bool) -> LinearInput:
+    """Add up the stream and return its norm, quantised or not; without one the stream."""
     if weight_C is None:
         residual.hidden_TC, residual.update_TC = residual.total(), None
         return residual.hidden_TC
     sum_TC, normed = residual.collectives.add_norm(
-        residual.hidden_TC, residual.update_TC, weight_C, eps, taker.quantised
+        residual.hidden_TC, residual.update_TC, weight_C, eps, quantised
     )
     residual.hidden_TC, residual.update_TC = sum_TC, None
     return normed
@@ -283,9 +284,9 @@ class LayerStack:
 
     def compile_products(self) -> None:
         attention = self._weights.attentions[0]
-        products = [attention.qkv, attention.output]
-        if self._weights.mlps:
-            products += [self._weights.mlps[0].gate_up, self._weights.mlps[0].down]
+        products: list[Linear | Fp8Linear | MixtureWeights] = [attention.qkv, attention.output]
+        for mlp in self._weights.mlps[:1]:
+            products += [mlp] if isinstance(mlp, MixtureWeights) else [mlp.gate_up, mlp.down]
         for product in products:
             product.compile()
 
@@ -294,7 +295,7 @@ class LayerStack:
         if self._weights.head is None or self._weights.final_norm_C is None:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
         head = self._weights.head
-        normed = norm_of(Residual(hidden_TC), self._weights.final_norm_C, self.config.rms_eps, head)
+        normed = norm_of(Residual(hidden_TC), self._weights.final_norm_C, self.config.rms_eps, head.quantised)
         logits_TV = self.collectives.gather(head(normed))[:, : self.config.vocab].float()
         scale = self.config.logit_scale
         return logits_TV if scale == 1.0 else logits_TV * scale

@@ -13,6 +13,7 @@ from ..families.family import OPTIONAL, Family
 from ..families.registry import FAMILIES, family_of, load_families, unserved_features
 from .json_files import ModelError, positive_int, positive_number, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
+from .mixture_config import MixtureConfig, read_mixture
 from .quantised import quantised_form
 from .rope_config import RopeConfig, positions, read_rope, refuse_unscaled, resolved, rotary_dim
 from .store import model_directory
@@ -39,6 +40,7 @@ class ModelConfig:
     """What a decoder computes. The fields after `eos_ids` cost a family without them nothing.
 
     Args:
+        intermediate: Of an MLP, or of each of its experts.
         positions: They bound a prompt with its answer.
         sliding_window: None after `read_config`.
         norms: Whether layers norm what attention and MLP take, what they give, or both.
@@ -50,6 +52,7 @@ class ModelConfig:
         unrotated_layers: Their q and k are not rotated at all.
         embedding_scale, logit_scale: Multiply embeddings and logits.
         attention_scale: Multiplies scores, beside head_dim ** -0.5.
+        mixture: Of each layer's MLP; None: it is one.
     """
 
     architecture: str
@@ -81,6 +84,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     attention_scale: float = 1.0
+    mixture: MixtureConfig | None = None
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Share the layers so that the slowest stage is fastest. Cuts may be within layers.
@@ -92,7 +96,7 @@ class ModelConfig:
         if not 1 <= stages <= most:
             raise ModelError(f"{most} layers cannot be split over {stages} stages: use 1 to {most}")
         attention = self.attention_matrices + self.macs_per_pair * _SPLIT_KEYS
-        costs = [attention, self.mlp_matrices] * self.layers
+        costs = [attention, self.mlp_macs] * self.layers
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
         return balanced(tuple(costs), stages)
 
@@ -137,6 +141,17 @@ class ModelConfig:
 
     @property
     def mlp_matrices(self) -> int:
+        """Numbers in a layer's MLP matrices, without a router's."""
+        return self._mlp * (1 if self.mixture is None else self.mixture.experts)
+
+    @property
+    def mlp_macs(self) -> int:
+        """Multiply-adds of a layer's MLP for each token."""
+        mixture = self.mixture
+        return self._mlp if mixture is None else self._mlp * mixture.per_token + self.hidden * mixture.experts
+
+    @property
+    def _mlp(self) -> int:
         return (3 if self.is_gated else 2) * self.hidden * self.intermediate
 
     @property
@@ -176,6 +191,12 @@ class ModelConfig:
             return {"gate_up_proj": 2 * self.intermediate}
         return dict.fromkeys(("gate_proj", "up_proj") if self.is_gated else ("up_proj",), self.intermediate)
 
+    @property
+    def expert_modules(self) -> tuple[str, ...]:
+        """Return the modules of a layer that are MLPs."""
+        mixture = self.mixture
+        return ("mlp",) if mixture is None else tuple(f"mlp.experts.{n}" for n in range(mixture.experts))
+
     def _halves(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
         hidden, q = self.hidden, self.q_heads * self.head_dim
         attention = self._norms("input_layernorm", "self_attn.post_norm")
@@ -186,9 +207,13 @@ class ModelConfig:
             attention[f"self_attn.{name}_norm.weight"] = (width,)
         attention |= _linear("self_attn.o_proj", hidden, q, self.o_bias)
         mlp = self._norms("post_attention_layernorm", "mlp.post_norm")
-        for module, rows in self.gate_up_modules.items():
-            mlp |= _linear(f"mlp.{module}", rows, hidden, self.mlp_bias)
-        return attention, mlp | _linear("mlp.down_proj", hidden, self.intermediate, self.mlp_bias)
+        if self.mixture is not None:
+            mlp |= _linear("mlp.gate", self.mixture.experts, hidden, bias=False)
+        for expert in self.expert_modules:
+            for module, rows in self.gate_up_modules.items():
+                mlp |= _linear(f"{expert}.{module}", rows, hidden, self.mlp_bias)
+            mlp |= _linear(f"{expert}.down_proj", hidden, self.intermediate, self.mlp_bias)
+        return attention, mlp
 
     def _norms(self, before: str, after: str) -> dict[str, Shape]:
         names = {"before": (before,), "after": (after,), "both": (before, after)}[self.norms]
@@ -234,12 +259,13 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")
     head_dim = positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads))
     rotated, layers = rotary_dim(raw, head_dim), positive_int(raw, "num_hidden_layers")
+    mixture = read_mixture(raw)
     reach, biased = positions(raw, rope, extra), bool(raw.get("attention_bias"))
     fields: dict[str, Any] = {
         "architecture": family.architecture,
         "layers": layers,
         "hidden": hidden,
-        "intermediate": positive_int(raw, "intermediate_size"),
+        "intermediate": positive_int(raw, "moe_intermediate_size" if mixture else "intermediate_size"),
         "q_heads": heads,
         "kv_heads": positive_int(raw, "num_key_value_heads", heads),
         "head_dim": head_dim,
@@ -254,10 +280,13 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         "activation": family.hidden_act,
         "rotary_dim": None if rotated == head_dim else rotated,
         "unrotated_layers": _unrotated(raw, layers),
+        "mixture": mixture,
         **_multipliers(raw, head_dim),
     }
     config = ModelConfig(**fields | dict(family.fixed))
     _refuse_uneven_heads(config)
+    if mixture is not None and (config.mlp_bias or not config.is_gated):
+        raise ModelError("experts with biases, or without a gate, are not supported")
     _refuse_sliding_window(raw, config, family)
     _refuse_dual_chunks(raw, config)
     return config

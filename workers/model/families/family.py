@@ -12,6 +12,7 @@ OPTIONAL: Mapping[str, Any] = {
     "attention_multiplier": None,
     "logits_scaling": 1.0,
     "no_rope_layers": None,
+    "num_experts": None,
 }
 """Keys of config.json that only some families have → the value that changes nothing."""
 

@@ -18,3 +18,19 @@ QWEN3 = Family(
     fixed={"qk_norm": True},
     gguf=GgufNames(architecture="qwen3"),
 )
+QWEN3_MOE = Family(
+    name="Qwen3, mixtures of experts",
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    implied={
+        **QWEN3.implied,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+    },
+    fixed={"qk_norm": True},
+    keys={"num_local_experts": "num_experts"},
+    note="Every layer has experts. No GGUF files and no adapters of experts are read.",
+)

@@ -14,12 +14,12 @@ from .llama import ARCEE, LLAMA
 from .mistral import MISTRAL
 from .olmo2 import OLMO2
 from .phi3 import PHI3
-from .qwen import QWEN2, QWEN3
+from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 
 _OURS = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
     *(GLM, GLM4, EXAONE, EXAONE4, ARCEE),
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ class LoraAdapter:
             raise ModelError(f"{self._path} does not exist: an adapter needs its weights in safetensors")
         self._file = open_safetensors(self._path)
         self._tensors = _sorted_names(self._path, list(self._file.keys()), model_layers)
+
+    def require_in(self, names: Container[str]) -> None:
+        """Raises ModelError for a module that is none of the model's."""
+        if lost := [module for module in self._tensors if f"{module}.weight" not in names]:
+            raise ModelError(f"{self._path}: the model has no linear layer {lost[0]}")
 
     def merge(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor:
         """Return W + B·A·scale in float32, or the weight itself if the adapter has none for `name`."""

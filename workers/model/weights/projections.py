@@ -26,6 +26,10 @@ class Linear:
     quantised: ClassVar[bool] = False
     """Whether it is best given rows of e4m3."""
 
+    @property
+    def stored(self) -> LinearInput:
+        return self.weight_OI
+
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         return linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
@@ -58,6 +62,10 @@ class Fp8Linear:
     @property
     def weight_OI(self) -> torch.Tensor:
         return self.weight.dequantised(self.dtype)
+
+    @property
+    def stored(self) -> LinearInput:
+        return self.weight
 
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         rows_TI = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)

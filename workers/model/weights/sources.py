@@ -29,10 +29,11 @@ class SafetensorsSource:
     def __init__(self, files: Mapping[str, Path], stored_names: Mapping[str, str]) -> None:
         self._files = files
         self._stored_names = stored_names
+        self._names = frozenset(stored_names)
         self._open: dict[Path, Any] = {}
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._stored_names)
+        return self._names
 
     def read(self, name: str) -> torch.Tensor:
         stored = self._stored_names[name]

@@ -22,6 +22,7 @@ from ..directory.json_files import ModelError
 from ..directory.layer_shares import LayerShare
 from ..directory.model_config import EMBEDDING, HEAD, ModelConfig
 from .lora import LoraAdapter
+from .mixture_weights import MixtureWeights
 from .projections import Fp8Linear, Linear
 from .sources import WeightSource, open_weights
 from .uploads import THREADS, Uploads, in_threads
@@ -93,13 +94,13 @@ class StackWeights:
     """Tied embeddings are one tensor if a stage has both ends."""
 
     attentions: tuple[AttentionWeights, ...]
-    mlps: tuple[MlpWeights, ...]
+    mlps: tuple[MlpWeights | MixtureWeights, ...]
     embedding_VC: torch.Tensor | None
     final_norm_C: torch.Tensor | None
     head: Linear | None
 
 
-Half = TypeVar("Half", AttentionWeights, MlpWeights)
+Half = TypeVar("Half", AttentionWeights, MlpWeights | MixtureWeights)
 
 
 class _Reader:
@@ -111,6 +112,8 @@ class _Reader:
         self._uploads = Uploads(spec.device)
         self._shapes = spec.config.shapes()
         self._shapes.setdefault(HEAD, self._shapes[EMBEDDING])
+        if self._adapter is not None:
+            self._adapter.require_in(self._shapes)
         self._channels_D = rotary_order(spec.config)
 
     def get(self, *names: str, split: int | None = None) -> torch.Tensor:
@@ -261,11 +264,13 @@ def _tables_are_equal(read: _Reader) -> bool:
     return equal
 
 
-def _read_layers(read: _Reader, tell: Tell) -> tuple[tuple[AttentionWeights, ...], tuple[MlpWeights, ...]]:
+def _read_layers(
+    read: _Reader, tell: Tell
+) -> tuple[tuple[AttentionWeights, ...], tuple[MlpWeights | MixtureWeights, ...]]:
     """A CPU mostly uses the files' own memory."""
     share, threads = read.spec.share, 1 if read.spec.device.type == "cpu" else THREADS
     attentions: list[AttentionWeights] = []
-    mlps: list[MlpWeights] = []
+    mlps: list[MlpWeights | MixtureWeights] = []
     numbers = range(min(share.layers.start, share.mlps.start), share.layers.stop)
     layers = in_threads(lambda number: _read_layer(read, share, number), numbers, threads)
     for done, (attention, mlp) in enumerate(layers, start=1):
@@ -280,10 +285,11 @@ def _read_layers(read: _Reader, tell: Tell) -> tuple[tuple[AttentionWeights, ...
 
 def _read_layer(
     read: _Reader, share: LayerShare, layer: int
-) -> tuple[AttentionWeights | None, MlpWeights | None]:
+) -> tuple[AttentionWeights | None, MlpWeights | MixtureWeights | None]:
     prefix = f"model.layers.{layer}."
     attention = _read_attention(read, prefix) if layer in share.layers else None
-    mlp = _read_mlp(read, prefix) if layer in share.mlps else None
+    read_mlp = _read_mlp if read.spec.config.mixture is None else _read_mixture
+    mlp = read_mlp(read, prefix) if layer in share.mlps else None
     elsewhere = () if attention else _ATTENTION
     read.refuse_left_over(prefix, elsewhere if mlp else (*elsewhere, *_MLP))
     return attention, mlp
@@ -308,5 +314,21 @@ def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
         input_norm_C=read.norm(f"{prefix}post_attention_layernorm"),
         gate_up=read.linear(*(f"{prefix}mlp.{name}" for name in read.spec.config.gate_up_modules), split=0),
         down=read.linear(f"{prefix}mlp.down_proj", split=1),
+        output_norm_C=read.norm(f"{prefix}mlp.post_norm"),
+    )
+
+
+def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
+    """Ranks share each expert's columns."""
+    config = read.spec.config
+    assert config.mixture is not None
+    experts = [f"{prefix}{name}" for name in config.expert_modules]
+    gate_up = [f"{expert}.{name}" for expert in experts for name in config.gate_up_modules]
+    return MixtureWeights(
+        config=config.mixture,
+        input_norm_C=read.norm(f"{prefix}post_attention_layernorm"),
+        router_EC=read.get(f"{prefix}mlp.gate.weight"),
+        gate_up=read.linear(*gate_up, split=0),
+        down=read.linear(*(f"{expert}.down_proj" for expert in experts), split=1),
         output_norm_C=read.norm(f"{prefix}mlp.post_norm"),
     )

@@ -113,7 +113,7 @@ class ModelWork:
         for share in shares:
             last = share is shares[-1]
             attentions, mlps = len(share.layers) - last, len(share.mlps) - last
-            per_token = attentions * model.attention_matrices + mlps * model.mlp_matrices
+            per_token = attentions * model.attention_matrices + mlps * model.mlp_macs
             per_token += last * model.qkv_matrices
             works.append(StageWork(per_token, attentions * model.macs_per_pair, attentions + mlps + last))
         return cls(tuple(works), quantised)

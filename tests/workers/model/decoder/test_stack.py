@@ -28,6 +28,7 @@ from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.layer_shares import LayerShare
+from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
 from deltafront.workers.model.families.registry import gguf_families
@@ -68,6 +69,12 @@ MULTIPLIERS = {
     "logits_scaling": 3.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+MIXTURE = {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama3": lambda: transformers.LlamaConfig(
         **SHAPE | {"hidden_size": 96},
@@ -86,6 +93,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE, rope_parameters=YARN, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE | {"head_dim": 32}),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **MIXTURE),
+    "qwen3-moe-not-normed": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE | {"head_dim": 32}, **MIXTURE | {"norm_topk_prob": False, "num_experts_per_tok": 1}
+    ),
     "llama-biases": lambda: transformers.LlamaConfig(
         **SHAPE | {"hidden_size": 96}, attention_bias=True, mlp_bias=True
     ),
@@ -412,7 +423,8 @@ def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
         return
     whole = read_stack(case.directory, spec)
     heads = [count * case.config.head_dim for count in (6, 2, 2)]
-    columns = [96, 96] if case.config.is_gated else [96]
+    width = case.config.intermediate
+    columns = [width] * ((2 if case.config.is_gated else 1) * len(case.config.expert_modules))
     for rank in range(2):
         part = read_stack(case.directory, replace(spec, rank=rank, ranks=2))
         for layer in range(6):
@@ -420,6 +432,8 @@ def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
             assert torch.equal(mine, torch.cat([x.chunk(2)[rank] for x in theirs.split(heads)]))
             mine, theirs = part.mlps[layer].gate_up.weight_OI, whole.mlps[layer].gate_up.weight_OI
             assert torch.equal(mine, torch.cat([x.chunk(2)[rank] for x in theirs.split(columns)]))
+            mine, theirs = part.mlps[layer].down.weight_OI, whole.mlps[layer].down.weight_OI
+            assert torch.equal(mine, theirs.chunk(2, dim=1)[rank])
 
 
 def test_a_gguf_gives_the_same_logits(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -446,7 +460,9 @@ def held(weights: Any) -> dict[int, int]:
     """Numbers in every tensor of a stage, by where it lies: shared ones count once."""
     if isinstance(weights, torch.Tensor):
         return {weights.data_ptr(): weights.numel()}
-    parts = weights if isinstance(weights, tuple) else vars(weights).values() if weights is not None else ()
+    if weights is None or isinstance(weights, MixtureConfig):
+        return {}
+    parts = weights if isinstance(weights, tuple) else vars(weights).values()
     return {key: count for part in parts for key, count in held(part).items()}
 
 

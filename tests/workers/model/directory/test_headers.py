@@ -37,6 +37,8 @@ Raw = dict[str, torch.Tensor]
 
 def save(directory: Path, family: str = "llama", size: str = "1GB", **more: Any) -> Path:
     more = {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS, "pad_token_id": 0, **more}
+    if family == "qwen3_moe":
+        more |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
     config = transformers.CONFIG_MAPPING[family](**SHAPE, **more)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory, max_shard_size=size)
@@ -104,6 +106,8 @@ def test_every_family_has_the_tensors_of_transformers(
         ("qwen3", "llama", r"no place for 6 tensors such as model\.layers\.0\.self_attn\.k_norm\.weight"),
         ("arcee", "llama", r"lack 3 tensors such as model\.layers\.0\.mlp\.gate_proj\.weight"),
         ("llama", "arcee", r"no place for 3 tensors such as model\.layers\.0\.mlp\.gate_proj\.weight"),
+        ("qwen3_moe", "qwen3", r"lack 9 tensors such as model\.layers\.0\.mlp\.gate_proj\.weight"),
+        ("qwen3", "qwen3_moe", "has no 'moe_intermediate_size'"),
         ("qwen2", "llama", r"no place for 9 tensors such as model\.layers\.0\.self_attn\.k_proj\.bias"),
     ],
 )

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from deltafront.service.cli.size import SHAPES
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.layer_shares import LayerShare, balanced
+from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.directory.rope_config import RopeConfig
 
@@ -142,6 +144,25 @@ def test_overrides_replace_theta_and_positions(tmp_path: Path) -> None:
         read(tmp_path, LLAMA31, {"rope_thetta": 1.0})
 
 
+EXPERTS: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 768}
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_a_mixture_of_experts(tmp_path: Path, key: str) -> None:
+    """Numbers of all experts are counted, multiply-adds of the chosen ones."""
+    config = read(tmp_path, LLAMA31 | EXPERTS | {key: 64, "num_experts_per_tok": 4, "norm_topk_prob": True})
+    assert config.mixture == MixtureConfig(experts=64, per_token=4, normed=True)
+    assert (config.intermediate, config.of_rank(4).intermediate) == (768, 192)
+    one = 3 * config.hidden * 768
+    assert (config.mlp_matrices, config.mlp_macs) == (64 * one, 4 * one + 64 * config.hidden)
+    layer = config.weights(2, embedding=False, head=False) - config.weights(1, embedding=False, head=False)
+    norms = 2 * config.hidden + (config.q_heads + config.kv_heads) * config.head_dim
+    assert layer == config.attention_matrices + config.mlp_matrices + 64 * config.hidden + norms
+    dense = replace(config, mixture=None, intermediate=4 * 768)
+    assert config.split(3) == dense.split(3), "stages are balanced by what a token costs"
+    assert read(tmp_path, LLAMA31 | EXPERTS).mixture == MixtureConfig(experts=128, per_token=8, normed=False)
+
+
 def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
     qwen2 = read(
         tmp_path,
@@ -194,6 +215,12 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ({"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True}, "sets mlp_bias, which Qwen3ForCausalLM"),
         ({"architectures": ["Mistral3ForConditionalGeneration"]}, "has no section text_config"),
         ({"rope_scaling": ["yarn"]}, "is not a section of keys"),
+        ({"num_experts": 8}, "sets num_experts, which LlamaForCausalLM does not have"),
+        (EXPERTS | {"mlp_only_layers": [0]}, "give some layers a dense MLP"),
+        (EXPERTS | {"decoder_sparse_step": 2}, "give some layers a dense MLP"),
+        (EXPERTS | {"num_experts_per_tok": 129}, "num_experts_per_tok = 129 of num_experts = 128"),
+        (EXPERTS | {"moe_intermediate_size": None}, "moe_intermediate_size"),
+        (EXPERTS | {"mlp_bias": True}, "sets mlp_bias, which Qwen3MoeForCausalLM"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(

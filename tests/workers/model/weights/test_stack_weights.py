@@ -380,6 +380,10 @@ def test_an_adapter_of_another_model_or_of_halves_is_refused(tiny: Path, tmp_pat
     half = dict(list(lora_of("layers.0.mlp.up_proj", INNER, HIDDEN).items())[:1])
     with pytest.raises(ModelError, match="only one of"):
         read(tiny, adapter=write_adapter(tmp_path, half))
+    with pytest.raises(
+        ModelError, match=r"the model has no linear layer model\.layers\.0\.mlp\.gate_up_proj"
+    ):
+        read(tiny, adapter=write_adapter(tmp_path, lora_of("layers.0.mlp.gate_up_proj", INNER, HIDDEN)))
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
         read(tiny, adapter=tmp_path / "nowhere")
     (tmp_path / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")

@@ -1,0 +1,131 @@
+"""Experts as they are loaded: in parts for ranks, in 8 bits, from checkpoints in 8 bits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deltafront.benchmarks.engine.model import SHAPES, write_model
+from deltafront.benchmarks.reference.experts import mixture as reference_mixture
+from deltafront.benchmarks.testing import assert_rows_close, row_errors
+from deltafront.workers.model.directory.headers import check_weights
+from deltafront.workers.model.directory.json_files import WEIGHT_INDEX, ModelError
+from deltafront.workers.model.directory.mixture_config import MixtureConfig
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.mixture_weights import MixtureWeights
+from deltafront.workers.model.weights.projections import Fp8Linear
+from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
+
+SHAPE = replace(
+    SHAPES["30b-a3b"],
+    layers=2,
+    hidden=64,
+    intermediate=96,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab=99,
+    positions=512,
+    mixture=MixtureConfig(experts=6, per_token=2, normed=True),
+)
+BLOCK = 32
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    write_model(tmp_path, SHAPE, torch.device("cpu"))
+    return tmp_path
+
+
+def read(directory: Path, **more: Any) -> MixtureWeights:
+    """Of layer 1."""
+    spec = StackSpec(
+        config=read_config(directory),
+        layers=range(1, 2),
+        embedding=False,
+        head=False,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    (weights,) = read_stack(directory, replace(spec, **more)).mlps
+    assert isinstance(weights, MixtureWeights)
+    return weights
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    prefix = "model.layers.1.mlp."
+    tensors = load_file(directory / "model-1.safetensors")
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def wanted(directory: Path, x_TC: torch.Tensor) -> torch.Tensor:
+    tensors = {name: x.float() for name, x in stored(directory).items()}
+
+    def stacked(*modules: str) -> torch.Tensor:
+        return torch.stack(
+            [torch.cat([tensors[f"experts.{e}.{module}.weight"] for module in modules]) for e in range(6)]
+        )
+
+    logits_TE = x_TC @ tensors["gate.weight"].T
+    experts = stacked("gate_proj", "up_proj"), stacked("down_proj")
+    return reference_mixture(x_TC, logits_TE, *experts, 2, True)
+
+
+def test_experts_are_those_of_the_checkpoint_and_ranks_have_parts_of_each(directory: Path) -> None:
+    x_TC = torch.randn(9, 64)
+    wanted_TC = wanted(directory, x_TC)
+    assert_rows_close(read(directory)(x_TC).double(), wanted_TC, dtype=torch.float32)
+    parts = [read(directory, rank=rank, ranks=2) for rank in range(2)]
+    assert parts[0].gate_up.weight_OI.shape == (6 * 96, 64) and parts[0].down.weight_OI.shape == (6 * 64, 48)
+    assert torch.equal(parts[0].router_EC, parts[1].router_EC)
+    summed_TC = parts[0](x_TC) + parts[1](x_TC)
+    assert_rows_close(summed_TC.double(), wanted_TC, dtype=torch.float32)
+
+
+def test_experts_in_8_bits_have_a_plain_router(directory: Path) -> None:
+    plain, fp8, x_TC = read(directory), read(directory, quantisation="fp8"), torch.randn(40, 64)
+    assert isinstance(fp8.gate_up, Fp8Linear) and isinstance(fp8.down, Fp8Linear)
+    assert torch.equal(fp8.router_EC, plain.router_EC)
+    errors_T = row_errors(fp8(x_TC), plain(x_TC))
+    assert 0.005 < float(errors_T.mean()) < 0.1, "experts, not routes, are rounded"
+
+
+def test_a_checkpoint_in_blocks_of_8_bits(directory: Path) -> None:
+    """As Qwen publishes them: each expert's matrix has scales, the router has none."""
+    path, index = directory / "model-1.safetensors", json.loads((directory / WEIGHT_INDEX).read_text())
+    tensors, meant = load_file(path), dict[str, torch.Tensor]()
+    for name, weight_OI in list(tensors.items()):
+        if not name.endswith("_proj.weight"):
+            continue
+        scale = 1 + torch.rand([-(-size // BLOCK) for size in weight_OI.shape])
+        tensors[name] = weight_OI.to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+        index["weight_map"][f"{name}_scale_inv"] = path.name
+        spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        meant[name] = tensors[name].float() * spread[: weight_OI.shape[0], : weight_OI.shape[1]]
+    save_file(tensors, path)
+    (directory / WEIGHT_INDEX).write_text(json.dumps(index))
+    raw = json.loads((directory / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": method}))
+    names = [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in range(6)]
+    weights = read(directory)
+    assert torch.equal(weights.down.weight_OI, torch.cat([meant[name] for name in names]))
+    assert torch.equal(weights.router_EC, tensors["model.layers.1.mlp.gate.weight"].float())
+
+
+def test_an_expert_that_is_missing_is_named(directory: Path) -> None:
+    index = json.loads((directory / WEIGHT_INDEX).read_text())
+    name = "model.layers.1.mlp.experts.4.up_proj.weight"
+    del index["weight_map"][name]
+    (directory / WEIGHT_INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"experts\.4\.up_proj"):
+        check_weights(directory, read_config(directory))
+    with pytest.raises(ModelError, match=r"experts\.4\.up_proj"):
+        read(directory)
