@@ -100,7 +100,7 @@ def test_mixture(
 @pytest.mark.parametrize("tokens", [1, 3, 16, 200, 1000, 4096])
 def test_qwen3s_mixture_on_a_gpu(tokens: int, quantise: bool) -> None:
     """Against torch's products expert by expert, in float32; the same in a CUDA graph."""
-    x_TC, logits_TE = draw(tokens, 2048, dtype=torch.bfloat16), draw(tokens, 128, dtype=torch.bfloat16)
+    x_TC, logits_TE = draw(tokens, 2048, dtype=torch.bfloat16), draw(tokens, 128)
     given: list[Any] = list(weights(128, 2048, 768, torch.bfloat16))
     if quantise:
         given = [quantise_rows(weight) for weight in given]

@@ -1,0 +1,67 @@
+"""Mixtures of experts in Qwen3-30B-A3B's widths, from a layer's normed rows to its update: routing, both
+products and the sum."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ..kernels.experts.mixture import cpu_mixture, kernel_mixture
+from ..kernels.layers.fp8 import quantise_rows
+from ..kernels.layers.norm import LinearInput
+from .engine.model import SHAPES
+from .harness import BenchConfig, Case, Timed
+
+SHAPE = SHAPES["30b-a3b"]
+TOKENS = (1, 4, 16, 256, 2048, 16_384)
+"""Decode steps, appended text, chunks."""
+EXPERTS, CHOSEN = 128, 8
+LARGEST_ERROR = {False: 0.01, True: 0.08}
+"""Of a row, in the norm, by whether experts have 8 bits."""
+
+
+def cases(config: BenchConfig) -> list[Case]:
+    """Each in 16 bits and in 8."""
+    names = {"experts": False, "experts_fp8": True}
+    checks = {fp8: partial(_check, config, fp8) for fp8 in names.values()}
+    return [
+        Case(name, tokens, partial(_prepare, config, fp8, tokens), checks[fp8])
+        for name, fp8 in names.items()
+        for tokens in TOKENS
+    ]
+
+
+def _draw(
+    config: BenchConfig, fp8: bool, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, LinearInput, LinearInput]:
+    generator = torch.Generator(config.device).manual_seed(config.seed)
+
+    def draw(rows: int, width: int, size: float = 1.0) -> torch.Tensor:
+        x = torch.empty((rows, width), dtype=config.dtype, device=config.device)
+        return x.normal_(0.0, size, generator=generator)
+
+    hidden, inner = SHAPE.hidden, SHAPE.intermediate
+    gate_up = draw(EXPERTS * 2 * inner, hidden, hidden**-0.5)
+    down = draw(EXPERTS * hidden, inner, inner**-0.5)
+    x_TC, logits_TE = draw(tokens, hidden), draw(tokens, EXPERTS).float()
+    if fp8:
+        return x_TC, logits_TE, quantise_rows(gate_up), quantise_rows(down)
+    return x_TC, logits_TE, gate_up, down
+
+
+def _prepare(config: BenchConfig, fp8: bool, tokens: int) -> Timed:
+    given = _draw(config, fp8, tokens)
+    flops = 2.0 * tokens * CHOSEN * 3 * SHAPE.hidden * SHAPE.intermediate
+    return Timed(partial(kernel_mixture, *given, CHOSEN, True), flops=flops)
+
+
+def _check(config: BenchConfig, fp8: bool) -> None:
+    """Against torch's products expert by expert, with every tile."""
+    for tokens in TOKENS:
+        x_TC, *given = _draw(config, fp8, tokens)
+        found_TC = kernel_mixture(x_TC, *given, CHOSEN, True).float()
+        wanted_TC = cpu_mixture(x_TC, *given, CHOSEN, True).float()
+        error = float(((found_TC - wanted_TC).norm(dim=1) / wanted_TC.norm(dim=1)).max())
+        if not error < LARGEST_ERROR[fp8]:
+            raise AssertionError(f"a row of {tokens} is {error:.3f} from torch's")
