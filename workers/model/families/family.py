@@ -25,12 +25,14 @@ class GgufNames:
         permuted: The halves of each rotary head alternate in the rows of q and k.
         tensors: Names of a block's tensors, beside those that all families have → our modules.
         keys: Metadata of numbers → keys of config.json.
+        implied: Keys of config.json of which a file says nothing → llama.cpp's values.
     """
 
     architecture: str
     permuted: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,5 +32,6 @@ QWEN3_MOE = Family(
     },
     fixed={"qk_norm": True},
     keys={"num_local_experts": "num_experts"},
-    note="Every layer has experts. No GGUF files and no adapters of experts are read.",
+    gguf=GgufNames(architecture="qwen3moe", implied={"norm_topk_prob": True}),
+    note="Every layer has experts. Adapters of experts are not read.",
 )

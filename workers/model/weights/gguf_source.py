@@ -42,6 +42,18 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+"""Of mixtures of experts. One tensor has a module of all experts, which take the place of the braces."""
+_EXPERT_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 
 _FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _ROPE_FACTORS = (_FREQUENCIES, _SHORT, _LONG)
@@ -78,16 +90,29 @@ class GgufSource:
             known = ", ".join(families)
             raise ModelError(f"{self.path}: GGUF architecture {self._architecture!r} is not one of {known}")
         self._family, self._gguf = families[self._architecture]
-        blocks = _BLOCK | dict(self._gguf.tensors)
-        self._names = {_own_name(name, blocks): name for name in self._tensors if name not in _ROPE_FACTORS}
+        self._keys = {**self._gguf.keys, **(_EXPERT_KEYS if self._has_experts else {})}
+        blocks = {**_BLOCK, **(_EXPERTS if self._has_experts else {}), **self._gguf.tensors}
+        self._names = dict(self._places(blocks))
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
 
+    @property
+    def _has_experts(self) -> bool:
+        return "num_experts" in self._family.implied
+
+    def _places(self, blocks: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, int | None]]]:
+        """Yield our names of tensors, with the file's and which of its experts it is."""
+        for name in self._tensors.keys() - {*_ROPE_FACTORS}:
+            own = _own_name(name, blocks)
+            experts = int(self._tensors[name].shape[-1]) if "{}" in own else None
+            for expert in (None,) if experts is None else range(experts):
+                yield own.format(expert), (name, expert)
+
     def read(self, name: str) -> torch.Tensor:
         """Return Hugging Face's layout, in float32 or the file's own unquantised dtype."""
-        tensor = self._tensors[self._names[name]]
-        data = _to_torch(tensor)
+        stored, expert = self._names[name]
+        data = _to_torch(self._tensors[stored], expert)
         if self._gguf.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
             heads = "attention.head_count" if "q_proj" in name else "attention.head_count_kv"
             data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
@@ -96,7 +121,7 @@ class GgufSource:
     def read_compact(self, name: str) -> torch.Tensor:
         """Round to bf16 what the file has quantised."""
         data = self.read(name)
-        kind = self._tensors[self._names[name]].tensor_type.name
+        kind = self._tensors[self._names[name][0]].tensor_type.name
         return data if kind in ("F32", "F16") else data.to(torch.bfloat16)
 
     def field(self, key: str, default: Any = None) -> Any:
@@ -156,9 +181,10 @@ class GgufSource:
         if is_partial:
             config["partial_rotary_factor"] = rotated / head_dim
         config |= {key: f"blk.0.{name}.bias" in self._tensors for key, name in self._biases()}
-        for key, own in self._gguf.keys.items():
+        config |= self._gguf.implied
+        for key, own in self._keys.items():
             has = self.has_field(f"{self._architecture}.{key}")
-            config[own] = _shortest_float(self.model_field(key)) if has else None
+            config[own] = _number(self.model_field(key)) if has else None
         if self.has_field("tokenizer.ggml.bos_token_id"):
             config["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
         return config
@@ -183,7 +209,7 @@ class GgufSource:
         inert |= {"attention.value_length": head_dim, "attention.scale": head_dim**-0.5}
         for name in self._reader.fields:
             prefix, _, key = name.partition(".")
-            if prefix != self._architecture or key in _READ or key in self._gguf.keys:
+            if prefix != self._architecture or key in _READ or key in self._keys:
                 continue
             value = self.field(name)
             if key == "attention.sliding_window" and value >= self.model_field("context_length"):
@@ -273,12 +299,15 @@ def _own_name(name: str, blocks: Mapping[str, str]) -> str:
     return f"model.layers.{number}.{blocks[part]}.{kind}"
 
 
-def _to_torch(tensor: Any) -> torch.Tensor:
-    shape = tuple(int(size) for size in reversed(tensor.shape))
+def _to_torch(tensor: Any, expert: int | None = None) -> torch.Tensor:
+    """expert: which of the matrices that the tensor is made of; None: it is one."""
+    shape, data = tuple(int(size) for size in reversed(tensor.shape)), tensor.data
+    if expert is not None:
+        shape, data = shape[1:], data[expert]
     if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
-        return torch.from_numpy(np.array(tensor.data)).view(shape)
+        return torch.from_numpy(np.array(data)).view(shape)
     try:
-        values = quants.dequantize(tensor.data, tensor.tensor_type)
+        values = quants.dequantize(data, tensor.tensor_type)
     except NotImplementedError:
         raise ModelError(
             f"{tensor.name}: GGUF type {tensor.tensor_type.name} cannot be dequantised"
@@ -295,6 +324,10 @@ def _unpermute(rows_OI: torch.Tensor, heads: int) -> torch.Tensor:
 def _shortest_float(value: float) -> float:
     """Return the shortest decimal: 1e-5 went through float32 into the file."""
     return float(str(np.float32(value)))
+
+
+def _number(value: float) -> float:
+    return value if isinstance(value, int) else _shortest_float(value)
 
 
 def convert_gguf(path: Path, work: Path) -> None:

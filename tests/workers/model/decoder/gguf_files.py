@@ -9,11 +9,13 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 
 GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool]] = {
     "llama-biases": (gguf.MODEL_ARCH.LLAMA, True),
     "qwen2": (gguf.MODEL_ARCH.QWEN2, False),
     "qwen3": (gguf.MODEL_ARCH.QWEN3, False),
+    "qwen3-moe": (gguf.MODEL_ARCH.QWEN3MOE, False),
     "seed-oss": (gguf.MODEL_ARCH.SEED_OSS, False),
     "phi3": (gguf.MODEL_ARCH.PHI3, False),
     "phi3-longrope-partial": (gguf.MODEL_ARCH.PHI3, False),
@@ -27,6 +29,16 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool]] = {
     "arcee": (gguf.MODEL_ARCH.ARCEE, True),
 }
 """A case, llama.cpp's architecture, and whether its converter interleaves the halves of q's and k's heads."""
+
+
+def stacked(tensors: Mapping[str, Any], experts: int) -> dict[str, Any]:
+    """One tensor for each module of all experts."""
+    made = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for name in tensors:
+        if ".experts.0." in name:
+            all_names = [name.replace(".experts.0.", f".experts.{n}.") for n in range(experts)]
+            made[name.replace(".experts.0.", ".experts.")] = torch.stack([tensors[one] for one in all_names])
+    return made
 
 
 def write_gguf(
@@ -67,6 +79,11 @@ def write_gguf(
         writer.add_residual_scale(raw["residual_multiplier"])
         writer.add_attention_scale(raw["attention_multiplier"])
         writer.add_logit_scale(raw["logits_scaling"])
+    if "num_local_experts" in raw:
+        writer.add_expert_count(raw["num_local_experts"])
+        writer.add_expert_used_count(raw["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+        tensors = stacked(tensors, raw["num_local_experts"])
     names = gguf.get_tensor_name_map(architecture, raw["num_hidden_layers"])
     for theirs, tensor in tensors.items():
         rows, turned = tensor, theirs.split(".")[-2]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX, ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.mixture_weights import MixtureWeights
 from deltafront.workers.model.weights.projections import Fp8Linear
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
@@ -129,3 +131,21 @@ def test_an_expert_that_is_missing_is_named(directory: Path) -> None:
         check_weights(directory, read_config(directory))
     with pytest.raises(ModelError, match=r"experts\.4\.up_proj"):
         read(directory)
+
+
+def test_an_expert_of_a_quantised_gguf_is_dequantised_alone(tmp_path: Path) -> None:
+    rows_EOI = torch.randn(3, 8, 64).numpy()
+    kind = gguf.GGMLQuantizationType.Q8_0
+    data = gguf.quants.quantize(rows_EOI, kind)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe")
+    writer.add_tensor("blk.0.ffn_up_exps.weight", data, raw_dtype=kind)
+    writer.add_tensor("token_embd.weight", rows_EOI[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source, wanted_EOI = GgufSource(tmp_path / "model.gguf"), gguf.quants.dequantize(data, kind)
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(3)]
+    assert source.names() == {"model.embed_tokens.weight", *names}
+    for expert, name in enumerate(names):
+        assert torch.equal(source.read(name), torch.from_numpy(wanted_EOI[expert]))
