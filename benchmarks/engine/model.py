@@ -21,6 +21,7 @@ from deltafront.service.cli.size import SHAPES as LLAMAS
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.families.registry import FAMILIES
 
 TINY = replace(LLAMAS["8b"], layers=6, hidden=128, intermediate=256, q_heads=4, kv_heads=2, vocab=512)
 _QWEN_32B = replace(
@@ -109,7 +110,7 @@ def _draw(size: tuple[int, ...], device: torch.device, generator: torch.Generato
 def _config(shape: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": [shape.architecture],
-        "model_type": "qwen3" if shape.qk_norm else "llama",  # for those who read it by transformers
+        "model_type": FAMILIES[shape.architecture].model_type,  # for those who read it by transformers
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         **_mlp(shape),
