@@ -61,7 +61,7 @@ def test_a_killed_stage_costs_the_chunks_under_way(
         nonlocal silence
         ids, done, killed = [], [0], not kill
         last = time.monotonic()
-        for event in client.generate(haystack.text, max_tokens=16, ignore_eos=True):
+        for event in client.generate(haystack.text, max_tokens=16, ignore_eos=True, skip_cache=True):
             if kill and killed:
                 silence = max(silence, time.monotonic() - last)
             last = time.monotonic()

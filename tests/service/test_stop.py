@@ -23,7 +23,7 @@ from .fakes import FakeDecode, FakeGroup
 from .inprocess import Cut, edge, settings
 
 ASKED = GenerateRequest(Prompt(text="x" * 300))
-READ = PrefillRequest(Prompt(text="x" * 300))
+READ = PrefillRequest(Prompt(text="y" * 300))
 
 
 def to_the_end_of_its_loop(work: Coroutine[Any, Any, None]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from deltafront.benchmarks.in_process import InProcessReader, local_controller
+from deltafront.kernels import options
 from deltafront.service.request.run.prefix import resume_at
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.protocols import HandoffError
@@ -185,7 +186,7 @@ async def test_a_start_that_makes_no_sense_is_refused(
 # --- behind what is remembered ------------------------------------------------------------------------------
 
 LONG_IDS = [(11 * i + i // 7 + i // 130) % 198 for i in range(1000)]
-SERVED = [name for name, preset in PRESETS.items() if not preset.whole_prompt]
+SERVED = [name for name, preset in PRESETS.items() if preset.module == options.__name__]
 EVERY_METHOD = [
     DENSE,
     method_spec("dpxa"),
