@@ -22,8 +22,9 @@ LONGEST = "ttft_dpxa", 524_288
 
 
 def _plain(row: Row) -> bool:
-    """Of one GPU, with K/V in 16 bits."""
-    return row["tokens"] == TOKENS and row["gpus"] == 1 and "kv_dtype" not in row
+    """Of 8B on one GPU, with K/V in 16 bits and copies of its own."""
+    other = "kv_dtype" in row or "shape" in row or row.get("decode_gpu") == "mapped"
+    return row["tokens"] == TOKENS and row["gpus"] == 1 and not other
 
 
 def lines(engine_of_8b: Result, held_out: Result) -> list[Line]:
