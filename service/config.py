@@ -26,7 +26,7 @@ from ..workers.model.calibrated.profile import Profile
 from ..workers.model.directory.json_files import ModelError
 from ..workers.model.directory.model_config import ModelConfig
 from ..workers.model.directory.store import profile_file
-from ..workers.model.families.registry import FamilyError, load_families
+from ..workers.model.family_registry import FamilyError, load_families
 from ..workers.settings import (
     Count,
     DecodeConfig,

@@ -36,9 +36,12 @@ ROOMS = {
     "workers.tracing": "",
     "workers.model": "",
     "workers.model.families": "",
-    "workers.model.directory": "workers.settings workers.model.families workers.model.weights.gguf_source",
-    "workers.model.weights": """workers.settings workers.progress workers.model.families
-        workers.model.directory kernels""",
+    "workers.model.family_registry": "workers.model.families",
+    "workers.model.layer_shares": "",
+    "workers.model.directory": """workers.settings workers.model.families workers.model.family_registry
+        workers.model.layer_shares workers.model.weights.gguf_source""",
+    "workers.model.weights": """workers.settings workers.progress workers.model.family_registry
+        workers.model.layer_shares workers.model.directory kernels""",
     "workers.model.decoder": """workers.settings workers.progress workers.model.directory
         workers.model.weights kernels""",
     "workers.model.calibrated": "workers.settings workers.model.directory kernels",
@@ -56,7 +59,7 @@ ROOMS = {
         workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.model
         workers.kv kernels""",
     "service.errors": "",
-    "service.config": """workers.messages workers.settings workers.tracing workers.model.families
+    "service.config": """workers.messages workers.settings workers.tracing workers.model.family_registry
         workers.model.directory workers.model.calibrated""",
     "service.metrics": "workers.messages service.errors",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
@@ -260,10 +263,10 @@ TORCH_FREE = [
     "service.cli.size",
     "workers.messages.stages",
     "workers.settings",
-    "workers.model.families.registry",
+    "workers.model.family_registry",
     "workers.model.directory.digest",
     "workers.model.directory.headers",
-    "workers.model.directory.layer_shares",
+    "workers.model.layer_shares",
     "workers.model.directory.model_config",
     "workers.model.directory.store",
     "workers.model.directory.tokenizer_files",

@@ -21,7 +21,7 @@ from deltafront.service.cli.size import SHAPES as LLAMAS
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
-from deltafront.workers.model.families.registry import FAMILIES
+from deltafront.workers.model.family_registry import FAMILIES
 
 TINY = replace(LLAMAS["8b"], layers=6, hidden=128, intermediate=256, q_heads=4, kv_heads=2, vocab=512)
 _QWEN_32B = replace(

@@ -11,7 +11,7 @@ from ...kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
 from ...workers.model.directory.json_files import ModelError
 from ...workers.model.directory.model_config import ModelConfig, read_config
 from ...workers.model.families.family import Family
-from ...workers.model.families.registry import FAMILIES
+from ...workers.model.family_registry import FAMILIES
 from ..markdown import markdown
 from .public import REFUSED, SERVED, Public
 

@@ -18,8 +18,8 @@ from deltafront.service import wiring
 from deltafront.service.cli.size import SHAPES
 from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
 from deltafront.service.wiring import check_start
+from deltafront.workers.model import family_registry as registry
 from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.families import registry
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))
@@ -262,7 +262,7 @@ def test_methods_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pyte
 
 OUTSIDE_FAMILY = """
 from deltafront.workers.model.families.family import Family
-from deltafront.workers.model.families.registry import register
+from deltafront.workers.model.family_registry import register
 register(Family(name="Mine", architecture="{0}ForCausalLM", model_type="{0}", fixed={{"qkv_bias": True}}))
 """
 

@@ -13,8 +13,8 @@ import torch
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import DecoderLayer, Residual
-from deltafront.workers.model.directory.layer_shares import LayerShare
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.prefill.stage.warm_up import warm_up
 from deltafront.workers.settings import ModelSpec
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from ...settings import ModelSpec
 from ..families.family import OPTIONAL, Family
-from ..families.registry import FAMILIES, family_of, load_families, unserved_features
+from ..family_registry import FAMILIES, family_of, load_families, unserved_features
+from ..layer_shares import LayerShare, balanced
 from .json_files import ModelError, positive_int, positive_number, read_json, read_json_or_empty
-from .layer_shares import LayerShare, balanced
 from .mixture_config import MixtureConfig, read_mixture
 from .quantised import quantised_form
 from .rope_config import RopeConfig, positions, read_rope, refuse_unscaled, resolved, rotary_dim

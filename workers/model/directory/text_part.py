@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..families.registry import family_of, wrapped_architectures
+from ..family_registry import family_of, wrapped_architectures
 from .json_files import ModelError
 
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}

@@ -1,2 +1,2 @@
 """What differs between families of models, as data, without torch, because the front door reads it. Begin at
-`family`; `registry` finds a model's family."""
+`family`; `family_registry` beside this room finds a model's family."""

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from ..directory.json_files import WEIGHT_INDEX, ModelError
 from ..directory.model_config import read_config
 from ..directory.store import gguf_parts
-from ..families.registry import gguf_families
+from ..family_registry import gguf_families
 from .gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json
 
 _SHARD_BYTES = 2 << 30

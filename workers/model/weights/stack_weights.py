@@ -19,8 +19,8 @@ import torch
 from ...progress import Tell, silent
 from ...settings import Quantisation
 from ..directory.json_files import ModelError
-from ..directory.layer_shares import LayerShare
 from ..directory.model_config import EMBEDDING, HEAD, ModelConfig
+from ..layer_shares import LayerShare
 from .lora import LoraAdapter
 from .mixture_weights import MixtureWeights
 from .projections import Fp8Linear, Linear

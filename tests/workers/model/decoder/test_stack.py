@@ -27,11 +27,11 @@ from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.json_files import ModelError
-from deltafront.workers.model.directory.layer_shares import LayerShare
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
-from deltafront.workers.model.families.registry import gguf_families
+from deltafront.workers.model.family_registry import gguf_families
+from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 

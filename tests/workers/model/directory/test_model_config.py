@@ -15,10 +15,10 @@ import transformers
 
 from deltafront.service.cli.size import SHAPES
 from deltafront.workers.model.directory.json_files import ModelError
-from deltafront.workers.model.directory.layer_shares import LayerShare, balanced
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.directory.rope_config import RopeConfig
+from deltafront.workers.model.layer_shares import LayerShare, balanced
 
 LLAMA31: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

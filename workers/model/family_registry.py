@@ -6,17 +6,17 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from .exaone import EXAONE, EXAONE4
-from .family import Family, GgufNames
-from .glm import GLM, GLM4
-from .granite import GRANITE
-from .llama import ARCEE, LLAMA
-from .mistral import MISTRAL
-from .olmo2 import OLMO2
-from .phi3 import PHI3
-from .qwen import QWEN2, QWEN3, QWEN3_MOE
-from .seed_oss import SEED_OSS
-from .smollm3 import SMOLLM3
+from .families.exaone import EXAONE, EXAONE4
+from .families.family import Family, GgufNames
+from .families.glm import GLM, GLM4
+from .families.granite import GRANITE
+from .families.llama import ARCEE, LLAMA
+from .families.mistral import MISTRAL
+from .families.olmo2 import OLMO2
+from .families.phi3 import PHI3
+from .families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from .families.seed_oss import SEED_OSS
+from .families.smollm3 import SMOLLM3
 
 _OURS = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
