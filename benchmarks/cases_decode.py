@@ -183,7 +183,7 @@ def _in_8_bits(config: BenchConfig, what: str | int) -> Timed:
 
 
 def _check_8_bits(config: BenchConfig) -> None:
-    """As `_check`, over K/V in 8 bits."""
+    """Like `_check`, over K/V in 8 bits."""
     x = _narrowed(_input(config, [8192, 8191, 4097, 1]))
     exact = replace(x, q_RHD=x.q_RHD.float())
     how: dict[str, Any] = {"scale": x.scale, "exponents": x.exponents}

@@ -18,7 +18,7 @@ TOKENS = (1, 4, 16, 256, 2048, 16_384)
 """Decode steps, appended text, chunks."""
 EXPERTS, CHOSEN = 128, 8
 LARGEST_ERROR = {False: 0.01, True: 0.08}
-"""Of a row, in the norm, by whether experts have 8 bits."""
+"""The largest error of a row, in the norm, by whether experts have 8 bits."""
 
 
 def cases(config: BenchConfig) -> list[Case]:

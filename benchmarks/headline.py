@@ -22,7 +22,7 @@ LONGEST = "ttft_dpxa", 524_288
 
 
 def _plain(row: Row) -> bool:
-    """Of 8B on one GPU, with K/V in 16 bits and copies of its own."""
+    """Whether a row is 8B's on one GPU, with K/V in 16 bits and copies of its own."""
     other = "kv_dtype" in row or "shape" in row or row.get("decode_gpu") == "mapped"
     return row["tokens"] == TOKENS and row["gpus"] == 1 and not other
 

@@ -140,7 +140,7 @@ class Reader:
         return self._forward(ids, attend)
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """What pages hold of keys or values, [..., D]."""
+        """Quantise and bring back keys or values, [..., D], as pages do."""
         return x if self.kv_dtype is None else dequantise(*quantise(x), x.dtype)
 
     def document(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -121,7 +121,7 @@ class AnswerDecoder:
         self._beside = beside or self
 
     def _sides(self, k: torch.Tensor, v: torch.Tensor) -> Sides:
-        """As the pages hold them."""
+        """Return k and v as the pages hold them."""
         if not self._cache.fp8:
             return k, v
         (k_bytes, k_exponents), (v_bytes, v_exponents) = quantise(k), quantise(v)

@@ -14,7 +14,7 @@ Ids = Sequence[int]
 Made = Callable[[int, int], list[int]]
 """(tokens, seed) -> token ids."""
 TURNS, GROWTH = 43, 444
-"""Of the median agent in published traces: its turns, and the tokens that each adds."""
+"""Turns of the median agent in published traces, and the tokens that each adds."""
 
 
 def question_again(

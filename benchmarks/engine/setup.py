@@ -120,7 +120,7 @@ class Setup:
         return path
 
     def fullest_gib(self, reserve_gib: float = RESERVE_GIB) -> float:
-        """Of the fullest GPU: weights, K/V and a reserve for each process on it."""
+        """Return the fullest GPU's weights and K/V, and a reserve for each process on it."""
         kind = self.more.get("model.quantisation")
         stage = stage_bytes(self.shape, self.stages, self.prefill_tokens, "bfloat16", kind, self.kv_dtype)
         decode = rank_bytes(self.shape, self.ranks, self.decode_tokens, "bfloat16", kind, self.kv_dtype)

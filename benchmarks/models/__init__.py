@@ -1,1 +1,1 @@
-"""What docs/models.md says: families, and public models by the numbers of their configurations."""
+"""The tables of docs/models.md: families, and public models by their configurations' numbers."""

@@ -29,7 +29,7 @@ class DeltaKVState:
 
 @dataclass(frozen=True)
 class Anchors:
-    """Of one key head. first_P: positions. stop_P: behind each one's run."""
+    """The anchors of one key head. first_P: positions. stop_P: behind each one's run."""
 
     first_P: torch.Tensor
     stop_P: torch.Tensor

@@ -77,7 +77,7 @@ def random_layers(layers: int, count: int, seed: int) -> tuple[int, ...]:
 
 
 def _parts(layers: int, count: int) -> list[range]:
-    """Of the layers behind the first Δ-layer, without the last."""
+    """Cut the layers behind the first Δ-layer, without the last, into parts."""
     behind = layers - 1 - (FIRST + 1)
     if not 1 <= count <= behind + 1:
         raise ValueError(f"{count} Δ-layers: a model of {layers} layers has 1 to {behind + 1}")

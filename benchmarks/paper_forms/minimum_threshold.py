@@ -46,7 +46,7 @@ QUOTAS = tuple(START * FACTOR**count for count in MEASURED)
 
 
 class Performance:
-    """Of one document. Each layer's inputs are kept from a pass with no head adjusted, so that a changed
+    """One document. Each layer's inputs are kept from a pass with no head adjusted, so that a changed
     head costs a pass through its own layer and those behind it.
 
     Raises ValueError for a document without questions.

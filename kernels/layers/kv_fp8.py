@@ -28,7 +28,7 @@ FURTHEST = 60
 """Exponents lie within -60 .. 60. Smaller rows lose small channels, channels of larger ones become NaN."""
 
 _NAN_FROM = 464.0
-"""What rounds to a number beyond 448."""
+"""The least number that rounds to one beyond 448."""
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class OneShotAddNorm(_OneShot):
         eps: float,
         fp8: bool,
     ) -> tuple[torch.Tensor, LinearInput]:
-        """As `norm.add_norm`. update_TC: this rank's part, contiguous like hidden_TC, and `takes` it."""
+        """Like `norm.add_norm`. update_TC: this rank's part, contiguous like hidden_TC, and `takes` it."""
         rows, width = update_TC.shape
         quantised = empty_rows(rows, width, hidden_TC.device) if fp8 else None
         sum_TC = torch.empty_like(hidden_TC)

@@ -64,7 +64,7 @@ def _attend_fp8(  # noqa: PLR0915
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr,
 ):  # fmt: skip
-    """As `kernel._attend`. k_ptr, v_ptr: of pairs, with strides in pairs, alike for k and v."""
+    """Like `kernel._attend`. k_ptr, v_ptr: of pairs, with strides in pairs, alike for k and v."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     PAIRS: tl.constexpr = D // 2

@@ -349,6 +349,7 @@ def test_the_builder_is_what_serve_accepts(model: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
+    assert done.returncode == 1, (done, [*model.iterdir()])
     assert "ModelError" in done.stderr
     assert "*.safetensors" in done.stderr
 

@@ -131,7 +131,7 @@ async def test_delta_over_all_pages_and_a_full_worker_agree(
 async def test_blocks_computed_again_are_written_in_8_bits(
     bench: Callable[..., Any], tiny_llama: Path, tiny_stack: LayerStack
 ) -> None:
-    """Of a prompt read sparsely, with all its blocks computed again, the answer is a dense reading's."""
+    """A prompt read sparsely, with all its blocks computed again, has a dense reading's answer."""
     run = await started(bench)
     line = Line(run.engine)
     sparse = method_spec("streaming", {"min_tokens": 0, "window": BLOCK})

@@ -248,7 +248,7 @@ async def test_a_decode_worker_that_hangs_keeps_no_stage_from_the_next_one(
 async def test_a_stage_that_is_sent_to_another_worker_ends_and_writes_nowhere(
     pair: Pair, model: ModelSpec, expected: tuple[bytes, list[int]]
 ) -> None:
-    """As where a worker hangs and is replaced: the stage still maps what nobody reads."""
+    """A worker that hangs is replaced, and the stage still maps what nobody reads."""
     ids, answer = expected
     await pair.whole()
     pid = await pair.group._stages[0].pulse.options(concurrency_group="notices").remote()

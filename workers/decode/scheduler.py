@@ -63,7 +63,7 @@ class DecodeScheduler:
         self._failures: Counter[str] = Counter()
         self.fault = ""
         self.appended = Recent()
-        """Of whole reads: short ones mostly take a fixed time."""
+        """The rate of whole reads; short ones mostly take a fixed time."""
 
     @property
     def running(self) -> int:

@@ -28,7 +28,7 @@ kv_heads]."""
 
 
 _FP8_CAPABILITY = 8, 9
-"""Of the first GPUs that convert e4m3."""
+"""The compute capability of the first GPUs that convert e4m3."""
 
 
 class KVCacheError(ValueError):
@@ -91,7 +91,7 @@ class PagedKVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What k and v are kept in: in 8 bits uint8."""
+        """The type of k and v in memory; uint8 in 8 bits."""
         return self.k_LPSGD.dtype
 
     @property

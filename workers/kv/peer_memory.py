@@ -104,7 +104,7 @@ def peer_memory(device: torch.device) -> PeerMemory:
 
 
 def when_gone(pid: int, on_end: Callable[[], None]) -> None:
-    """As `PeerMemory.when_gone`."""
+    """Like `PeerMemory.when_gone`."""
     loop = asyncio.get_running_loop()
     try:
         watched = os.pidfd_open(pid)

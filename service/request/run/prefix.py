@@ -173,7 +173,7 @@ def _shared(
 
 
 def _rates(fleet: Fleet, worker: str) -> Rates:
-    """Of the group that is free first."""
+    """The rates of the group that is free first."""
     groups: Sequence[GroupStats] = not_draining(tuple(fleet.view.groups.values()))
     state = fleet.view.workers.get(worker)
     append = state.append_tokens_per_second if state is not None else 0.0

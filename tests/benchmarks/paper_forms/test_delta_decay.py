@@ -1,4 +1,4 @@
-"""What a dense row's difference is worth to the rows behind it: against the correction itself."""
+"""Measures a dense row's difference at the rows behind it, against the correction itself."""
 
 from __future__ import annotations
 

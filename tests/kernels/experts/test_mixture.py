@@ -28,7 +28,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def logits(kind: str, experts: int, per_token: int) -> torch.Tensor:
-    """Of different sorts of routing; no two of a token's are equal."""
+    """Draw logits for different sorts of routing. No two of a token's are equal."""
     logits_TE = draw(TOKENS, experts)
     if kind == "all to the last ones":
         logits_TE[:, -per_token:] += 20

@@ -1,5 +1,5 @@
-"""What a decode worker remembers of ended requests: prompts that continue from it are answered as if they had
-been read."""
+"""A decode worker remembers prompts of ended requests. Prompts that continue from them are answered as if
+they had been read."""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ class RequestPages:
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """What a request builds on. pages: whole ones. partly_filled: the one behind them. may_recompute: its ids
-    are known, where sparse attention made some of it."""
+    """The remembered beginning that a request builds on. pages: whole ones. partly_filled: the one behind
+    them. may_recompute: its ids are known, where sparse attention made some of it."""
 
     tokens: int = 0
     pages: tuple[int, ...] = ()

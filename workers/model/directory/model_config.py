@@ -37,7 +37,7 @@ _SPLIT_KEYS = 5_700
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a decoder computes. The fields after `eos_ids` cost a family without them nothing.
+    """A decoder's sizes and features. The fields after `eos_ids` cost a family without them nothing.
 
     Args:
         intermediate: Of an MLP, or of each of its experts.

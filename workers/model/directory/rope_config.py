@@ -1,4 +1,4 @@
-"""What config.json says of rotary embedding and positions, in all its spellings."""
+"""Reads rotary embedding and positions from config.json, in all its spellings."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class GgufNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family has beside a plain Llama's.
+    """Features of a family that a plain Llama lacks.
 
     Args:
         name: For people.

@@ -48,7 +48,7 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-"""Of mixtures of experts. One tensor has a module of all experts, which take the place of the braces."""
+"""Names in mixtures of experts. One tensor has a module of all experts, which replace the braces."""
 _EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",

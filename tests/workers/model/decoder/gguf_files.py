@@ -48,7 +48,7 @@ def write_gguf(
     architecture: gguf.MODEL_ARCH,
     permuted: bool,
 ) -> None:
-    """What llama.cpp's converter writes, in float32. raw: config.json by transformers' names."""
+    """Write a file as llama.cpp's converter does, in float32. raw: config.json by transformers' names."""
     name, rope = gguf.MODEL_ARCH_NAMES[architecture], raw["rope_parameters"]
     heads = raw["num_attention_heads"], raw["num_key_value_heads"]
     dim = raw.get("head_dim") or raw["hidden_size"] // heads[0]

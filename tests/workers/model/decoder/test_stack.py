@@ -408,7 +408,7 @@ def test_greedy_tokens_equal_transformers(case: Case) -> None:
 
 
 def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
-    """Of fused tensors, too, whose parts are shared one by one."""
+    """The parts of fused tensors are shared one by one."""
     spec = StackSpec(
         config=case.config,
         layers=range(6),

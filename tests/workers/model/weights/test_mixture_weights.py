@@ -46,7 +46,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def read(directory: Path, **more: Any) -> MixtureWeights:
-    """Of layer 1."""
+    """The tensors of layer 1."""
     spec = StackSpec(
         config=read_config(directory),
         layers=range(1, 2),
@@ -99,7 +99,7 @@ def test_experts_in_8_bits_have_a_plain_router(directory: Path) -> None:
 
 
 def test_a_checkpoint_in_blocks_of_8_bits(directory: Path) -> None:
-    """As Qwen publishes them: each expert's matrix has scales, the router has none."""
+    """Qwen publishes them like this: each expert's matrix has scales, the router has none."""
     path, index = directory / "model-1.safetensors", json.loads((directory / WEIGHT_INDEX).read_text())
     tensors, meant = load_file(path), dict[str, torch.Tensor]()
     for name, weight_OI in list(tensors.items()):
