@@ -28,7 +28,7 @@ from ....workers.keys import key_of
 from ....workers.profiles import make_profile
 from ....workers.tiny_model import write_weights
 from ...fleet.test_fleet import changed
-from ...inprocess import House, wait_until
+from ...inprocess import House, wait_until, write_model
 from ...test_faults import counter
 from ...test_requests import collect, expected, ids, nothing_left
 
@@ -81,8 +81,9 @@ def test_a_root_is_its_owners_models_and_methods() -> None:
     assert short == keys[0] and short.exact, "read densely for being short"
 
 
-def test_lengths_whose_thresholds_differ_have_roots_of_their_own(model: Path) -> None:
+def test_lengths_whose_thresholds_differ_have_roots_of_their_own(tmp_path: Path) -> None:
     """The profile has levels for 256 and 1,024 tokens at one density, for 1,024 alone at the other."""
+    model = write_model(tmp_path / "model")
     write_weights(model)
     profile = make_profile(model)
 
