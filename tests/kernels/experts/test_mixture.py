@@ -139,7 +139,10 @@ def test_a_row_of_nan_stays_its_own() -> None:
     x_TC[3], logits_TE[3] = float("nan"), float("nan")
     found_TC = kernel_mixture(x_TC, logits_TE, *given, 2, True, SMALL)
     others = [row for row in range(TOKENS) if row != 3]
-    assert found_TC[3].isnan().all() and torch.equal(found_TC[others], clean_TC[others])
+    assert found_TC[3].isnan().all()
+    # numpy's products, which the interpreter uses, depend on a row's place on some CPUs.
+    tolerance = 0.0 if GPU else 1e-6
+    torch.testing.assert_close(found_TC[others], clean_TC[others], rtol=tolerance, atol=tolerance)
 
 
 def test_what_does_not_fit_is_named() -> None:
