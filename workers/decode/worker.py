@@ -176,14 +176,8 @@ class DecodeReplica(Replica):
         ray.get([rank.check.remote() for rank in self._ranks])
         started = self.head.start.remote()
         while not ray.wait([started], timeout=_ASK_S)[0]:
-            self._check_ranks()
+            check_ranks(self._ranks)
         ray.get(started)
-
-    def _check_ranks(self) -> None:
-        """Rank 0 would wait for a rank that has failed. Raises RuntimeError, or RayError for a dead one."""
-        for rank, fault in enumerate(ray.get([rank.check.remote() for rank in self._ranks]), start=1):
-            if fault:
-                raise RuntimeError(f"rank {rank}: {fault}")
 
     async def _fault(self) -> str:
         ranks = (_rank_fault(number, rank) for number, rank in enumerate(self._ranks, start=1))
@@ -193,6 +187,16 @@ class DecodeReplica(Replica):
     def _rebuild(self) -> None:
         self.stop()
         self._build()
+
+
+def check_ranks(ranks: Sequence[Any]) -> None:
+    """Rank 0 would wait for a rank that has failed or is silent. Raises RuntimeError, or RayError for a dead
+    one."""
+    for number, check in enumerate([rank.check.remote() for rank in ranks], start=1):
+        if not ray.wait([check], timeout=HEAD_PATIENCE_S)[0]:
+            raise RuntimeError(f"rank {number} has not answered for {HEAD_PATIENCE_S:g} s")
+        if fault := ray.get(check):
+            raise RuntimeError(f"rank {number}: {fault}")
 
 
 async def _rank_fault(number: int, rank: Any) -> str:

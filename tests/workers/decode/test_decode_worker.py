@@ -136,6 +136,23 @@ def test_a_start_ends_where_a_rank_fails_in_it(
         worker.DecodeReplica(ModelSpec(path=str(tiny_llama), dtype="float32"), config)
 
 
+def test_a_start_ends_where_a_rank_is_silent_in_it(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from deltafront.workers.decode import worker
+
+    @ray.remote(num_cpus=0)
+    class Hung:
+        async def check(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(worker, "HEAD_PATIENCE_S", 0.1)
+    rank = Hung.remote()
+    with pytest.raises(RuntimeError, match=r"rank 1 has not answered for 0\.1 s"):
+        worker.check_ranks([rank])
+    ray.kill(rank)
+
+
 @pytest.mark.long
 async def test_a_rank_that_hangs_is_replaced_with_its_worker(
     cluster: Any, replica_of_two: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
