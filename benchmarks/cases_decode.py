@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..kernels.constants import PAGE_TOKENS
-from ..kernels.layers.kv_fp8 import Exponents, quantise
+from ..kernels.layers.kv_int8 import Scales, quantise
 from ..kernels.paged_decode import cpu
 from ..kernels.paged_decode.dispatch import paged_attention, paged_attention_scored, paged_attention_sparse
 from ..kernels.paged_decode.page_selection import select_pages
@@ -55,14 +55,14 @@ def cases(config: BenchConfig) -> list[Case]:
         run = partial(_in_8_bits, config, what)
         over = f"paged_decode{name}"
         check_8_bits = partial(_check_8_bits, config)
-        rows.append(Case(f"paged_decode_fp8{name}", config.tokens, run, check_8_bits, over=over))
+        rows.append(Case(f"paged_decode_int8{name}", config.tokens, run, check_8_bits, over=over))
     return rows
 
 
 def _narrowed(x: PagedInput) -> PagedInput:
     """Over K/V in 8 bits."""
     (k_PSGD, k_PSG), (v_PSGD, v_PSG) = quantise(x.k_PSGD), quantise(x.v_PSGD)
-    return replace(x, k_PSGD=k_PSGD, v_PSGD=v_PSGD, exponents=Exponents(k_PSG, v_PSG))
+    return replace(x, k_PSGD=k_PSGD, v_PSGD=v_PSGD, scales=Scales(k_PSG, v_PSG))
 
 
 def _input(config: BenchConfig, lengths: list[int]) -> PagedInput:
@@ -111,7 +111,7 @@ def _captured(run: Callable[[], object], note: str, flops: float | None = None) 
 def _attention(x: PagedInput, tokens: int, run: Callable[[], object]) -> Timed:
     """Notes the bytes of K and V read; flops counts q·k and the weighted sum over `tokens` a request."""
     requests, heads, dim = x.q_RHD.shape
-    row = dim * x.k_PSGD.element_size() + (x.exponents is not None)
+    row = dim * x.k_PSGD.element_size() + (x.scales is not None)
     read = 2 * requests * tokens * x.k_PSGD.shape[2] * row
     note = f"{requests} requests, {tokens} tokens each read, {read / 1e9:.3f} GB of K and V"
     return _captured(run, note, 4.0 * requests * heads * tokens * dim)
@@ -170,7 +170,7 @@ def _chosen(config: BenchConfig, budget: int, flashinfer: bool) -> Timed:
 def _in_8_bits(config: BenchConfig, what: str | int) -> Timed:
     """what: `plain`, `scores`, or how many pages are read."""
     x = _narrowed(_input(config, [config.tokens] * REQUESTS))
-    how: dict[str, Any] = {"scale": x.scale, "exponents": x.exponents}
+    how: dict[str, Any] = {"scale": x.scale, "scales": x.scales}
     if what == "plain":
         return _attention(x, config.tokens, lambda: paged_attention(*_arguments(x), **how))
     if what == "scores":
@@ -186,7 +186,7 @@ def _check_8_bits(config: BenchConfig) -> None:
     """Like `_check`, over K/V in 8 bits."""
     x = _narrowed(_input(config, [8192, 8191, 4097, 1]))
     exact = replace(x, q_RHD=x.q_RHD.float())
-    how: dict[str, Any] = {"scale": x.scale, "exponents": x.exponents}
+    how: dict[str, Any] = {"scale": x.scale, "scales": x.scales}
     out_RHD, _, score_RP = paged_attention_scored(*_arguments(x), **how)
     expected_RHD, _, expected_RP = cpu.paged_attention_scored(exact)
     assert_rows_close(out_RHD, expected_RHD)

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from deltafront.kernels.build import build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateSpec, no_phase
-from deltafront.kernels.layers.kv_fp8 import dequantise, quantise
+from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.calibration.probes import Text
@@ -54,7 +54,7 @@ class Reading:
 
 class Reader:
     """A stack with its keys and values of one sequence, of at most `room` tokens. profile: the model's, for
-    methods that ask for a density. kv_dtype: `fp8` keeps every row as 8-bit pages would, in the stack's
+    methods that ask for a density. kv_dtype: `int8` keeps every row as 8-bit pages would, in the stack's
     dtype."""
 
     def __init__(

@@ -165,6 +165,7 @@ def _decodes_on(row: Result) -> str | None:
         "last": "a stage's GPU",
         "mapped": "the stage's GPU, one copy",
         "none": "no GPU",
+        "alone": "one GPU, no service",
     }
     where = places.get(row.get("decode_gpu", ""))
     if (ranks := row.get("ranks", 1)) > 1:

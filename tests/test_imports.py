@@ -46,7 +46,8 @@ ROOMS = {
         workers.model.weights kernels""",
     "workers.model.calibrated": "workers.settings workers.model.directory kernels",
     "workers.calibration": "workers.settings workers.model.decoder workers.model.calibrated kernels",
-    "workers.kv": "workers.messages workers.settings workers.roles kernels.layers.kv_fp8 kernels.layers.rope",
+    "workers.kv": """workers.messages workers.settings workers.roles kernels.layers.kv_int8
+        kernels.layers.rope""",
     "workers.kv.pages": "workers.messages kernels.constants",
     "workers.prefill": "",
     "workers.prefill.stage": """workers.messages workers.settings workers.progress workers.rendezvous

@@ -34,7 +34,7 @@ Directory = Annotated[str, Field(pattern="^/")]
 """An absolute path on every node."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantisation = Literal["fp8"]
-KVDtype = Literal["fp8"]
+KVDtype = Literal["int8"]
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 Labels = Mapping[
     Annotated[str, Field(pattern=rf"^([a-z0-9.-]+/)?{_NAME}$")], Annotated[str, Field(pattern=rf"^{_NAME}$")]
@@ -160,7 +160,7 @@ class DecodeConfig(WorkerConfig):
     tensor_parallel: Count = 1
     cache_tokens: Room = 65_536
     kv_dtype: KVDtype | None = None
-    """`fp8` keeps K/V in 8 bits, in this worker's pages and in those of the stages that fill them. None: in
+    """`int8` keeps K/V in 8 bits, in this worker's pages and in those of the stages that fill them. None: in
     model.dtype."""
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0

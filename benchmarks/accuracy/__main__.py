@@ -23,8 +23,8 @@ layers of a step of all questions; KL of the answers' tokens.
 A table says which are on the Pareto front of time, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
---kv-dtype fp8: every method, dense among them, and every selection of --decode, once more with K/V kept in 8
-bits, marked `K/V fp8`; compared with dense and full decode in --dtype.
+--kv-dtype int8: every method, dense among them, and every selection of --decode, once more with K/V kept in 8
+bits, marked `K/V int8`; compared with dense and full decode in --dtype.
 
 --shard I/N: only documents I, I + N, I + 2 N, …, as one of N processes (questions of --recompute leave a GPU
 idle between launches); --result has what each case did on each document, and `accuracy.merge` makes of all

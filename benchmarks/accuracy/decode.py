@@ -21,7 +21,7 @@ from deltafront.benchmarks.accuracy.quest import QuestAttention, QuestPlan
 from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
 from deltafront.benchmarks.paper_forms.delta_layers import periodic_layers, random_layers
 from deltafront.benchmarks.reader import Reader
-from deltafront.kernels.layers.kv_fp8 import quantise
+from deltafront.kernels.layers.kv_int8 import quantise
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.decode_attention import BatchRows, LayerPlan, StepAttention, plan_layers
@@ -104,8 +104,8 @@ class AnswerDecoder:
         longest = max(len(q.prompt) for q in questions) + max(len(q.gold) for q in questions)
         own = pages_for(rest + longest)
         pages = whole + 1 + own * len(questions)
-        heads, fp8 = (config.kv_heads, config.head_dim), reader.kv_dtype == "fp8"
-        self._cache = PagedKVCache(range(config.layers), *heads, pages, stack.dtype, stack.device, fp8=fp8)
+        heads, int8 = (config.kv_heads, config.head_dim), reader.kv_dtype == "int8"
+        self._cache = PagedKVCache(range(config.layers), *heads, pages, stack.dtype, stack.device, int8=int8)
         own_RP = whole + 1 + torch.arange(own * len(questions)).view(-1, own)
         shared_RP = torch.arange(whole).expand(len(questions), -1)
         self._table_RP = torch.cat([shared_RP, own_RP], dim=1).to(stack.device, torch.int32)
@@ -122,10 +122,10 @@ class AnswerDecoder:
 
     def _sides(self, k: torch.Tensor, v: torch.Tensor) -> Sides:
         """Return k and v as the pages hold them."""
-        if not self._cache.fp8:
+        if not self._cache.int8:
             return k, v
-        (k_bytes, k_exponents), (v_bytes, v_exponents) = quantise(k), quantise(v)
-        return k_bytes, v_bytes, k_exponents, v_exponents
+        (k_bytes, k_scales), (v_bytes, v_scales) = quantise(k), quantise(v)
+        return k_bytes, v_bytes, k_scales, v_scales
 
     def _ask_all(self) -> list[Answered]:
         """The first tokens, and the questions' keys and values into their pages. The answers' rows are
@@ -224,10 +224,10 @@ class AnswerDecoder:
         def attend(layer: int, q_RHD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
             self._write(layer, self._table_RP, positions_R[:, None], k_RGD[:, None], v_RGD[:, None])
             with timer.phase("attention"):
-                pages, exponents = self._cache.layer(layer), self._cache.exponents(layer)
+                pages, scales = self._cache.layer(layer), self._cache.scales(layer)
                 if isinstance(attention, QuestAttention):
                     return attention.attend(layer, q_RHD, *pages)
-                return attention.attend(layer, q_RHD, *pages, exponents)
+                return attention.attend(layer, q_RHD, *pages, scales)
 
         stack = self._reader.stack
         return stack.forward(stack.embed(ids_R), positions_R, attend)

@@ -13,7 +13,7 @@ Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAtte
 questions (first token of a question to a session, with --recompute blocks computed again), cached (first
 token of prompts that are remembered, in a service of its own: another question, the last quarter new, and a
 conversation of 43 turns that grows to --turn-tokens).
---kv-dtypes 16 fp8: everything is asked of one service with each kind of K/V, in this order; rows of fp8 say
+--kv-dtypes 16 int8: everything is asked of one service with each kind of K/V, in this order; rows of int8 say
 so (`kv_dtype`).
 Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
 fill one file. On a CPU:

@@ -1,10 +1,10 @@
 """Rows of results, in one file that several runs on several machines fill. Pure, but for reading and writing.
 
 A row is `case, tokens, gpus, density, value, unit`. gpus counts those of prefill; `parts` is where a time to
-first token went; `decode_gpu` says which GPU decoded, if any; `ranks` how many decoded together, if several;
-`kv_dtype` what K/V was kept in, if not 16 bits; `chunk` how many tokens the longest chunk could have (older
-rows do not say: 8,192 of one GPU's); `commit` stands where a row is of another one than the file. What
-follows from other rows (`derived`) is made anew whenever the file is written.
+first token went; `decode_gpu` says which GPU decoded, if any, and `alone` that no service did; `ranks` how
+many decoded together, if several; `kv_dtype` what K/V was kept in, if not 16 bits; `chunk` how many tokens
+the longest chunk could have (older rows do not say: 8,192 of one GPU's); `commit` stands where a row is of
+another one than the file. What follows from other rows (`derived`) is made anew whenever the file is written.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
     Only rows of one commit are compared."""
     for (case, tokens, gpus, ranks, held), one in rows.items():
         like: Row = {name: one[name] for name in ("ranks", "kv_dtype", "shape") if name in one}
-        like |= {"decode_gpu": "mapped"} if one.get("decode_gpu") == "mapped" else {}
+        where = one.get("decode_gpu")
+        like |= {"decode_gpu": where} if where in ("mapped", "alone") else {}
         kv_dtype = str(one.get("kv_dtype", ""))
         mark = {"commit": one["commit"]} if "commit" in one else {}
 
@@ -100,7 +101,8 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
                 name.replace("prompts_per_s", f"groups_{groups}_over_1"), one["value"] / group["value"]
             )
         wide = beside((case, tokens, gpus, ranks, held.removesuffix(kv_dtype).strip()))
-        if kv_dtype and case.endswith(("token_full", "token_delta")) and wide is not None:
+        step = case.removesuffix("_fp8").endswith(("token_full", "token_delta"))  # of weights in 8 bits, too
+        if kv_dtype and step and wide is not None:
             yield ratio(f"{case}_kv_over_16_bits", one["value"] / wide["value"])
         delta = beside((f"batch{BATCH}_token_delta", tokens, gpus, ranks, held))
         if case == f"batch{BATCH}_token_full" and delta is not None:

@@ -9,7 +9,7 @@ import torch
 
 from ...kernels.constants import PAGE_TOKENS
 from ...kernels.paged_decode.pages import PagedInput
-from .kv_fp8 import row_of
+from .kv_int8 import row_of
 
 
 def paged_attention(
@@ -26,9 +26,9 @@ def paged_attention(
         for column, slot in seen:
             page = int(x.table_RP[request, column])
             k_D, v_D = x.k_PSGD[page, slot, g].cpu(), x.v_PSGD[page, slot, g].cpu()
-            if x.exponents is not None:
-                k_D = row_of(k_D, x.exponents.k[page, slot, g])
-                v_D = row_of(v_D, x.exponents.v[page, slot, g])
+            if x.scales is not None:
+                k_D = row_of(k_D, x.scales.k[page, slot, g])
+                v_D = row_of(v_D, x.scales.v[page, slot, g])
             keys.append(k_D.double())
             values.append(v_D.double())
         exponents = [math.exp(x.scale * float(q @ key)) for key in keys]

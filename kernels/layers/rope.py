@@ -17,20 +17,20 @@ import triton.language as tl
 
 from ..interface import KernelInputError, runs_on_cpu
 from ..launches import Launcher, cdiv, next_power_of_2
-from .kv_fp8 import Exponents, check_quantised, quantise, quantised_halves
+from .kv_int8 import Scales, check_quantised, quantise, quantised_halves
 
 
 @dataclass(frozen=True)
 class KVRows:
     """K and V of token t go to row rows_T[t] (int64) of k_RGD and v_RGD. Rows do not collide.
 
-    exponents: of 8-bit rows (`kv_fp8`), [R, G]; None where rows have the model's dtype.
+    scales: of 8-bit rows (`kv_int8`), [R, G]; None where rows have the model's dtype.
     """
 
     k_RGD: torch.Tensor
     v_RGD: torch.Tensor
     rows_T: torch.Tensor
-    exponents: Exponents | None = None
+    scales: Scales | None = None
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ def cpu_rotate_and_store(
         qk_TJD = F.rms_norm(qk_TJD, (dim,), None, norm.eps) * norm.weight_JD
     qk_TJD = rotate(qk_TJD, cos_T1F, sin_T1F)
     k_TGD = qk_TJD[:, turned - kv_heads :]
-    if kv.exponents is not None:
+    if kv.scales is not None:
         k_TGD, k_TG = quantise(k_TGD)
         v_TGD, v_TG = quantise(v_TGD)
-        kv.exponents.k.index_copy_(0, kv.rows_T, k_TG)
-        kv.exponents.v.index_copy_(0, kv.rows_T, v_TG)
+        kv.scales.k.index_copy_(0, kv.rows_T, k_TG)
+        kv.scales.v.index_copy_(0, kv.rows_T, v_TG)
     kv.k_RGD.index_copy_(0, kv.rows_T, k_TGD)
     kv.v_RGD.index_copy_(0, kv.rows_T, v_TGD)
     return qk_TJD[:, : turned - kv_heads]
@@ -102,14 +102,14 @@ def _check(
         )
     if not (qkv_TXD.is_contiguous() and kv.k_RGD.is_contiguous() and kv.v_RGD.is_contiguous()):
         raise KernelInputError("rotate_and_store: qkv, k and v must be contiguous")
-    if kv.exponents is not None:
-        for name, x_RGD, exponent_RG in (
-            ("k", kv.k_RGD, kv.exponents.k),
-            ("v", kv.v_RGD, kv.exponents.v),
+    if kv.scales is not None:
+        for name, x_RGD, scale_RG in (
+            ("k", kv.k_RGD, kv.scales.k),
+            ("v", kv.v_RGD, kv.scales.v),
         ):
-            check_quantised(f"rotate_and_store: {name}", x_RGD, exponent_RG)
-            if not exponent_RG.is_contiguous():
-                raise KernelInputError("rotate_and_store: exponents must be contiguous")
+            check_quantised(f"rotate_and_store: {name}", x_RGD, scale_RG)
+            if not scale_RG.is_contiguous():
+                raise KernelInputError("rotate_and_store: scales must be contiguous")
     elif not qkv_TXD.dtype == kv.k_RGD.dtype == kv.v_RGD.dtype:
         raise KernelInputError(
             f"rotate_and_store: qkv is {qkv_TXD.dtype}, k {kv.k_RGD.dtype}, v {kv.v_RGD.dtype}"
@@ -131,10 +131,10 @@ _TOKENS, _HEADS = 4, 8
 
 @triton.jit(do_not_specialize=["tokens"])
 def rope_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, weight_ptr, k_ptr, v_ptr, k_exponent_ptr, v_exponent_ptr, rows_ptr, tokens,
+    qkv_ptr, cos_ptr, sin_ptr, weight_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, tokens,
     eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    INT8: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """TOKENS rows, HEADS heads of each, as their first and second HALF of channels.
 
@@ -176,8 +176,8 @@ def rope_kernel(
         )
         kept_low = low
         kept_high = high
-        if FP8:  # of the numbers that 16-bit pages would hold
-            kept_low, kept_high, exponent = quantised_halves(low.to(tl.float32), high.to(tl.float32))
+        if INT8:  # of the numbers that 16-bit pages would hold
+            kept_low, kept_high, scale = quantised_halves(low.to(tl.float32), high.to(tl.float32))
         is_k = inside & (head >= Q_HEADS) & turns
         k_place = k_ptr + row + (head - Q_HEADS) * D
         tl.store(k_place, kept_low, mask=is_k)
@@ -186,12 +186,12 @@ def rope_kernel(
         v_place = v_ptr + row + (head - TURNED) * D
         tl.store(v_place, kept_low, mask=is_v)
         tl.store(v_place + HALF, kept_high, mask=is_v)
-        if FP8:
+        if INT8:
             kv_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :] - Q_HEADS
             kv_row = tl.load(rows_ptr + token, mask=token < tokens, other=0)[:, None] * KV_HEADS + kv_head
             here = (token < tokens)[:, None] & (kv_head >= 0) & (kv_head < 2 * KV_HEADS)
-            tl.store(k_exponent_ptr + kv_row, exponent, mask=here & (kv_head < KV_HEADS))
-            tl.store(v_exponent_ptr + kv_row - KV_HEADS, exponent, mask=here & (kv_head >= KV_HEADS))
+            tl.store(k_scale_ptr + kv_row, scale, mask=here & (kv_head < KV_HEADS))
+            tl.store(v_scale_ptr + kv_row - KV_HEADS, scale, mask=here & (kv_head >= KV_HEADS))
 
 
 _rotate = Launcher(rope_kernel)
@@ -210,8 +210,8 @@ def kernel_rotate_and_store(
         cos_T1F if norm is None else norm.weight_JD.contiguous(),
         kv.k_RGD,
         kv.v_RGD,
-        None if kv.exponents is None else kv.exponents.k,
-        None if kv.exponents is None else kv.exponents.v,
+        None if kv.scales is None else kv.scales.k,
+        None if kv.scales is None else kv.scales.v,
         kv.rows_T,
         tokens,
         0.0 if norm is None else norm.eps,
@@ -219,7 +219,7 @@ def kernel_rotate_and_store(
         KV_HEADS=kv_heads,
         HALF=dim // 2,
         NORMS=norm is not None,
-        FP8=kv.exponents is not None,
+        INT8=kv.scales is not None,
         BLOCK=next_power_of_2(dim // 2),
         TOKENS=_TOKENS,
         HEADS=_HEADS,

@@ -9,7 +9,7 @@ import torch
 
 from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
-from ..layers.kv_fp8 import dequantise
+from ..layers.kv_int8 import dequantise
 from .pages import PagedInput, SelectedPages
 
 
@@ -67,7 +67,7 @@ def _request(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out_HD (q's dtype), lse_H and weights_HT (fp32) over some columns of one request."""
     ids_N = x.table_RP[request].index_select(0, columns_N)
-    k_PSG, v_PSG = (None, None) if x.exponents is None else (x.exponents.k, x.exponents.v)
+    k_PSG, v_PSG = (None, None) if x.scales is None else (x.scales.k, x.scales.v)
     k_GTD, v_GTD = _gather(x.k_PSGD, k_PSG, ids_N), _gather(x.v_PSGD, v_PSG, ids_N)
     slots_S = torch.arange(PAGE_TOKENS, device=columns_N.device)
     past_T = (columns_N[:, None] * PAGE_TOKENS + slots_S >= x.lengths_R[request]).flatten()
@@ -82,13 +82,11 @@ def _request(
     return out_GQD.flatten(0, 1).to(x.q_RHD.dtype), lse_GQ.flatten(), weights_GQT.flatten(0, 1)
 
 
-def _gather(
-    pages_PSGD: torch.Tensor, exponents_PSG: torch.Tensor | None, ids_N: torch.Tensor
-) -> torch.Tensor:
+def _gather(pages_PSGD: torch.Tensor, scales_PSG: torch.Tensor | None, ids_N: torch.Tensor) -> torch.Tensor:
     """fp32 copy of some pages as one sequence of tokens for each head."""
     chosen_NSGD = pages_PSGD.index_select(0, ids_N)
-    if exponents_PSG is not None:
-        chosen_NSGD = dequantise(chosen_NSGD, exponents_PSG.index_select(0, ids_N), torch.float32)
+    if scales_PSG is not None:
+        chosen_NSGD = dequantise(chosen_NSGD, scales_PSG.index_select(0, ids_N), torch.float32)
     return chosen_NSGD.flatten(0, 1).transpose(0, 1).float()
 
 

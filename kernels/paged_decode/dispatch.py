@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..constants import PAGE_TOKENS
-from ..layers.kv_fp8 import Exponents
+from ..layers.kv_int8 import Scales
 from . import cpu, launch
 from .pages import PagedInput, SelectedPages
 
@@ -18,7 +18,7 @@ def paged_attention(
     lengths_R: torch.Tensor,
     *,
     scale: float,
-    exponents: Exponents | None = None,
+    scales: Scales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query token of each request over all its tokens. Arguments as in `PagedInput`.
 
@@ -28,7 +28,7 @@ def paged_attention(
     Raises:
         KernelInputError: as `PagedInput`.
     """
-    x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, exponents)
+    x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     if x.q_RHD.is_cuda:
         return launch.paged_attention(x)
     return cpu.paged_attention(x)
@@ -42,7 +42,7 @@ def paged_attention_scored(
     lengths_R: torch.Tensor,
     *,
     scale: float,
-    exponents: Exponents | None = None,
+    scales: Scales | None = None,
     span: int = PAGE_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`paged_attention` with the attention that each page received (DELTA, Algorithm 2).
@@ -54,7 +54,7 @@ def paged_attention_scored(
         out_RHD, lse_RH and score_RS (fp32), S = 16 P / span: a token's largest weight over all query heads,
         summed over the span's tokens; 0 past the request's pages.
     """
-    x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, exponents)
+    x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     if x.q_RHD.is_cuda:
         return launch.paged_attention_scored(x, span=span)
     return cpu.paged_attention_scored(x, span)
@@ -70,14 +70,14 @@ def paged_attention_sparse(
     selected_RK: torch.Tensor,
     counts_R: torch.Tensor,
     scale: float,
-    exponents: Exponents | None = None,
+    scales: Scales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` over some of each request's pages (DELTA, Algorithm 1, sparse layers).
 
     selected_RK, counts_R: from `page_selection.select_pages`; a count of 0 reads all pages. lengths_R: the
     full length.
     """
-    x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, exponents)
+    x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     selected = SelectedPages(x, selected_RK, counts_R)
     if x.q_RHD.is_cuda:
         return launch.paged_attention_sparse(selected)

@@ -14,7 +14,7 @@ import triton
 from ..constants import DECODE_HEAD_DIMS, LOG2E, PAGE_TOKENS
 from ..interface import KernelInputError
 from ..launches import strides
-from . import kernel, kernel_fp8
+from . import kernel, kernel_int8
 from .pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
@@ -41,7 +41,7 @@ class SplitPlan:
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
         block = 128 if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
         blocks = x.q_RHD.shape[0] * -(-pages * PAGE_TOKENS // block)
-        score_warps = 1 if x.exponents is None else 4  # of weights in 32 bits
+        score_warps = 1 if x.scales is None else 4  # of weights in 32 bits
         splits = min(blocks, max(1, _PROGRAMS // x.k_PSGD.shape[2]))
         return cls(block, splits, score_warps=score_warps)
 
@@ -92,7 +92,7 @@ def _scratch(x: PagedInput, plan: SplitPlan, bundles: int) -> tuple[torch.Tensor
     """p_RBHT and m_REHW."""
     requests, heads, _ = x.q_RHD.shape
     # Over 8-bit pages p lies outside of 16 bits' range where values are tiny.
-    kind = x.k_PSGD.dtype if x.exponents is None else torch.float32
+    kind = x.k_PSGD.dtype if x.scales is None else torch.float32
     p_RBHT = x.q_RHD.new_empty((requests, kernel.BUNDLE * bundles, heads, plan.block), dtype=kind)
     m_REHW = torch.empty(
         (requests, bundles, heads, kernel.BUNDLE), dtype=torch.float32, device=x.q_RHD.device
@@ -145,14 +145,16 @@ def _attend(
         "num_warps": plan.warps,
         "num_stages": plan.stages,
     }
-    if x.exponents is None:
+    if x.scales is None:
         apart = strides(x.k_PSGD, x.v_PSGD)
         kernel._attend[grid](x.q_RHD, x.k_PSGD, x.v_PSGD, *what, *apart, *sizes, **constants)
     else:
-        e = x.exponents
+        e = x.scales
         k_pairs, v_pairs = x.k_PSGD.view(torch.int16), x.v_PSGD.view(torch.int16)
         apart = [*strides(k_pairs), *e.k.stride()[:2]]
-        kernel_fp8._attend_fp8[grid](x.q_RHD, k_pairs, v_pairs, e.k, e.v, *what, *apart, *sizes, **constants)
+        kernel_int8._attend_int8[grid](
+            x.q_RHD, k_pairs, v_pairs, e.k, e.v, *what, *apart, *sizes, **constants
+        )
     out_RHD = torch.empty((requests, heads, dim), dtype=x.q_RHD.dtype, device=x.q_RHD.device)
     lse_RH = torch.empty((requests, heads), dtype=torch.float32, device=x.q_RHD.device)
     kernel._merge[(requests * heads,)](

@@ -13,7 +13,7 @@ import torch
 
 from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
-from ..layers.kv_fp8 import BYTES, Exponents, check_quantised
+from ..layers.kv_int8 import BYTES, Scales, check_quantised
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -22,8 +22,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 class PagedInput:
     """One query token of each request against its cached keys and values. Checked when made.
 
-    q_RHD: the dtype of k and v, or float32. k_PSGD, v_PSGD: pages of 16 tokens ("NHD"). exponents: of pages
-    in 8 bits (`layers.kv_fp8`), [P, S, G]; q may then have any of the other dtypes. Query head h reads
+    q_RHD: the dtype of k and v, or float32. k_PSGD, v_PSGD: pages of 16 tokens ("NHD"). scales: of pages
+    in 8 bits (`layers.kv_int8`), [P, S, G]; q may then have any of the other dtypes. Query head h reads
     key head h // (H // G). table_RP: int32, each request's page ids in order; columns past ceil(length / 16)
     are never read. lengths_R: int32, at least 1. scale multiplies q·k. Page ids and lengths stay on the
     device, unchecked.
@@ -38,10 +38,10 @@ class PagedInput:
     table_RP: torch.Tensor
     lengths_R: torch.Tensor
     scale: float
-    exponents: Exponents | None = None
+    scales: Scales | None = None
 
     def __post_init__(self) -> None:
-        _check_floats(self.q_RHD, self.k_PSGD, self.v_PSGD, self.exponents)
+        _check_floats(self.q_RHD, self.k_PSGD, self.v_PSGD, self.scales)
         _check_integers("table", self.table_RP, 2, self.q_RHD)
         _check_integers("lengths", self.lengths_R, 1, self.q_RHD)
         if not (self.scale > 0 and self.scale < float("inf")):
@@ -74,14 +74,14 @@ class SelectedPages:
 
 
 def _check_floats(
-    q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor, exponents: Exponents | None
+    q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor, scales: Scales | None
 ) -> None:
     for name, x, dims in (("q", q_RHD, 3), ("k", k_PSGD, 4), ("v", v_PSGD, 4)):
         if x.dim() != dims or x.numel() == 0:
             raise KernelInputError(
                 f"{name} must have {dims} dimensions, none of them 0, not {tuple(x.shape)}"
             )
-        if x.dtype not in _FLOATS and not (x.dtype == BYTES and name != "q" and exponents is not None):
+        if x.dtype not in _FLOATS and not (x.dtype == BYTES and name != "q" and scales is not None):
             raise KernelInputError(f"{name}: dtype {x.dtype} is not float32, float16 or bfloat16")
         if x.stride(-1) != 1:
             raise KernelInputError(f"{name}: the head dimension must be contiguous, stride is {x.stride(-1)}")
@@ -91,8 +91,8 @@ def _check_floats(
         raise KernelInputError(
             f"k {tuple(k_PSGD.shape)} {k_PSGD.dtype} and v {tuple(v_PSGD.shape)} {v_PSGD.dtype} differ"
         )
-    if exponents is not None:
-        _check_exponents(k_PSGD, v_PSGD, exponents)
+    if scales is not None:
+        _check_scales(k_PSGD, v_PSGD, scales)
     elif q_RHD.dtype not in (k_PSGD.dtype, torch.float32):
         raise KernelInputError(f"q is {q_RHD.dtype}: it must be float32 or the pages' {k_PSGD.dtype}")
     if k_PSGD.shape[1] != PAGE_TOKENS:
@@ -103,15 +103,15 @@ def _check_floats(
         raise KernelInputError(f"{q_RHD.shape[1]} query heads on {k_PSGD.shape[2]} key heads: not a multiple")
 
 
-def _check_exponents(k_PSGD: torch.Tensor, v_PSGD: torch.Tensor, exponents: Exponents) -> None:
-    check_quantised("k", k_PSGD, exponents.k)
-    check_quantised("v", v_PSGD, exponents.v)
-    if k_PSGD.stride() != v_PSGD.stride() or exponents.k.stride() != exponents.v.stride():
+def _check_scales(k_PSGD: torch.Tensor, v_PSGD: torch.Tensor, scales: Scales) -> None:
+    check_quantised("k", k_PSGD, scales.k)
+    check_quantised("v", v_PSGD, scales.v)
+    if k_PSGD.stride() != v_PSGD.stride() or scales.k.stride() != scales.v.stride():
         raise KernelInputError("k and v in 8 bits must have the same strides")
-    if k_PSGD.shape[3] % 2 or any(step % 2 for step in k_PSGD.stride()[:3]) or exponents.k.stride(2) != 1:
+    if k_PSGD.shape[3] % 2 or any(step % 2 for step in k_PSGD.stride()[:3]) or scales.k.stride(2) != 1:
         raise KernelInputError(
-            f"8-bit pages are read in pairs: {tuple(k_PSGD.shape)}, strides {k_PSGD.stride()}, exponents' "
-            f"{exponents.k.stride()}"
+            f"8-bit pages are read in pairs: {tuple(k_PSGD.shape)}, strides {k_PSGD.stride()}, scales' "
+            f"{scales.k.stride()}"
         )
 
 

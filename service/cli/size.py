@@ -107,7 +107,7 @@ def weight_bytes(
 
 
 def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | None = None) -> int:
-    """One token's K and V. In 8 bits each row of a head has an exponent of a byte."""
+    """One token's K and V. In 8 bits each row of a head has a scale of a byte."""
     values = model.kv_values(layers)
     return values * DTYPE_BYTES[dtype] if kv_dtype is None else values + 2 * layers * model.kv_heads
 

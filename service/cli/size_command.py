@@ -162,9 +162,9 @@ def _what_fits(demand: Demand) -> Iterator[str]:
     yield f"{demand.tokens:,} tokens do not fit: the fullest GPU lacks {missing / GIB:.1f} GiB"
     if longer is not None:
         yield f"{longer.tokens:,} tokens fit: --tokens {longer.tokens}"
-    narrow = replace(demand, kv_dtype="fp8")
+    narrow = replace(demand, kv_dtype="int8")
     if demand.kv_dtype is None and best(narrow) is not None:
-        yield "K/V in 8 bits makes them fit: --kv-dtype fp8"
+        yield "K/V in 8 bits makes them fit: --kv-dtype int8"
     yield f"{more} such GPUs are enough" if more else f"nor do they fit {MOST_GPUS} such GPUs"
 
 

@@ -179,7 +179,7 @@ def test_every_page_selected_is_full_decode(
 def test_kv_in_8_bits_is_read_asked_and_decoded(reader: Reader, asked: list[Question]) -> None:
     """Full decode over 8-bit pages answers as the reader does whose every row is rounded, and differs from 16
     bits a little."""
-    narrow = Reader(reader.stack, TOKENS + 64, kv_dtype="fp8")
+    narrow = Reader(reader.stack, TOKENS + 64, kv_dtype="int8")
     with torch.inference_mode():
         narrow.read(ids(TOKENS, 1), "dense", 128)
     wide = AnswerDecoder(reader, asked)

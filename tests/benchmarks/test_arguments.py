@@ -61,8 +61,8 @@ def test_a_gate_on_a_case_that_will_not_be_is_refused(
     for case in (*cases, "decode 1,3:16"):
         given(monkeypatch, *asked, "--gate", f"{case}:exact>=0.9")
         _arguments()
-    narrow = (*asked, "--kv-dtype", "fp8")
-    for case in (*cases, "dense K/V fp8", "dpxa K/V fp8 recompute 8", "decode 1,3:16 K/V fp8"):
+    narrow = (*asked, "--kv-dtype", "int8")
+    for case in (*cases, "dense K/V int8", "dpxa K/V int8 recompute 8", "decode 1,3:16 K/V int8"):
         given(monkeypatch, *narrow, "--gate", f"{case}:exact>=0.9")
         _arguments()
     given(monkeypatch, *narrow, "--decode", "quest:16")

@@ -136,8 +136,8 @@ def test_arguments_give_setup_and_options(tmp_path: Path) -> None:
     given += ["--set", "decode.page_budget=64", "handoff.ack_timeout_s=30.5", "--quantisation", "fp8"]
     run = Run(parsed([*given, "--model", str(tmp_path), "--commit", "abc"]))
     setup = run.setup(2, None)
-    narrow = run.setup(1, "fp8")
-    assert (setup.content()["decode"]["kv_dtype"], narrow.content()["decode"]["kv_dtype"]) == (None, "fp8")
+    narrow = run.setup(1, "int8")
+    assert (setup.content()["decode"]["kv_dtype"], narrow.content()["decode"]["kv_dtype"]) == (None, "int8")
     assert narrow.fullest_gib() < run.setup(1, None).fullest_gib()
     assert setup.more == {
         "decode.page_budget": 64,
@@ -188,13 +188,13 @@ def test_one_copy_and_8_bits_are_rows_of_their_own(tmp_path: Path) -> None:
     one = {**rows.row("memory", 68.4, "GiB", tokens=1024), "decode_gpu": "last"}
     found = rows.merge_into(
         tmp_path / "r.json",
-        [one, {**one, "decode_gpu": "mapped"}, {**one, "kv_dtype": "fp8"}, {**one, "decode_gpu": "own"}],
+        [one, {**one, "decode_gpu": "mapped"}, {**one, "kv_dtype": "int8"}, {**one, "decode_gpu": "own"}],
         "GPU",
         "first",
     )
     assert [(row["decode_gpu"], row.get("kv_dtype")) for row in found["rows"]] == [
         ("own", None),
-        ("last", "fp8"),
+        ("last", "int8"),
         ("mapped", None),
     ]
 
@@ -237,14 +237,15 @@ def test_delta_over_full_comes_from_the_batch() -> None:
 
 
 def test_kv_in_8_bits_is_beside_16_and_compared_with_it() -> None:
-    made = [rows.row("batch4_token_full", 20.0, "ms", tokens=512)]
-    made.append({**rows.row("batch4_token_full", 11.0, "ms", tokens=512), "kv_dtype": "fp8"})
-    whole = rows.merged(None, made, "GPU", "abc")
-    assert [row["value"] for row in whole["rows"] if row["case"] == "batch4_token_full"] == [20.0, 11.0]
-    (ratio,) = (row for row in whole["rows"] if row["unit"] == "ratio")
-    assert ratio["case"] == "batch4_token_full_kv_over_16_bits" and ratio["kv_dtype"] == "fp8"
-    assert ratio["value"] == 0.55
-    assert "K/V fp8" in tables.engine(whole)
+    for case, alone in (("batch4_token_full", {}), ("batch4_token_full_fp8", {"decode_gpu": "alone"})):
+        made = [{**rows.row(case, 20.0, "ms", tokens=512), **alone}]
+        made.append({**rows.row(case, 11.0, "ms", tokens=512), **alone, "kv_dtype": "int8"})
+        whole = rows.merged(None, made, "GPU", "abc")
+        assert [row["value"] for row in whole["rows"] if row["case"] == case] == [20.0, 11.0]
+        (ratio,) = (row for row in whole["rows"] if row["unit"] == "ratio")
+        assert ratio["case"] == f"{case}_kv_over_16_bits" and ratio["kv_dtype"] == "int8"
+        assert ratio["value"] == 0.55
+        assert "K/V int8" in tables.engine(whole)
 
 
 def test_products_are_those_of_a_layer() -> None:

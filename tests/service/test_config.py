@@ -361,9 +361,9 @@ def test_what_changes_kv_keeps_groups_and_workers_apart() -> None:
     changes: list[dict[str, Any]] = [{"path": "n"}, {"rope_theta": 9.0}, {"dtype": "float32"}]
     found = {pairing(replace(model, **one), handoff, None) for one in changes}
     found.add(pairing(model, replace(handoff, transport="cuda_ipc"), None))
-    found.add(in_8_bits := pairing(model, handoff, "fp8"))
+    found.add(in_8_bits := pairing(model, handoff, "int8"))
     assert len(found) == 5 and same not in found
-    for kv_dtype, wanted in ((None, same), ("fp8", in_8_bits)):
+    for kv_dtype, wanted in ((None, same), ("int8", in_8_bits)):
         content = {"model": {"path": "m"}, "decode": {"page_selection": "full", "kv_dtype": kv_dtype}}
         served = parse(parse(content).model_dump(mode="json"))
         found_there = pairing(served.model, served.handoff, served.decode.kv_dtype)

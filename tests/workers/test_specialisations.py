@@ -39,8 +39,8 @@ SHORTER = {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128}
 WARM: dict[str, dict[str, Any]] = {
     **{name: {"method": name, "warm_up": [name]} for name in METHODS},
     "decode": {},
-    "decode, K/V in 8 bits": {"kv_dtype": "fp8"},
-    "K/V in 8 bits": {"method": "dpxa", "warm_up": ["dpxa"], "kv_dtype": "fp8"},
+    "decode, K/V in 8 bits": {"kv_dtype": "int8"},
+    "K/V in 8 bits": {"method": "dpxa", "warm_up": ["dpxa"], "kv_dtype": "int8"},
     "options": {"method": "dpxa", "options": SHORTER, "warm_up": ["dpxa", {"dpxa": SHORTER}]},
     "a level": {"method": "dpxa", "options": {"density": 0.1}, "warm_up": ["dpxa"]},
     "8 bits": {"method": "dpxa", "warm_up": ["dpxa"], "quantisation": "fp8"},

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.layers.kv_fp8 import Exponents
+from ...kernels.layers.kv_int8 import Scales
 from ...kernels.paged_decode.dispatch import (
     paged_attention,
     paged_attention_scored,
@@ -126,13 +126,13 @@ class StepAttention:
         q_RHD: torch.Tensor,
         k_PSGD: torch.Tensor,
         v_PSGD: torch.Tensor,
-        exponents: Exponents | None = None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
-        """Return out_RHD of one layer. The step's own K/V must be in the pages already. exponents: of pages
+        """Return out_RHD of one layer. The step's own K/V must be in the pages already. scales: of pages
         in 8 bits."""
         role, rows = self._plan.roles[layer], self._rows
         args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
-        how: dict[str, Any] = {"scale": self._scale, "exponents": exponents}
+        how: dict[str, Any] = {"scale": self._scale, "scales": scales}
         if rows.selects_R is None or role is LayerRole.DENSE:
             return paged_attention(*args, **how)[0]
         if role is LayerRole.SPARSE:

@@ -227,9 +227,9 @@ def joined_heads(parts: Sequence[HostKV]) -> HostKV:
     """Put the ranks' heads side by side."""
     if len(parts) == 1:
         return parts[0]
-    sides = zip(*((part.k, part.v, *part.exponents) for part in parts), strict=True)
-    k, v, *exponents = (np.concatenate(side, axis=1) for side in sides)
-    return HostKV(k=k, v=v, exponents=tuple(exponents))
+    sides = zip(*((part.k, part.v, *part.scales) for part in parts), strict=True)
+    k, v, *scales = (np.concatenate(side, axis=1) for side in sides)
+    return HostKV(k=k, v=v, scales=tuple(scales))
 
 
 def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = silent) -> LayerStack:

@@ -141,7 +141,7 @@ class DecodeRunner:
             pages + 1,
             stack.dtype,
             stack.device,
-            fp8=kv_dtype == "fp8",
+            int8=kv_dtype == "int8",
             rank=stack.collectives.rank,
             ranks=stack.collectives.ranks,
         )
@@ -277,7 +277,7 @@ class DecodeRunner:
             return self.cache.kv_rows(layer, rows_R)
 
         def attend(layer: int, q_RHD: torch.Tensor) -> torch.Tensor:
-            return step.attend(layer, q_RHD, *self.cache.layer(layer), self.cache.exponents(layer))
+            return step.attend(layer, q_RHD, *self.cache.layer(layer), self.cache.scales(layer))
 
         hidden_RC = self.stack.run(
             self.stack.embed(batch.ids_R), positions_R, AttentionCalls(kv_rows, attend)

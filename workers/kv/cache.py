@@ -1,8 +1,8 @@
 """Keys and values of a range of layers, in pages.
 
 A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout, which decode kernels
-read in place. In 8 bits (`kernels.layers.kv_fp8`) each row of head_dim channels has an exponent, kept apart.
-So K/V has two sides, k and v, or four, with k's exponents and v's; whoever moves K/V moves all of them as
+read in place. In 8 bits (`kernels.layers.kv_int8`) each row of head_dim channels has a scale, kept apart.
+So K/V has two sides, k and v, or four, with k's scales and v's; whoever moves K/V moves all of them as
 they are. Shape suffixes also: R slots of all pages.
 """
 
@@ -17,18 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.layers.kv_fp8 import BYTES, EXPONENTS, Exponents
-from ...kernels.layers.kv_fp8 import gather as gather_fp8
+from ...kernels.layers.kv_int8 import BYTES, Scales
+from ...kernels.layers.kv_int8 import gather as gather_int8
 from ...kernels.layers.rope import KVRows
 from .pages.pool import PAGE_TOKENS, first_of_run, pages_for
 
 Sides = tuple[torch.Tensor, ...]
-"""k and v of some tokens, [tokens, kv_heads, head_dim]. In 8 bits also their exponents, [tokens,
+"""k and v of some tokens, [tokens, kv_heads, head_dim]. In 8 bits also their scales, [tokens,
 kv_heads]."""
-
-
-_FP8_CAPABILITY = 8, 9
-"""The compute capability of the first GPUs that convert e4m3."""
 
 
 class KVCacheError(ValueError):
@@ -36,7 +32,7 @@ class KVCacheError(ValueError):
 
 
 class PagedKVCache:
-    """layers: the model's numbers. dtype: the model's. fp8: whether K/V is kept in 8 bits. rank, ranks:
+    """layers: the model's numbers. dtype: the model's. int8: whether K/V is kept in 8 bits. rank, ranks:
     `kv_heads` are this part of the model's. Fresh memory is zero, so unwritten slots are finite."""
 
     def __init__(
@@ -48,7 +44,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         *,
-        fp8: bool = False,
+        int8: bool = False,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -58,20 +54,17 @@ class PagedKVCache:
         """Key/value heads of all ranks."""
         self.heads = slice(rank * kv_heads, (rank + 1) * kv_heads)
         """Which of them are here."""
-        on_gpu = torch.device(device).type == "cuda"
-        if fp8 and on_gpu and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-            raise KVCacheError(f"decode.kv_dtype: fp8 needs a GPU with FP8, {device} has none")
         shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
         self.memory = secrets.token_hex(8)
         """Names its memory. A cache that maps it in another process has the same name."""
         self.layers = layers
         self.device = torch.device(device)
         self.model_dtype = dtype
-        stored = BYTES if fp8 else dtype
+        stored = BYTES if int8 else dtype
         self.k_LPSGD = _zeros(shape, stored, self.device)
         self.v_LPSGD = _zeros(shape, stored, self.device)
-        self.k_exponent_LPSG = _zeros(shape[:-1], EXPONENTS, self.device) if fp8 else None
-        self.v_exponent_LPSG = _zeros(shape[:-1], EXPONENTS, self.device) if fp8 else None
+        self.k_scale_LPSG = _zeros(shape[:-1], BYTES, self.device) if int8 else None
+        self.v_scale_LPSG = _zeros(shape[:-1], BYTES, self.device) if int8 else None
         self._arrivals = _arrivals(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,13 +90,13 @@ class PagedKVCache:
     @property
     def sides(self) -> Sides:
         """All memory, [layers, pages, page_tokens, …]."""
-        if self.k_exponent_LPSG is None or self.v_exponent_LPSG is None:
+        if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return self.k_LPSGD, self.v_LPSGD
-        return self.k_LPSGD, self.v_LPSGD, self.k_exponent_LPSG, self.v_exponent_LPSG
+        return self.k_LPSGD, self.v_LPSGD, self.k_scale_LPSG, self.v_scale_LPSG
 
     @property
-    def fp8(self) -> bool:
-        return self.k_exponent_LPSG is not None
+    def int8(self) -> bool:
+        return self.k_scale_LPSG is not None
 
     @property
     def pages(self) -> int:
@@ -113,12 +106,12 @@ class PagedKVCache:
         index = self._index(layer)
         return self.k_LPSGD[index], self.v_LPSGD[index]
 
-    def exponents(self, layer: int) -> Exponents | None:
+    def scales(self, layer: int) -> Scales | None:
         """Views [pages, page_tokens, kv_heads]; None unless K/V is kept in 8 bits."""
-        if self.k_exponent_LPSG is None or self.v_exponent_LPSG is None:
+        if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return None
         index = self._index(layer)
-        return Exponents(self.k_exponent_LPSG[index], self.v_exponent_LPSG[index])
+        return Scales(self.k_scale_LPSG[index], self.v_scale_LPSG[index])
 
     def rows(self, layer: int) -> Sides:
         """Views k_RGD, v_RGD, in 8 bits also k_RG, v_RG. Slot s of page p is row p · page_tokens + s."""
@@ -127,8 +120,8 @@ class PagedKVCache:
 
     def kv_rows(self, layer: int, rows_T: torch.Tensor) -> KVRows:
         """Where new K and V of a layer go."""
-        k_RGD, v_RGD, *exponents = self.rows(layer)
-        return KVRows(k_RGD, v_RGD, rows_T, Exponents(*exponents) if exponents else None)
+        k_RGD, v_RGD, *scales = self.rows(layer)
+        return KVRows(k_RGD, v_RGD, rows_T, Scales(*scales) if scales else None)
 
     def rows_of(self, pages: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
         """Return rows_T (int64, on the device) of tokens start .. start+tokens-1 of a sequence.
@@ -160,7 +153,7 @@ class PagedKVCache:
         needed = -(-tokens // PAGE_TOKENS)
         if not 0 < tokens <= pages.numel() * PAGE_TOKENS:
             raise KVCacheError(f"{tokens} tokens asked of a sequence of {pages.numel()} pages")
-        if self.fp8:
+        if self.int8:
             return self.gather_rows(layer, self.rows_of(pages, 0, tokens))
         table_N = pages[:needed].to(self.device, torch.int64)
         k_PSGD, v_PSGD = self.layer(layer)
@@ -169,7 +162,7 @@ class PagedKVCache:
     def gather_rows(self, layer: int, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`gather` of 8-bit K/V by rows, which all layers share."""
         k_RGD, v_RGD, k_RG, v_RG = self.rows(layer)
-        return gather_fp8((k_RGD, v_RGD), Exponents(k_RG, v_RG), rows_S, self.model_dtype)
+        return gather_int8((k_RGD, v_RGD), Scales(k_RG, v_RG), rows_S, self.model_dtype)
 
     def write_run(self, layer: int, first_page: int, start: int, *sides_T: torch.Tensor) -> None:
         """Like `write`, for contiguous pages: plain copies."""
@@ -280,7 +273,7 @@ class PagedKVCache:
 def row_forms(kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of a token in each side of a cache that keeps K/V in `dtype`."""
     forms: list[tuple[tuple[int, ...], torch.dtype]] = [((kv_heads, head_dim), dtype)] * 2
-    return [*forms, *[((kv_heads,), EXPONENTS)] * 2] if dtype == BYTES else forms
+    return [*forms, *[((kv_heads,), BYTES)] * 2] if dtype == BYTES else forms
 
 
 def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

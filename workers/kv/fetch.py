@@ -38,14 +38,14 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
     """Raises KVCacheError."""
-    k, v, *exponents = map(as_numpy, cache.read(wanted.layer, pages, wanted.start, wanted.tokens))
-    return HostKV(k=k, v=v, exponents=tuple(exponents))
+    k, v, *scales = map(as_numpy, cache.read(wanted.layer, pages, wanted.start, wanted.tokens))
+    return HostKV(k=k, v=v, scales=tuple(scales))
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> Sides:
     """Return a piece on the host, perhaps read-only. Raises HandoffError for K/V of another model."""
     forms = row_forms(cache.kv_heads, cache.head_dim, cache.dtype)
-    arrays = kv.k, kv.v, *kv.exponents
+    arrays = kv.k, kv.v, *kv.scales
     if len(arrays) != len(forms):
         raise HandoffError(f"K/V of {wanted.request_id} came back as {len(arrays)} arrays, not {len(forms)}")
     try:

@@ -116,11 +116,11 @@ class KVRange:
 
 @dataclass(frozen=True, kw_only=True)
 class HostKV:
-    """A KVRange's host arrays k and v, [tokens, kv_heads, head_dim], and in 8 bits their exponents."""
+    """A KVRange's host arrays k and v, [tokens, kv_heads, head_dim], and in 8 bits their scales."""
 
     k: Any = field(repr=False)
     v: Any = field(repr=False)
-    exponents: tuple[Any, ...] = field(default=(), repr=False)
+    scales: tuple[Any, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

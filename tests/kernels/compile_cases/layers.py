@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
-from deltafront.kernels.layers import fp8, kv_fp8, linear_hopper_launch, norm, one_shot_reduce, rope, swiglu
+from deltafront.kernels.layers import fp8, kv_int8, linear_hopper_launch, norm, one_shot_reduce, rope, swiglu
 from tests.kernels.descriptor_types import descriptor_type
 
 FP8_TYPES = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
@@ -56,7 +56,7 @@ ROPE_SIZES = {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, **TILE}
 
 KV_TYPES = {
     **dict.fromkeys(("k_ptr", "v_ptr"), "*u8"),
-    **dict.fromkeys(("k_exponent_ptr", "v_exponent_ptr"), "*i8"),
+    **dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*u8"),
     "rows_ptr": "*i64",
     "tokens": "i32",
 }
@@ -66,18 +66,18 @@ ROPE_CASES = [
         (
             rope.rope_kernel,
             ROPE_TYPES,
-            {"k_exponent_ptr": None, "v_exponent_ptr": None, "NORMS": norms, "FP8": False, **ROPE_SIZES},
+            {"k_scale_ptr": None, "v_scale_ptr": None, "NORMS": norms, "INT8": False, **ROPE_SIZES},
         )
         for norms in (False, True)
     ),
-    (rope.rope_kernel, {**ROPE_TYPES, **KV_TYPES}, {"NORMS": True, "FP8": True, **ROPE_SIZES}),
+    (rope.rope_kernel, {**ROPE_TYPES, **KV_TYPES}, {"NORMS": True, "INT8": True, **ROPE_SIZES}),
 ]
 
 GATHER_CASES = [
     (
-        kv_fp8.gather_kernel,
+        kv_int8.gather_kernel,
         {**KV_TYPES, **dict.fromkeys(("k_out_ptr", "v_out_ptr"), "*bf16")},
-        {"KV_HEADS": 8, "D": 128, "BLOCK": 128, "TOKENS": kv_fp8._TOKENS},
+        {"KV_HEADS": 8, "D": 128, "BLOCK": 128, "TOKENS": kv_int8._TOKENS},
     )
 ]
 

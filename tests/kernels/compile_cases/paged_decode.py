@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltafront.kernels.constants import PAGE_TOKENS
-from deltafront.kernels.paged_decode import kernel, kernel_fp8, page_selection
+from deltafront.kernels.paged_decode import kernel, kernel_int8, page_selection
 
 ATTEND = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "p_RBHT_ptr"), "*bf16"),
@@ -60,10 +60,10 @@ ATTEND_CASES = [
 ]
 
 
-ATTEND_FP8 = {
+ATTEND_INT8 = {
     "q_ptr": "*bf16",
     **dict.fromkeys(("k_ptr", "v_ptr"), "*i16"),
-    **dict.fromkeys(("k_exponent_ptr", "v_exponent_ptr"), "*i8"),
+    **dict.fromkeys(("k_scale_ptr", "v_scale_ptr"), "*u8"),
     **dict.fromkeys(("table_ptr", "lengths_ptr", "selected_ptr", "counts_ptr", "splits_R_ptr"), "*i32"),
     **dict.fromkeys(("acc_RHCD_ptr", "m_RHC_ptr", "l_RHC_ptr", "p_RBHT_ptr", "m_REHW_ptr"), "*fp32"),
     "scale_log2": "fp32",
@@ -72,16 +72,16 @@ ATTEND_FP8 = {
     **dict.fromkeys(("bundles", "max_splits", "requests"), "i32"),
 }
 
-FP8_SIZES = {**SIZES, "BLOCK": 128}
+INT8_SIZES = {**SIZES, "BLOCK": 128}
 
-ATTEND_FP8_CASES = [
-    (kernel_fp8._attend_fp8, ATTEND_FP8, {**FP8_SIZES, "SPARSE": sparse, "SCORED": scored})
+ATTEND_INT8_CASES = [
+    (kernel_int8._attend_int8, ATTEND_INT8, {**INT8_SIZES, "SPARSE": sparse, "SCORED": scored})
     for sparse, scored in ((False, False), (False, True), (True, False))
 ] + [
     (
-        kernel_fp8._attend_fp8,
-        {**ATTEND_FP8, "q_ptr": "*fp16"},
-        {**FP8_SIZES, "GROUP": 3, "D": 64, "SPARSE": False, "SCORED": True},
+        kernel_int8._attend_int8,
+        {**ATTEND_INT8, "q_ptr": "*fp16"},
+        {**INT8_SIZES, "GROUP": 3, "D": 64, "SPARSE": False, "SCORED": True},
     ),
     (
         kernel._score,
@@ -118,4 +118,4 @@ SELECT_CASES = [
     ),
 ]
 
-COMPILE_CASES = [*ATTEND_CASES, *ATTEND_FP8_CASES, *SELECT_CASES]
+COMPILE_CASES = [*ATTEND_CASES, *ATTEND_INT8_CASES, *SELECT_CASES]

@@ -54,7 +54,7 @@ def choices(demand: Demand) -> list[Choice]:
     ]
 
 
-@pytest.mark.parametrize(("concurrency", "kv_dtype"), [(1, None), (3, None), (1, "fp8")])
+@pytest.mark.parametrize(("concurrency", "kv_dtype"), [(1, None), (3, None), (1, "int8")])
 @pytest.mark.parametrize("tokens", [1000, 131_072, 524_288])
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("gib", [24.0, 78.1, 137.7])
@@ -127,10 +127,10 @@ def test_kv_in_8_bits_is_named_where_it_would_fit_and_written_where_it_is_asked_
     asked = ("size", "8b", "--gpus", "1x80", "--tokens", 524_288)
     refused = run(*asked)
     assert refused.exit_code == 1
-    assert "K/V in 8 bits makes them fit: --kv-dtype fp8" in refused.stderr
-    done = run(*asked, "--kv-dtype", "fp8", "--write", tmp_path / "narrow.yaml")
-    assert "decode.kv_dtype fp8: K/V in 8 bits, as asked for" in done.stdout
-    assert load(tmp_path / "narrow.yaml").decode.kv_dtype == "fp8"
+    assert "K/V in 8 bits makes them fit: --kv-dtype int8" in refused.stderr
+    done = run(*asked, "--kv-dtype", "int8", "--write", tmp_path / "narrow.yaml")
+    assert "decode.kv_dtype int8: K/V in 8 bits, as asked for" in done.stdout
+    assert load(tmp_path / "narrow.yaml").decode.kv_dtype == "int8"
     assert "--kv-dtype" not in run("size", "70b", "--gpus", "1x80").stderr
 
 

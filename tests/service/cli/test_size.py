@@ -180,19 +180,19 @@ def test_fp8_halves_layers_and_leaves_ends_and_cache() -> None:
 
 def test_kv_in_8_bits_is_as_large_as_a_cache_holds() -> None:
     model, tokens = SHAPES["8b"], 131_072
-    plain, narrow = (sizing("8b", model, tokens, 1, 80, kv_dtype=kind) for kind in (None, "fp8"))
-    cache = PagedKVCache(range(2), model.kv_heads, model.head_dim, 3, torch.bfloat16, "cpu", fp8=True)
-    assert size.kv_bytes(model, 2, "bfloat16", "fp8") * 3 * 16 == sum(side.nbytes for side in cache.sides)
+    plain, narrow = (sizing("8b", model, tokens, 1, 80, kv_dtype=kind) for kind in (None, "int8"))
+    cache = PagedKVCache(range(2), model.kv_heads, model.head_dim, 3, torch.bfloat16, "cpu", int8=True)
+    assert size.kv_bytes(model, 2, "bfloat16", "int8") * 3 * 16 == sum(side.nbytes for side in cache.sides)
     assert narrow.kv_bytes == plain.kv_bytes * (128 + 1) // 256
-    assert narrow.weight_bytes == plain.weight_bytes and size.row(narrow)["model"] == "8b, K/V fp8"
+    assert narrow.weight_bytes == plain.weight_bytes and size.row(narrow)["model"] == "8b, K/V int8"
     saved = plain.kv_bytes - narrow.kv_bytes
     assert plain.decode_bytes - narrow.decode_bytes == saved
     one_layer = plain.kv_bytes // model.layers
     assert plain.stage_bytes - narrow.stage_bytes == saved - one_layer, "a layer is brought back to attend"
-    done = run("size", "8b", "--tokens", tokens, "--json", "--kv-dtype", "fp8")
+    done = run("size", "8b", "--tokens", tokens, "--json", "--kv-dtype", "int8")
     assert json.loads(done.stdout)["kv_bytes"] == narrow.kv_bytes
     failed = run("size", "8b", "--kv-dtype", "int4")
-    assert failed.exit_code == 1 and "--kv-dtype int4: must be one of fp8" in failed.stderr
+    assert failed.exit_code == 1 and "--kv-dtype int4: must be one of int8" in failed.stderr
 
 
 def test_every_dtype_has_a_size() -> None:

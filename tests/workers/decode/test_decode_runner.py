@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltafront.kernels.layers.kv_int8 import NOT_A_NUMBER
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.runner import DecodeRunner, SampledToken
@@ -73,7 +74,7 @@ def poison(runner: DecodeRunner, pages: Sequence[int]) -> None:
     """All is NaN, in 8 bits e4m3's."""
     cache = runner.cache
     for side in cache.sides[:2]:
-        side[:, list(pages)] = 0x7F if cache.fp8 else float("nan")
+        side[:, list(pages)] = NOT_A_NUMBER if cache.int8 else float("nan")
 
 
 def written(runner: DecodeRunner, pages: Sequence[int]) -> bool:

@@ -53,18 +53,18 @@ def test_what_is_no_kv_of_this_model_is_refused(array: Any) -> None:
         from_host(HostKV(k=good, v=array), KVRange(request_id="a", layer=2, start=0, tokens=3), cache_of())
 
 
-@pytest.mark.parametrize("exponents", [(), (np.zeros((3, 2), np.int8),), (np.zeros((3, 2), np.uint8),) * 2])
-def test_8_bit_kv_without_its_exponents_is_refused(exponents: tuple[Any, ...]) -> None:
-    cache = PagedKVCache(range(2, 4), 2, 8, 12, torch.bfloat16, "cpu", fp8=True)
+@pytest.mark.parametrize("scales", [(), (np.zeros((3, 2), np.uint8),), (np.zeros((3, 2), np.int8),) * 2])
+def test_8_bit_kv_without_its_scales_is_refused(scales: tuple[Any, ...]) -> None:
+    cache = PagedKVCache(range(2, 4), 2, 8, 12, torch.bfloat16, "cpu", int8=True)
     numbers = np.zeros((3, 2, 8), np.uint8)
     kv, wanted = (
-        HostKV(k=numbers, v=numbers, exponents=exponents),
+        HostKV(k=numbers, v=numbers, scales=scales),
         KVRange(request_id="a", layer=2, start=0, tokens=3),
     )
     with pytest.raises(HandoffError, match="K/V of a came back as"):
         from_host(kv, wanted, cache)
     with pytest.raises(HandoffError, match="came back as 4 arrays, not 2"):
-        from_host(HostKV(k=numbers, v=numbers, exponents=(numbers,) * 2), wanted, cache_of())
+        from_host(HostKV(k=numbers, v=numbers, scales=(numbers,) * 2), wanted, cache_of())
 
 
 class FakeRay:

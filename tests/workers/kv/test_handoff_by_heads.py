@@ -25,7 +25,7 @@ from .test_transports import LocalOutbox, without_ray_and_gpu
 
 HEADS, DIM = 4, 8
 POISON = 120
-"""Neither an exponent, nor a byte that is drawn."""
+"""Neither a scale, nor a byte that is drawn."""
 STAGES = (range(3), range(3, 5))
 
 
@@ -59,16 +59,16 @@ def poisoned(layers: range, heads: int, pages: int, dtype: torch.dtype, **rank: 
     """All is NaN, in 8 bits POISON."""
     cache = PagedKVCache(layers, heads, DIM, pages, dtype, "cpu", **rank)
     for side in cache.sides:
-        side.fill_(POISON if cache.fp8 else torch.nan)
+        side.fill_(POISON if cache.int8 else torch.nan)
     return cache
 
 
-def drawn_sides(tokens: int, dtype: torch.dtype, fp8: bool) -> Sides:
-    if not fp8:
+def drawn_sides(tokens: int, dtype: torch.dtype, int8: bool) -> Sides:
+    if not int8:
         return tuple(torch.randn(2, tokens, HEADS, DIM).to(dtype))
     numbers = torch.randint(0, POISON, (2, tokens, HEADS, DIM), dtype=torch.uint8)
-    exponents = torch.randint(-60, 61, (2, tokens, HEADS), dtype=torch.int8)
-    return (*numbers, *exponents)
+    scales = torch.randint(8, POISON, (2, tokens, HEADS), dtype=torch.uint8)
+    return (*numbers, *scales)
 
 
 def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
@@ -83,9 +83,9 @@ def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("transport", ["object_store", "cuda_ipc", "nixl"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
 async def test_each_rank_has_its_heads_and_nothing_else(
-    transport: str, ranks: int, seed: int, fp8: bool
+    transport: str, ranks: int, seed: int, int8: bool
 ) -> None:
     """Ragged chunks from two stages, into pages that lie anywhere. All ranks together move one rank's bytes.
     Whatever was not handed over stays poisoned. The K/V goes back to a stage as it came."""
@@ -96,17 +96,17 @@ async def test_each_rank_has_its_heads_and_nothing_else(
     box, config = LocalOutbox(), HandoffConfig()
     box.receiver = Collected()
     ends = without_ray_and_gpu(transport, box)
-    of_ranks = [{"rank": n, "ranks": ranks, "fp8": fp8} for n in range(ranks)]
+    of_ranks = [{"rank": n, "ranks": ranks, "int8": int8} for n in range(ranks)]
     caches = [poisoned(layers, HEADS // ranks, 20, dtype, **rank) for rank in of_ranks]
     readers = [ends.reader(config, cache, ThreadPoolExecutor(1)) for cache in caches]
     others = [ReaderRank(*pair) for pair in zip(caches[1:], readers[1:], strict=True)]
     lost = list[BaseException]()
     reader = RanksReader(readers[0], others, lost.append)
 
-    whole = {layer: drawn_sides(tokens, dtype, fp8) for layer in layers}
+    whole = {layer: drawn_sides(tokens, dtype, int8) for layer in layers}
     streams = []
     for share in STAGES:
-        stage = poisoned(share, HEADS, 20, dtype, fp8=fp8)
+        stage = poisoned(share, HEADS, 20, dtype, int8=int8)
         stream = ends.sender(config, stage).open(
             Destination(request_id="r", decode_worker="decode:x", pages=theirs)
         )
@@ -131,15 +131,15 @@ async def test_each_rank_has_its_heads_and_nothing_else(
             wanted_here = [side_T[:, cache.heads] for side_T in whole[layer]]
             assert all(map(torch.equal, arrived, wanted_here))
         for side in cache.sides:
-            kept = side != POISON if fp8 else ~side.isnan()
+            kept = side != POISON if int8 else ~side.isnan()
             assert int(kept.sum()) == len(layers) * tokens * math.prod(side.shape[3:])
     start = draw.randrange(tokens)
     wanted = KVRange(request_id="r", layer=3, start=start, tokens=tokens - start)
     back = joined_heads([to_host(cache, ours, wanted) for cache in caches])
-    one = poisoned(layers, HEADS, 20, dtype, fp8=fp8)
+    one = poisoned(layers, HEADS, 20, dtype, int8=int8)
     one.write_layers(ours, 0, {3: whole[3]})
     again = to_host(one, ours, wanted)
-    arrays = [(kv.k, kv.v, *kv.exponents) for kv in (back, again)]
+    arrays = [(kv.k, kv.v, *kv.scales) for kv in (back, again)]
     assert len(arrays[0]) == len(whole[3]) and all(map(np.array_equal, *arrays))
     returned = from_host(back, wanted, one)
     assert all(map(torch.equal, returned, [side_T[start:] for side_T in whole[3]]))

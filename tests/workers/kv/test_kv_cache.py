@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltafront.kernels.layers.kv_fp8 import dequantise, quantise
+from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.workers.kv.cache import KVCacheError, PagedKVCache, token_bytes
 
 LAYERS, HEADS, DIM, PAGES = range(4, 7), 3, 8, 12
@@ -101,15 +101,15 @@ def test_a_copied_page_is_independent_in_every_layer() -> None:
 def test_kv_in_8_bits_is_moved_as_it_is_and_read_in_the_models_dtype(
     pages: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    cache = PagedKVCache(LAYERS, HEADS, DIM, PAGES, dtype, "cpu", fp8=True)
+    cache = PagedKVCache(LAYERS, HEADS, DIM, PAGES, dtype, "cpu", int8=True)
     (k_TGD, k_TG), (v_TGD, v_TG) = (quantise(x_TGD) for x_TGD in tokens(50, 1))
     sides = k_TGD, v_TGD, k_TG, v_TG
     for start, end in ((0, 16), (16, 17), (17, 50)):
         cache.write_layers(pages, start, {5: tuple(side_T[start:end] for side_T in sides)})
     assert all(map(torch.equal, cache.read(5, pages, 3, 40), [side_T[3:43] for side_T in sides]))
     k_GSD, v_GSD = cache.gather(5, torch.tensor(pages), 33)
-    for found_GSD, numbers_TGD, exponents_TG in ((k_GSD, k_TGD, k_TG), (v_GSD, v_TGD, v_TG)):
-        wanted = dequantise(numbers_TGD[:33], exponents_TG[:33], dtype).transpose(0, 1)
+    for found_GSD, numbers_TGD, scales_TG in ((k_GSD, k_TGD, k_TG), (v_GSD, v_TGD, v_TG)):
+        wanted = dequantise(numbers_TGD[:33], scales_TG[:33], dtype).transpose(0, 1)
         assert torch.equal(found_GSD, wanted) and found_GSD.is_contiguous()
     rows_T = cache.rows_of(torch.tensor(pages), 20, 9)
     taken = cache.sides_of(5, rows_T)
@@ -121,7 +121,7 @@ def test_kv_in_8_bits_is_moved_as_it_is_and_read_in_the_models_dtype(
         cache.write_run(5, 0, 0, k_TGD, v_TGD)
 
 
-def test_8_bits_take_half_of_16_and_an_exponent_a_row() -> None:
+def test_8_bits_take_half_of_16_and_a_scale_a_row() -> None:
     assert token_bytes(8, 128, torch.bfloat16) == 2 * 8 * 128 * 2
     assert token_bytes(8, 128, torch.uint8) == 2 * 8 * (128 + 1)
 

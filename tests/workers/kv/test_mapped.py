@@ -102,10 +102,10 @@ def test_objects_come_back_as_they_are_with_their_tensors_shared() -> None:
         assert torch.equal(twin, x)
 
 
-def test_a_cache_in_8_bits_is_mapped_with_its_exponents() -> None:
-    cache = PagedKVCache(LAYERS, HEADS, DIM, 4, torch.bfloat16, "cpu", fp8=True)
+def test_a_cache_in_8_bits_is_mapped_with_its_scales() -> None:
+    cache = PagedKVCache(LAYERS, HEADS, DIM, 4, torch.bfloat16, "cpu", int8=True)
     twin = map_objects(export_objects(cache, CPU), CPU)
-    assert twin.fp8 and twin.model_dtype is torch.bfloat16 and twin.heads == cache.heads
+    assert twin.int8 and twin.model_dtype is torch.bfloat16 and twin.heads == cache.heads
     for number, (own, theirs) in enumerate(zip(cache.sides, twin.sides, strict=True)):
         theirs[:, 2].fill_(number + 1)
         assert torch.equal(own, theirs) and bool((own[:, 2] == number + 1).all()) and not own[:, 1].any()

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ....kernels.layers.kv_fp8 import BYTES, EXPONENTS
+from ....kernels.layers.kv_int8 import BYTES
 from ...messages.stages import KVAnnouncement
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,18 +91,16 @@ class KVReader(Protocol):
 
 def check_kv(*sides_T: torch.Tensor) -> None:
     """Raises HandoffError unless these are keys and values of one chunk."""
-    k_TGD, v_TGD, *exponents = sides_T
+    k_TGD, v_TGD, *scales = sides_T
     fits = k_TGD.shape == v_TGD.shape and k_TGD.dim() == 3 and k_TGD.dtype == v_TGD.dtype
     if k_TGD.dtype == BYTES:
-        fits &= len(exponents) == 2 and all(
-            x.dtype == EXPONENTS and x.shape == k_TGD.shape[:2] for x in exponents
-        )
+        fits &= len(scales) == 2 and all(x.dtype == BYTES and x.shape == k_TGD.shape[:2] for x in scales)
     else:
-        fits &= k_TGD.dtype in _FLOATS and not exponents
+        fits &= k_TGD.dtype in _FLOATS and not scales
     if not fits:
         given = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in sides_T)
         raise HandoffError(
-            f"cannot hand over {given}: expected two [tokens, heads, D], in 8 bits with their exponents"
+            f"cannot hand over {given}: expected two [tokens, heads, D], in 8 bits with their scales"
         )
 
 

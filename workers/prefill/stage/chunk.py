@@ -121,7 +121,7 @@ class ChunkAttention:
         self._end = work.command.start + work.command.tokens
         with work.timer.phase("projection"):
             self._rows_T = self._rows(self._start, work.command.tokens)
-            self._seen_S = self._rows(0, self._end) if cache.fp8 else None
+            self._seen_S = self._rows(0, self._end) if cache.int8 else None
             """Rows of all tokens so far, where they must be brought back into the model's dtype."""
 
     def _rows(self, start: int, tokens: int) -> torch.Tensor:

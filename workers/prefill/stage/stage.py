@@ -302,13 +302,13 @@ def load_stage(
     methods = [config.method(name, options) for name, options in config.warmed_up]
     longest = min(config.cache_tokens, shape.positions)
     warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
-    if kv_dtype == "fp8":
+    if kv_dtype == "int8":
         warm_up_kv(stack)
     heads = shape.kv_heads, shape.head_dim
     cache = (
         memory[1]
         if memory
-        else PagedKVCache(stack.layers, *heads, pages, stack.dtype, stack.device, fp8=kv_dtype == "fp8")
+        else PagedKVCache(stack.layers, *heads, pages, stack.dtype, stack.device, int8=kv_dtype == "int8")
     )
     ends, place = activations or NoActivations(), {"stage": stage, "stages": config.stages}
     return PrefillStage(

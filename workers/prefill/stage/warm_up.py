@@ -62,7 +62,7 @@ def warm_up_kv(stack: LayerStack) -> None:
     """Write K/V in 8 bits to a page and bring it back. The stage's own pages may be a decode worker's."""
     layers, config = stack.layers[:1], stack.config
     heads = config.kv_heads, config.head_dim
-    cache = PagedKVCache(layers, *heads, 1, stack.dtype, stack.device, fp8=True)
+    cache = PagedKVCache(layers, *heads, 1, stack.dtype, stack.device, int8=True)
     rows_T = torch.arange(1, device=stack.device)
     hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)
 

@@ -12,7 +12,7 @@ from deltafront.benchmarks.reference.paged_decode import paged_attention
 from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.layers.kv_fp8 import Exponents, quantise
+from deltafront.kernels.layers.kv_int8 import NOT_A_NUMBER, Scales, quantise
 from deltafront.kernels.paged_decode import cpu, dispatch, launch
 from deltafront.kernels.paged_decode.launch import SplitPlan
 from deltafront.kernels.paged_decode.page_selection import select_pages
@@ -33,7 +33,7 @@ SMALL = None if GPU else SplitPlan(32, 2, score_blocks=2)
 
 
 def in_8_bits(x: PagedInput, keys: float = 1.0) -> PagedInput:
-    """The slots' sizes differ; those that no request owns have NaN and the largest exponent.
+    """The slots' sizes differ; those that no request owns have NaN.
 
     keys: how far keys' sizes are apart.
     """
@@ -41,11 +41,11 @@ def in_8_bits(x: PagedInput, keys: float = 1.0) -> PagedInput:
     by_slot = torch.linspace(-1, 1, PAGE_TOKENS, device=device)[None, :, None, None]
     quantised = []
     for x_PSGD, apart in ((x.k_PSGD, keys / 2), (x.v_PSGD, 9.0)):
-        values, exponents = quantise(x_PSGD.float() * 2 ** (apart * by_slot))
+        values, scales = quantise(x_PSGD.float() * 2 ** (apart * by_slot))
         owned = ~x_PSGD[..., 0].isnan()
-        quantised.append((values, torch.where(owned, exponents, torch.full_like(exponents, 60))))
+        quantised.append((values, torch.where(owned, scales, NOT_A_NUMBER)))
     (k_PSGD, k_PSG), (v_PSGD, v_PSG) = quantised
-    return replace(x, k_PSGD=k_PSGD, v_PSGD=v_PSGD, exponents=Exponents(k_PSG, v_PSG))
+    return replace(x, k_PSGD=k_PSGD, v_PSGD=v_PSGD, scales=Scales(k_PSG, v_PSG))
 
 
 def wide(x: PagedInput) -> PagedInput:
@@ -147,11 +147,10 @@ def test_selected_pages_are_all_that_is_read() -> None:
     x = in_8_bits(make([150]))
     chosen = choose(x, [[1, 4, 9]])
     expected, _ = cpu.paged_attention_sparse(chosen)
-    assert x.exponents is not None
+    assert x.scales is not None
     for column in set(range(10)) - {1, 4, 9}:
         page = int(x.table_RP[0, column])
-        x.k_PSGD[page] = x.v_PSGD[page] = 0x7F
-        x.exponents.k[page] = x.exponents.v[page] = 60
+        x.scales.k[page] = x.scales.v[page] = NOT_A_NUMBER
     for module in (cpu, launch):
         out_RHD, _ = module.paged_attention_sparse(chosen)
         assert_rows_close(out_RHD, expected, dtype=PRECISION)
@@ -160,7 +159,7 @@ def test_selected_pages_are_all_that_is_read() -> None:
 def test_dispatch_and_one_decode_step_of_delta() -> None:
     x = in_8_bits(make([150, 40]))
     args = (x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R)
-    how = {"scale": x.scale, "exponents": x.exponents}
+    how = {"scale": x.scale, "scales": x.scales}
     out_RHD, lse_RH, score_RP = dispatch.paged_attention_scored(*args, **how)
     full_RHD, full_RH = dispatch.paged_attention(*args, **how)
     assert_rows_close(out_RHD, full_RHD, dtype=PRECISION)
@@ -172,12 +171,12 @@ def test_dispatch_and_one_decode_step_of_delta() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x = in_8_bits(make([40]))
-    e = x.exponents
+    e = x.scales
     assert e is not None
     with pytest.raises(KernelInputError, match=r"k: dtype torch\.uint8 is not float32"):
-        replace(x, exponents=None)
-    with pytest.raises(KernelInputError, match="v: 8-bit K/V is uint8 with an int8 exponent a row"):
-        replace(x, exponents=Exponents(e.k, e.v[:1]))
+        replace(x, scales=None)
+    with pytest.raises(KernelInputError, match="v: 8-bit K/V is uint8 with a uint8 scale a row"):
+        replace(x, scales=Scales(e.k, e.v[:1]))
     with pytest.raises(KernelInputError, match="must have the same strides"):
         replace(x, v_PSGD=torch.stack([x.v_PSGD, x.v_PSGD], 2)[:, :, 0])
     odd = x.k_PSGD.new_zeros(*x.k_PSGD.shape[:3], 65)[..., :64]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from deltafront.benchmarks.in_process import InProcessReader, local_controller
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.layers.kv_fp8 import dequantise, quantise
+from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.ranks import LeadRunner, runner_sizes
 from deltafront.workers.decode.reads import Read
@@ -41,10 +41,10 @@ from .tiny_model import make_tiny_model
 SAMPLING = Sampling(max_tokens=16, ignore_eos=True)
 DOCUMENT = np.frombuffer(IDS, dtype="<u4").tolist()
 DENSE = method_spec("dense")
-SAME = 0.05
+SAME = 0.01
 """Logits, whose standard deviation is 1.6. Sums in another order round a number the other way now and then,
 so that tokens with nearly equal logits may change places."""
-IN_8_BITS = replace(CONFIG, kv_dtype="fp8")
+IN_8_BITS = replace(CONFIG, kv_dtype="int8")
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def behind(stack: LayerStack, ids: Sequence[int], answer: Sequence[int], *, roun
 
 @asynccontextmanager
 async def group(
-    directory: Path, line: Line, stages: int = 2, kv_dtype: Any = "fp8"
+    directory: Path, line: Line, stages: int = 2, kv_dtype: Any = "int8"
 ) -> AsyncIterator[PrefillController]:
     config = PrefillConfig(stages=stages, cache_tokens=1024, chunk_tokens=CHUNK, stream_lease_s=600.0)
     spec = ModelSpec(path=str(directory), dtype="float32")
@@ -83,7 +83,7 @@ async def group(
 
 
 async def started(bench: Callable[..., Any], **config: Any) -> Bench:
-    made: Bench = await bench(reader=InProcessReader, kv_dtype="fp8", **config)
+    made: Bench = await bench(reader=InProcessReader, kv_dtype="int8", **config)
     return made
 
 
@@ -102,10 +102,12 @@ async def test_a_service_answers_as_a_model_whose_kv_is_rounded(
         await read(controller, job_of("a", DENSE))
     kept = await run.engine.keep(KeepSession(request_id="a", ttl_s=60.0))
     session = kept.session.session_id
+    unrounded = []
     for name, question in (("b", DOCUMENT[40:77]), ("c", DOCUMENT[100:205])):
         answer = await run.ask_session(name, session, question, SAMPLING)
         assert behind(tiny_stack, [*DOCUMENT, *question], answer.ids) < SAME
-        assert behind(tiny_stack, [*DOCUMENT, *question], answer.ids, rounds=False) > SAME
+        unrounded.append(behind(tiny_stack, [*DOCUMENT, *question], answer.ids, rounds=False))
+    assert max(unrounded) > SAME
     await run.reserve("again", TOKENS, SAMPLING.max_tokens)
     async with group(tiny_llama, line, stages=3) as controller:
         await read(controller, job_of("again", DENSE))
@@ -160,13 +162,13 @@ async def test_a_resumed_prompt_is_the_same_to_the_bit(bench: Callable[..., Any]
         held = []
         for name in ("whole", "resumed"):
             kv = await run.engine.kv(KVRange(request_id=name, layer=layer, start=0, tokens=TOKENS))
-            assert kv.k.dtype == np.uint8 and [x.dtype for x in kv.exponents] == [np.int8] * 2
-            held.append([kv.k, kv.v, *kv.exponents])
+            assert kv.k.dtype == np.uint8 and [x.dtype for x in kv.scales] == [np.uint8] * 2
+            held.append([kv.k, kv.v, *kv.scales])
         assert all(map(np.array_equal, *held))
     assert await generate(run, "whole") == await generate(run, "resumed")
 
 
-@pytest.mark.parametrize(("stage", "worker"), [(None, "fp8"), ("fp8", None)])
+@pytest.mark.parametrize(("stage", "worker"), [(None, "int8"), ("int8", None)])
 async def test_stage_and_worker_of_different_kv_fail_the_request(
     bench: Callable[..., Any], tiny_llama: Path, stage: Any, worker: Any
 ) -> None:
@@ -220,7 +222,7 @@ def test_ranks_compute_what_one_rank_computes(tmp_path: Path, ranks: int, heads:
 
 
 def test_warm_up_runs_on_8_bits(tiny_stack: LayerStack) -> None:
-    config = DecodeConfig(full_layers=(0,), delta_layers=(2,), page_budget=3, recency=1, kv_dtype="fp8")
+    config = DecodeConfig(full_layers=(0,), delta_layers=(2,), page_budget=3, recency=1, kv_dtype="int8")
     plan = plan_layers(config, tiny_stack.config.layers)
     sizes = {"pages": PAGES, "max_batch": MAX_BATCH, "max_pages": 20}
     runner = DecodeRunner(tiny_stack, plan, **sizes, kv_dtype=config.kv_dtype)
