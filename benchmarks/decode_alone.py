@@ -4,9 +4,8 @@
 
 The 8B shape with random weights and four requests of --tokens tokens. K/V is drawn, not read, so one GPU of
 80 GB holds four of 131,072 tokens in 16 bits beside weights in 8. Steps are launched as a worker launches
-them: captured, the next one before the tokens of the last are waited for. Checks first, over --check tokens,
-that a step's logits in 8 bits are those of 16 bits to rounding. Rows say `alone` for where they were decoded
-(`engine.rows`).
+them: captured, the next one before the tokens of the last are waited for. Rows say `alone` for where they were
+decoded (`engine.rows`). Random weights show no fault of a kernel: tests/kernels/paged_decode does.
 """
 
 from __future__ import annotations
@@ -76,21 +75,6 @@ def requests(tokens: int, batch: int, key: int, selects: bool) -> list[Row]:
     ]
 
 
-@torch.inference_mode()
-def check(stack: LayerStack, tokens: int) -> None:
-    """Raises AssertionError where a token's log-probability differs by more than rounding makes of it."""
-    found = []
-    for kv_dtype in (None, *get_args(KVDtype)):
-        runner = make_runner(stack, tokens, 2, kv_dtype)
-        steps = [runner.decode(requests(tokens, 2, 0, selects)) for selects in (False, True)]
-        found.append([one.logprob for step in steps for one in step])
-    wide, narrow = found
-    differ = max(abs(a - b) for a, b in zip(wide, narrow, strict=True))
-    print(f"check over {tokens} tokens: log-probabilities differ by {differ:.4f} at most", flush=True)
-    if not differ < 0.3:
-        raise AssertionError(f"{wide} with 16 bits, {narrow} with 8")
-
-
 def step_ms(runner: DecodeRunner, rows_R: list[Row]) -> float:
     """The median of several runs' mean step."""
     times, ahead = [], runner.launch(rows_R)
@@ -128,7 +112,6 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--tokens", type=int, default=131_072, help="of each request")
-    parser.add_argument("--check", type=int, default=8192, help="tokens of the check before")
     parser.add_argument("--quantisation", choices=get_args(Quantisation), help="model.quantisation")
     parser.add_argument("--kv-dtypes", nargs="+", choices=("16", *get_args(KVDtype)), default=["16", "int8"])
     parser.add_argument("--model", type=Path, help="where the model is made; memory-backed by default")
@@ -143,7 +126,6 @@ def main() -> None:
     device = torch.device("cuda")
     write_model(model, shape, device)
     stack = load_model(ModelSpec(path=str(model), dtype="bfloat16", quantisation=given.quantisation), device)
-    check(stack, given.check)
     mark = f"_{given.quantisation}" if given.quantisation else ""
     for kind in given.kv_dtypes:
         gc.collect()

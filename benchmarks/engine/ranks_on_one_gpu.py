@@ -27,10 +27,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.reader import MODEL, load_text, load_tokenizer
@@ -51,7 +52,7 @@ from .model import SHAPES, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPE = "float16" if DEVICE == "cuda" else "float32"
+DTYPE: Literal["float16", "float32"] = "float16" if DEVICE == "cuda" else "float32"
 """gloo adds up no bfloat16."""
 DELTA_LAYERS = (8, 14, 18, 21)
 """Of the embedded model, as it is shipped."""
@@ -68,7 +69,7 @@ def linked(spec: ModelSpec, config: DecodeConfig) -> Iterator[tuple[LeadRunner, 
         load_model(spec, DEVICE, collectives=SINGLE_RANK if ranks == 1 else links[n]) for n in range(ranks)
     ]
     if ranks > 1:
-        store, group = dist.HashStore(), dist.ProcessGroupGloo
+        store, group = HashStore(), dist.ProcessGroupGloo
         made: Callable[[int], Any] = lambda n: group(store, n, ranks, _TIMEOUT)  # noqa: E731
         with ThreadPoolExecutor(ranks) as threads:
             for link, one in zip(links, threads.map(made, range(ranks)), strict=True):
@@ -217,8 +218,8 @@ def compare_answers(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def wrong(found: dict[str, Any]) -> bool:
     if found["case"] == "rows":
-        return max(found["kv_error"], found["logits_error"]) > found["tolerance"]
-    return found["right_of_one_rank"] != found["right_of_three"]
+        return bool(max(found["kv_error"], found["logits_error"]) > found["tolerance"])
+    return bool(found["right_of_one_rank"] != found["right_of_three"])
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -84,7 +84,8 @@ def test_rotation_and_a_quantised_write(
     dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool
 ) -> None:
     """Equal to quantising what the write in the model's dtype leaves; other rows stay as they were. A GPU's
-    compiler may fuse other products in the other form, so there the last bit may differ."""
+    compiler may fuse other products in the other form, so there the last bit may differ. Of bfloat16 that is
+    up to half a step of a large channel."""
     bits = int(torch.cuda.is_available())
     tokens = 5
     cos_T1F, sin_T1F = angles(tokens, dim // 2)
@@ -115,7 +116,7 @@ def test_rotation_and_a_quantised_write(
             off = (scale[rows_T].cpu().int() - byte.int()).abs()
             steps = (found[rows_T].cpu().int() - wanted.int()).abs()[off == 0]
             assert off.max() <= bits and off.float().mean() <= 0.1 * bits
-            assert steps.max() <= bits and steps.float().mean() <= 0.01 * bits
+            assert steps.max() <= bits and steps.float().mean() <= 0.05 * bits
             assert bool((found[others] == POISON).all() and (scale[others] == POISON).all())
 
 
@@ -152,7 +153,7 @@ def test_gathering(dtype: torch.dtype, kv_heads: int, dim: int, tokens: int) -> 
             for s, row in enumerate(rows_S.tolist()):
                 for g in range(kv_heads):
                     wanted = reference.row_of(x_RGD[row, g].cpu(), x_RG[row, g].cpu())
-                    assert torch.equal(found_GSD[g, s].cpu().double(), wanted)
+                    assert torch.equal(found_GSD[g, s].cpu(), wanted.to(dtype))
 
 
 def test_quantised_rows_are_close_to_what_they_were() -> None:
