@@ -4,8 +4,8 @@
 
 The 8B shape with random weights and four requests of --tokens tokens. K/V is drawn, not read, so one GPU of
 80 GB holds four of 131,072 tokens in 16 bits beside weights in 8. Steps are launched as a worker launches
-them: captured, the next one before the tokens of the last are waited for. Rows say `alone` for where they were
-decoded (`engine.rows`). Random weights show no fault of a kernel: tests/kernels/paged_decode does.
+them: captured, the next one before the tokens of the last are waited for. Rows say `alone` for where they
+were decoded (`engine.rows`). Random weights show no fault of a kernel: tests/kernels/paged_decode does.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "recall_prose_h200": (recall, ("recall_prose_h200",)),
     "long_context_h200": (long_context, ("long_context_h200",)),
     "accuracy_rules_h200": (accuracy, ("accuracy_rules_h200",)),
-    "accuracy_kv_fp8_h100": (accuracy, ("accuracy_kv_fp8_h100",)),
+    "accuracy_kv_int8_h100": (accuracy, ("accuracy_kv_int8_h100",)),
     "accuracy_h200": (held_out, ("accuracy_h200",)),
     "accuracy_equal_time_h200": (equal_time, ("accuracy_equal_time_h200",)),
     "accuracy_decode_h200": (held_out_decode, ("accuracy_h200",)),
