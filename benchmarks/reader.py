@@ -21,7 +21,7 @@ from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateS
 from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec
-from deltafront.workers.calibration.probes import Text
+from deltafront.workers.calibration.probes import EncodeAll, Text
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.decoder.recompute import recompute, rows_of_blocks
@@ -232,13 +232,29 @@ def load_tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_file(str(model_store.model_directory(model) / "tokenizer.json"))
 
 
-def load_text(path: Path, tokenizer: Tokenizer) -> Text:
+class SpelledText(Text):
+    """A text whose tokens can be read. spell: the characters of each token."""
+
+    def __init__(
+        self,
+        text: str,
+        encode_all: EncodeAll,
+        spell: Callable[[Sequence[int]], list[str]],
+    ) -> None:
+        super().__init__(text, encode_all)
+        self.spell = spell
+
+
+def load_text(path: Path, tokenizer: Tokenizer) -> SpelledText:
     """A file that documents are made of."""
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
-    return Text(path.read_text(encoding="utf-8"), encode_all)
+    def spell(ids: Sequence[int]) -> list[str]:
+        return tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
+
+    return SpelledText(path.read_text(encoding="utf-8"), encode_all, spell)
 
 
 def warm_up(stack: LayerStack, methods: Sequence[str], chunk: int, profile: Profile | None = None) -> None:

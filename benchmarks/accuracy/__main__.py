@@ -26,6 +26,12 @@ dense in --dtype.
 --kv-dtype int8: every method, dense among them, and every selection of --decode, once more with K/V kept in 8
 bits, marked `K/V int8`; compared with dense and full decode in --dtype.
 
+--key-tokens 1024: also the loss against dense at the tail's key tokens, those to which dense attention gives
+a far higher probability with the whole document than with the 1,024 to 2,048 tokens before it (LongPPL, Fang
+et al. 2025).
+--rope-theta, --positions: another stretch of the model's positions than the adapter was trained with; for
+lengths beyond it, where nothing is answered and methods are compared with dense attention alone.
+
 --shard I/N: only documents I, I + N, I + 2 N, …, as one of N processes (questions of --recompute leave a GPU
 idle between launches); --result has what each case did on each document, and `accuracy.merge` makes of all
 of them what one process would have printed and written.
@@ -38,6 +44,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import platform
 import random
 import re
@@ -52,7 +59,7 @@ import torch
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
 from deltafront.benchmarks.accuracy.merge import conclude, write_shard
-from deltafront.benchmarks.accuracy.predictions import perplexity
+from deltafront.benchmarks.accuracy.predictions import key_tokens, short_logps, tail_logps
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
     Looked,
@@ -72,6 +79,7 @@ from deltafront.benchmarks.reader import (
     ROOT,
     Reader,
     Reading,
+    SpelledText,
     known_method,
     load_text,
     load_tokenizer,
@@ -80,7 +88,7 @@ from deltafront.benchmarks.reader import (
 )
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.methods import load
-from deltafront.workers.calibration.probes import Document, Question, Text
+from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile, load_profile
@@ -88,7 +96,7 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import KVDtype, ModelSpec, Quantisation
 
-QUESTION_ROOM = 512
+QUESTION_ROOM = 1024
 """Tokens that a question and its answer may have."""
 CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
 """How far logp may be from that of the slow way, relative where it is below -1: what rounding makes of an
@@ -136,7 +144,9 @@ def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | No
     method that asks for one. Raises ValueError for a page selection that it cannot have."""
     chosen = {"path": arguments.model, "dtype": arguments.dtype, "profile": arguments.profile}
     spec = ModelSpec(**chosen) if arguments.no_adapter else replace(MODEL, **chosen)
-    profile = load_profile(spec)
+    profile = load_profile(spec)  # of the model before it is stretched, which is what levels were made for
+    stretch = {"rope_theta": arguments.rope_theta, "max_position_embeddings": arguments.positions}
+    spec = replace(spec, **{key: value for key, value in stretch.items() if value is not None})
     for method in arguments.methods:
         thresholds_for(profile, parse_method(method))
     kinds = [None] if arguments.quantisation is None else [None, arguments.quantisation]
@@ -154,7 +164,7 @@ class _Made:
         self.name = f"{text}-{index}"
 
 
-def _documents(arguments: argparse.Namespace, texts: dict[str, Text]) -> Iterator[_Made]:
+def _documents(arguments: argparse.Namespace, texts: dict[str, SpelledText]) -> Iterator[_Made]:
     shard, shards = arguments.shard or (0, 1)
     for count, tokens in arguments.documents:
         for task, questions in arguments.tasks:
@@ -173,12 +183,19 @@ def _compare(
     a method's recomputed blocks right after it. Of other readers, by their mark, every method, too."""
     ids, questions = made.document.ids, made.document.questions
     tail, dense = ids[-arguments.tail :], None
+    short_A, key_A = None, None
+    if arguments.key_tokens:
+        first_reader = next(iter(readers.values()))
+        short_A = short_logps(first_reader, ids, len(tail), arguments.key_tokens, arguments.chunk)
     decoder: AnswerDecoder | None = None
     for (mark, reader), method in itertools.product(readers.items(), methods):
         case = f"{method}{mark}"
         reading = reader.read(ids, method, arguments.chunk, len(tail))
         dense = reading if dense is None else dense
         kl_T = divergence(reader.stack, dense.tail_TC, reading.tail_TC)
+        logp_A = tail_logps(reader.stack, reading.tail_TC, tail)
+        if short_A is not None and key_A is None:
+            key_A = key_tokens(logp_A, short_A)
         looked: list[Looked] = []
         if arguments.questions_in_prompt:
             answers = ask_in_prompt(reader, ids, questions, method, arguments.chunk)
@@ -193,9 +210,11 @@ def _compare(
             case,
             reading,
             kl_T,
-            perplexity(reader.stack, reading.tail_TC, tail),
+            math.exp(-float(logp_A.mean())),
             answers,
         )
+        if key_A is not None and key_A.any():
+            outcome = replace(outcome, key_tokens=int(key_A.sum()), key_logp=float(logp_A[key_A].mean()))
         yield outcome
         for count in arguments.recompute if looked else []:
             yield _recomputed(reader, questions, looked, count, outcome)
@@ -286,6 +305,8 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default=MODEL.path, help="a name, directory or GGUF file, as for `serve`")
     add("--no-adapter", action="store_true", help="the model as it is, without the 128K adapter")
+    add("--rope-theta", type=float, help="in place of the model's")
+    add("--positions", type=int, help="in place of the model's")
     add("--profile", help="the model's profile, for methods that ask for a density")
     add("--text", type=Path, nargs="+", default=[DEMO_TEXT])
     add("--documents", type=told(_counted_lengths), nargs="+", default=[(2, 4096)], metavar="COUNTxTOKENS")
@@ -297,6 +318,7 @@ def _arguments() -> argparse.Namespace:
     add("--decode-questions", type=int, default=40)
     add("--gate", type=told(parse_gate), nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…")
     add("--tail", type=int, default=2048, help="last positions whose distributions are compared")
+    add("--key-tokens", type=int, default=0, metavar="CONTEXT", help="loss at tokens known from further back")
     add("--chunk", type=int, default=16_384)
     add("--seed", type=int, default=3)
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16" if cuda else "float32")

@@ -5,14 +5,17 @@ Shape suffixes: T or A rows, C hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
+from deltafront.benchmarks.reader import Reader
 from deltafront.workers.model.decoder.stack import LayerStack
 
 _ROWS = 512
+GAIN, LIKELY = 2.0, -2.0
+"""A token is a key token if the long context adds at least so much to its log-probability, to at least so
+much: LongPPL (Fang et al. 2025), equation 5 and its authors' α and β."""
 
 
 def predicted(
@@ -28,7 +31,25 @@ def predicted(
     return torch.cat(logps), torch.cat(bests)
 
 
-def perplexity(stack: LayerStack, tail_TC: torch.Tensor, tail: Sequence[int]) -> float:
-    """Of the document's last tokens, each given all before it; tail: the ids of the hidden rows' tokens."""
-    logp_A, _best_A = predicted(stack, tail_TC[:-1], torch.tensor(tail[1:]))
-    return math.exp(-float(logp_A.mean()))
+def tail_logps(stack: LayerStack, tail_TC: torch.Tensor, tail: Sequence[int]) -> torch.Tensor:
+    """logp_A, float64, of the document's last tokens but the first, each given all before it; tail: the ids
+    of the hidden rows' tokens."""
+    return predicted(stack, tail_TC[:-1], torch.tensor(tail[1:]))[0]
+
+
+def short_logps(reader: Reader, ids: Sequence[int], tail: int, context: int, chunk: int) -> torch.Tensor:
+    """The same where a token is given at least the `context` tokens before it, and at most twice as many.
+    The reader's document is lost."""
+    parts, first = [], len(ids) - tail
+    for part in range(first, len(ids), context):
+        end = min(part + context, len(ids))
+        # A row predicts the next token, so the row before this part's first token is read with it.
+        begin = max(part - 1, first)
+        reading = reader.read(ids[max(0, begin - context) : end], "dense", chunk, end - begin)
+        parts.append(tail_logps(reader.stack, reading.tail_TC, ids[begin:end]))
+    return torch.cat(parts)
+
+
+def key_tokens(long_A: torch.Tensor, short_A: torch.Tensor) -> torch.Tensor:
+    """key_A: tokens that dense attention knows from far away, by log-probabilities given all and little."""
+    return (long_A - short_A > GAIN) & (long_A > LIKELY)

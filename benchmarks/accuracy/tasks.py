@@ -1,18 +1,20 @@
 """Kinds of documents by name: those with questions, which calibration reads too, and prose without.
 
 Each is a function of a seeded generator, the tokens wanted, the number of things hidden and the text they are
-hidden in. `copies` hides nothing: the text itself goes on with what it has said before.
+hidden in. `copies` and `names` hide nothing: the text itself goes on with what it has said before.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
+from deltafront.benchmarks.reader import SpelledText
 from deltafront.workers.calibration.probes import (
     Document,
     Question,
-    Text,
     chains,
     haystack,
     joined,
@@ -20,23 +22,25 @@ from deltafront.workers.calibration.probes import (
     values,
 )
 
-CONTINUED = 384
-"""Tokens behind a document in which copies are sought."""
+CONTINUED, NAMES_CONTINUED = 384, 768
+"""Tokens behind a document in which copies are sought, and names, which are rarer."""
 CUE, COPIED = 2, 3
 """Tokens of a copy that are given, and those that are asked for."""
 NEAR = 1024
 """Last tokens of a document that no copy may be from: a window would know it."""
 
-Task = Callable[[random.Random, int, int, Text], Document]
+NAME = re.compile(r"(?<![A-Za-z])[A-Z][a-z]{2,}(?![A-Za-z])")
+
+Task = Callable[[random.Random, int, int, SpelledText], Document]
 
 
-def prose(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
+def prose(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Document:
     """Nothing hidden and nothing asked: for the perplexity of the document's tail."""
     del count
     return Document(joined(text.take(rng, tokens)), [])
 
 
-def copies(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
+def copies(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Document:
     """Natural copying: the text goes on behind the document, up to tokens that stand in the document, behind
     the same cue, and nowhere within its last NEAR tokens or behind them. Nothing in them was generated."""
     ids = joined(text.take(rng, tokens + CONTINUED))
@@ -64,6 +68,37 @@ def copied(ids: Sequence[int], tokens: int) -> Iterator[int]:
             yield at
 
 
+def names(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Document:
+    """Names of several tokens: the text goes on behind the document, up to the first token of a name that
+    stands in the document, and nowhere within its last NEAR tokens or behind them. The rest is asked for."""
+    ids = joined(text.take(rng, tokens + NAMES_CONTINUED))
+    found = list(named(text.spell(ids), tokens))
+    chosen = sorted(rng.sample(found, min(count, len(found))))
+    questions = [
+        Question(f"token {first}", tuple(ids[tokens : first + 1]), tuple(ids[first + 1 : stop]))
+        for first, stop in chosen
+    ]
+    return Document(ids[:tokens], questions)
+
+
+def named(spelled: Sequence[str], tokens: int) -> Iterator[tuple[int, int]]:
+    """First token of a name behind the first `tokens`, and the one behind it. A name is a capitalised word
+    that the text does not have in lower case."""
+    starts = list(accumulate(map(len, spelled), initial=0))
+    whole = "".join(spelled)
+    token_at = {starts[i] + (spelled[i][:1] == " "): i for i in range(len(spelled))}
+    stop_at = {start: i for i, start in enumerate(starts)}
+    far, document = whole[: starts[max(0, tokens - NEAR)]], starts[tokens]
+    ordinary = set(re.findall(r"[a-z]+", whole))
+    known, said = set(NAME.findall(far)), set(NAME.findall(whole[len(far) : document]))
+    for match in NAME.finditer(whole, document):
+        first, stop = token_at.get(match.start()), stop_at.get(match.end())
+        fresh = match[0] in known - said and match[0].lower() not in ordinary
+        said.add(match[0])
+        if fresh and first is not None and stop is not None and stop - first > 1:
+            yield first, stop
+
+
 TASKS: Mapping[str, Task] = {
     "needles": needles,
     "haystack": haystack,
@@ -71,4 +106,5 @@ TASKS: Mapping[str, Task] = {
     "chains": chains,
     "prose": prose,
     "copies": copies,
+    "names": names,
 }

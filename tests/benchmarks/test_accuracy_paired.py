@@ -109,6 +109,22 @@ def test_intervals_are_drawn_over_documents_and_can_be_drawn_again_from_the_row(
     assert [one["document"] for one in dpxa["by_document"]] == ["a", "b"]
 
 
+def test_key_tokens_weigh_documents_by_how_many_they_have() -> None:
+    found = [
+        replace(outcome(case, name, 0.0), key_tokens=many, key_logp=logp)
+        for name, many, losses in (("a", 3, 0.5), ("b", 1, 0.1), ("none", None, None))
+        for case, logp in (("dense", None if losses is None else -1.0), ("dpxa", losses and -1.0 - losses))
+    ]
+    dense, dpxa = rows(found, "dense")
+    assert dense["key_loss"] == 0.0 and dpxa["key_tokens"] == 4
+    assert dpxa["key_loss"] == pytest.approx((3 * 0.5 + 0.1) / 4)
+    assert dpxa["key_perplexity"] == pytest.approx(math.exp(1.0 + dpxa["key_loss"]))
+    assert dpxa["key_perplexity_dense"] == pytest.approx(math.exp(1.0))
+    assert dpxa["key_loss_95"] == pytest.approx([0.1, 0.5])
+    assert ["key_tokens" in one for one in dpxa["by_document"]] == [True, True, False]
+    assert "key_loss" not in rows(OUTCOMES[:1], "dense")[0]
+
+
 def test_one_document_has_no_interval() -> None:
     (row,) = rows(OUTCOMES[:1], "dense")
     assert "ratio_95" not in row and "logp_95" not in row and len(row["by_document"]) == 1

