@@ -1,6 +1,6 @@
 """Do the ranks of a decode worker read, choose and answer as one rank does, in 16 bits at full length?
 
-    python -m deltafront.benchmarks.engine.ranks_on_one_gpu --text FILE [FILE …] --result FILE
+    GLOO_SOCKET_IFNAME=lo python -m deltafront.benchmarks.engine.ranks_on_one_gpu --text FILE … --result FILE
 
 Ranks are threads that share one device and are linked by gloo, so that any number of them fits one GPU. What
 links ranks on GPUs of their own (NCCL, the one-shot sums) is compared by tests/kernels/layers.
@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -242,7 +243,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     given, found = parsed(arguments), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        for one in (*compare_rows(given, Path(folder)), *(compare_answers(given) if given.text else ())):
+        for one in chain(compare_rows(given, Path(folder)), compare_answers(given) if given.text else ()):
             print(json.dumps(one), flush=True)
             found.append(one)
     if given.result:
