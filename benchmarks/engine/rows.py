@@ -100,7 +100,8 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
             yield ratio(
                 name.replace("prompts_per_s", f"groups_{groups}_over_1"), one["value"] / group["value"]
             )
-        wide = beside((case, tokens, gpus, ranks, held.removesuffix(kv_dtype).strip()))
+        in_16_bits = " ".join(part for part in held.split() if part != kv_dtype)
+        wide = beside((case, tokens, gpus, ranks, in_16_bits))
         step = case.removesuffix("_fp8").endswith(("token_full", "token_delta"))  # of weights in 8 bits, too
         if kv_dtype and step and wide is not None:
             yield ratio(f"{case}_kv_over_16_bits", one["value"] / wide["value"])

@@ -248,6 +248,11 @@ def test_kv_in_8_bits_is_beside_16_and_compared_with_it() -> None:
         assert "K/V int8" in tables.engine(whole)
 
 
+def test_a_shape_measured_in_8_bits_alone_is_compared_with_nothing() -> None:
+    one = {**rows.row("token_full_fp8", 14.0, "ms", tokens=512), "kv_dtype": "int8", "shape": "32b"}
+    assert rows.merged(None, [one], "GPU", "abc")["rows"] == [one]
+
+
 def test_products_are_those_of_a_layer() -> None:
     matrix = sum(out * width for out, width in matrices(SHAPE))
     assert matrix * SHAPE.layers == SHAPE.weights(3, embedding=False, head=False) - 2 * 3 * SHAPE.hidden
