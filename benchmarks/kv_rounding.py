@@ -1,4 +1,4 @@
-"""What rounding K and V to 8 bits costs, form by form: KL against K/V that is not rounded.
+"""Measures the cost of rounding K and V to 8 bits, form by form: KL against K/V that is not rounded.
 
     python -m deltafront.benchmarks.kv_rounding [--tokens 4096] [--text FILE]
 
@@ -91,7 +91,7 @@ def forms(dim: int) -> dict[str, tuple[Rounding, float]]:
 
 @torch.inference_mode()
 def log_probabilities(stack: LayerStack, ids_T: torch.Tensor, k_as: Rounding, v_as: Rounding) -> torch.Tensor:
-    """Of the next tokens, float64 [TAIL, vocabulary]."""
+    """Return those of the next tokens, float64 [TAIL, vocabulary]."""
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k_as(k), v_as(v)))

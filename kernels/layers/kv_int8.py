@@ -46,7 +46,8 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return numbers (uint8, x's shape) and scales (uint8, without the last dimension): the least that holds
     the row's largest magnitude. Rounds to the nearest, ties to even."""
     x = x.float()
-    upper = ((x.abs().amax(-1) * (1 / 127)).view(torch.int32) + 0xFFFFF) >> 20
+    least = (x.abs().amax(-1) * (1 / 127)).view(torch.int32)
+    upper = (least.clamp_max(0x7F800000) + 0xFFFFF) >> 20  # a NaN with more bits would overflow
     byte = (upper - _TO_FLOAT32).clamp_min(LEAST)
     scale = ((byte + _TO_FLOAT32) << 20).view(torch.float32)[..., None]
     numbers = (x * (1 / scale) + _ZERO).view(torch.int32) & 0xFF

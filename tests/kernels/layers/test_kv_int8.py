@@ -65,6 +65,12 @@ def test_what_is_no_number_stays_none() -> None:
     assert not back[2].any()
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x400000])
+def test_every_nan_stays_one(bits: int) -> None:
+    x = torch.tensor([[0, bits]], dtype=torch.int32).view(torch.float32)
+    assert int(kv_int8.quantise(x)[1]) == kv_int8.NOT_A_NUMBER
+
+
 def test_memory_that_nobody_wrote_is_finite() -> None:
     zeros = torch.zeros(3, dtype=torch.uint8)
     assert not kv_int8.dequantise(zeros, zeros[0], torch.float32).any()
@@ -112,6 +118,9 @@ def test_rotation_and_a_quantised_write(
             (bytes_k, scales.k, k_RGD),
             (bytes_v, scales.v, v_RGD),
         ):
+            written = kv_int8.dequantise(found[rows_T], scale[rows_T], torch.float32)
+            step = kv_int8.dequantise(torch.full_like(found[rows_T], 129), scale[rows_T], torch.float32)
+            assert bool(((written - source[rows_T].float()).abs() <= step).all())
             wanted, byte = reference.quantised(source[rows_T].cpu())
             off = (scale[rows_T].cpu().int() - byte.int()).abs()
             steps = (found[rows_T].cpu().int() - wanted.int()).abs()[off == 0]
