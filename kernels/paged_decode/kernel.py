@@ -76,8 +76,49 @@ def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr):
     return length, count, tl.cdiv(read, STEP)
 
 
+@triton.jit
+def _split_of(
+    lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr,
+    BLOCK: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr,
+):  # fmt: skip
+    """A slot's request, split and number of splits, the tokens begin .. end of its split, of the selected
+    ones where there is a selection, and whether there is."""
+    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
+    r, split, splits, tokens, count = _assigned(
+        lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE
+    )
+    selects = count > 0  # otherwise every page is read
+    if SPARSE:  # ascending: only the last page can have empty slots
+        last = tl.load(selected_ptr + r * stride_sr + tl.maximum(count, 1) - 1)
+        chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
+        tokens = tl.where(selects, chosen, tokens)
+    split_tokens = tl.cdiv(tl.cdiv(tokens, STEP), tl.maximum(splits, 1)) * STEP
+    begin = split * split_tokens
+    return r, split, splits, begin, tl.minimum(begin + split_tokens, tokens), selects  # no request: no tokens
+
+
+@triton.jit
+def _leave_for_score(
+    p_RBHT_ptr, m_REHW_ptr, p, m_i, bundle_m, first_bundle, start, end, head, heads, valid_head,
+):  # fmt: skip
+    """Write p of a block's keys [ROWS, BLOCK] for `_score`, and the bundle's maxima when it ends. Returns the
+    bundle's maxima so far."""
+    BLOCK: tl.constexpr = p.shape[1]
+    place = tl.arange(0, _BUNDLE)
+    block = start // BLOCK
+    bundle = first_bundle + block // _BUNDLE
+    lane = (bundle * _BUNDLE + block % _BUNDLE).to(tl.int64) * heads + head
+    p_at = lane[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(p_RBHT_ptr + p_at, p, mask=valid_head[:, None])
+    bundle_m = tl.where(place[None, :] == block % _BUNDLE, m_i[:, None], bundle_m)
+    m_at = (bundle.to(tl.int64) * heads + head)[:, None] * _BUNDLE + place[None, :]
+    flush = (block % _BUNDLE == _BUNDLE - 1) | (start + BLOCK >= end)
+    tl.store(m_REHW_ptr + m_at, bundle_m, mask=valid_head[:, None] & flush)
+    return bundle_m
+
+
 @triton.jit(do_not_specialize=["bundles", "max_splits", "requests"])
-def _attend(  # noqa: PLR0915
+def _attend(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, selected_ptr, counts_ptr, acc_RHCD_ptr, m_RHC_ptr,
     l_RHC_ptr, splits_R_ptr, p_RBHT_ptr, m_REHW_ptr, scale_log2, stride_qr, stride_qh, stride_kp,
     stride_ks, stride_kg, stride_vp, stride_vs, stride_vg, stride_tr, stride_sr, bundles, max_splits,
@@ -88,21 +129,12 @@ def _attend(  # noqa: PLR0915
     """One key head of one split of a request: program (g, slot). ROWS pads the group for tl.dot."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
-    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
-    r, split, splits, tokens, count = _assigned(
-        lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE
+    r, split, splits, begin, end, selects = _split_of(
+        lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr, BLOCK, SPARSE, SCORED
     )
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
-    if SPARSE:  # ascending: only the last page can have empty slots
-        selects = count > 0  # otherwise every page is read
-        last = tl.load(selected + tl.maximum(count, 1) - 1)
-        chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
-        tokens = tl.where(selects, chosen, tokens)
     active = splits > 0
-    split_tokens = tl.cdiv(tl.cdiv(tokens, STEP), tl.maximum(splits, 1)) * STEP
-    begin = split * split_tokens
-    end = tl.minimum(begin + split_tokens, tokens)  # without a request: no tokens
 
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D)
@@ -119,7 +151,6 @@ def _attend(  # noqa: PLR0915
     if SPARSE:
         column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
     next_page = tl.load(table + column, mask=begin + key < end, other=0)
-    place = tl.arange(0, _BUNDLE)
     bundle_m = tl.zeros([ROWS, _BUNDLE], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
@@ -145,14 +176,9 @@ def _attend(  # noqa: PLR0915
         acc = tl.dot(p_16, v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_ij
         if SCORED:
-            block = start // BLOCK
-            bundle = r * bundles + block // _BUNDLE
-            lane = (bundle * _BUNDLE + block % _BUNDLE).to(tl.int64) * heads + head
-            tl.store(p_RBHT_ptr + lane[:, None] * BLOCK + key[None, :], p_16, mask=valid_head[:, None])
-            bundle_m = tl.where(place[None, :] == block % _BUNDLE, m_i[:, None], bundle_m)
-            bundle_m_ptr = m_REHW_ptr + (bundle.to(tl.int64) * heads + head)[:, None] * _BUNDLE
-            flush = (block % _BUNDLE == _BUNDLE - 1) | (start + BLOCK >= end)
-            tl.store(bundle_m_ptr + place[None, :], bundle_m, mask=valid_head[:, None] & flush)
+            bundle_m = _leave_for_score(
+                p_RBHT_ptr, m_REHW_ptr, p_16, m_i, bundle_m, r * bundles, start, end, head, heads, valid_head
+            )
 
     part = (r * heads + head).to(tl.int64) * max_splits + split
     tl.store(m_RHC_ptr + part, m_i, mask=valid_head & active)  # -inf where the split has no keys

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..constants import PAGE_TOKENS
 from ..layers.kv_int8 import UNIT, scale_of
-from .kernel import BUNDLE, _assigned
+from .kernel import BUNDLE, _leave_for_score, _split_of
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _BUNDLE = tl.constexpr(BUNDLE)
@@ -58,8 +58,8 @@ def _power_of_2(exponent):
 def _attend_int8(  # noqa: PLR0915
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lengths_ptr, selected_ptr, counts_ptr,
     acc_RHCD_ptr, m_RHC_ptr, l_RHC_ptr, splits_R_ptr, p_RBHT_ptr, m_REHW_ptr, scale_log2, stride_qr,
-    stride_qh, stride_p, stride_s, stride_g, stride_ep, stride_es, stride_tr, stride_sr, bundles, max_splits,
-    requests,
+    stride_qh, stride_p, stride_s, stride_g, stride_scale_p, stride_scale_s, stride_tr, stride_sr, bundles,
+    max_splits, requests,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr,
 ):  # fmt: skip
@@ -67,21 +67,12 @@ def _attend_int8(  # noqa: PLR0915
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     PAIRS: tl.constexpr = D // 2
-    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK
-    r, split, splits, tokens, count = _assigned(
-        lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE
+    r, split, splits, begin, end, selects = _split_of(
+        lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr, BLOCK, SPARSE, SCORED
     )
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
-    if SPARSE:
-        selects = count > 0
-        last = tl.load(selected + tl.maximum(count, 1) - 1)
-        chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
-        tokens = tl.where(selects, chosen, tokens)
     active = splits > 0
-    split_tokens = tl.cdiv(tl.cdiv(tokens, STEP), tl.maximum(splits, 1)) * STEP
-    begin = split * split_tokens
-    end = tl.minimum(begin + split_tokens, tokens)
 
     row = tl.arange(0, ROWS)
     pair = tl.arange(0, PAIRS)
@@ -99,17 +90,16 @@ def _attend_int8(  # noqa: PLR0915
     q_odd = (q_odd * _power_of_2(-q_exponent)[:, None]).to(tl.float16)
     q_scale = _power_of_2(q_exponent) * (scale_log2 * UNIT)
     inside = g * stride_g + (key % _PAGE)[:, None] * stride_s + pair[None, :]
-    scale_inside = g + (key % _PAGE) * stride_es
+    scale_inside = g + (key % _PAGE) * stride_scale_s
 
     # Page ids are loaded a block ahead, as are scales: else they take half of the pipeline's stages.
     column = (begin + key) // _PAGE
     if SPARSE:
         column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
     next_page = tl.load(table + column, mask=begin + key < end, other=0)
-    at = next_page.to(tl.int64) * stride_ep + scale_inside
+    at = next_page.to(tl.int64) * stride_scale_p + scale_inside
     k_byte = tl.load(k_scale_ptr + at, mask=begin + key < end, other=0)
     v_byte = tl.load(v_scale_ptr + at, mask=begin + key < end, other=0)
-    place = tl.arange(0, _BUNDLE)
     bundle_m = tl.zeros([ROWS, _BUNDLE], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
@@ -141,18 +131,13 @@ def _attend_int8(  # noqa: PLR0915
         even = tl.dot(weight_16, v_even, even * alpha[:, None])
         odd = tl.dot(weight_16, v_odd, odd * alpha[:, None])
         m_i = m_ij
-        at = next_page.to(tl.int64) * stride_ep + scale_inside
+        at = next_page.to(tl.int64) * stride_scale_p + scale_inside
         k_byte = tl.load(k_scale_ptr + at, mask=next_key < end, other=0)
         v_byte = tl.load(v_scale_ptr + at, mask=next_key < end, other=0)
         if SCORED:
-            block = start // BLOCK
-            bundle = r * bundles + block // _BUNDLE
-            lane = (bundle * _BUNDLE + block % _BUNDLE).to(tl.int64) * heads + head
-            tl.store(p_RBHT_ptr + lane[:, None] * BLOCK + key[None, :], p, mask=valid_head[:, None])
-            bundle_m = tl.where(place[None, :] == block % _BUNDLE, m_i[:, None], bundle_m)
-            bundle_m_ptr = m_REHW_ptr + (bundle.to(tl.int64) * heads + head)[:, None] * _BUNDLE
-            flush = (block % _BUNDLE == _BUNDLE - 1) | (start + BLOCK >= end)
-            tl.store(bundle_m_ptr + place[None, :], bundle_m, mask=valid_head[:, None] & flush)
+            bundle_m = _leave_for_score(
+                p_RBHT_ptr, m_REHW_ptr, p, m_i, bundle_m, r * bundles, start, end, head, heads, valid_head
+            )
 
     part = (r * heads + head).to(tl.int64) * max_splits + split
     tl.store(m_RHC_ptr + part, m_i, mask=valid_head & active)

@@ -149,11 +149,10 @@ def _attend(
         apart = strides(x.k_PSGD, x.v_PSGD)
         kernel._attend[grid](x.q_RHD, x.k_PSGD, x.v_PSGD, *what, *apart, *sizes, **constants)
     else:
-        e = x.scales
         k_pairs, v_pairs = x.k_PSGD.view(torch.int16), x.v_PSGD.view(torch.int16)
-        apart = [*strides(k_pairs), *e.k.stride()[:2]]
+        apart = [*strides(k_pairs), *x.scales.k.stride()[:2]]
         kernel_int8._attend_int8[grid](
-            x.q_RHD, k_pairs, v_pairs, e.k, e.v, *what, *apart, *sizes, **constants
+            x.q_RHD, k_pairs, v_pairs, x.scales.k, x.scales.v, *what, *apart, *sizes, **constants
         )
     out_RHD = torch.empty((requests, heads, dim), dtype=x.q_RHD.dtype, device=x.q_RHD.device)
     lse_RH = torch.empty((requests, heads), dtype=torch.float32, device=x.q_RHD.device)

@@ -68,7 +68,7 @@ ATTEND_INT8 = {
     **dict.fromkeys(("acc_RHCD_ptr", "m_RHC_ptr", "l_RHC_ptr", "p_RBHT_ptr", "m_REHW_ptr"), "*fp32"),
     "scale_log2": "fp32",
     **dict.fromkeys(("stride_qr", "stride_qh", "stride_p", "stride_s", "stride_g"), "i32"),
-    **dict.fromkeys(("stride_ep", "stride_es", "stride_tr", "stride_sr"), "i32"),
+    **dict.fromkeys(("stride_scale_p", "stride_scale_s", "stride_tr", "stride_sr"), "i32"),
     **dict.fromkeys(("bundles", "max_splits", "requests"), "i32"),
 }
 
