@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from deltafront.workers.decode.ranks import FollowerRank, ReaderMaker
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
@@ -47,7 +48,7 @@ def parts(directory: Path, ranks: int) -> list[LayerStack]:
 
 def link(stacks: Sequence[LayerStack]) -> None:
     """Connect the stacks of one worker, each with a `GroupCollectives`, by gloo."""
-    store, group = dist.HashStore(), dist.ProcessGroupGloo
+    store, group = HashStore(), dist.ProcessGroupGloo
 
     def connect(stack: LayerStack) -> None:
         collectives = stack.collectives

@@ -21,20 +21,17 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.in_ranks import followers, link, unused
 from deltafront.benchmarks.reader import MODEL, load_text, load_tokenizer
 from deltafront.benchmarks.testing import ROW_TOLERANCE
 from deltafront.workers.calibration.probes import needles
@@ -46,7 +43,6 @@ from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, GroupCollectives
 from deltafront.workers.model.decoder.load import load_model
-from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import DecodeConfig, ModelSpec
 
 from .model import SHAPES, write_model
@@ -56,43 +52,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE: Literal["float16", "float32"] = "float16" if DEVICE == "cuda" else "float32"
 """gloo adds up no bfloat16."""
 DELTA_LAYERS = (8, 14, 18, 21)
-"""Of the embedded model, as it is shipped."""
+"""The embedded model's profile has these."""
 ANSWER_TOKENS = 8
-_TIMEOUT = timedelta(seconds=300)
 
 
 @contextmanager
-def linked(spec: ModelSpec, config: DecodeConfig) -> Iterator[tuple[LeadRunner, list[LayerStack]]]:
-    """Rank 0 of a worker of `config.tensor_parallel` ranks, and every rank's stack."""
+def linked(spec: ModelSpec, config: DecodeConfig) -> Iterator[LeadRunner]:
+    """Rank 0 of a worker of `config.tensor_parallel` ranks."""
     ranks = config.tensor_parallel
-    links = [GroupCollectives(n, ranks) for n in range(ranks)]
-    stacks = [
-        load_model(spec, DEVICE, collectives=SINGLE_RANK if ranks == 1 else links[n]) for n in range(ranks)
-    ]
+    links = [SINGLE_RANK] if ranks == 1 else [GroupCollectives(n, ranks) for n in range(ranks)]
+    stacks = [load_model(spec, DEVICE, collectives=own) for own in links]
     if ranks > 1:
-        store, group = HashStore(), dist.ProcessGroupGloo
-        made: Callable[[int], Any] = lambda n: group(store, n, ranks, _TIMEOUT)  # noqa: E731
-        with ThreadPoolExecutor(ranks) as threads:
-            for link, one in zip(links, threads.map(made, range(ranks)), strict=True):
-                link.connect(one)
-    followers = [FollowerRank(stack, config, lambda _cache, _thread: _NoReader()) for stack in stacks[1:]]
+        link(stacks)
     model = stacks[0].config
-    lead = LeadRunner(stacks[0], plan_layers(config, model.layers), followers, **runner_sizes(config, model))
-    try:
-        yield lead, stacks
-    finally:
-        for follower in followers:
-            follower.close()
-    faults = [follower.fault for follower in followers if follower.fault]
-    if faults:
-        raise RuntimeError(faults[0])
-
-
-class _NoReader:
-    """Nothing is handed over."""
-
-    async def read(self, *_arguments: Any) -> int | None:
-        raise NotImplementedError
+    with followers(stacks, config, unused) as others:
+        layers = plan_layers(config, model.layers)
+        yield LeadRunner(stacks[0], layers, others, **runner_sizes(config, model))
 
 
 def decode_config(ranks: int, tokens: int, **more: Any) -> DecodeConfig:
@@ -122,7 +97,7 @@ def rows_of(spec: ModelSpec, ranks: int, ids: Sequence[int], chunk: int) -> tupl
     K and V of every token, a row each, and the logits behind the prompt."""
     steps = 16
     config = decode_config(ranks, len(ids))
-    with linked(spec, config) as (lead, _stacks):
+    with linked(spec, config) as lead:
         prompt = ids[:-steps]
         logits_V = append(lead, prompt, chunk)
         pages = tuple(range(pages_for(len(ids))))
@@ -165,7 +140,7 @@ def answers_of(
         ranks, given.tokens, delta_layers=DELTA_LAYERS, page_budget=256, page_selection="delta"
     )
     found = []
-    with linked(replace(MODEL, dtype=DTYPE), config) as (lead, _stacks):
+    with linked(replace(MODEL, dtype=DTYPE), config) as lead:
         for document in documents:
             append(lead, document.ids, given.chunk)
             found.append([_answer(lead, document, q, s) for q in document.questions for s in selects])
@@ -220,7 +195,7 @@ def compare_answers(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def wrong(found: dict[str, Any]) -> bool:
     if found["case"] == "rows":
         return bool(max(found["kv_error"], found["logits_error"]) > found["tolerance"])
-    return bool(found["right_of_one_rank"] != found["right_of_three"])
+    return bool(found["equal"] < found["questions"])
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:

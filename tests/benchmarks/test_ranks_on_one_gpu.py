@@ -35,5 +35,5 @@ def test_no_number_is_an_error() -> None:
 
 
 def test_an_answer_that_changes_is_wrong() -> None:
-    assert wrong({"case": "answers", "right_of_one_rank": 9, "right_of_three": 8})
-    assert not wrong({"case": "answers", "right_of_one_rank": 9, "right_of_three": 9})
+    assert wrong({"case": "answers", "questions": 9, "equal": 8})
+    assert not wrong({"case": "answers", "questions": 9, "equal": 9})

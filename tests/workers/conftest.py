@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deltafront.benchmarks.in_ranks import followers, parts
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
@@ -26,8 +27,6 @@ from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
-
-from .decode.in_ranks import followers, parts
 
 LAYERS = 6
 

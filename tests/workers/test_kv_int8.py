@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from deltafront.benchmarks.in_process import InProcessReader, local_controller
+from deltafront.benchmarks.in_ranks import followers, parts, unused
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.workers.decode.decode_attention import plan_layers
@@ -31,7 +32,6 @@ from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
 from .conftest import LAYERS, Bench
-from .decode.in_ranks import followers, parts, unused
 from .decode.test_decode_runner import MAX_BATCH, PAGES
 from .decode.test_ranks import CONFIG, whole_runner
 from .prompts import packed

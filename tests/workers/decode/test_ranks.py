@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltafront.benchmarks.in_ranks import followers, part, parts, unused
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.decode.ranks import InOrder, LeadRunner, runner_sizes
@@ -28,7 +29,6 @@ from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.settings import DecodeConfig
 
 from ..tiny_model import make_tiny_model
-from .in_ranks import followers, part, parts, unused
 from .test_decode_runner import MAX_BATCH, PAGES, churn
 
 CONFIG = DecodeConfig(
