@@ -91,18 +91,28 @@ def quantity(value: str | int) -> float:
 def names() -> list[str]:
     """The one without GPUs, then by how many there are."""
     found = (path.parent.name for path in KUBERNETES.glob("overlays/*/config.yaml"))
-    return sorted(found, key=lambda name: read(name).requested("nvidia.com/gpu"))
+    return sorted(found, key=lambda name: (read(name).requested("nvidia.com/gpu"), name))
 
 
 def read(name: str) -> Overlay:
     """Raises ConfigError for a configuration, ValueError for a patch that cannot be used."""
     folder = KUBERNETES / "overlays" / name
-    base = yaml.safe_load((KUBERNETES / "base" / "rayservice.yaml").read_text(encoding="utf-8"))
-    service = json.loads(json.dumps(base))  # what YAML's anchors share becomes each one's own
-    for patch in yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))["patches"]:
+    return Overlay(name, load(folder / "config.yaml"), _service(folder)["spec"]["rayClusterConfig"])
+
+
+def _service(folder: Path) -> Any:
+    """The RayService, patched by an overlay and by those that it builds on."""
+    content = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    (below,) = [folder / one for one in content["resources"]]
+    if (below / "rayservice.yaml").exists():
+        base = yaml.safe_load((below / "rayservice.yaml").read_text(encoding="utf-8"))
+        service = json.loads(json.dumps(base))  # what YAML's anchors share becomes each one's own
+    else:
+        service = _service(below)
+    for patch in content["patches"]:
         if patch["target"]["kind"] == "RayService" and "patch" in patch:
             patched(service, yaml.safe_load(patch["patch"]))
-    return Overlay(name, load(folder / "config.yaml"), service["spec"]["rayClusterConfig"])
+    return service
 
 
 def patched(document: Any, operations: Iterable[Mapping[str, Any]]) -> None:
@@ -185,10 +195,13 @@ FITS_HEADER = ("overlay", *layouts.HEADER)
 
 
 def fits() -> Iterator[list[str]]:
-    """Lines under FITS_HEADER, computed, not measured: what the GPUs of overlays hold of 8B and 70B."""
+    """Lines under FITS_HEADER, computed, not measured: what the GPUs of overlays hold of 8B and 70B. Overlays
+    of the same layout stand there once."""
+    seen: list[Layout] = []
     for overlay in map(read, names()):
         layout = overlay.layout
-        if layout is not None:
+        if layout is not None and layout not in seen:
+            seen.append(layout)
             for (model, kind), tokens in itertools.product(MODELS, CONTEXTS):
                 found = fit(layout, model, SHAPES[model], tokens, kind)
                 yield [f"`{overlay.name}`", *layouts.row(found)]

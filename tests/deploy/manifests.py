@@ -16,7 +16,7 @@ from deltafront.service.config import ServiceConfig, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
-OVERLAYS = ("cpu", "one-gpu", "pd-8b", "pd-70b")
+OVERLAYS = ("cpu", "one-gpu", "one-gpu-512k", "pd-8b", "pd-70b")
 GROUPS = ("door", "prefill", "decode")
 
 Object = dict[str, Any]

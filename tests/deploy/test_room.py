@@ -62,10 +62,11 @@ def test_weights_and_kv_fit_the_gpus_that_are_asked_for(overlay: str) -> None:
     """By the processes of each GPU: Ray gives stages whole ones or parts, and rank i is on GPU i besides."""
     config = settings(overlay)
     shape = SHAPES["70b" if "70b" in config.model.path else "8b"]
-    prefill, decode, dtype = config.prefill, config.decode, config.model.dtype
-    needs = {"prefill": stage_bytes(shape, prefill.stages, prefill.cache_tokens, dtype) + RESERVE_GIB * GIB}
+    prefill, decode, model = config.prefill, config.decode, config.model
+    how = model.dtype, model.quantisation, decode.kv_dtype
+    needs = {"prefill": stage_bytes(shape, prefill.stages, prefill.cache_tokens, *how) + RESERVE_GIB * GIB}
     group = dict(decode.node_labels)["ray.io/node-group"]
-    rank = rank_bytes(shape, decode.tensor_parallel, decode.cache_tokens, dtype) + RESERVE_GIB * GIB
+    rank = rank_bytes(shape, decode.tensor_parallel, decode.cache_tokens, *how) + RESERVE_GIB * GIB
     if config.handoff.transport == "mapped":
         needs["prefill"] = RESERVE_GIB * GIB
     needs[group] = rank + (needs[group] if decode.gpus < 1 else 0)
@@ -157,10 +158,12 @@ def test_the_tables_gpus_are_those_of_the_pods(overlay: str) -> None:
         assert counts == (config.prefill.groups, config.prefill.stages, config.decode.workers)
 
 
-def test_every_overlay_is_in_the_tables() -> None:
+def test_every_overlay_is_in_the_tables_and_every_layout_once() -> None:
     assert sorted(overlays.names()) == sorted(OVERLAYS)
-    with_gpus = {name.strip("`") for name, *_ in overlays.fits()}
-    assert with_gpus == {name for name in OVERLAYS if settings(name).prefill.gpus_per_stage}
+    listed = {name.strip("`") for name, *_ in overlays.fits()}
+    layouts = [overlays.read(name).layout for name in listed]
+    assert {overlays.read(name).layout for name in OVERLAYS} == {*layouts, None}
+    assert len(set(layouts)) == len(layouts)
 
 
 def test_a_patch_that_does_not_fit_is_refused() -> None:
