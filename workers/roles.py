@@ -116,6 +116,9 @@ class Rank(Protocol):
     async def kv(self, wanted: stages.KVRange, pages: Sequence[int]) -> stages.HostKV:
         """Return its heads of K/V that has arrived."""
 
+    async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
+        """Copy its heads of pages to slots of its host memory; `back`: of slots to pages."""
+
 
 class DecodeWorker(Leased, KVReceiver, Protocol):
     """As doors and stages see it."""

@@ -162,6 +162,9 @@ class DecodeConfig(WorkerConfig):
     kv_dtype: KVDtype | None = None
     """`int8` keeps K/V in 8 bits, in this worker's pages and in those of the stages that fill them. None: in
     model.dtype."""
+    host_cache_gib: NonNegative = 0.0
+    """Host memory of a worker for prompts that are remembered: their K/V is copied there, and back when it
+    is found there alone. Pinned where the worker is on a GPU. 0: none."""
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
     """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
 from ..kv.handoff.mapped import PageWriters
+from ..kv.host_memory import RanksMemory, make_host_memory
+from ..kv.pages.host_tier import HostTier
 from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
 from ..kv.peer_memory import ExportedObjects, export_objects
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
@@ -105,6 +108,10 @@ class DecodeEngine:
         self._threads = make_threads(config)
         own = reader(self._runner.cache, self._threads[1])
         self._reader = RanksReader(own, ranks, self._runner.lose) if ranks else own
+        memory = make_host_memory(self._runner.cache, config.host_cache_gib)
+        if memory is not None:
+            every = RanksMemory(memory, self._threads[1], ranks, self._runner.lose)
+            self._manager.host = HostTier(self._requests.entries, memory.slots, every.move, clock)
         self._receiving: set[asyncio.Task[None]] = set()
         self._writers = PageWriters(self._runner.cache.memory)
         self._scheduler = DecodeScheduler(
@@ -129,7 +136,9 @@ class DecodeEngine:
             )
         if self._unavailable == _STARTING:
             self._unavailable = ""
-            self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._watch())]
+            work = [self._scheduler.run(), self._watch()]
+            work += [self._manager.host.run()] if self._manager.host is not None else []
+            self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
         """End every request and session, and wait for what is being computed."""
@@ -185,7 +194,32 @@ class DecodeEngine:
                 self._plan.selects_pages(reservation.page_selection, self._config.page_selection)
             except PageSelectionError as error:
                 return Refused(reason=RefusalReason.SELECTION, message=str(error))
-        return await self._requests.reserve(reservation)
+        reserved = await self._requests.reserve(reservation)
+        if isinstance(reserved, Reserved) and reserved.host_tokens:
+            await asyncio.shield(self._kept(self._bring_back(reservation.request_id)))
+        return reserved
+
+    async def _bring_back(self, request_id: str) -> None:
+        """Copy what a reserved request builds on from host memory into its pages. Raises DecodeFailed."""
+        request, host = self._requests.live(request_id), self._manager.host
+        if host is None or request is None:
+            return
+        try:
+            with request.pages.use() as pages:
+                if pages is not None:
+                    await host.bring_back(request.pages.slots, request.pages.brought_back)
+                    request.pages.release_slots()
+        except Exception as error:
+            request.close(FinishReason.FAILED, str(error))
+            self._requests.forget(request)
+            raise DecodeFailed(f"K/V did not come back from host memory: {error}") from error
+
+    def _kept(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin what a caller that gives up must not stop half way."""
+        task = asyncio.create_task(work)
+        self._receiving.add(task)
+        task.add_done_callback(self._receiving.discard)
+        return task
 
     async def announce(self, announcement: KVAnnouncement) -> None:
         """Receive K/V into pages. Unknown requests, other attempts and exact repetitions are ignored.
@@ -198,10 +232,7 @@ class DecodeEngine:
         request = self._expecting(announcement)
         if request is None:
             return
-        receiving = asyncio.create_task(self._receive(request.inbox, request.times, announcement))
-        self._receiving.add(receiving)
-        receiving.add_done_callback(self._receiving.discard)
-        await asyncio.shield(receiving)  # a caller that gives up must not stop a write half way
+        await asyncio.shield(self._kept(self._receive(request.inbox, request.times, announcement)))
 
     async def _receive(self, inbox: KVInbox, times: RequestTimes, announcement: KVAnnouncement) -> None:
         with times.handing_over(self._clock):
@@ -389,8 +420,9 @@ class DecodeEngine:
             await request.pages.freed.wait()
 
     async def find_prefix(self, key: PromptKey) -> Prefix | None:
-        pages, exact = self._requests.entries.find(key)
-        return Prefix(tokens=len(pages) * PAGE_TOKENS, exact=exact) if pages else None
+        pages, slots, exact = self._manager.find(key)
+        tokens = (len(pages) + len(slots)) * PAGE_TOKENS
+        return Prefix(tokens=tokens, exact=exact) if tokens else None
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         return self._manager.leases.release(session_id, owner, self._wall())

@@ -23,6 +23,7 @@ from ...kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce, own
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import to_host
 from ..kv.handoff.protocols import KVReader, UsePages
+from ..kv.host_memory import make_host_memory
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..kv.pages.request_pages import PageCopy
 from ..kv.peer_memory import CudaPeerMemory
@@ -140,6 +141,7 @@ class FollowerRank:
         self._runner = DecodeRunner(stack, plan, **runner_sizes(config, model))
         self._compute, self._handoff = make_threads(config, stack.collectives.rank)
         self._reader = reader(self._runner.cache, self._handoff)
+        self._host = make_host_memory(self._runner.cache, config.host_cache_gib)
         self._rows: Sequence[Row] = ()
         self._stack = stack
 
@@ -173,6 +175,10 @@ class FollowerRank:
     async def kv(self, wanted: KVRange, pages: Sequence[int]) -> HostKV:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._handoff, to_host, self._runner.cache, pages, wanted)
+
+    async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
+        assert self._host is not None
+        await asyncio.get_running_loop().run_in_executor(self._handoff, self._host.copy, pages, slots, back)
 
     def close(self) -> None:
         self._compute.shutdown()

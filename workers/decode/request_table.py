@@ -101,7 +101,8 @@ class DecodeRequests:
         arrival = KVArrival(self._layers, held + expected, held)
         request.inbox = KVInbox(arrival, pages, partial(self._kv_changed, request))
         self._requests[reservation.request_id] = request
-        return Reserved(pages=pages.count, held_tokens=pages.held_tokens)
+        host_tokens = len(pages.slots) * PAGE_TOKENS
+        return Reserved(pages=pages.count, held_tokens=pages.held_tokens, host_tokens=host_tokens)
 
     def _pages_came_back(self) -> None:
         if self.queue:

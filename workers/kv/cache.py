@@ -188,7 +188,7 @@ class PagedKVCache:
         count = pages_for(inside + tokens)
         touched = pages[first : first + count] if start >= 0 else ()
         run = first_of_run(touched) if len(touched) == count else None
-        with self._arriving(after):
+        with self.moving(after):
             if run is not None:
                 for layer, sides_T in layers.items():
                     self.write_run(layer, run, inside, *sides_T)
@@ -208,7 +208,7 @@ class PagedKVCache:
             )
         table_N = torch.tensor(table, dtype=torch.int64, device=self.device)
         index = self._index(layer)
-        with self._arriving(None):
+        with self.moving():
             return tuple(
                 side[index]
                 .index_select(0, table_N)
@@ -219,7 +219,9 @@ class PagedKVCache:
             )
 
     @contextmanager
-    def _arriving(self, after: Any) -> Iterator[None]:
+    def moving(self, after: Any = None) -> Iterator[None]:
+        """Copies in the block run beside computation, and are complete behind it. after: a CUDA event to wait
+        for first."""
         if self._arrivals is None:
             yield
             return

@@ -115,10 +115,12 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """held_tokens: of the session or the remembered prefix that the request builds on."""
+    """held_tokens: of the session or the remembered prefix that the request builds on. host_tokens: so many
+    of them came back from host memory."""
 
     pages: int
     held_tokens: int = 0
+    host_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

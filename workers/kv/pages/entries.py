@@ -40,6 +40,8 @@ class Entries:
         """No page of `_retained` may be given up like others before."""
         self.evicted = 0
         self.evicted_age_s = 0.0
+        self.on_idle: Callable[[Sequence[int]], None] = lambda _pages: None
+        """Called with the pages that nobody holds any more, the first to be given up first."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,12 +53,12 @@ class Entries:
     def idle(self) -> int:
         return len(self._idle) + len(self._retained)
 
-    def find(self, key: PromptKey) -> tuple[tuple[int, ...], bool]:
-        """Return the pages of a prompt's longest beginning that is here, and whether dense attention made all
-        of them. Where both are here, a page of the prompt's own method is taken."""
+    def find(self, key: PromptKey, first: int = 0) -> tuple[tuple[int, ...], bool]:
+        """Return the pages of a prompt's longest beginning that is here, from page `first` on, and whether
+        dense attention made all of them. Where both are here, a page of the prompt's own method is taken."""
         pages: list[int] = []
         exact = True
-        for link in links_of(key.chain):
+        for link in links_of(key.chain[first * LINK_BYTES :]):
             page = self._pages.get(key.root + link)
             if page is None:
                 page = self._pages.get(key.exact_root + link)
@@ -77,11 +79,22 @@ class Entries:
         until, new = self._clock() + retain_s, list[int]()
         links = links_of(chain[first * LINK_BYTES :])
         for link, page in zip(links, islice(pages, first, None), strict=False):
-            name = root + link
-            if name not in self._pages and page not in self._entries:
-                self._pages[name], self._entries[page] = page, Entry(name, self._clock(), until)
+            if self.enter(root + link, page, until):
                 new.append(page)
         return new
+
+    def enter(self, name: bytes, page: int, until: float) -> bool:
+        """Remember a held page until it is given up. Returns False if its name or its page is here."""
+        if name in self._pages or page in self._entries:
+            return False
+        self._pages[name], self._entries[page] = page, Entry(name, self._clock(), until)
+        return True
+
+    def get(self, page: int) -> Entry | None:
+        return self._entries.get(page)
+
+    def page_of(self, name: bytes) -> int | None:
+        return self._pages.get(name)
 
     def retain(self, pages: Iterable[int], seconds: float) -> None:
         until = self._clock() + seconds
@@ -97,8 +110,8 @@ class Entries:
 
     def let_go(self, pages: Iterable[int]) -> None:
         """Nobody holds these pages any more. The first is given up first."""
-        now = self._clock()
-        for page in pages:
+        now, idle = self._clock(), list(pages)
+        for page in idle:
             entry = self._entries[page]
             entry.used = now
             if entry.until > now:
@@ -106,6 +119,7 @@ class Entries:
                 self._soonest = min(self._soonest, entry.until)
             else:
                 self._idle[page] = None
+        self.on_idle(idle)
 
     def take(self, page: int) -> None:
         """Somebody holds this page again."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...messages.prompts import PromptKey
 from ...messages.requests import RefusalReason, Refused, Reservation, recompute_pages
+from .host_tier import HostTier
 from .leases import Lease, Leases
 from .pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
 
@@ -29,7 +30,8 @@ class RequestPages:
     a session has them. key: names what the request leaves; None: nothing. exact: all of it is made by dense
     attention. spare: a page for a kept session's partly filled last page. copy_in: the session's partly
     filled page and the table's, to copy first. copy_out: the table's page and the spare, to copy once the
-    prompt is complete. own: pages for `divert`. on_free: called once, when all is given back.
+    prompt is complete. own: pages for `divert`. slots: of `host_pool`, with the last `held_tokens` of them,
+    which are to be copied first. on_free: called once, when all is given back.
 
     A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and the last of
     `end` and all uses gives the pages back.
@@ -45,6 +47,8 @@ class RequestPages:
     copy_out: PageCopy | None = None
     session_ids: bytes = field(repr=False, default=b"")
     own: tuple[int, ...] = ()
+    host_pool: PagePool | None = None
+    slots: tuple[int, ...] = ()
     on_free: Callable[[], None] = lambda: None
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _aside: tuple[int, ...] = ()
@@ -58,7 +62,7 @@ class RequestPages:
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self._looked = self.held_tokens // PAGE_TOKENS
+        self._looked = self.held_tokens // PAGE_TOKENS - len(self.slots)
         self.original_table = self.table
         """Before `divert`; sessions and entries are made of it."""
 
@@ -71,6 +75,16 @@ class RequestPages:
         """Its pages, and the session's page that is still to be copied."""
         source = () if self.copy_in is None else self.copy_in[:1]
         return (*self.table, *self.spare, *self.own, *self._aside, *source)
+
+    @property
+    def brought_back(self) -> tuple[int, ...]:
+        """The pages that `slots` are copied to."""
+        return self.table[self._looked :][: len(self.slots)]
+
+    def release_slots(self) -> None:
+        if self.host_pool is not None:
+            self.host_pool.release(self.slots)
+            self.slots = ()
 
     def divert(self, places: Sequence[int]) -> None:
         """Put own pages at these places. The replaced ones are not written to any more and are given back
@@ -129,17 +143,20 @@ class RequestPages:
             self.pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
             self.table, self.spare, self.own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
+            self.release_slots()
             self.freed.set()
             self.on_free()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """The remembered beginning that a request builds on. pages: whole ones. partly_filled: the one behind
-    them. may_recompute: its ids are known, where sparse attention made some of it."""
+    """The remembered beginning that a request builds on. pages: whole ones. slots: of host memory, behind
+    them. partly_filled: the page behind all. may_recompute: its ids are known, where sparse attention made
+    some of it."""
 
     tokens: int = 0
     pages: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
     partly_filled: int | None = None
     ids: bytes = b""
     exact: bool = True
@@ -147,10 +164,12 @@ class _Held:
 
 
 class PageManager:
-    """One worker's pool and leases. positions: the model's limit in tokens."""
+    """One worker's pool and leases. positions: the model's limit in tokens. host: set where the worker has
+    one."""
 
     def __init__(self, pool: PagePool, leases: Leases, positions: int) -> None:
         self.pool = pool
+        self.host: HostTier | None = None
         self.leases = leases
         self._positions = positions
 
@@ -178,17 +197,28 @@ class PageManager:
             )
         return self._take(reservation, held, total, behind)
 
+    def find(self, key: PromptKey) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """Return the pages of a prompt's longest remembered beginning, the slots of host memory that continue
+        it, and whether dense attention made all of them."""
+        pages, exact = self.pool.entries.find(key)
+        if self.host is None:
+            return pages, (), exact
+        slots, also_exact = self.host.find(key, len(pages))
+        return pages, slots, exact and also_exact
+
     def _held(self, reservation: Reservation, now: float) -> _Held | Refused:
         if reservation.session_id is not None:
             return self._session(reservation.session_id, reservation.owner, now)
         if not reservation.prefix_tokens:
             return _Held()
         count = reservation.prefix_tokens // PAGE_TOKENS
-        pages, exact = ((), True) if reservation.key is None else self.pool.entries.find(reservation.key)
-        if len(pages) < count:
+        pages, slots, exact = ((), (), True) if reservation.key is None else self.find(reservation.key)
+        if len(pages) + len(slots) < count:
             message = f"{reservation.prefix_tokens} tokens of the prompt are not remembered any more"
             return Refused(reason=RefusalReason.NO_PREFIX, message=message)
-        return _Held(tokens=reservation.prefix_tokens, pages=pages[:count], exact=exact)
+        pages = pages[:count]
+        slots = slots[: count - len(pages)]
+        return _Held(tokens=reservation.prefix_tokens, pages=pages, slots=slots, exact=exact)
 
     def _session(self, session_id: str, owner: str, now: float) -> _Held | Refused:
         lease = self.leases.find(session_id, owner, now)
@@ -228,8 +258,13 @@ class PageManager:
             return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=free)
         self.pool.retain((*shared, *source))  # before others are taken, which may be remembered ones
         taken = self.pool.allocate(needed)
+        host_pool = None if self.host is None else self.host.pool
+        if host_pool is not None:
+            host_pool.retain(held.slots)
         return RequestPages(
             pool=self.pool,
+            host_pool=host_pool,
+            slots=held.slots,
             table=shared + taken[:fresh],
             held_tokens=held.tokens,
             key=reservation.key,
