@@ -119,6 +119,9 @@ class Rank(Protocol):
     async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
         """Copy its heads of pages to slots of its host memory; `back`: of slots to pages."""
 
+    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+        """`save` its heads of a group of slots, `load` or `remove` them. Raises StoreError."""
+
 
 class DecodeWorker(Leased, KVReceiver, Protocol):
     """As doors and stages see it."""

@@ -165,6 +165,11 @@ class DecodeConfig(WorkerConfig):
     host_cache_gib: NonNegative = 0.0
     """Host memory of a worker for prompts that are remembered: their K/V is copied there, and back when it
     is found there alone. Pinned where the worker is on a GPU. 0: none."""
+    store: str = ""
+    """A directory where a worker saves what is in its host memory, in groups of 256 tokens: it outlives the
+    worker. Workers of one model may share it. Empty: none."""
+    store_gib: Positive = 100.0
+    """What a worker saves at most; the least recently used is removed."""
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
     """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""
@@ -189,6 +194,8 @@ class DecodeConfig(WorkerConfig):
     def contradictions(self) -> Iterator[str]:
         if self.recency > self.page_budget:
             yield f"recency: {self.recency} exceeds page_budget ({self.page_budget})"
+        if self.store and not self.host_cache_gib:
+            yield "store: it needs host_cache_gib, from where K/V is saved"
         if both := sorted({*self.full_layers} & {*self.delta_layers}):
             yield f"full_layers and delta_layers share {both}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ import numpy as np
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
 from ..kv.handoff.mapped import PageWriters
-from ..kv.host_memory import RanksMemory, make_host_memory
+from ..kv.host_memory import RanksMemory, make_host_memory, pages_of
 from ..kv.pages.host_tier import HostTier
 from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
+from ..kv.pages.store_tier import GROUP_PAGES, StoreTier
 from ..kv.peer_memory import ExportedObjects, export_objects
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
 from ..messages.prompts import PromptKey
@@ -56,6 +58,7 @@ from .ranks import (
     load_part,
     make_threads,
     runner_sizes,
+    store_digest,
 )
 from .reads import appended_ids, prompt_ids
 from .request import DecodeEvent, DecodeRequest
@@ -76,6 +79,7 @@ class DecodeEngine:
         name: the actor's name (`decode:<id>`).
         stack: rank 0's part of the model.
         ranks: the other ranks.
+        digest: the model's, for a store.
         wall: seconds since the epoch.
         clock: seconds.
     Raises: PageSelectionError or ValueError for a configuration that does not fit the model.
@@ -89,6 +93,7 @@ class DecodeEngine:
         *,
         reader: ReaderMaker,
         ranks: Sequence[Rank] = (),
+        digest: str = "",
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         tracer: Tracer = NO_TRACER,
@@ -108,10 +113,15 @@ class DecodeEngine:
         self._threads = make_threads(config)
         own = reader(self._runner.cache, self._threads[1])
         self._reader = RanksReader(own, ranks, self._runner.lose) if ranks else own
-        memory = make_host_memory(self._runner.cache, config.host_cache_gib)
-        if memory is not None:
-            every = RanksMemory(memory, self._threads[1], ranks, self._runner.lose)
-            self._manager.host = HostTier(self._requests.entries, memory.slots, every.move, clock)
+        self._memory = make_host_memory(self._runner.cache, config, digest)
+        self._store: StoreTier | None = None
+        if self._memory is not None:
+            every = RanksMemory(self._memory, self._threads[1], ranks, self._runner.lose)
+            host = HostTier(self._requests.entries, self._memory.slots, every.move, clock)
+            self._manager.host = host
+            if self._memory.files is not None:
+                room = max(1, pages_of(config.store_gib, self._runner.cache) // GROUP_PAGES)
+                self._store = StoreTier(host, every.stored, self._memory.files.names(), room)
         self._receiving: set[asyncio.Task[None]] = set()
         self._writers = PageWriters(self._runner.cache.memory)
         self._scheduler = DecodeScheduler(
@@ -137,7 +147,7 @@ class DecodeEngine:
         if self._unavailable == _STARTING:
             self._unavailable = ""
             work = [self._scheduler.run(), self._watch()]
-            work += [self._manager.host.run()] if self._manager.host is not None else []
+            work += [tier.run() for tier in (self._manager.host, self._store) if tier is not None]
             self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
@@ -155,6 +165,8 @@ class DecodeEngine:
         await asyncio.gather(*receiving, return_exceptions=True)
         for thread in self._threads:
             thread.shutdown()
+        if self._memory is not None:
+            self._memory.close()
 
     @property
     def fault(self) -> str:
@@ -194,10 +206,27 @@ class DecodeEngine:
                 self._plan.selects_pages(reservation.page_selection, self._config.page_selection)
             except PageSelectionError as error:
                 return Refused(reason=RefusalReason.SELECTION, message=str(error))
-        reserved = await self._requests.reserve(reservation)
+        loaded, stored_tokens = await self._load(reservation)
+        try:
+            reserved = await self._requests.reserve(reservation)
+        finally:
+            if self._manager.host is not None:
+                self._manager.host.pool.release(loaded)
         if isinstance(reserved, Reserved) and reserved.host_tokens:
             await asyncio.shield(self._kept(self._bring_back(reservation.request_id)))
+            stored = min(stored_tokens, reserved.host_tokens)
+            reserved = replace(reserved, host_tokens=reserved.host_tokens - stored, stored_tokens=stored)
         return reserved
+
+    async def _load(self, reservation: Reservation) -> tuple[list[int], int]:
+        """Load what a reservation builds on from disk into host memory. Returns held slots, and how many
+        tokens were loaded."""
+        if self._store is None or reservation.key is None or not reservation.prefix_tokens:
+            return [], 0
+        on_gpu, _exact = self._requests.entries.find(reservation.key)
+        pages = reservation.prefix_tokens // PAGE_TOKENS
+        slots, loaded = await self._store.load(reservation.key, len(on_gpu), pages)
+        return slots, loaded * PAGE_TOKENS
 
     async def _bring_back(self, request_id: str) -> None:
         """Copy what a reserved request builds on from host memory into its pages. Raises DecodeFailed."""
@@ -421,8 +450,13 @@ class DecodeEngine:
 
     async def find_prefix(self, key: PromptKey) -> Prefix | None:
         pages, slots, exact = self._manager.find(key)
-        tokens = (len(pages) + len(slots)) * PAGE_TOKENS
-        return Prefix(tokens=tokens, exact=exact) if tokens else None
+        count = len(pages) + len(slots)
+        if self._store is not None:
+            groups, also_exact = self._store.find(key, count)
+            if groups:
+                count += len(groups) * GROUP_PAGES - count % GROUP_PAGES
+                exact = exact and also_exact
+        return Prefix(tokens=count * PAGE_TOKENS, exact=exact) if count else None
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         return self._manager.leases.release(session_id, owner, self._wall())
@@ -453,4 +487,5 @@ def load_engine(
 ) -> DecodeEngine:
     """ranks: the other ranks. Raises: ModelError, and what `DecodeEngine` raises."""
     stack = load_part(model, config, 0, tell)
-    return DecodeEngine(name, stack, config, reader=reader, ranks=ranks, tracer=tracer)
+    digest = store_digest(model, config)
+    return DecodeEngine(name, stack, config, reader=reader, ranks=ranks, digest=digest, tracer=tracer)

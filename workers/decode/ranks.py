@@ -32,6 +32,7 @@ from ..messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
 from ..model.decoder.collectives import SINGLE_RANK, GroupCollectives
 from ..model.decoder.load import load_model, set_up_compute_thread
 from ..model.decoder.stack import LayerStack
+from ..model.directory.digest import model_digest
 from ..model.directory.model_config import ModelConfig
 from ..progress import Tell, silent
 from ..rendezvous import BACKENDS, join_store
@@ -131,9 +132,11 @@ class LeadRunner(DecodeRunner):
 
 
 class FollowerRank:
-    """Plays `Rank`. reader: of the K/V transport."""
+    """Plays `Rank`. reader: of the K/V transport. digest: the model's, for a store."""
 
-    def __init__(self, stack: LayerStack, config: DecodeConfig, reader: ReaderMaker) -> None:
+    def __init__(
+        self, stack: LayerStack, config: DecodeConfig, reader: ReaderMaker, digest: str = ""
+    ) -> None:
         model = stack.config
         plan = plan_layers(config, model.layers)
         self.fault = ""
@@ -141,7 +144,7 @@ class FollowerRank:
         self._runner = DecodeRunner(stack, plan, **runner_sizes(config, model))
         self._compute, self._handoff = make_threads(config, stack.collectives.rank)
         self._reader = reader(self._runner.cache, self._handoff)
-        self._host = make_host_memory(self._runner.cache, config.host_cache_gib)
+        self._host = make_host_memory(self._runner.cache, config, digest)
         self._rows: Sequence[Row] = ()
         self._stack = stack
 
@@ -180,8 +183,14 @@ class FollowerRank:
         assert self._host is not None
         await asyncio.get_running_loop().run_in_executor(self._handoff, self._host.copy, pages, slots, back)
 
+    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+        assert self._host is not None
+        await self._host.stored(work, name, slots)
+
     def close(self) -> None:
         self._compute.shutdown()
+        if self._host is not None:
+            self._host.close()
         self._handoff.shutdown()
 
 
@@ -250,7 +259,12 @@ def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = si
 def load_rank(
     rank: int, model: ModelSpec, config: DecodeConfig, *, reader: ReaderMaker, tell: Tell = silent
 ) -> FollowerRank:
-    return FollowerRank(load_part(model, config, rank, tell), config, reader)
+    return FollowerRank(load_part(model, config, rank, tell), config, reader, store_digest(model, config))
+
+
+def store_digest(model: ModelSpec, config: DecodeConfig) -> str:
+    """Return the model's digest where K/V is saved under it."""
+    return model_digest(model) if config.store else ""
 
 
 def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:

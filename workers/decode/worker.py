@@ -138,7 +138,7 @@ class RankOverRay:
         self._actor = actor
         self._numbers = itertools.count()
         rank = remote(Rank, f"rank {number}", actor, partial(_rank_error, number))
-        self.read, self.kv, self.move = rank.read, rank.kv, rank.move
+        self.read, self.kv, self.move, self.stored = rank.read, rank.kv, rank.move, rank.stored
 
     def compute(self, work: str, *arguments: Any) -> None:
         self._actor.compute.remote(next(self._numbers), work, *arguments)

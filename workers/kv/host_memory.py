@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..roles import Rank
+from ..settings import DecodeConfig
 from .cache import PagedKVCache
+from .kv_files import KVFiles
 from .pages.host_tier import BATCH_PAGES
 from .pages.pool import PAGE_TOKENS, paired_runs, row_runs
+from .pages.store_tier import AT_ONCE, StoreError
 
 
 class HostMemory:
     """`slots` pages of host memory, in the cache's form: [layers, slots, page_tokens, …] for each side.
 
     A GPU's copy engines read and write it directly, so it is pinned: that takes seconds for some tens of GiB.
-    One rank's heads, as in its cache.
+    One rank's heads, as in its cache. files: where slots are saved, if anywhere.
     """
 
-    def __init__(self, cache: PagedKVCache, slots: int) -> None:
-        self._cache, self.slots = cache, slots
+    def __init__(self, cache: PagedKVCache, slots: int, files: KVFiles | None = None) -> None:
+        self._cache, self.slots, self.files = cache, slots, files
+        self._threads = ThreadPoolExecutor(AT_ONCE, "decode-store")
         self.sides = [_pinned((len(side), slots, *side.shape[2:]), side) for side in cache.sides]
 
     @torch.inference_mode()
@@ -45,6 +50,26 @@ class HostMemory:
                         target, source = (on_device, on_host) if back else (on_host, on_device)
                         target.copy_(source, non_blocking=True)
 
+    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+        """`save` a group of slots, `load` or `remove` it. Raises StoreError."""
+        assert self.files is not None
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, self._stored, self.files, work, name, slots)
+
+    def _stored(self, files: KVFiles, work: str, name: bytes, slots: Sequence[int]) -> None:
+        if work == "remove":
+            files.remove(name)
+            return
+        slots_N = torch.tensor(slots)
+        if work == "save":
+            files.save(name, [side.index_select(1, slots_N) for side in self.sides])
+            return
+        for side, loaded in zip(self.sides, files.load(name), strict=True):
+            side.index_copy_(1, slots_N, loaded)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
 
 class RanksMemory:
     """The host memory of all ranks of a worker. own: rank 0's. thread: that copies it. lose: told that a rank
@@ -59,24 +84,53 @@ class RanksMemory:
     async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
         """Copy on every rank. Returns when all have, also where one has failed. Raises DecodeFailed."""
         own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy, pages, slots, back)
-        others = [rank.move(pages, slots, back) for rank in self._ranks]
-        for outcome in await asyncio.gather(own, *others, return_exceptions=True):
+        await self._all(own, [rank.move(pages, slots, back) for rank in self._ranks])
+
+    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+        """`save` a group of slots, `load` or `remove` it, on every rank. Raises StoreError."""
+        others = [rank.stored(work, name, slots) for rank in self._ranks]
+        await self._all(self._own.stored(work, name, slots), others)
+
+    async def _all(self, own: Awaitable[None], others: Sequence[Awaitable[None]]) -> None:
+        outcomes = await asyncio.gather(own, *others, return_exceptions=True)
+        for outcome in outcomes:
             if isinstance(outcome, BaseException):
-                self._lose(outcome)
+                if not isinstance(outcome, StoreError):
+                    self._lose(outcome)
                 raise outcome
 
+    def close(self) -> None:
+        self._own.close()
 
-def make_host_memory(cache: PagedKVCache, gib: float) -> HostMemory | None:
-    """Return a rank's part of a worker's `gib` of host memory; None for 0. Raises ValueError: too little."""
-    if not gib:
+
+def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> HostMemory | None:
+    """Return a rank's part of a worker's host memory; None where it has none.
+
+    Args:
+        digest: the model's, for what is saved.
+    Raises: ValueError for too little.
+    """
+    if not config.host_cache_gib:
         return None
-    ranks = cache.model_heads // cache.kv_heads
-    page = page_bytes(cache.sides) * ranks
-    slots = int(gib * 2**30) // page
+    slots = pages_of(config.host_cache_gib, cache)
     if slots < BATCH_PAGES:
-        least = BATCH_PAGES * page / 2**30
-        raise ValueError(f"decode.host_cache_gib: {gib:g} is too little, {least:.3f} is the least")
-    return HostMemory(cache, slots)
+        least = BATCH_PAGES / pages_of(1024.0, cache) * 1024
+        raise ValueError(
+            f"decode.host_cache_gib: {config.host_cache_gib:g} is too little, {least:.3f} is the least"
+        )
+    files = KVFiles(Path(config.store), kv_form(cache, digest)) if config.store else None
+    return HostMemory(cache, slots, files)
+
+
+def kv_form(cache: PagedKVCache, digest: str) -> str:
+    """Name the K/V that a rank keeps."""
+    shapes = [(tuple(side.shape[2:]), str(side.dtype)) for side in cache.sides]
+    return repr((digest, str(cache.model_dtype), cache.layers, shapes, cache.heads, cache.model_heads))
+
+
+def pages_of(gib: float, cache: PagedKVCache) -> int:
+    """Count the pages of all ranks' heads that `gib` holds."""
+    return int(gib * 2**30) // (page_bytes(cache.sides) * (cache.model_heads // cache.kv_heads))
 
 
 def page_bytes(cache_sides: Sequence[torch.Tensor]) -> int:

@@ -16,6 +16,7 @@ from deltafront.workers.kv.host_memory import HostMemory, make_host_memory
 from deltafront.workers.kv.pages.host_tier import HostTier
 from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.messages.requests import Refused
+from deltafront.workers.settings import DecodeConfig
 
 from ..keys import key_of
 from .test_entries import manager, reserve, spell
@@ -207,6 +208,6 @@ def test_copies_are_byte_for_byte_wherever_pages_and_slots_lie(int8: bool) -> No
 
 def test_too_little_host_memory_is_refused_in_a_line() -> None:
     cache = PagedKVCache(range(3), 2, 8, 12, torch.float32, "cpu")
-    assert make_host_memory(cache, 0.0) is None
+    assert make_host_memory(cache, DecodeConfig(), "") is None
     with pytest.raises(ValueError, match=r"host_cache_gib: 1e-06 is too little, 0\.\d+ is the least"):
-        make_host_memory(cache, 1e-6)
+        make_host_memory(cache, DecodeConfig(host_cache_gib=1e-6), "")

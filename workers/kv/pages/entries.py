@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ...messages.prompts import LINK_BYTES, PromptKey, links_of
@@ -18,11 +18,13 @@ from ...messages.prompts import LINK_BYTES, PromptKey, links_of
 @dataclass
 class Entry:
     """name: root and link. used: when its last holder let go of it. until: retain it so long, on the same
-    clock."""
+    clock. place: of its page in the prompt. before: the name of the page before it; empty for the first."""
 
     name: bytes
     used: float
     until: float
+    place: int
+    before: bytes
 
 
 class Entries:
@@ -76,18 +78,20 @@ class Entries:
 
         Returns: the new ones.
         """
-        until, new = self._clock() + retain_s, list[int]()
+        now, new = self._clock(), list[int]()
+        before = root + chain[(first - 1) * LINK_BYTES : first * LINK_BYTES] if first else b""
         links = links_of(chain[first * LINK_BYTES :])
-        for link, page in zip(links, islice(pages, first, None), strict=False):
-            if self.enter(root + link, page, until):
+        for place, (link, page) in enumerate(zip(links, islice(pages, first, None), strict=False), first):
+            if self.enter(page, Entry(root + link, now, now + retain_s, place, before)):
                 new.append(page)
+            before = root + link
         return new
 
-    def enter(self, name: bytes, page: int, until: float) -> bool:
+    def enter(self, page: int, entry: Entry) -> bool:
         """Remember a held page until it is given up. Returns False if its name or its page is here."""
-        if name in self._pages or page in self._entries:
+        if entry.name in self._pages or page in self._entries:
             return False
-        self._pages[name], self._entries[page] = page, Entry(name, self._clock(), until)
+        self._pages[entry.name], self._entries[page] = page, replace(entry)
         return True
 
     def get(self, page: int) -> Entry | None:

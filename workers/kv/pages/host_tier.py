@@ -29,6 +29,8 @@ class HostTier:
         self.pool = PagePool(slots, entries=Entries(clock))
         self.too_late = 0
         """Entries that were given up on the GPU before they were copied."""
+        self.on_kept: Callable[[Sequence[int]], None] = lambda _slots: None
+        """Called with held slots that are here now, or were asked to be."""
         self._on_gpu = on_gpu
         self._move = move
         self._offered: deque[tuple[int, Entry]] = deque()
@@ -92,9 +94,10 @@ class HostTier:
                 await self._move([page for page, _ in batch], slots, False)
             for (page, entry), slot in zip(batch, slots, strict=True):
                 if self._on_gpu.get(page) is entry:  # else its page may have been written to meanwhile
-                    self.pool.entries.enter(entry.name, slot, entry.until)
+                    self.pool.entries.enter(slot, entry)
                 else:
                     self.too_late += 1
+            self.on_kept([*slots, *known])
         finally:
             self.pool.release(slots)
             self.pool.release(known[::-1])

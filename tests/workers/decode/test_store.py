@@ -1,0 +1,151 @@
+"""What a decode worker saves on disk outlives it, answers as it would have, and is read again where a file is
+gone, changed or of another model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.workers.kv.kv_files import KVFiles
+from deltafront.workers.kv.pages.store_tier import GROUP_PAGES, StoreError
+from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
+
+from ..conftest import Bench
+from ..keys import key_of
+from .test_decode_engine import NEW, expected, prompt
+from .test_host_cache import copied, slots_used
+from .test_remembered import Expected, found, go_on, read
+
+__all__ = ["expected"]
+GROUP = GROUP_PAGES * 16
+DOCUMENT = prompt(2 * GROUP + 40)
+
+
+async def saved(run: Bench) -> None:
+    store = run.engine._store
+    assert store is not None
+    await copied(run)
+    while store.busy:
+        await asyncio.sleep(0.001)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+@pytest.fixture
+def started(bench: Any, tmp_path: Path) -> Any:
+    async def start(**more: Any) -> Bench:
+        given = {"host_cache_gib": 0.05, "store": str(tmp_path), **more}
+        run: Bench = await bench(**given)
+        return run
+
+    return start
+
+
+async def test_another_worker_answers_from_disk(started: Any, expected: Expected) -> None:
+    first = await started()
+    await read(first, "first", DOCUMENT)
+    await saved(first)
+    assert len(first.engine._store) == 2
+    second = await started()
+    assert await found(second, DOCUMENT) == 2 * GROUP
+    reservation = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True}
+    reserved = await second.reserve("asked", 40, NEW, **reservation)
+    assert (reserved.held_tokens, reserved.host_tokens, reserved.stored_tokens) == (2 * GROUP, 0, 2 * GROUP)
+    await second.engine.cancel("asked")
+    assert (await go_on(second, "again", DOCUMENT, 2 * GROUP)).ids == expected(list(DOCUMENT))
+    longer = [*DOCUMENT[: GROUP + 100], *prompt(60, seed=5)]
+    assert await found(second, longer) == (GROUP + 100) // 16 * 16
+    await saved(second)
+    assert (second.used, slots_used(second)) == (0, 0)
+
+
+async def test_what_is_partly_in_host_memory_is_completed_from_disk(started: Any, expected: Expected) -> None:
+    first = await started()
+    await read(first, "first", DOCUMENT)
+    await saved(first)
+    second = await started()
+    await read(second, "half", DOCUMENT[: GROUP + 80])
+    await saved(second)
+    assert await found(second, DOCUMENT) == 2 * GROUP
+    assert (await go_on(second, "again", DOCUMENT, 2 * GROUP)).ids == expected(list(DOCUMENT))
+
+
+async def refused(run: Bench) -> Refused:
+    given = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True, "owner": "me"}
+    answer = await run.engine.reserve(
+        Reservation(request_id="asked", prompt_tokens=40, max_tokens=NEW, **given)
+    )
+    assert isinstance(answer, Refused)
+    return answer
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut short", "changed", "no file of tensors"])
+async def test_a_file_that_is_not_what_was_saved_is_read_again(
+    started: Any, tmp_path: Path, expected: Expected, harm: str
+) -> None:
+    first = await started()
+    await read(first, "first", DOCUMENT)
+    await saved(first)
+    second = await started()
+    path = files(tmp_path)[0]
+    content = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    elif harm == "cut short":
+        path.write_bytes(content[:-100])
+    elif harm == "changed":
+        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    else:
+        path.write_bytes(b"nothing")
+    assert (await refused(second)).reason is RefusalReason.NO_PREFIX
+    assert second.engine._store.lost == 1 and not path.exists()
+    assert (second.used, slots_used(second)) == (0, 0)
+    assert await found(second, DOCUMENT) in (0, GROUP)
+    assert (await read(second, "anew", DOCUMENT)).ids == expected(list(DOCUMENT))
+
+
+async def test_no_more_is_kept_than_there_is_room_for(started: Any, tmp_path: Path) -> None:
+    run = await started()
+    run.engine._store._room = 3
+    for seed in range(4):
+        await read(run, f"{seed}", prompt(GROUP + 20, seed=seed))
+        await saved(run)
+    ranks = len(run.engine._ranks) + 1
+    assert len(run.engine._store) == 3 and len(files(tmp_path)) == 3 * ranks
+    fresh = await started()
+    assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in range(4)] == [0, *[GROUP] * 3]
+
+
+async def test_a_disk_that_is_full_costs_no_answer(
+    started: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await started()
+
+    def full(_self: KVFiles, _name: bytes, _sides: Sequence[torch.Tensor]) -> None:
+        raise StoreError("no space left on device")
+
+    monkeypatch.setattr(KVFiles, "save", full)
+    assert (await read(run, "first", DOCUMENT)).ids == expected(list(DOCUMENT))
+    await saved(run)
+    assert (len(run.engine._store), run.engine._store.lost, run.engine.fault) == (0, 2, "")
+
+
+def test_files_of_other_k_v_are_refused(tmp_path: Path) -> None:
+    ours, theirs = KVFiles(tmp_path, "a model"), KVFiles(tmp_path, "another")
+    name, sides = bytes(32), [torch.randn(2, 3), torch.arange(6, dtype=torch.uint8)]
+    ours.save(name, sides)
+    assert all(map(torch.equal, ours.load(name), sides))
+    assert ([*ours.names()], [*theirs.names()]) == ([name], [])
+    theirs._path(name).write_bytes(ours._path(name).read_bytes())
+    with pytest.raises(StoreError, match="of other K/V: a model"):
+        theirs.load(name)
+    ours.remove(name)
+    with pytest.raises(StoreError, match="No such file"):
+        ours.load(name)
