@@ -192,9 +192,71 @@ SESSIONS = Row(
         ),
     ),
 )
+
+
+def _tier(name: str) -> str:
+    return by_worker(f"kv_tier_{name}", DECODERS, "tier")
+
+
+_LEGEND = "{{worker}} {{tier}}"
+TIERS = Row(
+    "Host memory and disk",
+    (
+        Panel(
+            "Remembered below the GPU",
+            "By decode worker and tier (`decode.host_cache_gib`, `decode.store`). What is found is under "
+            "*Prompt tokens that were held*.",
+            "bytes",
+            [Query(f"{_tier('pages')} * {_tier('page_bytes')}", _LEGEND)],
+        ),
+        Panel(
+            "Room below the GPU that is used",
+            "Share of a tier's pages. One that is full and from which nothing comes back does nothing.",
+            "percentunit",
+            [Query(f"{_tier('pages')} / {_tier('room_pages')}", _LEGEND)],
+        ),
+        Panel(
+            "Brought back",
+            "Bytes a second while something comes back, since the worker's start: into pages on the GPU from "
+            "host memory, into host memory from disk.",
+            "Bps",
+            [
+                Query(
+                    f"{_tier('back_pages')} * {_tier('page_bytes')} / "
+                    f"clamp_min({_tier('back_seconds')}, 1e-6)",
+                    _LEGEND,
+                )
+            ],
+        ),
+        Panel(
+            "Pages given up below the GPU",
+            "Since the worker's start, for others that were used later.",
+            "short",
+            [Query(_tier("evicted_pages"), _LEGEND)],
+        ),
+        Panel(
+            "Pages missed below the GPU",
+            "Since the worker's start: gone before they were copied to host memory, or not saved or not "
+            "readable on disk.",
+            "short",
+            [Query(_tier("missed_pages"), _LEGEND)],
+        ),
+        Panel(
+            "Age when given up below the GPU",
+            "Mean time since the last use. Where people come back later than that, the tier is too small.",
+            "s",
+            [
+                Query(
+                    f"{_tier('evicted_age_seconds')} / clamp_min({_tier('evicted_pages')}, 1)",
+                    _LEGEND,
+                )
+            ],
+        ),
+    ),
+)
 DASHBOARD = Dashboard(
     "decode",
     "Decode and sessions",
     "Pace, batches and answers; sessions, what is remembered, and the pages of both.",
-    (PACE, ANSWERS, SESSIONS),
+    (PACE, ANSWERS, SESSIONS, TIERS),
 )

@@ -17,8 +17,8 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
 from prometheus_client.registry import Collector
 
-from ..workers.messages.events import DecodeReport, FinishReason, LayerDensity, PrefillReport
-from ..workers.messages.states import WorkerStats
+from ..workers.messages.events import DecodeReport, FinishReason, LayerDensity, PrefillReport, Usage
+from ..workers.messages.states import TierStats, WorkerStats
 from .errors import Code
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -46,6 +46,8 @@ class CachedIn(StrEnum):
 
     SESSION = "session"
     ENTRIES = "entries"
+    HOST = "host"
+    DISK = "disk"
 
 
 class Metrics:
@@ -190,10 +192,15 @@ class Metrics:
     def next_token(self, seconds: float) -> None:
         self._between.observe(seconds)
 
-    def prompted(self, tokens: int, cached: int = 0, source: CachedIn = CachedIn.ENTRIES) -> None:
-        """cached: of the tokens, so many were in `source`."""
-        self._prompt.observe(tokens)
-        self._cached.labels(source).inc(cached)
+    def prompted(self, usage: Usage, *, in_session: bool = False) -> None:
+        """in_session: whether a session held what was there."""
+        self._prompt.observe(usage.prompt_tokens)
+        below = usage.host_tokens + usage.disk_tokens
+        self._cached.labels(CachedIn.SESSION if in_session else CachedIn.ENTRIES).inc(
+            usage.cached_tokens - below
+        )
+        self._cached.labels(CachedIn.HOST).inc(usage.host_tokens)
+        self._cached.labels(CachedIn.DISK).inc(usage.disk_tokens)
 
     def answered(self, reason: FinishReason, tokens: int, per_token: float | None) -> None:
         """per_token: mean seconds between tokens."""
@@ -295,11 +302,33 @@ class WorkerGauges:
             ),
             self._gauge("kv_fetch_tokens_per_second", "How fast K/V came back to stages, lately", "worker"),
         ]
+        tier = "worker tier"
+        self._tiers = {
+            "room": self._gauge("kv_tier_room_pages", "Pages that a tier below the GPU holds at most", tier),
+            "pages": self._gauge("kv_tier_pages", "Pages that it remembers", tier),
+            "evicted": self._gauge(
+                "kv_tier_evicted_pages", "Pages given up for others since the start", tier
+            ),
+            "evicted_age_s": self._gauge(
+                "kv_tier_evicted_age_seconds", "Their ages since their last use, added up", tier
+            ),
+            "missed": self._gauge(
+                "kv_tier_missed_pages", "Pages that were gone before they were copied there, or lost", tier
+            ),
+            "back": self._gauge("kv_tier_back_pages", "Pages that came back since the start", tier),
+            "back_s": self._gauge("kv_tier_back_seconds", "The time that took", tier),
+            "bytes_per_page": self._gauge("kv_tier_page_bytes", "Bytes of a page", tier),
+        }
         self._compilations = self._gauge(
             "kernel_compilations",
             "Forms of kernels compiled, or loaded from disk: in warm-up, or while requests may wait",
             "worker phase",
         )
+
+    def tiered(self, worker: str, tiers: Sequence[TierStats]) -> None:
+        for tier in tiers:
+            for name, gauge in self._tiers.items():
+                gauge.labels(worker, tier.tier).set(getattr(tier, name))
 
     def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
         """Kernels compiled so far, by phase. Counters would be added up over doors."""

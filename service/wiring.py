@@ -12,7 +12,7 @@ from pathlib import Path
 from .. import __version__
 from ..workers.messages.methods import PRESETS
 from ..workers.messages.requests import Sampling
-from ..workers.messages.states import WorkerStats
+from ..workers.messages.states import DecodeStats, WorkerStats
 from ..workers.model.calibrated.profile import Profile, load_profile
 from ..workers.model.directory.headers import check_weights, quantisation_notes
 from ..workers.model.directory.json_files import ModelError, read_json_or_empty
@@ -252,5 +252,7 @@ def observer(metrics: Metrics) -> Callable[[FleetView], None]:
         metrics.workers.update({stats.name: state_of(stats) for stats in every})
         for stats in every:
             metrics.workers.compiled(stats.name, stats.compilations)
+            if isinstance(stats, DecodeStats):
+                metrics.workers.tiered(stats.name, stats.tiers)
 
     return observe

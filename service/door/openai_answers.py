@@ -129,7 +129,14 @@ def _usage(usage: Usage) -> Json:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details": {
+                "device": usage.cached_tokens - usage.host_tokens - usage.disk_tokens,
+                "host": usage.host_tokens,
+                "storage": usage.disk_tokens,
+            },
+        },
     }
 
 

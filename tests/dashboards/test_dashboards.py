@@ -65,7 +65,9 @@ def test_workers_gauges_are_not_added_up_over_doors(dashboard: Dashboard) -> Non
     for gauge in (f"deltafront_{name}" for kind, name in declared() if kind == "gauge"):
         for expr in expressions(dashboard):
             uses = len(re.findall(rf"\b{gauge}\b", expr))
-            assert uses == len(re.findall(rf"max by \(worker(?:, phase)?\) \({gauge}\{{", expr)), expr
+            assert uses == len(re.findall(rf"max by \(worker(?:, (?:phase|tier))?\) \({gauge}\{{", expr)), (
+                expr
+            )
 
 
 @every

@@ -229,6 +229,8 @@ class FakeDecode(Pausing):
 
     remembers = True
     append_rate = 0.0
+    host_tokens = disk_tokens = 0
+    """Of a prefix, as `Reserved` says."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
         super().__init__()
@@ -298,7 +300,8 @@ class FakeDecode(Pausing):
             )
         request = _Request(reservation, need, inexact=inexact, prefix=prefix)
         self._requests[reservation.request_id] = request
-        return Reserved(pages=need, held_tokens=before)
+        host, disk = (self.host_tokens, self.disk_tokens) if reservation.prefix_tokens else (0, 0)
+        return Reserved(pages=need, held_tokens=before, host_tokens=host, disk_tokens=disk)
 
     async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
         self.jobs.append(job)

@@ -17,7 +17,7 @@ import numpy as np
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
 from ..kv.handoff.mapped import PageWriters
-from ..kv.host_memory import RanksMemory, make_host_memory, pages_of
+from ..kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
 from ..kv.pages.host_tier import HostTier
 from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
 from ..kv.pages.store_tier import GROUP_PAGES, StoreTier
@@ -42,7 +42,7 @@ from ..messages.stages import (
     PageWriter,
     Rendezvous,
 )
-from ..messages.states import DecodeStats
+from ..messages.states import DecodeStats, TierStats
 from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
 from ..roles import Rank
@@ -121,7 +121,7 @@ class DecodeEngine:
             self._manager.host = host
             if self._memory.files is not None:
                 room = max(1, pages_of(config.store_gib, self._runner.cache) // GROUP_PAGES)
-                self._store = StoreTier(host, every.stored, self._memory.files.names(), room)
+                self._store = StoreTier(host, every.stored, self._memory.files.names(), room, clock)
         self._receiving: set[asyncio.Task[None]] = set()
         self._writers = PageWriters(self._runner.cache.memory)
         self._scheduler = DecodeScheduler(
@@ -190,9 +190,15 @@ class DecodeEngine:
             pages_remembered=len(pool.entries),
             pages_evicted=pool.entries.evicted,
             evicted_age_s=pool.entries.evicted_age_s,
+            tiers=self._tiers(),
             decoding=self._scheduler.submitted,
             uses=tuple(self._requests.uses()),
         )
+
+    def _tiers(self) -> tuple[TierStats, ...]:
+        page = page_bytes(self._runner.cache.sides) * self._config.tensor_parallel
+        tiers = (self._manager.host, self._store)
+        return tuple(tier.stats(page) for tier in tiers if tier is not None)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Take pages, or wait for them if asked to.
@@ -206,7 +212,7 @@ class DecodeEngine:
                 self._plan.selects_pages(reservation.page_selection, self._config.page_selection)
             except PageSelectionError as error:
                 return Refused(reason=RefusalReason.SELECTION, message=str(error))
-        loaded, stored_tokens = await self._load(reservation)
+        loaded, loaded_tokens = await self._load(reservation)
         try:
             reserved = await self._requests.reserve(reservation)
         finally:
@@ -214,8 +220,8 @@ class DecodeEngine:
                 self._manager.host.pool.release(loaded)
         if isinstance(reserved, Reserved) and reserved.host_tokens:
             await asyncio.shield(self._kept(self._bring_back(reservation.request_id)))
-            stored = min(stored_tokens, reserved.host_tokens)
-            reserved = replace(reserved, host_tokens=reserved.host_tokens - stored, stored_tokens=stored)
+            on_disk = min(loaded_tokens, reserved.host_tokens)
+            reserved = replace(reserved, host_tokens=reserved.host_tokens - on_disk, disk_tokens=on_disk)
         return reserved
 
     async def _load(self, reservation: Reservation) -> tuple[list[int], int]:

@@ -112,11 +112,14 @@ class Prefix:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """cached_tokens: of the prompt, not read again."""
+    """cached_tokens: of the prompt, not read again. host_tokens, disk_tokens: so many of those came back from
+    host memory, or from disk."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,12 +116,12 @@ class Refused:
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
     """held_tokens: of the session or the remembered prefix that the request builds on. host_tokens: so many
-    of them came back from host memory. stored_tokens: from disk."""
+    of them came back from host memory. disk_tokens: from disk."""
 
     pages: int
     held_tokens: int = 0
     host_tokens: int = 0
-    stored_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,24 @@ class OwnerUse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TierStats:
+    """What is remembered below the GPU: in `host` memory or on `disk`. room, pages: the most, and so many are
+    there. evicted, evicted_age_s: given up for others so far, and the seconds since their last uses, added
+    up. missed: gone before they were copied there, or not readable. back, back_s: came back, in so many
+    seconds."""
+
+    tier: str
+    room: int
+    pages: int
+    bytes_per_page: int
+    evicted: int
+    evicted_age_s: float
+    missed: int
+    back: int
+    back_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeStats(WorkerStats):
     """pages_free: also those that are only remembered. waiting: also requests whose prompt is being read.
     decoding: requests that run or lack only a place in the batch. draining: its sessions are still served.
@@ -77,6 +95,7 @@ class DecodeStats(WorkerStats):
     pages_remembered: int = 0
     pages_evicted: int = 0
     evicted_age_s: float = 0.0
+    tiers: tuple[TierStats, ...] = ()
     page_tokens: int = PAGE_TOKENS
     uses: tuple[OwnerUse, ...] = ()
     node: str = ""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ....workers.messages import events
-from ...metrics import CachedIn, density, scoring_overhead
+from ....workers.messages import events, requests
+from ...metrics import density, scoring_overhead
 from ..answers import Density, GenerateFinished, PrefillFinished, Timings
 from ..calls import Call
 from ..context import Accepted, Resources
@@ -22,7 +22,7 @@ class Answer:
     Attributes:
         new_tokens: of the prompt and what is appended.
         session_tokens: of the session before them.
-        cached_tokens: of both, whose K/V was there.
+        cached_tokens: of both, whose K/V was there. host_tokens, disk_tokens: of those, as in Usage.
         decoded: reports of all attempts.
     """
 
@@ -37,7 +37,12 @@ class Answer:
         self._prefill: events.PrefillReport | None = None
         self.decoded: list[events.DecodeReport] = []
         self.new_tokens = self.session_tokens = self.cached_tokens = 0
+        self.host_tokens = self.disk_tokens = 0
         self.session: events.Session | None = None
+
+    def held(self, reserved: requests.Reserved) -> None:
+        self.cached_tokens = reserved.held_tokens
+        self.host_tokens, self.disk_tokens = reserved.host_tokens, reserved.disk_tokens
 
     @property
     def ids(self) -> Sequence[int]:
@@ -119,15 +124,17 @@ class Answer:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(self.ids),
             cached_tokens=self.cached_tokens,
+            host_tokens=self.host_tokens,
+            disk_tokens=self.disk_tokens,
         )
 
     def _report(self) -> dict[str, Any]:
         """Count the prompt, and make the fields of both last events."""
         accepted, prompt, parts = self._accepted, self._prefill, self._accepted.clock.parts()
-        source = CachedIn.SESSION if self.session_tokens else CachedIn.ENTRIES
-        self._metrics.prompted(self.prompt_tokens, self.cached_tokens, source)
+        usage = self._usage()
+        self._metrics.prompted(usage, in_session=bool(self.session_tokens))
         return {
-            "usage": self._usage(),
+            "usage": usage,
             "timings": Timings(
                 sum(parts.values()), parts, [*prompt.stages] if prompt else [], accepted.clock.elapsed
             ),

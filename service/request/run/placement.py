@@ -25,11 +25,13 @@ RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LA
 
 @dataclass(frozen=True)
 class Placed:
-    """groups: in the order to ask them. worker: has the pages, and the first `plan.prefix_tokens` tokens."""
+    """groups: in the order to ask them. worker: has the pages, and the first `plan.prefix_tokens` tokens, as
+    `reserved` says."""
 
     groups: Sequence[str]
     worker: DecodeWorker
     plan: Plan
+    reserved: Reserved
 
 
 async def place(
@@ -54,14 +56,14 @@ async def place(
     if hit is not None:
         answer = await reserve(attempt, hit.worker, reservation_of(attempt, shared))
     if hit is not None and isinstance(answer, Reserved):
-        worker, pages, plan = hit.worker, answer.pages, shared
+        worker, reserved, plan = hit.worker, answer, shared
     else:
-        worker, pages = await _reserve_on_any(
+        worker, reserved = await _reserve_on_any(
             resources, attempt, admitted.workers, reservation_of(attempt, plan)
         )
-    fleet.charge(Charge(groups[0], plan.unread_tokens, worker.name, pages))
+    fleet.charge(Charge(groups[0], plan.unread_tokens, worker.name, reserved.pages))
     lap("admission")
-    return Placed(groups, worker, plan)
+    return Placed(groups, worker, plan, reserved)
 
 
 async def admit(
@@ -109,8 +111,8 @@ def _of_all_queues(refused: Sequence[Refused]) -> Refused:
 
 async def _reserve_on_any(
     resources: Resources, attempt: Attempt, names: Sequence[str], reservation: Reservation
-) -> tuple[DecodeWorker, int]:
-    """Reserve on the first worker with enough pages, and return how many it took.
+) -> tuple[DecodeWorker, Reserved]:
+    """Reserve on the first worker with enough pages.
 
     If all are full, wait at the one that expects pages first. Only the workers' answers count, because the
     door's view is up to a second old.
@@ -120,7 +122,7 @@ async def _reserve_on_any(
         worker = resources.fleet.worker(name)
         answer = await reserve(attempt, worker, replace(reservation, wait=False))
         if isinstance(answer, Reserved):
-            return worker, answer.pages
+            return worker, answer
         if answer.reason not in RETRY_ELSEWHERE:
             raise refusal_error(answer)
         if _wait(answer) < best_wait:
@@ -128,7 +130,7 @@ async def _reserve_on_any(
     answer = await reserve(attempt, best, replace(reservation, wait=True))
     if isinstance(answer, Refused):
         raise refusal_error(answer)
-    return best, answer.pages
+    return best, answer
 
 
 def soonest(refused: Sequence[Refused]) -> Refused:

@@ -122,7 +122,8 @@ class RequestRun:
         with Attempt(resources.fleet) as attempt:
             lap = self._accepted.clock.lap
             placed = await place(resources, attempt, plan, self._reservation, hit, lap)
-            plan, self._answer.cached_tokens = placed.plan, placed.plan.prefix_tokens
+            plan = placed.plan
+            self._answer.held(placed.reserved)
             worker = placed.worker
             reader = PromptReader(resources, attempt, placed.groups, worker, plan, self._call, self._replays)
             self._answer.prompt_read(await reader.run(self._answer.progress))
@@ -166,7 +167,7 @@ class RequestRun:
             reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
             if isinstance(reserved, requests.Refused):
                 return False
-            self._answer.cached_tokens = prefix.tokens
+            self._answer.held(reserved)
             self._accepted.clock.lap("admission")
             job = self._job(attempt, plan)
             if not prefix.exact and (plan.recompute_blocks or plan.keep_tokens):
@@ -198,7 +199,8 @@ class RequestRun:
                         reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(reserved, requests.Refused):
                     raise refusal_error(reserved)
-                answer.session_tokens = answer.cached_tokens = reserved.held_tokens
+                answer.held(reserved)
+                answer.session_tokens = reserved.held_tokens
                 self._accepted.clock.lap("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
             except WorkerLost as error:

@@ -41,6 +41,7 @@ from deltafront.workers.model.directory.json_files import ModelError
 from ..fakes import EOS
 from ..inprocess import HANG_S, House, wait_until
 from ..test_faults import outcomes
+from ..test_metrics import ended, value
 from ..test_requests import collect, expected, ids, nothing_left
 from .openai_calls import HI, LONG, MODEL, Open, chat, complete
 
@@ -190,6 +191,24 @@ def test_a_prompt_that_was_read_before_says_so_in_usage(house: House, api: opena
         done = complete(api, secret, extra_body={"retain_s": 0})
         assert done.usage.prompt_tokens_details.cached_tokens == 0
     nothing_left(house)
+
+
+def test_usage_says_from_where_what_was_read_before_came_back(
+    house: House, api: openai.OpenAI, client: DeltafrontClient
+) -> None:
+    complete(api, LONG)
+    house.decode.host_tokens, house.decode.disk_tokens = 160, 48
+    details = complete(api, LONG).usage.prompt_tokens_details
+    assert (details.cached_tokens, details.cached_tokens_details) == (
+        496,
+        {"device": 288, "host": 160, "storage": 48},
+    )
+    _, _, finish, _ = collect(client.generate(LONG, max_tokens=5))
+    assert (finish.usage.host_tokens, finish.usage.disk_tokens) == (160, 48)
+    ended(house, 3)
+    held = finish.usage.cached_tokens + 496
+    for source, tokens in (("entries", held - 2 * 208), ("host", 2 * 160), ("disk", 2 * 48)):
+        assert value(house, "cached_tokens_total", source=source) == tokens
 
 
 @pytest.mark.parametrize(

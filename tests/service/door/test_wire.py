@@ -79,7 +79,14 @@ requests = st.builds(
 ).filter(lambda request: request.prompt is None or request.session_id is None)
 
 sessions = st.builds(Session, session_id=texts, expires=moments, tokens=counts)
-usages = st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts)
+usages = st.builds(
+    Usage,
+    prompt_tokens=counts,
+    completion_tokens=counts,
+    cached_tokens=counts,
+    host_tokens=counts,
+    disk_tokens=counts,
+)
 timings = st.builds(Timings, numbers, named, st.lists(named, max_size=3), numbers)
 layers = st.dictionaries(small, numbers, max_size=3)
 densities = st.just(Density()) | st.builds(

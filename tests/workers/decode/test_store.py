@@ -57,7 +57,7 @@ async def test_another_worker_answers_from_disk(started: Any, expected: Expected
     assert await found(second, DOCUMENT) == 2 * GROUP
     reservation = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True}
     reserved = await second.reserve("asked", 40, NEW, **reservation)
-    assert (reserved.held_tokens, reserved.host_tokens, reserved.stored_tokens) == (2 * GROUP, 0, 2 * GROUP)
+    assert (reserved.held_tokens, reserved.host_tokens, reserved.disk_tokens) == (2 * GROUP, 0, 2 * GROUP)
     await second.engine.cancel("asked")
     assert (await go_on(second, "again", DOCUMENT, 2 * GROUP)).ids == expected(list(DOCUMENT))
     longer = [*DOCUMENT[: GROUP + 100], *prompt(60, seed=5)]

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from ...messages.prompts import PromptKey
+from ...messages.states import TierStats
 from .entries import Entries, Entry
 from .pool import PagePool
 
@@ -31,6 +32,8 @@ class HostTier:
         """Entries that were given up on the GPU before they were copied."""
         self.on_kept: Callable[[Sequence[int]], None] = lambda _slots: None
         """Called with held slots that are here now, or were asked to be."""
+        self._back, self._back_s = 0, 0.0
+        self._clock = clock
         self._on_gpu = on_gpu
         self._move = move
         self._offered: deque[tuple[int, Entry]] = deque()
@@ -56,9 +59,26 @@ class HostTier:
 
     async def bring_back(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copy held slots into pages in use."""
+        began = self._clock()
         for start in range(0, len(slots), BATCH_PAGES):
             part = slice(start, start + BATCH_PAGES)
             await self._move(pages[part], slots[part], True)
+        self._back += len(slots)
+        self._back_s += self._clock() - began
+
+    def stats(self, bytes_per_page: int) -> TierStats:
+        entries = self.pool.entries
+        return TierStats(
+            tier="host",
+            room=self.pool.total,
+            pages=len(entries),
+            bytes_per_page=bytes_per_page,
+            evicted=entries.evicted,
+            evicted_age_s=entries.evicted_age_s,
+            missed=self.too_late,
+            back=self._back,
+            back_s=self._back_s,
+        )
 
     def _offer(self, pages: Sequence[int]) -> None:
         for page in pages:

@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from ...messages.prompts import LINK_BYTES, PromptKey
+from ...messages.states import TierStats
 from .entries import Entry
 from .host_tier import HostTier
 from .pool import OutOfPages
@@ -34,11 +35,23 @@ class StoreError(Exception):
 class StoreTier:
     """names: of the groups that are there, the least recently used first. room: the most groups."""
 
-    def __init__(self, host: HostTier, stored: Stored, names: Iterable[bytes], room: int) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        stored: Stored,
+        names: Iterable[bytes],
+        room: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._clock = clock
+        self._evicted, self._evicted_age_s = 0, 0.0
+        self._back, self._back_s = 0, 0.0
         self.lost = 0
         """Groups that could not be saved, or not be loaded."""
         self._host, self._stored, self._room = host, stored, room
-        self._groups: OrderedDict[bytes, None] = OrderedDict.fromkeys(names)
+        now = clock()
+        self._groups: OrderedDict[bytes, float] = OrderedDict((name, now) for name in names)
+        """When each was last used, the least recently used first."""
         self._offered: deque[bytes] = deque()
         self._wake = asyncio.Event()
         host.on_kept = self._offer
@@ -74,7 +87,7 @@ class StoreTier:
         """
         held = list(self._host.find(key, on_gpu)[0])
         self._host.pool.retain(held)
-        first, before = on_gpu + len(held), len(held)
+        first, before, began = on_gpu + len(held), len(held), self._clock()
         names, _exact = self.find(key, first)
         last = -(-pages // GROUP_PAGES) - first // GROUP_PAGES
         numbered = list(enumerate(names[: max(0, last)], start=first // GROUP_PAGES))
@@ -84,8 +97,10 @@ class StoreTier:
             held += [slot for slots in loaded for slot in slots]
             if not all(loaded):
                 break
-        brought = len(held) - before - first % GROUP_PAGES
-        return held, max(0, min(brought, pages - first))
+        brought = max(0, min(len(held) - before - first % GROUP_PAGES, pages - first))
+        self._back += brought
+        self._back_s += self._clock() - began if brought else 0.0
+        return held, brought
 
     async def _load(self, key: PromptKey, group: int, name: bytes) -> Sequence[int]:
         pool = self._host.pool
@@ -103,7 +118,7 @@ class StoreTier:
         except BaseException:
             pool.release(slots)
             raise
-        self._groups.move_to_end(name)
+        self._use(name)
         root, start = name[:-LINK_BYTES], group * GROUP_PAGES
         pool.entries.add(root, key.chain, (0,) * start + slots, 0.0, start)
         return slots
@@ -121,7 +136,7 @@ class StoreTier:
         ends = [one.name for one in entries if one is not None and one.place % GROUP_PAGES == GROUP_PAGES - 1]
         for name in ends:
             if name in self._groups:
-                self._groups.move_to_end(name)
+                self._use(name)
             else:
                 self._offered.append(name)
                 self._wake.set()
@@ -140,10 +155,29 @@ class StoreTier:
             return
         finally:
             pool.release(slots)
-        self._groups[name] = None
+        self._use(name)
         while len(self._groups) > self._room:
-            oldest, _ = self._groups.popitem(last=False)
+            oldest, used = self._groups.popitem(last=False)
+            self._evicted += 1
+            self._evicted_age_s += self._clock() - used
             await self._stored("remove", oldest, ())
+
+    def _use(self, name: bytes) -> None:
+        self._groups[name] = self._clock()
+        self._groups.move_to_end(name)
+
+    def stats(self, bytes_per_page: int) -> TierStats:
+        return TierStats(
+            tier="disk",
+            room=self._room * GROUP_PAGES,
+            pages=len(self) * GROUP_PAGES,
+            bytes_per_page=bytes_per_page,
+            evicted=self._evicted * GROUP_PAGES,
+            evicted_age_s=self._evicted_age_s * GROUP_PAGES,
+            missed=self.lost * GROUP_PAGES,
+            back=self._back,
+            back_s=self._back_s,
+        )
 
     def _slots_of(self, name: bytes) -> list[int]:
         """Return the slots of a group, as far back from its last page as they are in host memory."""
