@@ -15,7 +15,7 @@ from deltafront.service.client import DeltafrontClient, GenerateFinished, Prefil
 from deltafront.service.metrics import FINISHED, RPCS, Metrics, WorkerState, state_of
 from deltafront.workers.messages.events import FinishReason, PrefillReport
 from deltafront.workers.messages.stages import HandoffFailed
-from deltafront.workers.messages.states import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats, GroupStats, TierStats
 
 from ..test_generated import declared
 from .inprocess import House, wait_until
@@ -178,7 +178,20 @@ def test_promtool_has_nothing_to_say_of_what_a_door_exports(house: House, client
     house.metrics.prefilled(on_a_gpu, 1000)
     house.metrics.workers.update({"decode:x": WorkerState(usage=0.5, up=1)})
     house.metrics.workers.compiled("decode:x", (("warm_up", 40),))
+    tier = TierStats(
+        tier="host",
+        room=90,
+        pages=60,
+        bytes_per_page=2048,
+        evicted=3,
+        evicted_age_s=1.5,
+        missed=1,
+        back=20,
+        back_s=0.5,
+    )
+    house.metrics.workers.tiered("decode:x", (tier,))
     exported = house.metrics.expose()
+    assert value(house, "kv_tier_back_pages", worker="decode:x", tier="host") == 20
     described = set(re.findall(rb"^# HELP deltafront_(\w+) \S", exported, re.MULTILINE))
     assert {name.decode() for name in described} == {name for _kind, name in declared()}
     assert promtool_says(exported) == ""
