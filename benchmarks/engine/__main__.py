@@ -12,7 +12,8 @@ Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAtte
 --prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one),
 questions (first token of a question to a session, with --recompute blocks computed again), cached (first
 token of prompts that are remembered, in a service of its own: another question, the last quarter new, and a
-conversation of 43 turns that grows to --turn-tokens).
+conversation of 43 turns that grows to --turn-tokens), tiers (prompts that come back from --host-gib of host
+memory and from a directory, a decode worker having room for one; `tiers.py`).
 --kv-dtypes 16 int8: everything is asked of one service with each kind of K/V, in this order; rows of int8 say
 so (`kv_dtype`).
 Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
@@ -28,7 +29,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.settings import KVDtype, Quantisation
 
-from . import cached, measure, peer_attention, rows
+from . import cached, measure, peer_attention, rows, tiers
 from .model import SHAPES, write_model
 from .products import products_s
 from .rows import BATCH, Row, merge_into, row
@@ -53,7 +54,7 @@ from .setup import ANSWER_ROOM, Setup, dpxa_share
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "engine_h200.json"
 BY_DEFAULT = ("ready", "ttft", "peers", "products", "decode")
-CASES = (*BY_DEFAULT, "throughput", "questions", "cached")
+CASES = (*BY_DEFAULT, "throughput", "questions", "cached", "tiers")
 SERVED = {"ttft", "decode", "peers", "throughput", "questions"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
 """Of `dpxa`, by length; a prompt gets that of the nearest, by ratio."""
@@ -77,6 +78,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--decode-tokens", type=int, default=131_072, help="of each session")
     parser.add_argument("--sessions", type=int, choices=(1, BATCH), default=BATCH, help="that decode at once")
     parser.add_argument("--reserve-gib", type=float, default=RESERVE_GIB, help="of each process on a GPU")
+    parser.add_argument("--host-gib", type=float, default=40.0, help="of host memory, of tiers")
     parser.add_argument("--turn-tokens", type=int, default=142_000, help="of the last turn of cached")
     parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--recompute", type=int, nargs="+", default=[0, 8, 16], help="of questions")
@@ -125,10 +127,12 @@ class Run:
         count = self.given.sessions * ("decode" in self.given.cases) or int("questions" in self.given.cases)
         return [self.given.decode_tokens] * count
 
-    def setup(self, stages: int, kv_dtype: KVDtype | None, *, remembers: bool = False) -> Setup:
+    def setup(
+        self, stages: int, kv_dtype: KVDtype | None, *, remembers: bool = False, more: Mapping[str, Any] = {}
+    ) -> Setup:
         given = self.given
         pairs = (one.partition("=") for one in given.set)
-        more: dict[str, Any] = {name: yaml.safe_load(value) for name, _, value in pairs}
+        more = {**more, **{name: yaml.safe_load(value) for name, _, value in pairs}}
         if given.quantisation:
             more["model.quantisation"] = given.quantisation
         if remembers:
@@ -251,6 +255,22 @@ class Run:
             options = self.options("dpxa", given.turn_tokens)
             self.keep(cached.turns(client, made, given.turn_tokens, options, gpus), setup)
 
+    def tiers(self, stages: int, kv_dtype: KVDtype | None) -> None:
+        """In services of their own, which share a directory."""
+        given, tokens = self.given, self.given.tokens[0]
+
+        def made(tokens: int, seed: int) -> list[int]:
+            return measure.random_ids(tokens, self.shape.vocab, 5000 + seed)
+
+        with tempfile.TemporaryDirectory() as folder:
+            more = tiers.settings(tokens, given.host_gib, Path(folder))
+            setup = self.setup(stages, kv_dtype, remembers=True, more=more)
+            options, store = self.options("dpxa", tokens), Path(folder)
+            for one in tiers.measured(
+                lambda: self.started(setup), made, tokens, given.repeats, options, setup.gpus, store
+            ):
+                self.keep(one, setup)
+
     def serve(self, setup: Setup) -> None:
         """Everything that one service is asked."""
         given = self.given
@@ -304,6 +324,8 @@ class Run:
                 self.serve(setup)
             if "cached" in self.given.cases:
                 self.cached(self.setup(stages, kind, remembers=True))
+            if "tiers" in self.given.cases:
+                self.tiers(stages, kind)
         if "products" in self.given.cases:
             self.products()
 

@@ -27,7 +27,7 @@ def question_again(
         measure.first_token(client, [*document, *made(measure.APPENDED, 100 + n)], "dpxa", options)
         for n in range(repeats)
     ]
-    return _row("ttft_cached_gpu", results, tokens, gpus, least=tokens - measure.APPENDED)
+    return cached_row("ttft_cached_gpu", results, tokens, gpus, least=tokens - measure.APPENDED)
 
 
 def long_rest(
@@ -39,7 +39,7 @@ def long_rest(
         prompt, known = made(tokens, 200 + n), tokens * 3 // 4
         measure.first_token(client, prompt[:known], "dpxa", options)
         results.append(measure.first_token(client, prompt, "dpxa", options))
-    return _row("ttft_long_rest", results, tokens, gpus, least=tokens // 2)
+    return cached_row("ttft_long_rest", results, tokens, gpus, least=tokens // 2)
 
 
 def turns(client: DeltafrontClient, made: Made, tokens: int, options: Mapping[str, float], gpus: int) -> Row:
@@ -47,11 +47,22 @@ def turns(client: DeltafrontClient, made: Made, tokens: int, options: Mapping[st
     everything = made(tokens, 300)
     ends = range(tokens - (TURNS - 1) * GROWTH, tokens + 1, GROWTH)
     results = [measure.first_token(client, everything[:end], "dpxa", options) for end in ends]
-    return _row("ttft_turns", results[1:], tokens, gpus, least=1)
+    return cached_row("ttft_turns", results[1:], tokens, gpus, least=1)
 
 
-def _row(case: str, results: Sequence[GenerateFinished], tokens: int, gpus: int, least: int) -> Row:
-    found = [one.usage.cached_tokens for one in results]
+def cached_row(
+    case: str,
+    results: Sequence[GenerateFinished],
+    tokens: int,
+    gpus: int,
+    least: int,
+    where: str = "cached_tokens",
+) -> Row:
+    """Make a row of the median. where: the field of Usage that counts what was found.
+
+    Raises RuntimeError where a prompt found fewer than `least` tokens.
+    """
+    found = [getattr(one.usage, where) for one in results]
     if min(found) < least:
         raise RuntimeError(f"{case}: only {found} tokens were not read again")
     one = {**measure.ttft_row(case, results, gpus), "tokens": tokens}

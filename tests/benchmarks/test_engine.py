@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltafront.benchmarks import tables
-from deltafront.benchmarks.engine import cached, measure, peer_attention, peers, rows
+from deltafront.benchmarks.engine import cached, measure, peer_attention, peers, rows, tiers
 from deltafront.benchmarks.engine.__main__ import Run, parsed
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.products import matrices, products, products_s
@@ -345,6 +345,32 @@ def test_a_service_that_remembers_nothing_gives_no_such_row() -> None:
     client: Any = Remembering(forgets=True)
     with pytest.raises(RuntimeError, match="ttft_cached_gpu: only"):
         cached.question_again(client, made, 1024, 3, {}, 1)
+
+
+def test_a_row_from_a_tier_counts_what_came_from_there() -> None:
+    client: Any = Remembering()
+    results = [measure.first_token(client, made(1024, 1), "dpxa", {}) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=r"ttft_cached_host: only \[0, 0\] tokens"):
+        cached.cached_row("ttft_cached_host", results, 1024, 1, 512, "host_tokens")
+
+
+def test_pages_of_a_tier_are_read_from_metrics() -> None:
+    text = """# TYPE deltafront_kv_tier_pages gauge
+deltafront_kv_tier_pages{model_name="m",tier="host",worker="decode:a"} 12.0
+deltafront_kv_tier_pages{model_name="m",tier="disk",worker="decode:a"} 7.0
+deltafront_kv_tier_pages{model_name="m",tier="host",worker="decode:b"} 3.0
+"""
+    assert (tiers.tier_pages(text, "host"), tiers.tier_pages(text, "disk")) == (15.0, 7.0)
+
+
+def test_a_plain_read_reads_the_files_also_when_the_system_has_forgotten_them(tmp_path: Path) -> None:
+    files = [tmp_path / f"{n}.safetensors" for n in range(3)]
+    for path in files:
+        path.write_bytes(bytes(100_000))
+    tiers.forget_pages(tmp_path)
+    assert tiers.plain_read(files) > 0
+    with pytest.raises(FileNotFoundError):
+        tiers.plain_read([*files, tmp_path / "none"])
 
 
 def test_only_the_case_of_remembered_prompts_lets_the_service_remember(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""First tokens of prompts that come back from host memory and from disk, and what others' tokens pay for it.
+
+The decode worker has room for one document and a short session. Two documents push each other out of it, so
+each question finds its document in host memory alone. A service that is started anew finds them on disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.request.answers import GenerateFinished
+from deltafront.workers.kv.pages.store_tier import GROUP_PAGES
+from deltafront.workers.messages.methods import PAGE_TOKENS
+
+from . import measure
+from .cached import Made, cached_row
+from .measure import APPENDED
+from .rows import Row, row
+from .setup import ANSWER_ROOM
+
+GROUP_TOKENS = GROUP_PAGES * PAGE_TOKENS
+_PATIENCE_S = 120.0
+_READERS = 4
+_CHUNK = 8 << 20
+
+
+def _session(tokens: int) -> int:
+    """Tokens of the session whose own are timed while documents of `tokens` move."""
+    return tokens // 8
+
+
+def settings(tokens: int, host_gib: float, store: Path) -> dict[str, Any]:
+    """Return what the service's configuration sets."""
+    return {
+        "decode.cache_tokens": (tokens + _session(tokens) + 2 * ANSWER_ROOM) // PAGE_TOKENS * PAGE_TOKENS,
+        "decode.host_cache_gib": host_gib,
+        "decode.store": str(store),
+    }
+
+
+def measured(
+    started: Callable[[], AbstractContextManager[DeltafrontClient]],
+    made: Made,
+    tokens: int,
+    repeats: int,
+    options: Mapping[str, float],
+    gpus: int,
+    store: Path,
+) -> Iterator[Row]:
+    """`ttft_cached_host`, `token_while_moving` (a session's token over what it takes else), and of services
+    started anew `ttft_cached_disk`, `disk_read` (the same files, read and thrown away) and their ratio."""
+    documents = [made(tokens - APPENDED, 400 + n) for n in range(2)]
+    pages = tokens // PAGE_TOKENS
+
+    def ask(client: DeltafrontClient, n: int, seed: int) -> GenerateFinished:
+        question = made(APPENDED, 500 + seed)
+        return measure.first_token(client, [*documents[n % 2], *question], "dpxa", options)
+
+    with started() as client, measure.sessions(client, [made(_session(tokens), 600)], "dpxa") as asked:
+        for n in range(2):
+            ask(client, n, n)
+            _wait_for_pages(client, "host", pages * (n + 1) * 0.99)
+        results = [ask(client, n, 10 + n) for n in range(2 * repeats)]
+        yield cached_row("ttft_cached_host", results, tokens, gpus, tokens - 3 * ANSWER_ROOM, "host_tokens")
+        still = measure.token_ms(client, asked, "full", 192)
+        with _asking(lambda n: ask(client, n, 100 + n)):
+            moving = measure.token_ms(client, asked, "full", 192)
+        yield row("token_while_moving", round(moving / still, 3), "ratio", tokens=tokens, gpus=gpus)
+        _wait_for_pages(client, "disk", pages * 2 * 0.98)
+    results = []
+    for n in range(2):
+        forget_pages(store)
+        with started() as client:
+            results.append(ask(client, n, 200 + n))
+    disk = cached_row("ttft_cached_disk", results, tokens, gpus, tokens - 2 * GROUP_TOKENS, "disk_tokens")
+    forget_pages(store)
+    seconds = plain_read(_files(store)[: tokens // GROUP_TOKENS])
+    yield disk
+    yield row("disk_read", round(seconds, 4), "s", tokens=tokens, gpus=gpus)
+    over = round(disk["value"] / seconds, 3)
+    yield row("ttft_cached_disk_over_read", over, "ratio", tokens=tokens, gpus=gpus)
+
+
+@contextmanager
+def _asking(ask: Callable[[int], object]) -> Iterator[None]:
+    """Ask one question after another meanwhile."""
+    stop = threading.Event()
+
+    def run() -> None:
+        for number in itertools.count():
+            if stop.is_set():
+                return
+            ask(number)
+
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(run)
+        try:
+            yield
+        finally:
+            stop.set()
+            asking.result()
+
+
+def tier_pages(metrics: str, tier: str) -> float:
+    found = re.findall(rf'^deltafront_kv_tier_pages\{{.*tier="{tier}".*\}} (\S+)$', metrics, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def _wait_for_pages(client: DeltafrontClient, tier: str, least: float) -> None:
+    address, until = client.info().metrics_address, time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            if tier_pages(answer.read().decode(), tier) >= least:
+                return
+        time.sleep(0.5)
+    raise RuntimeError(f"after {_PATIENCE_S:g} s fewer than {least:.0f} pages are in the tier `{tier}`")
+
+
+def _files(folder: Path) -> Sequence[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def forget_pages(folder: Path) -> None:
+    """Make the system forget what it has cached of a folder's files, so that the disk is read."""
+    for path in _files(folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def plain_read(files: Sequence[Path]) -> float:
+    """Read files by some threads and throw them away. Returns seconds."""
+
+    def read(path: Path) -> None:
+        room = bytearray(_CHUNK)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(_READERS) as pool:
+        list(pool.map(read, files))
+    return time.perf_counter() - began
