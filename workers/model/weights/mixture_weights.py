@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ....kernels.experts.mixture import compile_mixture, mixture
+from ....kernels.experts.routing import Router
 from ..directory.mixture_config import MixtureConfig
 from .projections import Fp8Linear, Linear
 
@@ -29,11 +30,14 @@ class MixtureWeights:
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         logits_TE = F.linear(x_TC, self.router_EC)
         gate_up, down = self.gate_up.stored, self.down.stored
-        chosen = self.config.per_token
-        return mixture(x_TC, logits_TE, gate_up, down, per_token=chosen, normed=self.config.normed)
+        return mixture(x_TC, logits_TE, gate_up, down, self._router)
 
     def compile(self) -> None:
         """Compile kernels for all numbers of tokens."""
         config, dtype = self.config, self.router_EC.dtype
         gate_up, down = self.gate_up.stored, self.down.stored
-        compile_mixture(config.experts, gate_up, down, config.per_token, config.normed, dtype)
+        compile_mixture(config.experts, gate_up, down, self._router, dtype)
+
+    @property
+    def _router(self) -> Router:
+        return Router(per_token=self.config.per_token, normed=self.config.normed)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.reference.experts import mixture as reference_mixture
 from deltafront.benchmarks.testing import assert_rows_close, row_errors
+from deltafront.kernels.experts.routing import Router
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX, ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
@@ -76,7 +77,7 @@ def wanted(directory: Path, x_TC: torch.Tensor) -> torch.Tensor:
 
     logits_TE = x_TC @ tensors["gate.weight"].T
     experts = stacked("gate_proj", "up_proj"), stacked("down_proj")
-    return reference_mixture(x_TC, logits_TE, *experts, 2, True)
+    return reference_mixture(x_TC, logits_TE, *experts, Router(per_token=2, normed=True))
 
 
 def test_experts_are_those_of_the_checkpoint_and_ranks_have_parts_of_each(directory: Path) -> None:
