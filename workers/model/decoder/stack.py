@@ -285,7 +285,7 @@ class LayerStack:
     def compile_products(self) -> None:
         attention = self._weights.attentions[0]
         products: list[Linear | Fp8Linear | MixtureWeights] = [attention.qkv, attention.output]
-        for mlp in self._weights.mlps[:1]:
+        for mlp in {type(mlp): mlp for mlp in self._weights.mlps}.values():
             products += [mlp] if isinstance(mlp, MixtureWeights) else [mlp.gate_up, mlp.down]
         for product in products:
             product.compile()
