@@ -163,6 +163,7 @@ def test_arguments_give_setup_and_options(tmp_path: Path) -> None:
     run = Run(parsed([*given, "--model", str(tmp_path), "--commit", "abc"]))
     setup = run.setup(2, None)
     narrow = run.setup(1, "int8")
+    assert run.setup(1, None, "fp8").model == tmp_path.with_name(f"{tmp_path.name}-fp8-files")
     assert (setup.content()["decode"]["kv_dtype"], narrow.content()["decode"]["kv_dtype"]) == (None, "int8")
     assert narrow.fullest_gib() < run.setup(1, None).fullest_gib()
     assert setup.more == {
