@@ -112,11 +112,6 @@ class ModelConfig:
                 raise ModelError(
                     f"decode.tensor_parallel: {ranks} ranks cannot share the model's {count} {what} equally"
                 )
-        if self.qk_norm_all_heads and ranks > 1:
-            raise ModelError(
-                f"decode.tensor_parallel: {self.architecture} norms q and k over all heads at once, which "
-                f"{ranks} ranks do not hold: use 1"
-            )
         return replace(
             self,
             q_heads=self.q_heads // ranks,

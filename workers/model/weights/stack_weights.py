@@ -298,9 +298,12 @@ def _read_layer(
 
 def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
     config, module = read.spec.config.of_rank(read.spec.ranks), f"{prefix}self_attn."
-    norms = (("q", config.q_heads), ("k", config.kv_heads)) if config.qk_norm else ()
-    norms_XD = [read.get(f"{module}{name}_norm.weight").view(-1, config.head_dim) for name, _heads in norms]
-    norms_JD = [norm_XD.expand(heads, -1) for norm_XD, (_name, heads) in zip(norms_XD, norms, strict=True)]
+    heads = {"q": config.q_heads, "k": config.kv_heads} if config.qk_norm else {}
+    split = 0 if config.qk_norm_all_heads else None
+    norms_JD = [
+        read.get(f"{module}{name}_norm.weight", split=split).view(-1, config.head_dim).expand(count, -1)
+        for name, count in heads.items()
+    ]
     return AttentionWeights(
         input_norm_C=read.norm(f"{prefix}input_layernorm"),
         qkv=read.linear(*(f"{module}{name}" for name in config.qkv_modules), split=0),

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from deltafront.benchmarks.in_ranks import parts
 from deltafront.benchmarks.testing import row_errors
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
@@ -446,10 +448,6 @@ def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    if case.config.qk_norm_all_heads:
-        with pytest.raises(ModelError, match="norms q and k over all heads at once"):
-            replace(spec, ranks=2)
-        return
     whole = read_stack(case.directory, spec)
     heads = [count * case.config.head_dim for count in (6, 2, 2)]
     for rank in range(2):
@@ -466,6 +464,16 @@ def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
                 if (theirs := getattr(whole.mlps[layer], name, None)) is not None:
                     mine = getattr(part.mlps[layer], name).weight_OI
                     assert torch.equal(mine, theirs.weight_OI.chunk(2, dim=1)[rank])
+
+
+def test_two_ranks_equal_transformers(case: Case) -> None:
+    def computed(stack: LayerStack) -> torch.Tensor:
+        return prefill([stack], case.ids_T, CUTS["ragged"], Pages(stack.config, [table_of(TOKENS)]))
+
+    stacks = parts(case.directory, 2)
+    with ThreadPoolExecutor(len(stacks)) as threads:
+        for logits_TV in threads.map(computed, stacks):
+            assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
 
 
 def test_a_gguf_gives_the_same_logits(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
