@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from ..kernels.experts.mixture import cpu_mixture, kernel_mixture
+from ..kernels.experts.routing import Router
 from ..kernels.layers.fp8 import quantise_rows
 from ..kernels.layers.norm import LinearInput
 from .engine.model import SHAPES
@@ -17,6 +18,7 @@ SHAPE = SHAPES["30b-a3b"]
 TOKENS = (1, 4, 16, 256, 2048, 16_384)
 """Decode steps, appended text, chunks."""
 EXPERTS, CHOSEN = 128, 8
+ROUTER = Router(per_token=CHOSEN, normed=True)
 LARGEST_ERROR = {False: 0.01, True: 0.08}
 """The largest error of a row, in the norm, by whether experts have 8 bits."""
 
@@ -53,15 +55,15 @@ def _draw(
 def _prepare(config: BenchConfig, fp8: bool, tokens: int) -> Timed:
     given = _draw(config, fp8, tokens)
     flops = 2.0 * tokens * CHOSEN * 3 * SHAPE.hidden * SHAPE.intermediate
-    return Timed(partial(kernel_mixture, *given, CHOSEN, True), flops=flops)
+    return Timed(partial(kernel_mixture, *given, ROUTER), flops=flops)
 
 
 def _check(config: BenchConfig, fp8: bool) -> None:
     """Against torch's products expert by expert, with every tile."""
     for tokens in TOKENS:
         given = _draw(config, fp8, tokens)
-        found_TC = kernel_mixture(*given, CHOSEN, True).float()
-        wanted_TC = cpu_mixture(*given, CHOSEN, True).float()
+        found_TC = kernel_mixture(*given, ROUTER).float()
+        wanted_TC = cpu_mixture(*given, ROUTER).float()
         error = float(((found_TC - wanted_TC).norm(dim=1) / wanted_TC.norm(dim=1)).max())
         if not error < LARGEST_ERROR[fp8]:
             raise AssertionError(f"a row of {tokens} is {error:.3f} from torch's")

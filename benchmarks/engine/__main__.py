@@ -14,6 +14,8 @@ questions (first token of a question to a session, with --recompute blocks compu
 token of prompts that are remembered, in a service of its own: another question, the last quarter new, and a
 conversation of 43 turns that grows to --turn-tokens), tiers (prompts that come back from --host-gib of host
 memory and from a directory, a decode worker having room for one; `tiers.py`).
+--files 16 fp8: everything is asked of a service of each kind of files, 16 bits and compressed-tensors' FP8;
+cases of the latter end with _files. With --quantisation fp8 both are held alike.
 --kv-dtypes 16 int8: everything is asked of one service with each kind of K/V, in this order; rows of int8 say
 so (`kv_dtype`).
 Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
@@ -94,6 +96,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--kv-dtypes", nargs="+", choices=("16", *get_args(KVDtype)), default=["16"], help="decode.kv_dtype"
     )
+    parser.add_argument("--files", nargs="+", choices=("16", "fp8"), default=["16"], help="of the weights")
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="configuration")
     parser.add_argument("--model", type=Path, help="where the model is made; memory-backed by default")
     parser.add_argument("--kernel-cache", type=Path, default=Path(tempfile.gettempdir()) / "engine-kernels")
@@ -127,8 +130,17 @@ class Run:
         count = self.given.sessions * ("decode" in self.given.cases) or int("questions" in self.given.cases)
         return [self.given.decode_tokens] * count
 
+    def model_of(self, files: str) -> Path:
+        return self.model if files == "16" else self.model.with_name(f"{self.model.name}-{files}-files")
+
     def setup(
-        self, stages: int, kv_dtype: KVDtype | None, *, remembers: bool = False, more: Mapping[str, Any] = {}
+        self,
+        stages: int,
+        kv_dtype: KVDtype | None,
+        files: str = "16",
+        *,
+        remembers: bool = False,
+        more: Mapping[str, Any] = {},
     ) -> Setup:
         given = self.given
         pairs = (one.partition("=") for one in given.set)
@@ -138,7 +150,7 @@ class Run:
         if remembers:
             more["door.prefix_reuse"] = True
         return Setup(
-            self.model,
+            self.model_of(files),
             self.shape,
             self.longest,
             self.session_tokens,
@@ -158,7 +170,8 @@ class Run:
         measured without the service."""
         made = {**one}
         if setup is not None:
-            made = {**one, "case": f"{one['case']}{self.mark}", "decode_gpu": setup.decode_gpu}
+            mark = self.mark if setup.model == self.model else f"{self.mark}_files"
+            made = {**one, "case": f"{one['case']}{mark}", "decode_gpu": setup.decode_gpu}
             made["chunk"] = setup.chunk_tokens
             if self.given.shape != "8b":
                 made["shape"] = self.given.shape
@@ -255,7 +268,7 @@ class Run:
             options = self.options("dpxa", given.turn_tokens)
             self.keep(cached.turns(client, made, given.turn_tokens, options, gpus), setup)
 
-    def tiers(self, stages: int, kv_dtype: KVDtype | None) -> None:
+    def tiers(self, stages: int, kv_dtype: KVDtype | None, files: str) -> None:
         """In services of their own, which share a directory."""
         given, tokens = self.given, self.given.tokens[0]
 
@@ -264,7 +277,7 @@ class Run:
 
         with tempfile.TemporaryDirectory() as folder:
             more = tiers.settings(tokens, given.host_gib, Path(folder))
-            setup = self.setup(stages, kv_dtype, remembers=True, more=more)
+            setup = self.setup(stages, kv_dtype, files, remembers=True, more=more)
             options, store = self.options("dpxa", tokens), Path(folder)
             for one in tiers.measured(
                 lambda: self.started(setup), made, tokens, given.repeats, options, setup.gpus, store
@@ -309,13 +322,14 @@ class Run:
             for tokens in self.given.tokens:
                 self.options(method, tokens)  # a density that cannot be is told before anything is made
         began = time.perf_counter()
-        write_model(self.model, self.shape, self.device)
+        for files in self.given.files:
+            write_model(self.model_of(files), self.shape, self.device, fp8_files=files == "fp8")
         print(f"{self.model}: made or found in {time.perf_counter() - began:.1f} s", flush=True)
         if "peers" in self.given.cases:
             peer_attention.check(self.device)
         kinds = [None if kind == "16" else kind for kind in self.given.kv_dtypes]
-        for stages, kind in itertools.product(self.given.stages, kinds):
-            setup = self.setup(stages, kind)
+        for stages, kind, files in itertools.product(self.given.stages, kinds, self.given.files):
+            setup = self.setup(stages, kind, files)
             self._must_fit(setup)
             if "ready" in self.given.cases:
                 with self.started(setup):
@@ -323,9 +337,9 @@ class Run:
             if SERVED & {*self.given.cases}:
                 self.serve(setup)
             if "cached" in self.given.cases:
-                self.cached(self.setup(stages, kind, remembers=True))
+                self.cached(self.setup(stages, kind, files, remembers=True))
             if "tiers" in self.given.cases:
-                self.tiers(stages, kind)
+                self.tiers(stages, kind, files)
         if "products" in self.given.cases:
             self.products()
 

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from deltafront.kernels.layers.fp8 import cpu_quantise_rows
 from deltafront.service.cli.size import SHAPES as LLAMAS
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
@@ -44,24 +45,62 @@ _QWEN_30B_A3B = replace(
     kv_heads=4,
     mixture=MixtureConfig(experts=128, per_token=8, normed=True),
 )
+_GLM_AIR_8 = replace(
+    LLAMAS["8b"],
+    architecture="Glm4MoeForCausalLM",
+    layers=8,
+    intermediate=1408,
+    q_heads=96,
+    vocab=151_552,
+    qkv_bias=True,
+    rotary_dim=64,
+    mixture=MixtureConfig(
+        experts=128,
+        per_token=8,
+        normed=True,
+        sigmoid=True,
+        shared_width=1408,
+        dense_layers=(0,),
+        dense_width=10_944,
+    ),
+)
 SHAPES: Mapping[str, ModelConfig] = {
     **LLAMAS,
     "32b": _QWEN_32B,
     "30b-a3b": _QWEN_30B_A3B,
+    "air-8": _GLM_AIR_8,
     "tiny": replace(TINY, head_dim=64),
 }
-"""By name. `32b` and `30b-a3b` are Qwen3's; `tiny` is for a CPU."""
+"""By name. `32b` and `30b-a3b` are Qwen3's, `air-8` has 8 of GLM-4.5-Air's 46 layers; `tiny` is for a CPU."""
 
+_FP8_FILES = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+}
+
+_BYTES = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 _WRITERS = 8
 _ENDS = "ends"
 
 
-def write_model(directory: Path, shape: ModelConfig, device: torch.device) -> None:
+def write_model(
+    directory: Path, shape: ModelConfig, device: torch.device, *, fp8_files: bool = False
+) -> None:
     """A directory that `workers.model` loads: bf16 weights drawn on `device`, a tokenizer of few words.
 
+    fp8_files: the layers' matrices are stored in e4m3 by compressed-tensors, as `quantise_rows` rounds them.
     Weights of this shape that are there already stay; config.json is written last, so that they are whole.
     """
-    config, path = _config(shape), directory / "config.json"
+    config = _config(shape) | ({"quantization_config": _FP8_FILES} if fp8_files else {})
+    path = directory / "config.json"
     if path.exists() and {**json.loads(path.read_text()), **_positions(shape)} == config:
         path.write_text(json.dumps(config))
         return
@@ -73,32 +112,43 @@ def write_model(directory: Path, shape: ModelConfig, device: torch.device) -> No
         shards.setdefault(f"model-{part}.safetensors", {})[name] = size
     with ThreadPoolExecutor(_WRITERS) as writers:
         jobs = [
-            writers.submit(_write_shard, directory / file, shard, device, seed)
+            writers.submit(_write_shard, directory / file, shard, device, seed, fp8_files)
             for seed, (file, shard) in enumerate(shards.items())
         ]
-        for job in jobs:
-            job.result()
-    index = {name: file for file, shard in shards.items() for name in shard}
+        index = {name: file for file, job in zip(shards, jobs, strict=True) for name in job.result()}
     (directory / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     words = {f"w{number}": number for number in range(min(64, shape.vocab))}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
     path.write_text(json.dumps(config))
 
 
-def _write_shard(path: Path, shard: Mapping[str, tuple[int, ...]], device: torch.device, seed: int) -> None:
+def _write_shard(
+    path: Path, shard: Mapping[str, tuple[int, ...]], device: torch.device, seed: int, fp8_files: bool
+) -> list[str]:
+    """Return the names of its tensors."""
     generator = torch.Generator(device).manual_seed(seed)
     header: dict[str, Any] = {}
     end = 0
     for name, size in shard.items():
-        start, end = end, end + 2 * torch.Size(size).numel()
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
+        rounded = fp8_files and name.endswith("_proj.weight")
+        parts = {name: ("F8_E4M3" if rounded else "BF16", size)}
+        parts |= {f"{name}_scale": ("F32", (size[0], 1))} if rounded else {}
+        for part, (kind, shape) in parts.items():
+            start, end = end, end + _BYTES[kind] * torch.Size(shape).numel()
+            header[part] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for size in shard.values():
+        for name, size in shard.items():
             tensor = _draw(size, device, generator)
-            file.write(tensor.view(torch.uint8).cpu().numpy().data)
+            tensors = [tensor]
+            if f"{name}_scale" in header:
+                rows = cpu_quantise_rows(tensor.float())
+                tensors = [rows.values_TI, rows.scale_T1]
+            for one in tensors:
+                file.write(one.view(torch.uint8).cpu().numpy().data)
+    return list(header)
 
 
 def _draw(size: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -129,12 +179,22 @@ def _mlp(shape: ModelConfig) -> dict[str, Any]:
     mixture = shape.mixture
     if mixture is None:
         return {"intermediate_size": shape.intermediate}
-    return {
+    made = {
         "moe_intermediate_size": shape.intermediate,
         "num_experts": mixture.experts,
         "num_experts_per_tok": mixture.per_token,
         "norm_topk_prob": mixture.normed,
     }
+    if mixture.sigmoid:
+        made |= {
+            "intermediate_size": mixture.dense_width,
+            "attention_bias": shape.qkv_bias,
+            "n_routed_experts": made.pop("num_experts"),
+            "n_shared_experts": mixture.shared_width // shape.intermediate,
+            "first_k_dense_replace": len(mixture.dense_layers),
+            "num_nextn_predict_layers": 0,
+        }
+    return made
 
 
 def _positions(shape: ModelConfig) -> dict[str, int]:

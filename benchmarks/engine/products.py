@@ -39,7 +39,7 @@ def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int,
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start)
         for layer in range(1, shape.layers + 1):
-            first, *others = matrices(shape)
+            first, *others = matrices(shape.of_layer(layer - 1))
             yield rows, *first
             last = tokens - (tokens - 1) // BLOCK * BLOCK if start + rows == tokens else 0
             wanted = rows if layer < shape.layers else min(last, rows)
@@ -49,7 +49,9 @@ def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int,
 def matrices(shape: ModelConfig) -> list[tuple[int, int]]:
     """Output and input widths of a layer's products: query, key and value; output; gate and up; down. A
     token's experts count as one MLP of their widths together."""
-    inner = shape.intermediate * (1 if shape.mixture is None else shape.mixture.per_token)
+    inner, mixture = shape.intermediate, shape.mixture
+    if mixture is not None:
+        inner = inner * mixture.per_token + mixture.shared_width
     queries, keys = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return [
         (queries + 2 * keys, shape.hidden),

@@ -94,6 +94,7 @@ def main() -> None:
     start, tokens = time.perf_counter() - began, given.tokens
     about: dict[str, Any] = {"version": peer._vllm.__version__, "decode_gpu": "last"}
     about |= {"ranks": given.ranks} if given.ranks > 1 else {}
+    about |= {"shape": given.shape} if given.shape != "8b" else {}
     about |= {"kv_dtype": given.kv_dtype} if given.kv_dtype != "auto" else {}
     mark = f"_{given.quantisation}" if given.quantisation else ""
     found = [

@@ -53,6 +53,13 @@ def _experts(width: int) -> dict[str, Any]:
     return {"moe_intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []} | chosen
 
 
+def _glm_experts(experts: int, width: int) -> dict[str, Any]:
+    chosen = {"n_routed_experts": experts, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    groups = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_nextn_predict_layers": 1}
+    attention = {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1e6}
+    return {"moe_intermediate_size": width} | chosen | groups | attention
+
+
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _FULL: dict[str, Any] = {"sliding_window": None}
 _OLMO: dict[str, Any] = {"rope_theta": 5e5}
@@ -178,6 +185,28 @@ SERVED = (
     Public("zai-org/glm-4-9b-chat-hf", _config("Glm", 40, 4096, 13696, 32, 2, 151552, 131072), 9.4),
     Public("zai-org/GLM-4-9B-0414", _config("Glm4", 40, 4096, 13696, 32, 2, 151552, 32768), 9.4),
     Public("zai-org/GLM-4-32B-0414", _config("Glm4", 61, 6144, 23040, 48, 2, 151552, 32768), 32.6),
+    Public(
+        "zai-org/GLM-4.5-Air",
+        _config(
+            *("Glm4Moe", 46, 4096, 10944, 96, 8, 151552, 131072),
+            **_glm_experts(128, 1408),
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.0,
+            use_qk_norm=False,
+        ),
+        106.0,
+    ),
+    Public(
+        "zai-org/GLM-4.6",
+        _config(
+            *("Glm4Moe", 92, 5120, 12288, 96, 8, 151552, 202752),
+            **_glm_experts(160, 1536),
+            first_k_dense_replace=3,
+            routed_scaling_factor=2.5,
+            use_qk_norm=True,
+        ),
+        355.0,
+    ),
     Public("LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct", _exaone(32, 4096, 14336), 7.82),
     Public("LGAI-EXAONE/EXAONE-3.5-2.4B-Instruct", _exaone(30, 2560, 7168, head_dim=80, **_TIED), 2.41),
     Public(

@@ -42,7 +42,7 @@ def public_models() -> str:
     rows: list[list[str | None]] = []
     for model in SERVED:
         config = read_public(model)
-        size = f"{config.weights(config.layers) / 1e9:.3g} ({model.billions:g})"
+        size = f"{config.weights(range(config.layers)) / 1e9:.3g} ({model.billions:g})"
         rows.append([f"`{model.name}`", size, _served(config)])
     rows += [[f"`{model.name}`", None, f"refused: {_refusal(model)}"] for model in REFUSED]
     return markdown(("model", "10⁹ numbers (as published)", "here"), rows)

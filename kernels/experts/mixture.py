@@ -13,7 +13,7 @@ from ..layers.fp8 import Fp8Rows, quantise_rows
 from ..layers.norm import LinearInput
 from ..layers.rows import check_rows
 from .products import Tile, kernel_product, tiles_for
-from .routing import cpu_route, kernel_route
+from .routing import Router, cpu_route, kernel_route
 
 
 def mixture(
@@ -21,41 +21,39 @@ def mixture(
     logits_TE: torch.Tensor,
     gate_up: LinearInput,
     down: LinearInput,
-    *,
-    per_token: int,
-    normed: bool,
+    router: Router,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Sum each token's `per_token` most probable experts, each times its probability.
+    """Sum each token's experts, each times its share.
 
-    Probabilities are softmax(logits) in float32. Products of quantised weights quantise their inputs.
+    Shares are in float32. Products of quantised weights quantise their inputs.
 
     Args:
         gate_up: [E J, C]: each expert's gate and up, one below the other.
         down: [E C, I].
-        normed: Divide the chosen experts' probabilities by their sum.
         tile: None for the one that fits the number of tokens; CPUs ignore it.
 
     Raises:
         KernelInputError: Widths, dtypes or numbers of experts do not fit together.
     """
-    _check(x_TC, logits_TE, gate_up, down, per_token)
+    _check(x_TC, logits_TE, gate_up, down, router)
     if runs_on_cpu(x_TC, "mixture"):
-        return cpu_mixture(x_TC, logits_TE, gate_up, down, per_token, normed)
-    return kernel_mixture(x_TC, logits_TE, gate_up, down, per_token, normed, tile)
+        return cpu_mixture(x_TC, logits_TE, gate_up, down, router)
+    return kernel_mixture(x_TC, logits_TE, gate_up, down, router, tile)
 
 
 def compile_mixture(
-    experts: int, gate_up: LinearInput, down: LinearInput, per_token: int, normed: bool, dtype: torch.dtype
+    experts: int, gate_up: LinearInput, down: LinearInput, router: Router, dtype: torch.dtype
 ) -> None:
     """Compile the kernels for every number of tokens, with weights like these."""
     values = down.values_TI if isinstance(down, Fp8Rows) else down
     if not values.is_cuda:
         return
     x_TC = torch.zeros((1, len(values) // experts), dtype=dtype, device=values.device)
-    logits_TE = torch.zeros((1, experts), dtype=dtype, device=values.device)
+    of_logits = dtype if router.bias_E is None else torch.float32
+    logits_TE = torch.zeros((1, experts), dtype=of_logits, device=values.device)
     for tile in tiles_for(values.dtype):
-        mixture(x_TC, logits_TE, gate_up, down, per_token=per_token, normed=normed, tile=tile)
+        mixture(x_TC, logits_TE, gate_up, down, router, tile)
 
 
 def cpu_mixture(
@@ -63,10 +61,9 @@ def cpu_mixture(
     logits_TE: torch.Tensor,
     gate_up: LinearInput,
     down: LinearInput,
-    per_token: int,
-    normed: bool,
+    router: Router,
 ) -> torch.Tensor:
-    expert_TK, share_TK = cpu_route(logits_TE, per_token, normed)
+    expert_TK, share_TK = cpu_route(logits_TE, router)
     x, experts = _input(x_TC, gate_up), logits_TE.shape[1]
     sum_TC = torch.zeros_like(x_TC, dtype=torch.float32)
     for expert in sorted({*expert_TK.flatten().tolist()}):
@@ -84,11 +81,10 @@ def kernel_mixture(
     logits_TE: torch.Tensor,
     gate_up: LinearInput,
     down: LinearInput,
-    per_token: int,
-    normed: bool,
+    router: Router,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    routes = kernel_route(logits_TE, per_token, normed)
+    routes, per_token = kernel_route(logits_TE, router), router.per_token
     x, dtype = _input(x_TC, gate_up), x_TC.dtype
     active_MI = kernel_product(x, gate_up, routes, per_token, dtype, gated=True, tile=tile)
     active = _input(active_MI, down)
@@ -112,16 +108,20 @@ def _plain(x: LinearInput) -> torch.Tensor:
 
 
 def _check(
-    x_TC: torch.Tensor, logits_TE: torch.Tensor, gate_up: LinearInput, down: LinearInput, per_token: int
+    x_TC: torch.Tensor, logits_TE: torch.Tensor, gate_up: LinearInput, down: LinearInput, router: Router
 ) -> None:
     check_rows("mixture", x=x_TC)
     (tokens, hidden), experts = x_TC.shape, logits_TE.shape[-1]
     first, second = (w.values_TI if isinstance(w, Fp8Rows) else w for w in (gate_up, down))
     columns = second.shape[-1]
-    if logits_TE.shape != (tokens, experts) or not 1 <= per_token <= experts:
+    size = experts // router.groups
+    most = experts if router.groups == 1 else size * router.chosen_groups
+    if logits_TE.shape != (tokens, experts) or not 1 <= router.per_token <= most:
         raise KernelInputError(
-            f"mixture: {per_token} of {tuple(logits_TE.shape)} experts for {tokens} tokens"
+            f"mixture: {router.per_token} of {tuple(logits_TE.shape)} experts for {tokens} tokens"
         )
+    if experts % router.groups or (router.groups > 1 and size < 2):
+        raise KernelInputError(f"mixture: {router.groups} groups of {experts} experts")
     if first.shape != (2 * experts * columns, hidden) or second.shape != (experts * hidden, columns):
         raise KernelInputError(
             f"mixture: {experts} experts of {hidden} and {columns} channels cannot be "

@@ -18,7 +18,28 @@ from ..launches import Launcher, cdiv, next_power_of_2
 
 _TOKENS = 16
 _ASSIGNMENTS = 256
-_LEAST = tl.constexpr(-3.0e38)
+_LEAST = tl.constexpr(-1.0e38)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How tokens choose experts. Of equal ones they choose the first.
+
+    Args:
+        normed: Divide the chosen experts' probabilities by their sum.
+        bias_E: None: probabilities are a softmax. Else they are sigmoids, and this is added for the choice
+            alone, in float32 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        groups, chosen_groups: Experts are in so many groups of neighbours, and a token chooses among those of
+            the best groups, by the sum of a group's two best experts.
+        scale: Multiplies shares.
+    """
+
+    per_token: int
+    normed: bool
+    bias_E: torch.Tensor | None = None
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,16 +57,57 @@ class Routes:
     counts_E: torch.Tensor
 
 
-def cpu_route(logits_TE: torch.Tensor, per_token: int, normed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return expert_TK and share_TK: the most probable experts, with their probabilities in float32."""
-    share_TK, expert_TK = logits_TE.float().softmax(-1).topk(per_token, dim=-1)
-    return expert_TK, share_TK / share_TK.sum(-1, keepdim=True) if normed else share_TK
+def cpu_route(logits_TE: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return expert_TK and share_TK in float32, the best expert first."""
+    logits_TE = choice_TE = logits_TE.float()
+    if router.bias_E is None:
+        share_TE = logits_TE.softmax(-1)
+    else:
+        share_TE = logits_TE.sigmoid()
+        choice_TE = share_TE + router.bias_E
+    if router.groups > 1:
+        grouped_TGE = choice_TE.view(len(choice_TE), router.groups, -1)
+        group_TG = _best(grouped_TGE.topk(2).values.sum(-1), router.chosen_groups)
+        kept_TG = torch.zeros_like(grouped_TGE[..., 0], dtype=torch.bool).scatter_(1, group_TG, True)
+        choice_TE = grouped_TGE.masked_fill(~kept_TG[..., None], float("-inf")).flatten(1)
+    expert_TK = _best(choice_TE, router.per_token)
+    share_TK = share_TE.gather(1, expert_TK)
+    sum_T1 = share_TK.sum(-1, keepdim=True) if router.normed else 1.0
+    return expert_TK, share_TK / sum_T1 * router.scale
+
+
+def _best(score_TX: torch.Tensor, count: int) -> torch.Tensor:
+    return score_TX.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+@triton.jit
+def _of_best_groups(
+    left_TE, expert_E, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr
+):
+    """Say which experts are in the groups whose two best have the largest sum."""
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    group_E = expert_E // SIZE
+    sum_TE = tl.full(left_TE.shape, float("-inf"), tl.float32)
+    for group in range(GROUPS):
+        mine_TE = tl.where(group_E[None, :] == group, left_TE, float("-inf"))
+        first_T = tl.max(mine_TE, 1)
+        first_at_T = tl.min(tl.where(mine_TE == first_T[:, None], expert_E[None, :], EXPERTS), 1)
+        second_T = tl.max(tl.where(expert_E[None, :] == first_at_T[:, None], float("-inf"), mine_TE), 1)
+        sum_TE = tl.where(group_E[None, :] == group, (first_T + second_T)[:, None], sum_TE)
+    kept_TE = sum_TE > float("inf")
+    for _ in range(CHOSEN_GROUPS):
+        is_best_TE = sum_TE == tl.max(sum_TE, 1)[:, None]
+        best_T = tl.min(tl.where(is_best_TE, group_E[None, :], GROUPS), 1)
+        kept_TE = kept_TE | (group_E[None, :] == best_T[:, None])
+        sum_TE = tl.where(kept_TE, float("-inf"), sum_TE)
+    return kept_TE
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def route_kernel(
-    logits_ptr, expert_ptr, place_ptr, share_ptr, counts_ptr, tokens,
-    EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMED: tl.constexpr,
+    logits_ptr, bias_ptr, expert_ptr, place_ptr, share_ptr, counts_ptr, tokens,
+    EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SCALE: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """place: an assignment's place among its expert's. counts start at 0."""
@@ -57,10 +119,18 @@ def route_kernel(
     at_TE = token_T.to(tl.int64)[:, None] * EXPERTS + expert_E[None, :]
     logit_TE = tl.load(logits_ptr + at_TE, mask=inside_TE, other=float("-inf")).to(tl.float32)
     logit_TE = tl.where(inside_T[:, None], logit_TE, 0.0)
-    power_TE = tl.exp(logit_TE - tl.max(logit_TE, 1)[:, None])
-    share_TE = power_TE / tl.sum(power_TE, 1)[:, None]
-    least_TE = tl.maximum(logit_TE, _LEAST)  # NaN too: its tokens go to real experts, each once
+    if BIASED:
+        share_TE = 1.0 / (1.0 + tl.exp(-logit_TE))
+        choice_TE = share_TE + tl.load(bias_ptr + expert_E, mask=expert_E < EXPERTS, other=0.0)[None, :]
+    else:
+        power_TE = tl.exp(logit_TE - tl.max(logit_TE, 1)[:, None])
+        share_TE = power_TE / tl.sum(power_TE, 1)[:, None]
+        choice_TE = logit_TE
+    least_TE = tl.maximum(choice_TE, _LEAST)  # NaN too: its tokens go to real experts, each once
     left_TE = tl.where(expert_E[None, :] < EXPERTS, least_TE, float("-inf"))
+    if GROUPS > 1:
+        kept_TE = _of_best_groups(left_TE, expert_E, EXPERTS, GROUPS, CHOSEN_GROUPS)
+        left_TE = tl.where(kept_TE, left_TE, float("-inf"))
     chosen_TK = tl.zeros([TOKENS, SLOTS], tl.int32)
     share_TK = tl.zeros([TOKENS, SLOTS], tl.float32)
     for slot in range(PER_TOKEN):
@@ -73,6 +143,7 @@ def route_kernel(
         left_TE = tl.where(is_best_TE, float("-inf"), left_TE)
     if NORMED:
         share_TK = share_TK / tl.sum(share_TK, 1)[:, None]
+    share_TK *= SCALE
     inside_TK = inside_T[:, None] & (slot_K < PER_TOKEN)[None, :]
     at_TK = token_T[:, None] * PER_TOKEN + slot_K[None, :]
     place_TK = tl.atomic_add(counts_ptr + chosen_TK, 1, mask=inside_TK, sem="relaxed")
@@ -99,8 +170,8 @@ def order_kernel(
 _route, _order = Launcher(route_kernel), Launcher(order_kernel)
 
 
-def kernel_route(logits_TE: torch.Tensor, per_token: int, normed: bool) -> Routes:
-    tokens, experts = logits_TE.shape
+def kernel_route(logits_TE: torch.Tensor, router: Router) -> Routes:
+    (tokens, experts), per_token = logits_TE.shape, router.per_token
     assignments, device, block = tokens * per_token, logits_TE.device, next_power_of_2(experts)
     expert_M, place_M, order_M = (
         torch.empty(assignments, dtype=torch.int32, device=device) for _ in range(3)
@@ -109,6 +180,7 @@ def kernel_route(logits_TE: torch.Tensor, per_token: int, normed: bool) -> Route
     counts_E = torch.zeros(experts, dtype=torch.int32, device=device)
     _route[(cdiv(tokens, _TOKENS),)](
         logits_TE.contiguous(),
+        share_M if router.bias_E is None else router.bias_E,
         expert_M,
         place_M,
         share_M,
@@ -116,7 +188,11 @@ def kernel_route(logits_TE: torch.Tensor, per_token: int, normed: bool) -> Route
         tokens,
         EXPERTS=experts,
         PER_TOKEN=per_token,
-        NORMED=normed,
+        NORMED=router.normed,
+        BIASED=router.bias_E is not None,
+        GROUPS=router.groups,
+        CHOSEN_GROUPS=router.chosen_groups,
+        SCALE=router.scale,
         TOKENS=_TOKENS,
         EXPERTS_BLOCK=block,
         SLOTS=next_power_of_2(per_token),

@@ -16,7 +16,7 @@ from ...workers.settings import Dtype, KVDtype, Quantisation
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-SCALE_BYTES = 4
+SCALE_BYTES = _WIDE_BYTES = 4
 RESERVE_GIB = 8.0
 """Per process on a GPU: the CUDA context and NCCL (1 GiB), an MLP's activations of 16,384 tokens (3 GiB for
 70B), tile selection (2.9 GiB at 524,288 tokens: docs/figures.md), CUDA graphs.
@@ -83,26 +83,29 @@ class Sizing:
 
 def weight_bytes(
     model: ModelConfig,
-    layers: int,
+    layers: range,
     dtype: Dtype,
     quantisation: Quantisation | None,
     *,
-    mlps: int | None = None,
+    mlps: range | None = None,
     embedding: bool = True,
     head: bool = True,
 ) -> int:
-    """Count the weights of some layers' attention and of `mlps` MLPs, by default as many.
+    """Count the weights of some layers' attention and of the MLPs of `mlps`, by default the same layers.
 
     Only the layers' matrices are quantised.
     """
-    mlps = layers if mlps is None else mlps
     size = DTYPE_BYTES[dtype]
+    kinds = model.kinds(layers if mlps is None else mlps)
     plain = model.weights(layers, mlps, embedding=embedding, head=head) * size
+    plain += sum(count * kind.wide_numbers for kind, count in kinds) * (_WIDE_BYTES - size)
     if quantisation is None:
         return plain
-    matrices = layers * model.attention_matrices + mlps * model.mlp_matrices
-    channels = layers * ((model.q_heads + 2 * model.kv_heads) * model.head_dim + model.hidden)
-    channels += mlps * len(model.expert_modules) * (2 * model.intermediate + model.hidden)
+    matrices = len(layers) * model.attention_matrices
+    channels = len(layers) * ((model.q_heads + 2 * model.kv_heads) * model.head_dim + model.hidden)
+    for kind, count in kinds:
+        matrices += count * kind.mlp_matrices
+        channels += count * sum(2 * width + model.hidden for width in kind.mlp_modules.values())
     return plain - matrices * (size - 1) + channels * SCALE_BYTES
 
 
@@ -132,9 +135,9 @@ def stage_bytes(
     sizes = []
     for stage, share in enumerate(model.split(stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
-        layers, mlps = len(share.layers), len(share.mlps)
-        weights = weight_bytes(model, layers, dtype, quantisation, mlps=mlps, **ends)
-        sizes.append(weights + tokens * kv_bytes(model, layers, dtype, kv_dtype) + brought_back)
+        weights = weight_bytes(model, share.layers, dtype, quantisation, mlps=share.mlps, **ends)
+        kv = tokens * kv_bytes(model, len(share.layers), dtype, kv_dtype)
+        sizes.append(weights + kv + brought_back)
     return max(sizes)
 
 
@@ -151,13 +154,14 @@ def rank_bytes(
     part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
     kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
-    layers = weight_bytes(part, model.layers, dtype, quantisation, head=False)
+    layers = weight_bytes(part, range(model.layers), dtype, quantisation, head=False)
     return layers + kv + (rows + 1) * model.hidden * size
 
 
 def rank_counts(model: ModelConfig) -> list[int]:
     """Into how many ranks a decode worker can be cut."""
-    return [n for n in range(1, model.kv_heads + 1) if model.kv_heads % n == model.intermediate % n == 0]
+    whole = math.gcd(model.kv_heads, *model.mlp_widths)
+    return [n for n in range(1, whole + 1) if whole % n == 0]
 
 
 def sizing(
@@ -189,7 +193,7 @@ def sizing(
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
     room = int((gpu_gib - reserve_gib) * GIB)
     kv_token_bytes = kv_bytes(model, model.layers, dtype, kv_dtype)
-    weights = weight_bytes(model, model.layers, dtype, quantisation)
+    weights = weight_bytes(model, range(model.layers), dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * kv_token_bytes
     counts = rank_counts(model) if ranks is None else [ranks]
     empty = {n: rank_bytes(model, n, 0, dtype, quantisation) for n in counts}

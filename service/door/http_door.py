@@ -41,7 +41,7 @@ from .openai_answers import (
     status_of,
 )
 from .openai_requests import StreamOptions, UnknownModel
-from .reasoning import ReasoningSplitter, is_open
+from .reasoning import AnswerPart, ReasoningSplitter, is_open
 
 KEEP_ALIVE_S = 5.0
 """Longest silence of a stream."""
@@ -182,12 +182,12 @@ class _Completions:
 
 
 async def _answer(reply: Reply, events: AsyncIterator[RequestEvent | None]) -> Json:
-    text, answer = "", Json()
+    parts, answer = list[AnswerPart](), Json()
     async for event in events:
         if isinstance(event, Token):
-            text += event.text
+            parts += reply.parts(event.text, event.index + 1)
         elif isinstance(event, GenerateFinished):
-            answer = reply.answer(text + event.text, event)
+            answer = reply.answer(parts, event)
     return answer
 
 
@@ -207,7 +207,7 @@ async def _stream(
                 await stream.send_json(reply.first_chunks(usage))
             elif isinstance(event, Token):
                 usage = usage and replace(usage, completion_tokens=event.index + 1)
-                await stream.send_json(reply.chunks(event.text, usage))
+                await stream.send_json(reply.chunks(reply.parts(event.text, event.index + 1), usage))
             elif isinstance(event, GenerateFinished):
                 await stream.send_json(reply.last_chunks(event, options))
         await stream.write(b"data: [DONE]\n\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,42 +74,59 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()))
     reasoning: ReasoningSplitter | None = None
 
-    def answer(self, text: str, finish: GenerateFinished) -> Json:
-        parts = self._parts(text, last=True)
+    def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
+        """parts: what was told before the request finished."""
+        parts = [*parts, *self.parts(finish.text, finish.usage.completion_tokens, last=True)]
         whole = AnswerPart("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
         choice = _choice(self.endpoint.answer(whole), _reason(finish))
-        return self._object(
-            self.endpoint.object_type, [choice], usage=_usage(finish.usage), **_report(finish)
-        )
+        usage = self._usage(finish.usage)
+        return self._object(self.endpoint.object_type, [choice], usage=usage, **_report(finish))
 
     def first_chunks(self, usage: Usage | None) -> list[Json]:
         delta = self.endpoint.first_delta
         return [] if delta is None else [self._chunk(_choice(delta), usage)]
 
-    def chunks(self, text: str, usage: Usage | None, last: bool = False) -> list[Json]:
-        """Nothing where the text is held back."""
-        return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in self._parts(text, last)]
+    def chunks(self, parts: Iterable[AnswerPart], usage: Usage | None) -> list[Json]:
+        return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in parts]
 
-    def _parts(self, text: str, last: bool) -> list[AnswerPart]:
+    def parts(self, text: str, tokens: int, last: bool = False) -> list[AnswerPart]:
+        """Return nothing where the text is held back. tokens: the answer's, with this text's."""
         if self.reasoning is None:
             return [AnswerPart(content=text)] if text else []
-        parts = [self.reasoning.push(text), *([self.reasoning.flush()] if last else [])]
+        parts = [self.reasoning.push(text, tokens), *([self.reasoning.flush()] if last else [])]
         return [part for part in parts if any(part)]
 
     def last_chunks(self, finish: GenerateFinished, options: StreamOptions) -> list[Json]:
         """End with the held-back text, the finish reason with our report, and usage if it was asked for."""
         usage = finish.usage if options.continuous_usage_stats else None
-        chunks = self.chunks(finish.text, usage, last=True)
+        chunks = self.chunks(self.parts(finish.text, finish.usage.completion_tokens, last=True), usage)
         chunks += [
             self._chunk(_choice(self.endpoint.delta(AnswerPart()), _reason(finish)), usage, **_report(finish))
         ]
         if options.include_usage:
-            chunks += [self._object(self.endpoint.chunk_type, [], usage=_usage(finish.usage))]
+            chunks += [self._object(self.endpoint.chunk_type, [], usage=self._usage(finish.usage))]
         return chunks
 
     def _chunk(self, choice: Json, usage: Usage | None, **more: Any) -> Json:
-        shown = None if usage is None else _usage(usage)
+        shown = None if usage is None else self._usage(usage)
         return self._object(self.endpoint.chunk_type, [choice], usage=shown, **more)
+
+    def _usage(self, usage: Usage) -> Json:
+        told = {} if self.reasoning is None else {"reasoning_tokens": self.reasoning.tokens}
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cached_tokens_details": {
+                    "device": usage.cached_tokens - usage.host_tokens - usage.disk_tokens,
+                    "host": usage.host_tokens,
+                    "storage": usage.disk_tokens,
+                },
+            },
+            **({"completion_tokens_details": told} if told else {}),
+        }
 
     def _object(self, object_type: str, choices: list[Json], **more: Any) -> Json:
         head = {"id": self.request_id, "object": object_type, "created": self.created, "model": self.model}
@@ -122,22 +139,6 @@ def _choice(content: Json, reason: str | None = None) -> Json:
 
 def _reason(finish: GenerateFinished) -> str:
     return "length" if finish.reason is FinishReason.LENGTH else "stop"
-
-
-def _usage(usage: Usage) -> Json:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "cached_tokens_details": {
-                "device": usage.cached_tokens - usage.host_tokens - usage.disk_tokens,
-                "host": usage.host_tokens,
-                "storage": usage.disk_tokens,
-            },
-        },
-    }
 
 
 _REPORTED = ("session", "timings", "density", "page_share", "recomputed_tokens", "trace_id")

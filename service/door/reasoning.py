@@ -27,7 +27,8 @@ class _State(Enum):
 
 
 class ReasoningSplitter:
-    """Text may come in any pieces: what may be a marker's beginning is held back.
+    """Text may come in any pieces: what may be a marker's beginning is held back. `tokens` are those of the
+    answer up to the marker that ends the reasoning; 0 without any.
 
     Args:
         opened: whether the template has written the first marker.
@@ -36,12 +37,15 @@ class ReasoningSplitter:
     def __init__(self, opened: bool) -> None:
         self._state = _State.REASONING if opened else _State.BEGINNING
         self._held = ""
+        self.tokens = 0
 
-    def push(self, text: str) -> AnswerPart:
+    def push(self, text: str, tokens: int) -> AnswerPart:
+        """tokens: the answer's, with this text's."""
         self._held += text
         if self._state is _State.BEGINNING:
             self._begin(self._held.lstrip())
         if self._state is _State.REASONING:
+            self.tokens = tokens
             return self._reason()
         return AnswerPart(content=self._take()) if self._state is _State.CONTENT else AnswerPart()
 

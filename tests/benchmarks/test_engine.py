@@ -21,6 +21,7 @@ from deltafront.benchmarks.engine.setup import Setup, delta_layers, dpxa_share
 from deltafront.benchmarks.testing import assert_rows_close, random_input
 from deltafront.kernels.executors.dense import cpu_attend
 from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.layers.fp8 import quantise_rows
 from deltafront.kernels.selectors.rules import cpu
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.service.config import ConfigError, parse
@@ -30,6 +31,7 @@ from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.weights.sources import open_weights
 from deltafront.workers.model.weights.stack_weights import StackSpec
 
 SHAPE = replace(SHAPES["tiny"], layers=3, positions=2048)
@@ -46,7 +48,16 @@ MIXTURE = replace(
 )
 
 
-@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=lambda shape: shape.architecture)
+MIXED = replace(
+    SHAPES["air-8"],
+    **{name: getattr(MIXTURE, name) for name in ("layers", "hidden", "intermediate", "q_heads", "kv_heads")},
+    vocab=512,
+    positions=2048,
+    mixture=replace(MIXTURE.mixture, sigmoid=True, shared_width=64, dense_layers=(0,), dense_width=192),
+)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE, MIXED], ids=lambda shape: shape.architecture)
 def test_a_model_directory_is_what_the_workers_load(tmp_path: Path, shape: ModelConfig) -> None:
     write_model(tmp_path, shape, torch.device("cpu"))
     config = read_config(tmp_path)
@@ -73,6 +84,21 @@ def test_a_model_directory_is_what_the_workers_load(tmp_path: Path, shape: Model
     write_model(tmp_path, replace(shape, intermediate=128), torch.device("cpu"))
     assert read_config(tmp_path).intermediate == 128
     assert shards != {path: path.stat().st_mtime_ns for path in shards}
+
+
+@pytest.mark.parametrize("shape", [SHAPE, MIXED], ids=lambda shape: shape.architecture)
+def test_fp8_files_hold_what_quantisation_makes_of_the_others(tmp_path: Path, shape: ModelConfig) -> None:
+    sources = []
+    for fp8_files in (False, True):
+        write_model(tmp_path / str(fp8_files), shape, torch.device("cpu"), fp8_files=fp8_files)
+        check_weights(tmp_path / str(fp8_files), read_config(tmp_path / str(fp8_files)))
+        sources.append(open_weights(tmp_path / str(fp8_files)))
+    wide, narrow = sources
+    for name, size in shape.shapes().items():
+        plain, found = wide.read(name), narrow.read(name)
+        rounded = ".layers." in name and len(size) == 2 and not name.endswith(".gate.weight")
+        meant = quantise_rows(plain).dequantised(torch.float32) if rounded else plain
+        assert torch.equal(found, meant)
 
 
 @pytest.mark.parametrize("density", [0.25, 0.6])
@@ -137,6 +163,7 @@ def test_arguments_give_setup_and_options(tmp_path: Path) -> None:
     run = Run(parsed([*given, "--model", str(tmp_path), "--commit", "abc"]))
     setup = run.setup(2, None)
     narrow = run.setup(1, "int8")
+    assert run.setup(1, None, "fp8").model == tmp_path.with_name(f"{tmp_path.name}-fp8-files")
     assert (setup.content()["decode"]["kv_dtype"], narrow.content()["decode"]["kv_dtype"]) == (None, "int8")
     assert narrow.fullest_gib() < run.setup(1, None).fullest_gib()
     assert setup.more == {
@@ -255,15 +282,20 @@ def test_a_shape_measured_in_8_bits_alone_is_compared_with_nothing() -> None:
 
 def test_products_are_those_of_a_layer() -> None:
     matrix = sum(out * width for out, width in matrices(SHAPE))
-    assert matrix * SHAPE.layers == SHAPE.weights(3, embedding=False, head=False) - 2 * 3 * SHAPE.hidden
+    assert (
+        matrix * SHAPE.layers == SHAPE.weights(range(3), embedding=False, head=False) - 2 * 3 * SHAPE.hidden
+    )
     assert products_s(SHAPE, 100, 64, torch.device("cpu"), torch.float32, repeats=1) > 0
 
 
 def test_a_token_s_experts_count_as_one_mlp() -> None:
-    macs = sum(out * width for out, width in matrices(MIXTURE))
     router = MIXTURE.hidden * 4
-    assert macs == MIXTURE.attention_matrices + MIXTURE.mlp_macs - router
+    for shape in (MIXTURE, MIXED):
+        macs = sum(out * width for out, width in matrices(shape))
+        assert macs == shape.attention_matrices + shape.mlp_macs - router
     assert MIXTURE.mlp_matrices == 2 * (MIXTURE.mlp_macs - router)
+    widths = [width for _, _, width in products(MIXED, 64, 64)]
+    assert widths[3::4][:2] == [192, 3 * 64], "the first layer has no experts"
 
 
 def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_block_alone() -> None:

@@ -16,7 +16,7 @@ from deltafront.workers.model.family_registry import FAMILIES
 def test_a_public_model_has_its_published_size(model: Public) -> None:
     config = read_public(model)
     assert model.billions is not None
-    assert config.weights(config.layers) / 1e9 == pytest.approx(model.billions, rel=0.01)
+    assert config.weights(range(config.layers)) / 1e9 == pytest.approx(model.billions, rel=0.01)
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.name)

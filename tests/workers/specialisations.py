@@ -50,8 +50,8 @@ DENSITY = 0.1
 @dataclass(frozen=True)
 class Case:
     """What is read: prompts by a method, by stage `stage` of `stages`; or, where no method is named, a decode
-    worker's appended text and steps. warm_up: as in the configuration. experts: by the model in the folder
-    of that name, in DIRECTORY."""
+    worker's appended text and steps. warm_up: as in the configuration. model: a folder in
+    DIRECTORY."""
 
     name: str
     method: str = ""
@@ -61,7 +61,7 @@ class Case:
     stages: int = 1
     quantisation: Any = None
     kv_dtype: Any = None
-    experts: bool = False
+    model: str = ""
 
 
 def lengths(randomly: random.Random) -> list[int]:
@@ -184,7 +184,7 @@ def decode_after_warm_up(directory: str, case: Case, seen: set[tuple[str, str]])
 def main() -> None:
     directory, *cases = sys.argv[1:]
     for case in (Case(**json.loads(given)) for given in cases):
-        waits, model = set[str](), f"{directory}/experts" if case.experts else directory
+        waits, model = set[str](), f"{directory}/{case.model}"
         with fake_gpu() as seen:
             if case.method:
                 new, waits = stage_after_warm_up(model, case, seen)

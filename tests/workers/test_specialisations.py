@@ -26,13 +26,14 @@ METHODS = ("dense", "dpxa", "dpxa+delta", "xattention", "delta_xattention", "del
 SHAPE = replace(
     SHAPES["8b"], layers=4, hidden=256, intermediate=3072, vocab=512, positions=262_144
 )  # heads as they are: they decide how work is divided
-EXPERTS = replace(
-    SHAPES["30b-a3b"],
-    layers=4,
-    hidden=256,
-    vocab=512,
-    positions=262_144,
-    mixture=MixtureConfig(experts=8, per_token=3, normed=True),
+SMALL: dict[str, Any] = {"layers": 4, "hidden": 256, "vocab": 512, "positions": 262_144}
+EIGHT = MixtureConfig(experts=8, per_token=3, normed=True)
+EXPERTS = replace(SHAPES["30b-a3b"], **SMALL, mixture=EIGHT)
+MIXED = replace(
+    SHAPES["air-8"],
+    **SMALL,
+    intermediate=768,
+    mixture=replace(EIGHT, sigmoid=True, shared_width=768, dense_layers=(0,), dense_width=1024),
 )
 SHORTER = {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128}
 """Options that README names for prompts of 32,768 tokens."""
@@ -46,10 +47,13 @@ WARM: dict[str, dict[str, Any]] = {
     "8 bits": {"method": "dpxa", "warm_up": ["dpxa"], "quantisation": "fp8"},
     "first stage": {"method": "dpxa", "warm_up": ["dpxa"], "stages": 2},
     "last stage": {"method": "dpxa", "warm_up": ["dpxa"], "stage": 1, "stages": 2},
-    "experts": {"method": "dense", "warm_up": ["dense"], "experts": True},
-    "experts in 8 bits": {"method": "dense", "warm_up": ["dense"], "experts": True, "quantisation": "fp8"},
-    "experts, decode": {"experts": True},
-    "experts in 8 bits, decode": {"experts": True, "quantisation": "fp8"},
+    "experts": {"method": "dense", "warm_up": ["dense"], "model": "experts"},
+    "experts in 8 bits": {"method": "dense", "warm_up": ["dense"], "model": "experts", "quantisation": "fp8"},
+    "experts, decode": {"model": "experts"},
+    "experts in 8 bits, decode": {"model": "experts", "quantisation": "fp8"},
+    "some layers' experts": {"method": "dense", "warm_up": ["dense"], "model": "mixed"},
+    "some layers' experts, decode": {"model": "mixed"},
+    "some layers' experts in 8 bits": {"model": "mixed", "quantisation": "fp8"},
     "8 bits, first stage": {"method": "dpxa", "warm_up": ["dpxa"], "stages": 2, "quantisation": "fp8"},
     "8 bits, last stage": {
         "method": "dpxa",
@@ -71,6 +75,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("model")
     write_model(directory, SHAPE, torch.device("cpu"))
     write_model(directory / "experts", EXPERTS, torch.device("cpu"))
+    write_model(directory / "mixed", MIXED, torch.device("cpu"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("specialisations.py")
     cases = [json.dumps({"name": name, **case}) for name, case in {**COLD, **WARM}.items()]

@@ -8,7 +8,7 @@ from typing import Any
 
 from .families.exaone import EXAONE, EXAONE4
 from .families.family import Family, GgufNames
-from .families.glm import GLM, GLM4
+from .families.glm import GLM, GLM4, GLM4_MOE
 from .families.granite import GRANITE
 from .families.llama import ARCEE, LLAMA
 from .families.mistral import MISTRAL
@@ -20,7 +20,7 @@ from .families.smollm3 import SMOLLM3
 
 _OURS = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
-    *(GLM, GLM4, EXAONE, EXAONE4, ARCEE),
+    *(GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE),
 )
 
 FAMILIES: dict[str, Family] = {}

@@ -1,14 +1,17 @@
-"""Compile cases of mixtures of experts, in Qwen3-30B-A3B's widths."""
+"""Compile cases of mixtures of experts, in Qwen3-30B-A3B's widths, and GLM-4.5's
+choice of experts."""
 
 from __future__ import annotations
 
 from deltafront.kernels.experts import products, routing
 
-ROUTE_CASES = [
-    (
+
+def route_case(biased: bool, groups: int) -> tuple[object, dict[str, str], dict[str, object]]:
+    return (
         routing.route_kernel,
         {
-            "logits_ptr": "*bf16",
+            "logits_ptr": "*fp32" if biased else "*bf16",
+            "bias_ptr": "*fp32",
             **dict.fromkeys(("expert_ptr", "place_ptr", "counts_ptr"), "*i32"),
             "share_ptr": "*fp32",
             "tokens": "i32",
@@ -17,11 +20,21 @@ ROUTE_CASES = [
             "EXPERTS": 128,
             "PER_TOKEN": 8,
             "NORMED": True,
+            "BIASED": biased,
+            "GROUPS": groups,
+            "CHOSEN_GROUPS": groups // 2,
+            "SCALE": 2.5 if biased else 1.0,
             "TOKENS": routing._TOKENS,
             "EXPERTS_BLOCK": 128,
             "SLOTS": 8,
         },
-    ),
+    )
+
+
+ROUTE_CASES = [
+    route_case(False, 1),
+    route_case(True, 1),
+    route_case(True, 8),
     (
         routing.order_kernel,
         {

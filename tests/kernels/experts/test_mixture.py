@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from deltafront.benchmarks.reference import experts as reference
 from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
 from deltafront.kernels.experts.mixture import compile_mixture, cpu_mixture, kernel_mixture, mixture
 from deltafront.kernels.experts.products import TILES, Tile, tile_for, tiles_for
-from deltafront.kernels.experts.routing import cpu_route, kernel_route
+from deltafront.kernels.experts.routing import Router, cpu_route, kernel_route
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers.fp8 import Fp8Rows, quantise_rows
 
@@ -21,6 +22,7 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
 """In the interpreter bfloat16 is computed wrongly."""
 SMALL = Tile(rows=16, columns=32, step_bytes=128, warps=4, stages=2, most=0)
 TOKENS = 21
+TWO, QWEN3 = (Router(per_token=count, normed=True) for count in (2, 8))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -43,13 +45,33 @@ def weights(experts: int, hidden: int, columns: int, dtype: torch.dtype) -> tupl
     return gate_up_JC, (draw(experts * hidden, columns) * columns**-0.5).to(dtype)
 
 
-def wanted(x_TC: torch.Tensor, logits_TE: torch.Tensor, gate_up: Any, down: Any, *how: Any) -> torch.Tensor:
+def wanted(
+    x_TC: torch.Tensor, logits_TE: torch.Tensor, gate_up: Any, down: Any, router: Router
+) -> torch.Tensor:
     experts = logits_TE.shape[1]
     stacked = [w.cpu().view(experts, -1, w.shape[1]) for w in (gate_up, down)]
-    return reference.mixture(x_TC.cpu(), logits_TE.cpu(), *stacked, *how)
+    return reference.mixture(x_TC.cpu(), logits_TE.cpu(), *stacked, router)
 
 
 ROUTINGS = ["even", "ragged", "all to the last ones"]
+
+
+def assert_routed(logits_TE: torch.Tensor, router: Router) -> None:
+    """The CPU's routes and the kernel's are the oracle's."""
+    expert_TK, share_TK = cpu_route(logits_TE, router)
+    with poisoned_empty():
+        routes = kernel_route(logits_TE, router)
+    order, ends = routes.order_M.tolist(), routes.counts_E.cumsum(0).tolist()
+    assert sorted(order) == list(range(TOKENS * router.per_token))
+    found: list[dict[int, float]] = [{} for _ in range(TOKENS)]
+    for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        for one in order[begin:end]:
+            found[one // router.per_token][expert] = float(routes.share_M[one])
+    for token, logits_E in enumerate(logits_TE.tolist()):
+        shares = reference.routed(logits_E, router)
+        assert found[token] == pytest.approx(shares, rel=1e-5)
+        of_cpu = zip(expert_TK[token].tolist(), share_TK[token].tolist(), strict=True)
+        assert dict(of_cpu) == pytest.approx(shares, rel=1e-5)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -58,21 +80,38 @@ ROUTINGS = ["even", "ragged", "all to the last ones"]
 def test_tokens_go_to_their_most_probable_experts(
     experts: int, per_token: int, kind: str, normed: bool
 ) -> None:
-    logits_TE = logits(kind, experts, per_token)
-    expert_TK, share_TK = cpu_route(logits_TE, per_token, normed)
-    with poisoned_empty():
-        routes = kernel_route(logits_TE, per_token, normed)
-    order, ends = routes.order_M.tolist(), routes.counts_E.cumsum(0).tolist()
-    assert sorted(order) == list(range(TOKENS * per_token))
-    found: list[dict[int, float]] = [{} for _ in range(TOKENS)]
-    for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        for one in order[begin:end]:
-            found[one // per_token][expert] = float(routes.share_M[one])
-    for token, logits_E in enumerate(logits_TE.tolist()):
-        shares = reference.routed(logits_E, per_token, normed)
-        assert found[token] == pytest.approx(shares, rel=1e-5)
-        of_cpu = zip(expert_TK[token].tolist(), share_TK[token].tolist(), strict=True)
-        assert dict(of_cpu) == pytest.approx(shares, rel=1e-5)
+    assert_routed(logits(kind, experts, per_token), Router(per_token=per_token, normed=normed))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "per_token", "groups", "chosen_groups"),
+    [(8, 2, 1, 1), (160, 8, 1, 1), (12, 3, 4, 2), (12, 5, 3, 3), (24, 4, 6, 1), (128, 8, 8, 4)],
+)
+def test_a_bias_and_groups_of_experts(
+    experts: int, per_token: int, groups: int, chosen_groups: int, normed: bool
+) -> None:
+    """The bias decides who is chosen and is in no share; a group counts by its two best experts."""
+    router = Router(
+        per_token=per_token,
+        normed=normed,
+        bias_E=draw(experts) * 0.5,
+        groups=groups,
+        chosen_groups=chosen_groups,
+        scale=2.5,
+    )
+    assert_routed(logits("even", experts, per_token), router)
+    assert_routed(logits("ragged", experts, per_token), replace(router, bias_E=None, scale=1.0))
+
+
+@pytest.mark.parametrize(("groups", "chosen_groups"), [(1, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_of_equal_experts_the_first_are_chosen(biased: bool, groups: int, chosen_groups: int) -> None:
+    bias_E = torch.tensor([0.0, 0.5] * 6, device=DEVICE) if biased else None
+    router = Router(per_token=5, normed=True, bias_E=bias_E, groups=groups, chosen_groups=chosen_groups)
+    logits_TE = torch.randint(0, 3, (TOKENS, 12), device=DEVICE).float()
+    logits_TE[0] = 0.0
+    assert_routed(logits_TE, router)
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -86,7 +125,8 @@ def test_mixture(
 ) -> None:
     """With widths that tiles do not divide, too."""
     x_TC, logits_TE = draw(TOKENS, hidden, dtype=dtype), logits(kind, experts, per_token)
-    given = (x_TC, logits_TE, *weights(experts, hidden, columns, dtype), per_token, True)
+    router = Router(per_token=per_token, normed=True)
+    given = (x_TC, logits_TE, *weights(experts, hidden, columns, dtype), router)
     wanted_TC = wanted(*given)
     assert_rows_close(cpu_mixture(*given).cpu().double(), wanted_TC, dtype=dtype, factor=2.0)
     with poisoned_empty():
@@ -105,15 +145,15 @@ def test_qwen3s_mixture_on_a_gpu(tokens: int, quantise: bool) -> None:
     if quantise:
         given = [quantise_rows(weight) for weight in given]
     wide = [w.dequantised(torch.float32) if isinstance(w, Fp8Rows) else w.float() for w in given]
-    wanted_TC = cpu_mixture(x_TC.float(), logits_TE, *wide, 8, True)
-    kernel_mixture(x_TC, logits_TE, *given, 8, True)  # compiles
+    wanted_TC = cpu_mixture(x_TC.float(), logits_TE, *wide, QWEN3)
+    kernel_mixture(x_TC, logits_TE, *given, QWEN3)  # compiles
     with poisoned_empty():
-        found_TC = kernel_mixture(x_TC, logits_TE, *given, 8, True)
+        found_TC = kernel_mixture(x_TC, logits_TE, *given, QWEN3)
     error_T = (found_TC.float() - wanted_TC).norm(dim=1) / wanted_TC.norm(dim=1)
     assert float(error_T.max()) < (0.08 if quantise else 0.01)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again_TC = kernel_mixture(x_TC, logits_TE, *given, 8, True)
+        again_TC = kernel_mixture(x_TC, logits_TE, *given, QWEN3)
     x_TC.copy_(x_TC.flip(0))
     logits_TE.copy_(logits_TE.flip(0))
     graph.replay()
@@ -126,18 +166,21 @@ def test_quantised_experts(kind: str) -> None:
     x_TC, logits_TE = draw(TOKENS, 64, dtype=torch.float16), logits(kind, 6, 2)
     gate_up, down = (quantise_rows(weight) for weight in weights(6, 64, 32, torch.float16))
     wide = [weight.dequantised(torch.float32) for weight in (gate_up, down)]
-    wanted_TC = wanted(x_TC, logits_TE, *wide, 2, True)
-    found_TC = cpu_mixture(x_TC, logits_TE, gate_up, down, 2, True).cpu().double()
+    wanted_TC = wanted(x_TC, logits_TE, *wide, TWO)
+    found_TC = cpu_mixture(x_TC, logits_TE, gate_up, down, TWO).cpu().double()
     error_T = (found_TC - wanted_TC).norm(dim=1) / wanted_TC.norm(dim=1)
     assert 1e-4 < float(error_T.max()) < 0.08
 
 
-def test_a_row_of_nan_stays_its_own() -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_row_of_nan_stays_its_own(groups: int) -> None:
     x_TC, logits_TE = draw(TOKENS, 64), draw(TOKENS, 6)
-    given = weights(6, 64, 32, torch.float32)
-    clean_TC = kernel_mixture(x_TC, logits_TE, *given, 2, True, SMALL)
+    given, bias_E = weights(6, 64, 32, torch.float32), None if groups == 1 else draw(6)
+    router = Router(per_token=3, normed=True, bias_E=bias_E, groups=groups, chosen_groups=groups - 1 or 1)
+    clean_TC = kernel_mixture(x_TC, logits_TE, *given, router, SMALL)
     x_TC[3], logits_TE[3] = float("nan"), float("nan")
-    found_TC = kernel_mixture(x_TC, logits_TE, *given, 2, True, SMALL)
+    assert kernel_route(logits_TE, router).counts_E.sum() == 3 * TOKENS
+    found_TC = kernel_mixture(x_TC, logits_TE, *given, router, SMALL)
     others = [row for row in range(TOKENS) if row != 3]
     assert found_TC[3].isnan().all()
     # numpy's products, which the interpreter uses, depend on a row's place on some CPUs.
@@ -148,18 +191,21 @@ def test_a_row_of_nan_stays_its_own() -> None:
 def test_what_does_not_fit_is_named() -> None:
     x_TC, logits_TE = draw(4, 64), draw(4, 6)
     gate_up_JC, down_CI = weights(6, 64, 32, torch.float32)
-    good: dict[str, Any] = {"per_token": 2, "normed": True}
-    assert mixture(x_TC, logits_TE, gate_up_JC, down_CI, **good).shape == (4, 64)
+    assert mixture(x_TC, logits_TE, gate_up_JC, down_CI, TWO).shape == (4, 64)
     with pytest.raises(KernelInputError, match="7 of"):
-        mixture(x_TC, logits_TE, gate_up_JC, down_CI, per_token=7, normed=True)
+        mixture(x_TC, logits_TE, gate_up_JC, down_CI, replace(TWO, per_token=7))
     with pytest.raises(KernelInputError, match="for 4 tokens"):
-        mixture(x_TC, logits_TE[:3], gate_up_JC, down_CI, **good)
+        mixture(x_TC, logits_TE, gate_up_JC, down_CI, replace(TWO, per_token=5, groups=3, chosen_groups=2))
+    with pytest.raises(KernelInputError, match="4 groups of 6"):
+        mixture(x_TC, logits_TE, gate_up_JC, down_CI, replace(TWO, per_token=1, groups=4, chosen_groups=2))
+    with pytest.raises(KernelInputError, match="for 4 tokens"):
+        mixture(x_TC, logits_TE[:3], gate_up_JC, down_CI, TWO)
     with pytest.raises(KernelInputError, match="6 experts of 64 and 32 channels"):
-        mixture(x_TC, logits_TE, gate_up_JC[:-1], down_CI, **good)
+        mixture(x_TC, logits_TE, gate_up_JC[:-1], down_CI, TWO)
     with pytest.raises(KernelInputError, match="float16"):
-        mixture(x_TC.half(), logits_TE, gate_up_JC, down_CI, **good)
+        mixture(x_TC.half(), logits_TE, gate_up_JC, down_CI, TWO)
     with pytest.raises(KernelInputError, match="contiguous"):
-        mixture(x_TC, logits_TE, gate_up_JC, down_CI.T.contiguous().T, **good)
+        mixture(x_TC, logits_TE, gate_up_JC, down_CI.T.contiguous().T, TWO)
 
 
 @pytest.mark.parametrize(
@@ -173,5 +219,5 @@ def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPat
     launched: list[Any] = []
     name = "deltafront.kernels.experts.mixture.kernel_mixture"
     monkeypatch.setattr(name, lambda *given: launched.append(given) or given[0])
-    compile_mixture(6, *weights(6, 64, 32, torch.float32), 2, True, torch.float32)
+    compile_mixture(6, *weights(6, 64, 32, torch.float32), TWO, torch.float32)
     assert len(launched) == (len(tiles_for(torch.float32)) if GPU else 0)

@@ -18,7 +18,7 @@ from deltafront.service.cli.size import GIB, SHAPES, sizing
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 from deltafront.workers.settings import Dtype, Quantisation
 
@@ -36,11 +36,31 @@ MIXTURE = replace(
     vocab=500,
     mixture=MixtureConfig(experts=6, per_token=2, normed=True),
 )
+MIXED = replace(
+    engine.SHAPES["air-8"],
+    layers=4,
+    hidden=64,
+    intermediate=32,
+    q_heads=8,
+    kv_heads=4,
+    head_dim=16,
+    rotary_dim=8,
+    vocab=500,
+    mixture=MixtureConfig(
+        experts=6,
+        per_token=2,
+        normed=True,
+        sigmoid=True,
+        shared_width=32,
+        dense_layers=(0,),
+        dense_width=96,
+    ),
+)
 
 
 def test_llama_is_as_large_as_its_model_cards_say() -> None:
-    assert SHAPES["8b"].weights(32) == 8_030_261_248
-    assert SHAPES["70b"].weights(80) == 70_553_706_496
+    assert SHAPES["8b"].weights(range(32)) == 8_030_261_248
+    assert SHAPES["70b"].weights(range(80)) == 70_553_706_496
     found = sizing("8b", SHAPES["8b"], 131_072, 1, 80)
     assert (found.kv_token_bytes, found.kv_bytes, found.pages) == (128 << 10, 16 * GIB, 8192)
     assert sizing("70b", SHAPES["70b"], 131_072, 1, 80).kv_bytes == 40 * GIB
@@ -84,7 +104,7 @@ def test_8_ranks_hold_70b_where_no_gpu_does() -> None:
     """Per GPU an eighth of layers, head and K/V, and the whole embedding."""
     model, tokens = SHAPES["70b"], 131_072
     table = model.vocab * model.hidden * 2
-    eighth = (model.weights(80) * 2 - table) / 8 + table + 40 * GIB / 8
+    eighth = (model.weights(range(80)) * 2 - table) / 8 + table + 40 * GIB / 8
     assert size.rank_bytes(model, 8, tokens, "bfloat16") == pytest.approx(eighth, rel=1e-3)
     assert size.rank_bytes(model, 1, tokens, "bfloat16") == size.stage_bytes(model, 1, tokens, "bfloat16")
     found = sizing("70b", model, tokens, 1, 79, ranks=8)
@@ -103,14 +123,16 @@ def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
     assert halves == 2
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path, experts: bool) -> None:
+@pytest.mark.parametrize("shape", [None, MIXTURE, MIXED])
+def test_in_8_bits_are_the_matrices_that_the_workers_quantise(
+    tmp_path: Path, shape: ModelConfig | None
+) -> None:
     """Counted in the tensors of a model that is loaded."""
     directory = tmp_path / "tiny"
-    if experts:
-        engine.write_model(directory, MIXTURE, torch.device("cpu"))
-    else:
+    if shape is None:
         make_tiny_model(directory)
+    else:
+        engine.write_model(directory, shape, torch.device("cpu"))
     config = read_config(directory)
 
     def loaded(quantisation: Quantisation | None, layers: range, mlps: range, ranks: int = 1) -> int:
@@ -132,9 +154,9 @@ def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path, ex
 
     whole = range(config.layers)
     for kind in (None, *get_args(Quantisation)):
-        assert size.weight_bytes(config, len(whole), "bfloat16", kind) == loaded(kind, whole, whole)
+        assert size.weight_bytes(config, whole, "bfloat16", kind) == loaded(kind, whole, whole)
         for layers, mlps in ((range(1, 4), range(3)), (range(2), range(1)), (range(2, 4), range(1, 4))):
-            counted = size.weight_bytes(config, len(layers), "bfloat16", kind, mlps=len(mlps))
+            counted = size.weight_bytes(config, layers, "bfloat16", kind, mlps=mlps)
             assert counted == loaded(kind, layers, mlps)
         for ranks in size.rank_counts(config):
             assert size.rank_bytes(config, ranks, 0, "bfloat16", kind) == loaded(kind, whole, whole, ranks)
@@ -147,9 +169,8 @@ def test_the_fullest_stage_is_counted_in_what_the_stages_hold(stages: int, kind:
     needs = []
     for stage, share in enumerate(model.split(stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
-        counts = len(share.layers), len(share.mlps)
-        weights = size.weight_bytes(model, counts[0], "bfloat16", kind, mlps=counts[1], **ends)
-        needs.append(weights + room * model.kv_values(counts[0]))
+        weights = size.weight_bytes(model, share.layers, "bfloat16", kind, mlps=share.mlps, **ends)
+        needs.append(weights + room * model.kv_values(len(share.layers)))
     assert size.stage_bytes(model, stages, 131_072, "bfloat16", kind) == max(needs)
 
 

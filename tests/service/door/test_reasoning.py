@@ -39,7 +39,7 @@ ANSWERS = [
 
 def joined(opened: bool, pieces: list[str]) -> AnswerPart:
     splitter = ReasoningSplitter(opened)
-    parts = [*map(splitter.push, pieces), splitter.flush()]
+    parts = [*(splitter.push(piece, 0) for piece in pieces), splitter.flush()]
     return AnswerPart("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
 
 
@@ -53,7 +53,7 @@ def test_answers_are_told_apart_wherever_they_are_cut(opened: bool, text: str, t
 
 def test_nothing_is_held_back_that_begins_no_marker() -> None:
     splitter = ReasoningSplitter(opened=True)
-    assert [splitter.push(piece) for piece in ("a<", "b", "</think>", "<")] == [
+    assert [splitter.push(piece, 0) for piece in ("a<", "b", "</think>", "<")] == [
         AnswerPart("a"), AnswerPart("<b"), AnswerPart(), AnswerPart(content="<"),
     ]  # fmt: skip
 
@@ -83,11 +83,21 @@ def house(make_house: Callable[..., House]) -> House:
     return make_house(model_name=MODEL, reasoning="think")
 
 
-def streamed(api: openai.OpenAI, **options: Any) -> AnswerPart:
-    chunks = chat(api, max_tokens=99, stream=True, **options)
+def streamed(api: openai.OpenAI, **options: Any) -> tuple[AnswerPart, Any]:
+    """What is told, and the usage at the end."""
+    usage = {"stream_options": {"include_usage": True}}
+    *chunks, last = chat(api, max_tokens=99, stream=True, **usage, **options)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    return AnswerPart(reasoning, "".join(delta.content or "" for delta in deltas))
+    return AnswerPart(reasoning, "".join(delta.content or "" for delta in deltas)), last.usage
+
+
+def tokens_of_reasoning(opened: bool, text: str) -> int:
+    """A byte is a token, and one ends the answer. The marker that ends the reasoning is counted with it."""
+    if not opened and not text.lstrip().startswith("<think>"):
+        return 0
+    reasoning, close, _ = text.partition("</think>")
+    return len((reasoning + close).encode()) + (not close)
 
 
 @pytest.mark.parametrize(("opened", "text", "told"), ANSWERS)
@@ -99,7 +109,9 @@ def test_a_chat_has_its_reasoning_beside_the_content(
     done = chat(api, max_tokens=99, **options)
     message = done.choices[0].message
     assert AnswerPart(getattr(message, "reasoning_content", ""), message.content) == told
-    assert streamed(api, **options) == told
+    found, usage = streamed(api, **options)
+    assert found == told and usage == done.usage
+    assert done.usage.completion_tokens_details.reasoning_tokens == tokens_of_reasoning(opened, text)
     assert done.usage.completion_tokens == len(text.encode()) + 1
     back = {"role": "assistant", "content": told.content, "reasoning_content": told.reasoning}
     chat(api, [*HI, back, *HI])
@@ -116,6 +128,14 @@ def test_stop_strings_and_lengths_count_reasoning_and_completions_keep_it(
     assert complete(api, max_tokens=8).choices[0].text == "<think>a"
 
 
+def test_a_stream_counts_reasoning_as_it_goes(house: House, api: openai.OpenAI) -> None:
+    house.decode.script = [*b"<think>ab</think>cd", EOS]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    usages = [chunk.usage for chunk in chat(api, max_tokens=99, stream=True, stream_options=options)]
+    counts = [(one.completion_tokens, one.completion_tokens_details.reasoning_tokens) for one in usages]
+    assert counts == [(0, 0), (8, 8), (9, 9), (18, 17), (19, 17), (20, 17), (20, 17)]
+
+
 def test_a_marker_without_text_is_refused_at_the_start(model: Path, make_house: Callable[..., House]) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.add_special_tokens(["</think>"])
@@ -130,4 +150,5 @@ def test_reasoning_is_content_unless_configured(
 ) -> None:
     house = make_house(model_name=MODEL)
     house.decode.script = [*b"<think>a</think>b", EOS]
-    assert streamed(connect(make_http(house))) == AnswerPart("", "<think>a</think>b")
+    told, usage = streamed(connect(make_http(house)))
+    assert told == AnswerPart("", "<think>a</think>b") and usage.completion_tokens_details is None

@@ -87,7 +87,7 @@ class DecoderLayer:
         weights, config = self._attention, self.config
         qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv.quantised))
         if config.qk_norm_all_heads and weights.qk_norm_JD is not None:
-            _norm_all_heads(qkv_TO, weights.qk_norm_JD.flatten(), config)
+            _norm_all_heads(qkv_TO, weights.qk_norm_JD.flatten(), config, self.collectives)
             return self._rotated(qkv_TO, angles, None, kv)
         norm = None if weights.qk_norm_JD is None else HeadNorm(weights.qk_norm_JD, config.rms_eps)
         return self._rotated(qkv_TO, angles, norm, kv)
@@ -137,10 +137,20 @@ class DecoderLayer:
         return self.attention
 
 
-def _norm_all_heads(qkv_TO: torch.Tensor, weight_O: torch.Tensor, config: ModelConfig) -> None:
-    """Norm q and k in place, each over all its heads."""
+def _norm_all_heads(
+    qkv_TO: torch.Tensor, weight_O: torch.Tensor, config: ModelConfig, collectives: Collectives
+) -> None:
+    """Norm q and k in place, each over all its heads, those of other ranks too."""
     widths = [heads * config.head_dim for heads in (config.q_heads, config.kv_heads)]
     parts = torch.split(qkv_TO[:, : sum(widths)], widths, dim=1), torch.split(weight_O, widths)
+    if collectives.ranks > 1:
+        squares = [part_TO.float().square().mean(1) for part_TO in parts[0]]
+        size_XT1 = (collectives.sum(torch.stack(squares)) / collectives.ranks + config.rms_eps).rsqrt()[
+            ..., None
+        ]
+        for part_TO, part_O, size_T1 in zip(*parts, size_XT1, strict=True):
+            part_TO.copy_(part_TO.float() * size_T1 * part_O)
+        return
     for part_TO, part_O in zip(*parts, strict=True):
         _same, normed_TO = add_norm(part_TO, None, part_O, config.rms_eps, fp8=False)
         assert isinstance(normed_TO, torch.Tensor)
@@ -285,7 +295,7 @@ class LayerStack:
     def compile_products(self) -> None:
         attention = self._weights.attentions[0]
         products: list[Linear | Fp8Linear | MixtureWeights] = [attention.qkv, attention.output]
-        for mlp in self._weights.mlps[:1]:
+        for mlp in {type(mlp): mlp for mlp in self._weights.mlps}.values():
             products += [mlp] if isinstance(mlp, MixtureWeights) else [mlp.gate_up, mlp.down]
         for product in products:
             product.compile()

@@ -50,9 +50,18 @@ def model_digest(model: ModelSpec) -> str:
 
 
 def _about(config: ModelConfig) -> dict[str, Any]:
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    left_out = {*_LEFT_OUT, *(key for key in _LEFT_OUT_AT_DEFAULT if getattr(config, key) == defaults[key])}
-    return {key: value for key, value in dataclasses.asdict(config).items() if key not in left_out}
+    left_out = {*_LEFT_OUT, *(_at_default(config) & {*_LEFT_OUT_AT_DEFAULT})}
+    about = {key: value for key, value in dataclasses.asdict(config).items() if key not in left_out}
+    if config.mixture is not None:
+        for key in _at_default(config.mixture):
+            del about["mixture"][key]
+    return about
+
+
+def _at_default(config: Any) -> set[str]:
+    return {
+        field.name for field in dataclasses.fields(config) if getattr(config, field.name) == field.default
+    }
 
 
 def _add(digest: Any, about: dict[str, Any], tensors: Iterable[Tensor]) -> None:

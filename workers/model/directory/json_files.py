@@ -52,6 +52,11 @@ def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -
     return value
 
 
+def natural(raw: Mapping[str, Any], key: str) -> int:
+    """Return 0 where there is none. Raises ModelError."""
+    return positive_int(raw, key) if raw.get(key) else 0
+
+
 def positive_number(where: str, key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ModelError(f"{where}: {key} = {value!r} is not a number above 0")

@@ -1,37 +1,80 @@
-"""MLPs that are mixtures of experts, as config.json says."""
+"""MLPs that are mixtures of experts, and in which layers, as config.json says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .json_files import ModelError, positive_int
+from .json_files import ModelError, natural, positive_int, positive_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """Every layer's MLP is `experts` small ones, and a router chooses `per_token` of them for each token.
+    """MLPs that are `experts` small ones, of which a router chooses `per_token` for each token. Fields that
+    are not here are those of `kernels.experts.routing.Router`.
 
     Args:
-        normed: The chosen experts' probabilities are divided by their sum.
+        sigmoid: The router's probabilities are sigmoids, and it has a bias for the choice; else a softmax.
+        shared_width: Of an MLP beside the experts, which all tokens take; 0: there is none.
+        dense_layers: Layers whose MLP is an ordinary one, `dense_width` wide.
     """
 
     experts: int
     per_token: int
     normed: bool
+    sigmoid: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+    shared_width: int = 0
+    dense_layers: tuple[int, ...] = ()
+    dense_width: int = 0
+
+    def of_rank(self, ranks: int) -> MixtureConfig:
+        """Describe one of `ranks` parts."""
+        shared, dense = self.shared_width // ranks, self.dense_width // ranks
+        return replace(self, shared_width=shared, dense_width=dense)
 
 
-def read_mixture(raw: Mapping[str, Any]) -> MixtureConfig | None:
-    """Return None for a family without experts. Raises ModelError unless every layer has them."""
+def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
+    """Return None for a family without experts. Raises ModelError for numbers that contradict each other."""
     if raw.get("num_experts") is None:
         return None
     experts, chosen = positive_int(raw, "num_experts"), positive_int(raw, "num_experts_per_tok")
-    if chosen > experts:
-        raise ModelError(f"config.json: num_experts_per_tok = {chosen} of num_experts = {experts}")
-    if raw["decoder_sparse_step"] != 1 or raw["mlp_only_layers"]:
+    groups, chosen_groups = positive_int(raw, "n_group", 1), positive_int(raw, "topk_group", 1)
+    if experts % groups or (groups > 1 and experts < 2 * groups) or chosen_groups > groups:
         raise ModelError(
-            "config.json: decoder_sparse_step and mlp_only_layers give some layers a dense MLP, which is not "
-            "supported beside mixtures of experts"
+            f"config.json: n_group = {groups} and topk_group = {chosen_groups} cannot be groups of two or "
+            f"more of {experts} experts"
         )
-    return MixtureConfig(experts=experts, per_token=chosen, normed=bool(raw["norm_topk_prob"]))
+    if chosen > experts // groups * chosen_groups:
+        among = (
+            f"num_experts = {experts}" if groups == 1 else f"{chosen_groups} groups of {experts // groups}"
+        )
+        raise ModelError(f"config.json: num_experts_per_tok = {chosen} of {among}")
+    scale = raw.get("routed_scaling_factor")
+    if (scores := raw.get("scoring_func", "softmax")) not in ("softmax", "sigmoid"):
+        raise ModelError(f"config.json: scoring_func = {scores!r} is not supported, only softmax and sigmoid")
+    width, dense = positive_int(raw, "moe_intermediate_size"), _dense_layers(raw, layers)
+    return MixtureConfig(
+        experts=experts,
+        per_token=chosen,
+        normed=bool(raw["norm_topk_prob"]),
+        sigmoid=scores == "sigmoid",
+        groups=groups,
+        chosen_groups=chosen_groups,
+        scale=positive_number("config.json", "routed_scaling_factor", 1.0 if scale is None else scale),
+        shared_width=width * natural(raw, "n_shared_experts"),
+        dense_layers=dense,
+        dense_width=positive_int(raw, "intermediate_size") if dense else 0,
+    )
+
+
+def _dense_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """The first layers (DeepSeek, GLM), or those that are listed or between every few (Qwen)."""
+    first, every = natural(raw, "first_k_dense_replace"), positive_int(raw, "decoder_sparse_step", 1)
+    listed = raw.get("mlp_only_layers") or ()
+    if not isinstance(listed, list | tuple) or not all(type(layer) is int for layer in listed):
+        raise ModelError(f"config.json: mlp_only_layers = {listed!r} is not a list of layers")
+    return tuple(n for n in range(layers) if n < first or n in listed or (n + 1) % every)

@@ -22,6 +22,9 @@ from .tokenizer_files import end_tokens
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+SHARED, CHOICE_BIAS = "mlp.shared_experts", "mlp.gate.e_score_correction_bias"
+"""A layer's MLP beside its experts, and what is added to its router's probabilities for the choice."""
+
 Shape = tuple[int, ...]
 
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
@@ -52,7 +55,7 @@ class ModelConfig:
         unrotated_layers: Their q and k are not rotated at all.
         embedding_scale, logit_scale: Multiply embeddings and logits.
         attention_scale: Multiplies scores, beside head_dim ** -0.5.
-        mixture: Of each layer's MLP; None: it is one.
+        mixture: Of the layers' MLPs, but for its `dense_layers`; None: no MLP is one.
     """
 
     architecture: str
@@ -96,34 +99,42 @@ class ModelConfig:
         if not 1 <= stages <= most:
             raise ModelError(f"{most} layers cannot be split over {stages} stages: use 1 to {most}")
         attention = self.attention_matrices + self.macs_per_pair * _SPLIT_KEYS
-        costs = [attention, self.mlp_macs] * self.layers
+        costs = [cost for n in range(self.layers) for cost in (attention, self.of_layer(n).mlp_macs)]
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
         return balanced(tuple(costs), stages)
 
     def of_rank(self, ranks: int) -> ModelConfig:
         """Describe one of `ranks` parts of every layer. Raises ModelError unless each has whole key/value
         heads and as many MLP columns."""
-        for count, what in ((self.kv_heads, "key/value heads"), (self.intermediate, "MLP columns")):
+        shared = [(self.kv_heads, "key/value heads"), *((width, "MLP columns") for width in self.mlp_widths)]
+        for count, what in shared:
             if count % ranks:
                 raise ModelError(
                     f"decode.tensor_parallel: {ranks} ranks cannot share the model's {count} {what} equally"
                 )
-        if self.qk_norm_all_heads and ranks > 1:
-            raise ModelError(
-                f"decode.tensor_parallel: {self.architecture} norms q and k over all heads at once, which "
-                f"{ranks} ranks do not hold: use 1"
-            )
         return replace(
             self,
             q_heads=self.q_heads // ranks,
             kv_heads=self.kv_heads // ranks,
             intermediate=self.intermediate // ranks,
+            mixture=None if self.mixture is None else self.mixture.of_rank(ranks),
         )
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """Describe a model whose layers are all like this one."""
+        if self.mixture is None or layer not in self.mixture.dense_layers:
+            return self
+        return replace(self, mixture=None, intermediate=self.mixture.dense_width)
+
+    def kinds(self, layers: range) -> list[tuple[ModelConfig, int]]:
+        """Return each kind of these layers, as `of_layer`, and how many are of it."""
+        dense = [n for n in self.mixture.dense_layers if n in layers] if self.mixture else []
+        return [(self, len(layers) - len(dense)), *((self.of_layer(n), len(dense)) for n in dense[:1])]
 
     def matrix_widths(self, ranks: int = 1) -> tuple[int, ...]:
         """Return the inputs of a rank's matrices. Raises ModelError as `of_rank`."""
         part = self.of_rank(ranks)
-        return self.hidden, part.intermediate, part.q_heads * self.head_dim
+        return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim
 
     @property
     def macs_per_pair(self) -> int:
@@ -140,42 +151,59 @@ class ModelConfig:
         return self.hidden * self.head_dim * (self.q_heads + 2 * self.kv_heads)
 
     @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Return the width of each kind of MLP."""
+        others = (self.mixture.shared_width, self.mixture.dense_width) if self.mixture else ()
+        return self.intermediate, *filter(None, others)
+
+    @property
     def mlp_matrices(self) -> int:
         """Numbers in a layer's MLP matrices, without a router's."""
-        return self._mlp * (1 if self.mixture is None else self.mixture.experts)
+        return self._mlp_numbers(sum(self.mlp_modules.values()))
+
+    @property
+    def wide_numbers(self) -> int:
+        """Numbers of a layer that stay in float32: its router's, if of sigmoids."""
+        mixture = self.mixture
+        return mixture.experts * (self.hidden + 1) if mixture is not None and mixture.sigmoid else 0
 
     @property
     def mlp_macs(self) -> int:
         """Multiply-adds of a layer's MLP for each token."""
-        mixture = self.mixture
-        return self._mlp if mixture is None else self._mlp * mixture.per_token + self.hidden * mixture.experts
+        if (mixture := self.mixture) is None:
+            return self.mlp_matrices
+        width = mixture.per_token * self.intermediate + mixture.shared_width
+        return self._mlp_numbers(width) + self.hidden * mixture.experts
 
-    @property
-    def _mlp(self) -> int:
-        return (3 if self.is_gated else 2) * self.hidden * self.intermediate
+    def _mlp_numbers(self, width: int) -> int:
+        return (3 if self.is_gated else 2) * self.hidden * width
 
     @property
     def is_gated(self) -> bool:
         return self.activation == "silu"
 
     def weights(
-        self, layers: int, mlps: int | None = None, *, embedding: bool = True, head: bool = True
+        self, layers: range, mlps: range | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
-        """Count the numbers in `layers` attentions, `mlps` MLPs (None: as many) and ends."""
-        attention, mlp = (sum(map(math.prod, shapes.values())) for shapes in self._halves())
+        """Count the numbers in the attentions of `layers`, the MLPs of `mlps` (None: the same) and ends."""
+        attention = _numbers(self._halves()[0])
         if self.qk_norm and not self.qk_norm_all_heads:  # its scales are loaded once for each head
             attention += (self.q_heads + self.kv_heads - 2) * self.head_dim
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
-        halves = layers * attention + (layers if mlps is None else mlps) * mlp
+        kinds = self.kinds(layers if mlps is None else mlps)
+        halves = len(layers) * attention + sum(n * _numbers(kind._halves()[1]) for kind, n in kinds if n)
         return halves + (tables * self.vocab + head) * self.hidden
 
     def shapes(self) -> dict[str, Shape]:
         """Return all tensors' shapes by Hugging Face's names, without a tied head."""
         table = {EMBEDDING: (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
         head = {} if self.tied_embeddings else {HEAD: (self.vocab, self.hidden)}
-        attention, mlp = self._halves()
-        layer, numbers = attention | mlp, range(self.layers)
-        layers = {f"model.layers.{number}.{name}": layer[name] for number in numbers for name in layer}
+        layers = {
+            f"model.layers.{number}.{name}": shape
+            for number in range(self.layers)
+            for half in self.of_layer(number)._halves()
+            for name, shape in half.items()
+        }
         return {**table, **head, **layers}
 
     @property
@@ -186,16 +214,18 @@ class ModelConfig:
 
     @property
     def gate_up_modules(self) -> dict[str, int]:
-        """Return the output channels of each linear layer before the activation."""
+        """Return the linear layers before the activation, and how many times the MLP's width each gives."""
         if self.fused_gate_up:
-            return {"gate_up_proj": 2 * self.intermediate}
-        return dict.fromkeys(("gate_proj", "up_proj") if self.is_gated else ("up_proj",), self.intermediate)
+            return {"gate_up_proj": 2}
+        return dict.fromkeys(("gate_proj", "up_proj") if self.is_gated else ("up_proj",), 1)
 
     @property
-    def expert_modules(self) -> tuple[str, ...]:
-        """Return the modules of a layer that are MLPs."""
-        mixture = self.mixture
-        return ("mlp",) if mixture is None else tuple(f"mlp.experts.{n}" for n in range(mixture.experts))
+    def mlp_modules(self) -> dict[str, int]:
+        """Return the modules of a layer that are MLPs, and their widths."""
+        if (mixture := self.mixture) is None:
+            return {"mlp": self.intermediate}
+        shared = {SHARED: mixture.shared_width} if mixture.shared_width else {}
+        return {f"mlp.experts.{n}": self.intermediate for n in range(mixture.experts)} | shared
 
     def _halves(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
         hidden, q = self.hidden, self.q_heads * self.head_dim
@@ -209,10 +239,11 @@ class ModelConfig:
         mlp = self._norms("post_attention_layernorm", "mlp.post_norm")
         if self.mixture is not None:
             mlp |= _linear("mlp.gate", self.mixture.experts, hidden, bias=False)
-        for expert in self.expert_modules:
-            for module, rows in self.gate_up_modules.items():
-                mlp |= _linear(f"{expert}.{module}", rows, hidden, self.mlp_bias)
-            mlp |= _linear(f"{expert}.down_proj", hidden, self.intermediate, self.mlp_bias)
+            mlp |= {CHOICE_BIAS: (self.mixture.experts,)} if self.mixture.sigmoid else {}
+        for module, width in self.mlp_modules.items():
+            for name, times in self.gate_up_modules.items():
+                mlp |= _linear(f"{module}.{name}", times * width, hidden, self.mlp_bias)
+            mlp |= _linear(f"{module}.down_proj", hidden, width, self.mlp_bias)
         return attention, mlp
 
     def _norms(self, before: str, after: str) -> dict[str, Shape]:
@@ -222,6 +253,10 @@ class ModelConfig:
     def kv_values(self, layers: int) -> int:
         """Count the numbers in one token's K and V."""
         return 2 * layers * self.kv_heads * self.head_dim
+
+
+def _numbers(shapes: Mapping[str, Shape]) -> int:
+    return sum(map(math.prod, shapes.values()))
 
 
 def _linear(module: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
@@ -259,7 +294,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")
     head_dim = positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads))
     rotated, layers = rotary_dim(raw, head_dim), positive_int(raw, "num_hidden_layers")
-    mixture = read_mixture(raw)
+    mixture = read_mixture(raw, layers)
     reach, biased = positions(raw, rope, extra), bool(raw.get("attention_bias"))
     fields: dict[str, Any] = {
         "architecture": family.architecture,
@@ -281,6 +316,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         "rotary_dim": None if rotated == head_dim else rotated,
         "unrotated_layers": _unrotated(raw, layers),
         "mixture": mixture,
+        "qk_norm": "use_qk_norm" in family.implied and bool(raw["use_qk_norm"]),
         **_multipliers(raw, head_dim),
     }
     config = ModelConfig(**fields | dict(family.fixed))

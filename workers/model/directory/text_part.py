@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..families.family import Family
 from ..family_registry import family_of, wrapped_architectures
-from .json_files import ModelError
+from .json_files import ModelError, natural, positive_int
 
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the language model's tensors begin → how they begin by itself. transformers 4 and 5 write
@@ -32,14 +33,30 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Map our names of the language model's tensors to those in a checkpoint. Tensors for images have none.
+    """Map our names of the language model's tensors to those in a checkpoint. Tensors for images have none,
+    and neither have layers behind the model's that predict further tokens.
 
     Args:
         config: config.json.
     """
-    family = family_of(text_config(config))
+    text = text_config(config)
+    family = family_of(text)
     texts = _text_names(names) if is_wrapped(config) else {name: name for name in names}
-    return texts if family is None else {family.own_name(text): name for text, name in texts.items()}
+    if family is None:
+        return texts
+    own = {family.own_name(text): name for text, name in texts.items()}
+    further = further_layers(family.own_config(text), family)
+    return {name: stored for name, stored in own.items() if not name.startswith(further)}
+
+
+def further_layers(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Return how the tensors of layers behind the model's begin, which predict further tokens (DeepSeek-V3,
+    arXiv 2412.19437, section 2.2). raw: config.json by our keys."""
+    if "num_nextn_predict_layers" not in family.implied:
+        return ()
+    first = positive_int(raw, "num_hidden_layers")
+    count = natural(raw, "num_nextn_predict_layers")
+    return tuple(f"model.layers.{n}." for n in range(first, first + count))
 
 
 def _text_names(names: Iterable[str]) -> dict[str, str]:

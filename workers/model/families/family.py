@@ -13,6 +13,8 @@ OPTIONAL: Mapping[str, Any] = {
     "logits_scaling": 1.0,
     "no_rope_layers": None,
     "num_experts": None,
+    "n_shared_experts": None,
+    "use_qk_norm": False,
 }
 """Keys of config.json that only some families have → the value that changes nothing."""
 

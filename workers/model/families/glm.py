@@ -27,3 +27,43 @@ GLM4 = Family(
         },
     ),
 )
+GLM4_MOE = Family(
+    name="GLM-4.5, GLM-4.6, mixtures of experts",
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    implied={
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "use_qk_norm": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
+    fixed={"o_bias": False},
+    keys={
+        "n_routed_experts": "num_experts",
+        "num_local_experts": "num_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    gguf=GgufNames(
+        architecture="glm4moe",
+        tensors={"post_attention_norm": "post_attention_layernorm"},
+        keys={
+            "expert_shared_count": "n_shared_experts",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "nextn_predict_layers": "num_nextn_predict_layers",
+        },
+    ),
+    note="The first layers have no experts. Layers that predict further tokens are not read.",
+)

@@ -14,5 +14,4 @@ OLMO2 = Family(
         architecture="olmo2",
         tensors={"post_attention_norm": "self_attn.post_norm", "post_ffw_norm": "mlp.post_norm"},
     ),
-    note="Norms of q and k are over all heads, so `decode.tensor_parallel` is 1.",
 )

@@ -33,5 +33,5 @@ QWEN3_MOE = Family(
     fixed={"qk_norm": True},
     keys={"num_local_experts": "num_experts"},
     gguf=GgufNames(architecture="qwen3moe", implied={"norm_topk_prob": True}),
-    note="Every layer has experts. Adapters of experts are not read.",
+    note="Adapters of experts are not read.",
 )

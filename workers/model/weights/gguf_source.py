@@ -47,19 +47,33 @@ _EXPERTS = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction",
 }
 """Names in mixtures of experts. One tensor has a module of all experts, which replace the braces."""
 _EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
 }
+_GATING = {"softmax": 1, "sigmoid": 2}
+"""Values of expert_gating_func."""
 
+_PREDICTING = "nextn_predict_layers"
 _FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _ROPE_FACTORS = (_FREQUENCIES, _SHORT, _LONG)
 
-_BIASES = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
-"""Keys of config.json, and whose biases they tell of."""
+_TOLD_BY = {
+    "attention_bias": "attn_q.bias",
+    "attention_out_bias": "attn_output.bias",
+    "mlp_bias": "ffn_up.bias",
+    "use_qk_norm": "attn_q_norm.weight",
+}
+"""Keys of config.json, and of which tensor of a block they tell."""
 
 _READ = frozenset(
     """vocab_size context_length embedding_length block_count feed_forward_length tensor_data_layout
@@ -98,12 +112,20 @@ class GgufSource:
         return frozenset(self._names)
 
     @property
+    def _layers(self) -> int:
+        """Those that predict further tokens come behind them."""
+        return int(self.model_field("block_count")) - int(self.model_field(_PREDICTING, 0))
+
+    @property
     def _has_experts(self) -> bool:
         return "num_experts" in self._family.implied
 
     def _places(self, blocks: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, int | None]]]:
         """Yield our names of tensors, with the file's and which of its experts it is."""
+        predicting = tuple(f"blk.{self._layers + n}." for n in range(self.model_field(_PREDICTING, 0)))
         for name in self._tensors.keys() - {*_ROPE_FACTORS}:
+            if name.startswith(predicting):
+                continue
             own = _own_name(name, blocks)
             experts = int(self._tensors[name].shape[-1]) if "{}" in own else None
             for expert in (None,) if experts is None else range(experts):
@@ -163,7 +185,7 @@ class GgufSource:
         config = {
             "architectures": [self._family.architecture],
             "model_type": self._family.model_type,
-            "num_hidden_layers": self.model_field("block_count"),
+            "num_hidden_layers": self._layers,
             "hidden_size": hidden,
             "intermediate_size": self.model_field("feed_forward_length"),
             "num_attention_heads": heads,
@@ -180,7 +202,7 @@ class GgufSource:
         }
         if is_partial:
             config["partial_rotary_factor"] = rotated / head_dim
-        config |= {key: f"blk.0.{name}.bias" in self._tensors for key, name in self._biases()}
+        config |= {key: f"blk.0.{name}" in self._tensors for key, name in self._told()}
         config |= self._gguf.implied
         for key, own in self._keys.items():
             has = self.has_field(f"{self._architecture}.{key}")
@@ -189,8 +211,8 @@ class GgufSource:
             config["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
         return config
 
-    def _biases(self) -> Iterator[tuple[str, str]]:
-        for key, name in _BIASES.items():
+    def _told(self) -> Iterator[tuple[str, str]]:
+        for key, name in _TOLD_BY.items():
             if key in self._family.implied:
                 yield key, name
 
@@ -206,6 +228,7 @@ class GgufSource:
     def _refuse_unread(self, head_dim: int) -> None:
         inert: dict[str, Any] = dict.fromkeys(_FACTORS, 1.0)
         inert |= {"attention.causal": True, "hidden_activation": "silu"}
+        inert["expert_gating_func"] = _GATING[self._family.implied.get("scoring_func", "softmax")]
         inert |= {"attention.value_length": head_dim, "attention.scale": head_dim**-0.5}
         for name in self._reader.fields:
             prefix, _, key = name.partition(".")
@@ -296,7 +319,8 @@ def _own_name(name: str, blocks: Mapping[str, str]) -> str:
     part, _, kind = module.rpartition(".")
     if block != "blk" or part not in blocks or kind not in ("weight", "bias"):
         raise ModelError(f"GGUF tensor {name!r} is not part of such a decoder")
-    return f"model.layers.{number}.{blocks[part]}.{kind}"
+    own = f"model.layers.{number}.{blocks[part]}.{kind}"
+    return own.replace("e_score_correction.bias", "e_score_correction_bias")  # the converter's way back
 
 
 def _to_torch(tensor: Any, expert: int | None = None) -> torch.Tensor:

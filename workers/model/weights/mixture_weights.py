@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ....kernels.experts.mixture import compile_mixture, mixture
+from ....kernels.experts.routing import Router
 from ..directory.mixture_config import MixtureConfig
 from .projections import Fp8Linear, Linear
 
@@ -15,8 +16,11 @@ class MixtureWeights:
     """A layer's experts. Suffixes: E experts.
 
     Args:
-        router_EC: In the model's dtype in any case: a rounded router would choose other experts.
+        router_EC: Not quantised in any case: a rounded router would choose other experts. In float32 where
+            there is a bias_E.
         gate_up, down: All experts' matrices, one below the other; each gate is followed by its up.
+        bias_E: Of the choice, in float32.
+        shared_gate_up, shared_down: Of an MLP that all tokens take.
     """
 
     config: MixtureConfig
@@ -25,15 +29,37 @@ class MixtureWeights:
     gate_up: Linear | Fp8Linear
     down: Linear | Fp8Linear
     output_norm_C: torch.Tensor | None = None
+    bias_E: torch.Tensor | None = None
+    shared_gate_up: Linear | Fp8Linear | None = None
+    shared_down: Linear | Fp8Linear | None = None
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
-        logits_TE = F.linear(x_TC, self.router_EC)
-        gate_up, down = self.gate_up.stored, self.down.stored
-        chosen = self.config.per_token
-        return mixture(x_TC, logits_TE, gate_up, down, per_token=chosen, normed=self.config.normed)
+        logits_TE = F.linear(x_TC.to(self.router_EC.dtype), self.router_EC)
+        sum_TC = mixture(x_TC, logits_TE, self.gate_up.stored, self.down.stored, self._router)
+        if self.shared_gate_up is None or self.shared_down is None:
+            return sum_TC
+        return sum_TC.add_(self.shared_down(self.shared_gate_up.gated(x_TC)))
 
     def compile(self) -> None:
         """Compile kernels for all numbers of tokens."""
-        config, dtype = self.config, self.router_EC.dtype
         gate_up, down = self.gate_up.stored, self.down.stored
-        compile_mixture(config.experts, gate_up, down, config.per_token, config.normed, dtype)
+        compile_mixture(self.config.experts, gate_up, down, self._router, self._dtype)
+        for shared in (self.shared_gate_up, self.shared_down):
+            if shared is not None:
+                shared.compile()
+
+    @property
+    def _router(self) -> Router:
+        config = self.config
+        return Router(
+            per_token=config.per_token,
+            normed=config.normed,
+            bias_E=self.bias_E,
+            groups=config.groups,
+            chosen_groups=config.chosen_groups,
+            scale=config.scale,
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.gate_up.dtype if isinstance(self.gate_up, Fp8Linear) else self.gate_up.weight_OI.dtype

@@ -19,7 +19,7 @@ import torch
 from ...progress import Tell, silent
 from ...settings import Quantisation
 from ..directory.json_files import ModelError
-from ..directory.model_config import EMBEDDING, HEAD, ModelConfig
+from ..directory.model_config import CHOICE_BIAS, EMBEDDING, HEAD, SHARED, ModelConfig
 from ..layer_shares import LayerShare
 from .lora import LoraAdapter
 from .mixture_weights import MixtureWeights
@@ -116,16 +116,17 @@ class _Reader:
             self._adapter.require_in(self._shapes)
         self._channels_D = rotary_order(spec.config)
 
-    def get(self, *names: str, split: int | None = None) -> torch.Tensor:
+    def get(self, *names: str, split: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return tensors one below the other, or this rank's parts of them along dimension `split`. On a CPU
-        a single one is the file's own memory if its dtype fits."""
+        a single one is the file's own memory if its dtype fits. dtype: None for the stack's."""
+        dtype = dtype or self.spec.dtype
         fused = split is not None and self.spec.ranks > 1
         tensors = [part for name in names for part in (self._parts(name) if fused else (self._read(name),))]
         parts = [self.part(tensor, split) for tensor in tensors]
         if self.spec.device.type == "cpu" and len(parts) == 1:
-            return parts[0].to(self.spec.dtype)
+            return parts[0].to(dtype)
         rows, columns = [len(part) for part in parts], parts[0].shape[1:]
-        whole = torch.empty((sum(rows), *columns), dtype=self.spec.dtype, device=self.spec.device)
+        whole = torch.empty((sum(rows), *columns), dtype=dtype, device=self.spec.device)
         for part, target in zip(parts, torch.split(whole, rows), strict=True):
             self._uploads.copy(part, target)
         return whole
@@ -288,7 +289,7 @@ def _read_layer(
 ) -> tuple[AttentionWeights | None, MlpWeights | MixtureWeights | None]:
     prefix = f"model.layers.{layer}."
     attention = _read_attention(read, prefix) if layer in share.layers else None
-    read_mlp = _read_mlp if read.spec.config.mixture is None else _read_mixture
+    read_mlp = _read_mlp if read.spec.config.of_layer(layer).mixture is None else _read_mixture
     mlp = read_mlp(read, prefix) if layer in share.mlps else None
     elsewhere = () if attention else _ATTENTION
     read.refuse_left_over(prefix, elsewhere if mlp else (*elsewhere, *_MLP))
@@ -297,9 +298,12 @@ def _read_layer(
 
 def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
     config, module = read.spec.config.of_rank(read.spec.ranks), f"{prefix}self_attn."
-    norms = (("q", config.q_heads), ("k", config.kv_heads)) if config.qk_norm else ()
-    norms_XD = [read.get(f"{module}{name}_norm.weight").view(-1, config.head_dim) for name, _heads in norms]
-    norms_JD = [norm_XD.expand(heads, -1) for norm_XD, (_name, heads) in zip(norms_XD, norms, strict=True)]
+    heads = {"q": config.q_heads, "k": config.kv_heads} if config.qk_norm else {}
+    split = 0 if config.qk_norm_all_heads else None
+    norms_JD = [
+        read.get(f"{module}{name}_norm.weight", split=split).view(-1, config.head_dim).expand(count, -1)
+        for name, count in heads.items()
+    ]
     return AttentionWeights(
         input_norm_C=read.norm(f"{prefix}input_layernorm"),
         qkv=read.linear(*(f"{module}{name}" for name in config.qkv_modules), split=0),
@@ -310,25 +314,35 @@ def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
 
 
 def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
+    gate_up, down = _read_matrices(read, f"{prefix}mlp")
     return MlpWeights(
         input_norm_C=read.norm(f"{prefix}post_attention_layernorm"),
-        gate_up=read.linear(*(f"{prefix}mlp.{name}" for name in read.spec.config.gate_up_modules), split=0),
-        down=read.linear(f"{prefix}mlp.down_proj", split=1),
+        gate_up=gate_up,
+        down=down,
         output_norm_C=read.norm(f"{prefix}mlp.post_norm"),
     )
 
 
+def _read_matrices(read: _Reader, *modules: str) -> tuple[Linear, Linear]:
+    """Return the matrices of MLPs, one below the other. Ranks share each one's columns."""
+    gate_up = [f"{module}.{name}" for module in modules for name in read.spec.config.gate_up_modules]
+    return read.linear(*gate_up, split=0), read.linear(*(f"{m}.down_proj" for m in modules), split=1)
+
+
 def _read_mixture(read: _Reader, prefix: str) -> MixtureWeights:
-    """Ranks share each expert's columns."""
-    config = read.spec.config
-    assert config.mixture is not None
-    experts = [f"{prefix}{name}" for name in config.expert_modules]
-    gate_up = [f"{expert}.{name}" for expert in experts for name in config.gate_up_modules]
+    mixture = read.spec.config.mixture
+    assert mixture is not None
+    gate_up, down = _read_matrices(read, *(f"{prefix}mlp.experts.{n}" for n in range(mixture.experts)))
+    shared = _read_matrices(read, f"{prefix}{SHARED}") if mixture.shared_width else (None, None)
+    wide = torch.float32 if mixture.sigmoid else None
     return MixtureWeights(
-        config=config.mixture,
+        config=mixture,
         input_norm_C=read.norm(f"{prefix}post_attention_layernorm"),
-        router_EC=read.get(f"{prefix}mlp.gate.weight"),
-        gate_up=read.linear(*gate_up, split=0),
-        down=read.linear(*(f"{expert}.down_proj" for expert in experts), split=1),
+        router_EC=read.get(f"{prefix}mlp.gate.weight", dtype=wide),
+        gate_up=gate_up,
+        down=down,
         output_norm_C=read.norm(f"{prefix}mlp.post_norm"),
+        bias_E=read.get(f"{prefix}{CHOICE_BIAS}", dtype=wide) if mixture.sigmoid else None,
+        shared_gate_up=shared[0],
+        shared_down=shared[1],
     )

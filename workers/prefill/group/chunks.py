@@ -112,10 +112,11 @@ class ModelWork:
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]
-            attentions, mlps = len(share.layers) - last, len(share.mlps) - last
-            per_token = attentions * model.attention_matrices + mlps * model.mlp_macs
-            per_token += last * model.qkv_matrices
-            works.append(StageWork(per_token, attentions * model.macs_per_pair, attentions + mlps + last))
+            attentions, mlps = len(share.layers) - last, share.mlps[: len(share.mlps) - last]
+            per_token = attentions * model.attention_matrices + last * model.qkv_matrices
+            per_token += sum(count * kind.mlp_macs for kind, count in model.kinds(mlps))
+            halves = attentions + len(mlps) + last
+            works.append(StageWork(per_token, attentions * model.macs_per_pair, halves))
         return cls(tuple(works), quantised)
 
     def chunk_cost(self, method: MethodSpec) -> ChunkCost:

@@ -24,6 +24,8 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool]] = {
     "olmo2": (gguf.MODEL_ARCH.OLMO2, False),
     "glm": (gguf.MODEL_ARCH.CHATGLM, False),
     "glm4": (gguf.MODEL_ARCH.GLM4, False),
+    "glm4-moe": (gguf.MODEL_ARCH.GLM4_MOE, False),
+    "glm4-moe-groups": (gguf.MODEL_ARCH.GLM4_MOE, False),
     "exaone": (gguf.MODEL_ARCH.EXAONE, False),
     "exaone4": (gguf.MODEL_ARCH.EXAONE4, False),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True),
@@ -41,6 +43,20 @@ def stacked(tensors: Mapping[str, Any], experts: int) -> dict[str, Any]:
     return made
 
 
+def add_glm4_moe(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    """With a block that predicts the token after next."""
+    writer.add_nextn_predict_layers(1)
+    for name in ("attn_norm", "ffn_up_exps", "nextn.enorm"):
+        writer.add_tensor(f"blk.{raw['num_hidden_layers']}.{name}.weight", np.zeros(4, np.float32))
+    writer.add_expert_shared_count(raw["n_shared_experts"])
+    writer.add_leading_dense_block_count(raw["first_k_dense_replace"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(raw["routed_scaling_factor"])
+    writer.add_expert_weights_norm(raw["norm_topk_prob"])
+    writer.add_expert_group_count(raw["n_group"])
+    writer.add_expert_group_used_count(raw["topk_group"])
+
+
 def write_gguf(
     path: Path,
     raw: Mapping[str, Any],
@@ -55,7 +71,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, name)
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
-    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_block_count(raw["num_hidden_layers"] + ("n_shared_experts" in raw))
     writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(heads[0])
     writer.add_head_count_kv(heads[1])
@@ -79,18 +95,22 @@ def write_gguf(
         writer.add_residual_scale(raw["residual_multiplier"])
         writer.add_attention_scale(raw["attention_multiplier"])
         writer.add_logit_scale(raw["logits_scaling"])
-    if "num_local_experts" in raw:
-        writer.add_expert_count(raw["num_local_experts"])
+    experts = raw.get("num_local_experts") or raw.get("n_routed_experts")
+    if experts:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(raw["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
-        tensors = stacked(tensors, raw["num_local_experts"])
+        tensors = stacked(tensors, experts)
+    if "n_shared_experts" in raw:
+        add_glm4_moe(writer, raw)
     names = gguf.get_tensor_name_map(architecture, raw["num_hidden_layers"])
     for theirs, tensor in tensors.items():
         rows, turned = tensor, theirs.split(".")[-2]
         if permuted and turned in ("q_proj", "k_proj"):
             pairs = tensor.view(heads[turned == "k_proj"], 2, dim // 2, -1)
             rows = pairs.transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(names.get_name(theirs, (".weight", ".bias")), rows.numpy())
+        known = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
+        writer.add_tensor(names.get_name(known, (".weight", ".bias")), rows.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

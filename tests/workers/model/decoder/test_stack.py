@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from deltafront.benchmarks.in_ranks import parts
 from deltafront.benchmarks.testing import row_errors
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
@@ -28,7 +30,7 @@ from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.model_config import SHARED, ModelConfig, read_config
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
 from deltafront.workers.model.family_registry import gguf_families
 from deltafront.workers.model.layer_shares import LayerShare
@@ -75,6 +77,12 @@ MIXTURE = {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
 }
+GLM_MIXTURE = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama3": lambda: transformers.LlamaConfig(
         **SHAPE | {"hidden_size": 96},
@@ -94,6 +102,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE, rope_parameters=YARN, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE | {"head_dim": 32}),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **MIXTURE),
+    "qwen3-moe-mixed": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE, **MIXTURE, decoder_sparse_step=2, mlp_only_layers=[3]
+    ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(**SHAPE, **GLM_MIXTURE),
+    "glm4-moe-groups": lambda: transformers.Glm4MoeConfig(
+        **SHAPE | {"head_dim": 32},
+        **GLM_MIXTURE | {"first_k_dense_replace": 3, "n_shared_experts": 2, "norm_topk_prob": False},
+        n_group=4,
+        topk_group=2,
+        attention_bias=True,
+        use_qk_norm=True,
+    ),
     "qwen3-moe-not-normed": lambda: transformers.Qwen3MoeConfig(
         **SHAPE | {"head_dim": 32}, **MIXTURE | {"norm_topk_prob": False, "num_experts_per_tok": 1}
     ),
@@ -177,6 +197,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
                 weight.copy_(torch.randn_like(weight) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(directory)
     ids_T = torch.randint(0, SHAPE["vocab_size"], (TOKENS,))
     ours = save_as_exaone(directory) if request.param == "exaone" else directory
@@ -407,6 +430,14 @@ def test_greedy_tokens_equal_transformers(case: Case) -> None:
     assert found == whole_BT[0, end:].tolist()
 
 
+def widths(config: ModelConfig, name: str) -> list[int]:
+    """Of the matrices that one of `MixtureWeights` or `MlpWeights` is made of."""
+    shared = [
+        width for module, width in config.mlp_modules.items() if (module == SHARED) == ("shared" in name)
+    ]
+    return [width for width in shared for _ in range(2 if config.is_gated else 1)]
+
+
 def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
     """The parts of fused tensors are shared one by one."""
     spec = StackSpec(
@@ -417,23 +448,32 @@ def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    if case.config.qk_norm_all_heads:
-        with pytest.raises(ModelError, match="norms q and k over all heads at once"):
-            replace(spec, ranks=2)
-        return
     whole = read_stack(case.directory, spec)
     heads = [count * case.config.head_dim for count in (6, 2, 2)]
-    width = case.config.intermediate
-    columns = [width] * ((2 if case.config.is_gated else 1) * len(case.config.expert_modules))
     for rank in range(2):
         part = read_stack(case.directory, replace(spec, rank=rank, ranks=2))
         for layer in range(6):
             mine, theirs = part.attentions[layer].qkv.weight_OI, whole.attentions[layer].qkv.weight_OI
             assert torch.equal(mine, torch.cat([x.chunk(2)[rank] for x in theirs.split(heads)]))
-            mine, theirs = part.mlps[layer].gate_up.weight_OI, whole.mlps[layer].gate_up.weight_OI
-            assert torch.equal(mine, torch.cat([x.chunk(2)[rank] for x in theirs.split(columns)]))
-            mine, theirs = part.mlps[layer].down.weight_OI, whole.mlps[layer].down.weight_OI
-            assert torch.equal(mine, theirs.chunk(2, dim=1)[rank])
+            for name in ("gate_up", "shared_gate_up"):
+                if (theirs := getattr(whole.mlps[layer], name, None)) is not None:
+                    rows = theirs.weight_OI.split(widths(case.config.of_layer(layer), name))
+                    mine = getattr(part.mlps[layer], name).weight_OI
+                    assert torch.equal(mine, torch.cat([x.chunk(2)[rank] for x in rows]))
+            for name in ("down", "shared_down"):
+                if (theirs := getattr(whole.mlps[layer], name, None)) is not None:
+                    mine = getattr(part.mlps[layer], name).weight_OI
+                    assert torch.equal(mine, theirs.weight_OI.chunk(2, dim=1)[rank])
+
+
+def test_two_ranks_equal_transformers(case: Case) -> None:
+    def computed(stack: LayerStack) -> torch.Tensor:
+        return prefill([stack], case.ids_T, CUTS["ragged"], Pages(stack.config, [table_of(TOKENS)]))
+
+    stacks = parts(case.directory, 2)
+    with ThreadPoolExecutor(len(stacks)) as threads:
+        for logits_TV in threads.map(computed, stacks):
+            assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
 
 
 def test_a_gguf_gives_the_same_logits(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -471,9 +511,7 @@ def test_weights_and_kv_are_counted_as_they_are_loaded(case: Case, stages: int) 
     config = case.config
     for stage, stack in enumerate(load_stages(case, stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
-        assert sum(held(stack._weights).values()) == config.weights(
-            len(stack.layers), len(stack.mlps), **ends
-        )
+        assert sum(held(stack._weights).values()) == config.weights(stack.layers, stack.mlps, **ends)
         cache = PagedKVCache(stack.layers, config.kv_heads, config.head_dim, 3, torch.float16, "cpu")
         assert 2 * cache.k_LPSGD.nbytes == 3 * PAGE_TOKENS * config.kv_values(len(stack.layers)) * 2
 

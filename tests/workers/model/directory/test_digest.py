@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltafront.workers.model.directory.digest import model_digest
+from deltafront.benchmarks.engine.model import SHAPES
+from deltafront.workers.model.directory.digest import _about, model_digest
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.settings import ModelSpec
 
@@ -137,3 +138,9 @@ def test_files_that_are_no_weights_are_named(model: Path, content: bytes) -> Non
     (model / "model.safetensors").rename(model / "another.safetensors")
     with pytest.raises(ModelError, match=r"no weights in .*found 1 other \.safetensors files"):
         digest(model)
+
+
+def test_a_mixture_s_fields_at_their_default_are_left_out() -> None:
+    """Profiles of mixtures that were served before these fields go on to fit."""
+    assert _about(SHAPES["30b-a3b"])["mixture"] == {"experts": 128, "per_token": 8, "normed": True}
+    assert _about(SHAPES["air-8"])["mixture"]["dense_layers"] == (0,)

@@ -18,6 +18,7 @@ from deltafront.workers.model.directory.headers import check_weights, read_heade
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.directory.text_part import own_names
+from deltafront.workers.model.weights.sources import open_weights
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 3, 32, 4, 2, 16, 48, 64
 SHAPE: dict[str, Any] = {
@@ -39,6 +40,8 @@ def save(directory: Path, family: str = "llama", size: str = "1GB", **more: Any)
     more = {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS, "pad_token_id": 0, **more}
     if family == "qwen3_moe":
         more |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
+    if family == "glm4_moe":
+        more |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": INNER}
     config = transformers.CONFIG_MAPPING[family](**SHAPE, **more)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory, max_shard_size=size)
@@ -93,9 +96,33 @@ def test_every_family_has_the_tensors_of_transformers(
     check(tmp_path)
 
 
+PREDICTING = """eh_proj.weight enorm.weight hnorm.weight embed_tokens.weight shared_head.head.weight
+    shared_head.norm.weight self_attn.q_proj.weight self_attn.q_proj.weight_scale mlp.experts.0.up_proj.weight
+    mlp.gate.e_score_correction_bias""".split()
+"""Tensors of a layer that predicts the token after next."""
+
+
+def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> None:
+    """As many as config.json says; transformers does not save them, published checkpoints have them."""
+    save(tmp_path, "glm4_moe")
+    wanted = {name: read.clone() for name, read in load_file(tmp_path / SINGLE).items()}
+    more = {f"model.layers.{LAYERS}.{name}": torch.ones(3) for name in PREDICTING}
+    edit(tmp_path, lambda tensors: tensors | more)
+    check(tmp_path)
+    source = open_weights(tmp_path)
+    assert source.names() == wanted.keys()
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for key in [key for key in raw if key in ("num_mtp_layers", "num_nextn_predict_layers")]:
+        del raw[key]
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    assert f"model.layers.{LAYERS}." in refusal(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("saved", "said", "says"),
     [
+        ("glm4_moe", "qwen3_moe", "partial rotary factor is not supported"),
+        ("qwen3_moe", "glm4_moe", r"lack \d+ tensors such as model\.layers\.0\.mlp\.gate_proj\.weight"),
         ("phi3", "llama", r"lack 15 tensors such as model\.layers\.0\.self_attn\.q_proj\.weight"),
         ("llama", "phi3", r"lack 6 tensors such as model\.layers\.0\.self_attn\.qkv_proj\.weight"),
         ("glm", "llama", "partial rotary factor is not supported"),

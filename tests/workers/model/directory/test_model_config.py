@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.directory.rope_config import RopeConfig
 from deltafront.workers.model.layer_shares import LayerShare, balanced
+from deltafront.workers.prefill.group.chunks import ModelWork
 
 LLAMA31: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -155,12 +157,61 @@ def test_a_mixture_of_experts(tmp_path: Path, key: str) -> None:
     assert (config.intermediate, config.of_rank(4).intermediate) == (768, 192)
     one = 3 * config.hidden * 768
     assert (config.mlp_matrices, config.mlp_macs) == (64 * one, 4 * one + 64 * config.hidden)
-    layer = config.weights(2, embedding=False, head=False) - config.weights(1, embedding=False, head=False)
+    layer = config.weights(range(1), embedding=False, head=False)
     norms = 2 * config.hidden + (config.q_heads + config.kv_heads) * config.head_dim
     assert layer == config.attention_matrices + config.mlp_matrices + 64 * config.hidden + norms
     dense = replace(config, mixture=None, intermediate=4 * 768)
     assert config.split(3) == dense.split(3), "stages are balanced by what a token costs"
     assert read(tmp_path, LLAMA31 | EXPERTS).mixture == MixtureConfig(experts=128, per_token=8, normed=False)
+
+
+GLM: dict[str, Any] = {"architectures": ["Glm4MoeForCausalLM"], "moe_intermediate_size": 1408}
+
+
+@pytest.mark.parametrize(
+    ("change", "dense"),
+    [
+        (GLM, [0]),
+        (GLM | {"first_k_dense_replace": 3}, [0, 1, 2]),
+        (GLM | {"first_k_dense_replace": 0}, []),
+        (EXPERTS, []),
+        (EXPERTS | {"mlp_only_layers": [31, 4]}, [4, 31]),
+        (
+            EXPERTS | {"decoder_sparse_step": 4, "mlp_only_layers": [3]},
+            [3, *(n for n in range(32) if n % 4 != 3)],
+        ),
+    ],
+    ids=str,
+)
+def test_some_layers_may_have_no_experts(tmp_path: Path, change: dict[str, Any], dense: list[int]) -> None:
+    """Each layer counts as what it is, in sizes, stages and chunks."""
+    config = read(tmp_path, LLAMA31 | change)
+    assert config.mixture is not None and config.mixture.dense_layers == tuple(sorted(dense))
+    mlp = 3 * config.hidden * 14336
+    experts = config.mlp_macs
+    costs = [mlp if n in dense else experts for n in range(config.layers)]
+    assert [config.of_layer(n).mlp_macs for n in range(config.layers)] == costs
+    shapes = config.shapes()
+    ends = config.weights(range(0), embedding=True, head=True)
+    norms = (config.q_heads + config.kv_heads - 2) * config.head_dim * config.qk_norm * config.layers
+    assert config.weights(range(config.layers)) - norms == sum(map(math.prod, shapes.values()))
+    apart = [config.weights(range(n, n + 1), embedding=False, head=False) for n in range(config.layers)]
+    assert config.weights(range(config.layers)) == ends + sum(apart)
+    work = ModelWork.of(config, 3, quantised=False)
+    attention = (config.layers - 1) * config.attention_matrices + config.qkv_matrices
+    assert sum(stage.per_token for stage in work.stages) == attention + sum(costs[:-1])
+    fullest = max(stage.per_token + 5_700 * stage.per_pair for stage in work.stages)
+    assert fullest < 1.1 * sum(stage.per_token + 5_700 * stage.per_pair for stage in work.stages) / 3
+    widths = {config.hidden, config.intermediate, 32 * config.head_dim, *[14336] * bool(dense)}
+    assert {*config.matrix_widths()} == widths
+
+
+def test_ranks_share_every_kind_of_mlp(tmp_path: Path) -> None:
+    raw = LLAMA31 | GLM | {"intermediate_size": 10944, "n_shared_experts": 2}
+    part = read(tmp_path, raw).of_rank(4)
+    assert part.mlp_widths == (352, 704, 2736) and part.mixture is not None
+    with pytest.raises(ModelError, match="4 ranks cannot share the model's 10946 MLP columns equally"):
+        read(tmp_path, raw | {"intermediate_size": 10946}).of_rank(4)
 
 
 def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
@@ -216,8 +267,23 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ({"architectures": ["Mistral3ForConditionalGeneration"]}, "has no section text_config"),
         ({"rope_scaling": ["yarn"]}, "is not a section of keys"),
         ({"num_experts": 8}, "sets num_experts, which LlamaForCausalLM does not have"),
-        (EXPERTS | {"mlp_only_layers": [0]}, "give some layers a dense MLP"),
-        (EXPERTS | {"decoder_sparse_step": 2}, "give some layers a dense MLP"),
+        (EXPERTS | {"mlp_only_layers": 3}, "mlp_only_layers = 3 is not a list of layers"),
+        (EXPERTS | {"mlp_only_layers": ["0"]}, "is not a list of layers"),
+        (EXPERTS | {"decoder_sparse_step": 0}, "decoder_sparse_step = 0 is not a positive whole number"),
+        (EXPERTS | {"mlp_only_layers": [3], "intermediate_size": None}, "has no 'intermediate_size'"),
+        (EXPERTS | {"n_shared_experts": 1}, "sets n_shared_experts, which Qwen3MoeForCausalLM"),
+        (GLM | {"n_group": 3}, "n_group = 3 and topk_group = 1 cannot be groups .* of 128 experts"),
+        (GLM | {"n_group": 128}, "cannot be groups of two or more"),
+        (GLM | {"n_group": 4, "topk_group": 5}, "topk_group = 5 cannot"),
+        (
+            GLM | {"n_group": 16, "topk_group": 1, "num_experts_per_tok": 9},
+            "num_experts_per_tok = 9 of 1 groups of 8",
+        ),
+        (GLM | {"routed_scaling_factor": 0}, "routed_scaling_factor = 0 is not a number above 0"),
+        (GLM | {"n_shared_experts": -1}, "n_shared_experts = -1 is not"),
+        (GLM | {"first_k_dense_replace": "1"}, "first_k_dense_replace = '1' is not"),
+        (GLM | {"scoring_func": "relu"}, "scoring_func = 'relu' is not supported"),
+        ({"use_qk_norm": True}, "sets use_qk_norm, which LlamaForCausalLM does not have"),
         (EXPERTS | {"num_experts_per_tok": 129}, "num_experts_per_tok = 129 of num_experts = 128"),
         (EXPERTS | {"moe_intermediate_size": None}, "moe_intermediate_size"),
         (EXPERTS | {"mlp_bias": True}, "sets mlp_bias, which Qwen3MoeForCausalLM"),

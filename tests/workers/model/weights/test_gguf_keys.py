@@ -70,6 +70,8 @@ LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
     ("architecture", "keys", "name"),
     [
         ("llama", {"logit_scale": 0.25}, "llama.logit_scale = 0.25"),
+        ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func = 2"),
+        ("glm4moe", {"expert_gating_func": 1}, "glm4moe.expert_gating_func = 1"),
         ("llama", {"embedding_scale": 12.0}, "llama.embedding_scale = 12.0"),
         ("llama", {"residual_scale": 0.5}, "llama.residual_scale"),
         ("llama", {"attention__scale": 0.1}, "llama.attention.scale"),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.reference.experts import mixture as reference_mixture
 from deltafront.benchmarks.testing import assert_rows_close, row_errors
+from deltafront.kernels.experts.routing import Router
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX, ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
@@ -37,6 +38,7 @@ SHAPE = replace(
     mixture=MixtureConfig(experts=6, per_token=2, normed=True),
 )
 BLOCK = 32
+QWEN = Router(per_token=2, normed=True)
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
-def wanted(directory: Path, x_TC: torch.Tensor) -> torch.Tensor:
+def wanted(directory: Path, x_TC: torch.Tensor, router: Router = QWEN) -> torch.Tensor:
     tensors = {name: x.float() for name, x in stored(directory).items()}
 
     def stacked(*modules: str) -> torch.Tensor:
@@ -76,7 +78,7 @@ def wanted(directory: Path, x_TC: torch.Tensor) -> torch.Tensor:
 
     logits_TE = x_TC @ tensors["gate.weight"].T
     experts = stacked("gate_proj", "up_proj"), stacked("down_proj")
-    return reference_mixture(x_TC, logits_TE, *experts, 2, True)
+    return reference_mixture(x_TC, logits_TE, *experts, router)
 
 
 def test_experts_are_those_of_the_checkpoint_and_ranks_have_parts_of_each(directory: Path) -> None:
@@ -120,6 +122,63 @@ def test_a_checkpoint_in_blocks_of_8_bits(directory: Path) -> None:
     weights = read(directory)
     assert torch.equal(weights.down.weight_OI, torch.cat([meant[name] for name in names]))
     assert torch.equal(weights.router_EC, tensors["model.layers.1.mlp.gate.weight"].float())
+
+
+GLM = replace(
+    SHAPE,
+    architecture="Glm4MoeForCausalLM",
+    qk_norm=False,
+    qkv_bias=True,
+    rotary_dim=8,
+    mixture=MixtureConfig(
+        experts=6,
+        per_token=2,
+        normed=True,
+        sigmoid=True,
+        shared_width=96,
+        dense_layers=(0,),
+        dense_width=160,
+    ),
+)
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """Experts with an MLP beside them, behind a layer without."""
+    write_model(tmp_path, GLM, torch.device("cpu"))
+    return tmp_path
+
+
+def wanted_beside(directory: Path, x_TC: torch.Tensor) -> torch.Tensor:
+    tensors = {name: x.double() for name, x in stored(directory).items()}
+    router = Router(per_token=2, normed=True, bias_E=tensors["gate.e_score_correction_bias"])
+    gate, up, down = (tensors[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    shared_TC = (torch.nn.functional.silu(x_TC.double() @ gate.T) * (x_TC.double() @ up.T)) @ down.T
+    return wanted(directory, x_TC, router) + shared_TC
+
+
+def test_all_tokens_take_the_mlp_beside_the_experts(beside: Path) -> None:
+    x_TC = torch.randn(9, 64)
+    wanted_TC = wanted_beside(beside, x_TC)
+    assert_rows_close(read(beside)(x_TC).double(), wanted_TC, dtype=torch.float32)
+    parts = [read(beside, rank=rank, ranks=2) for rank in range(2)]
+    assert_rows_close((parts[0](x_TC) + parts[1](x_TC)).double(), wanted_TC, dtype=torch.float32)
+    fp8 = read(beside, quantisation="fp8")
+    assert isinstance(fp8.shared_gate_up, Fp8Linear) and isinstance(fp8.shared_down, Fp8Linear)
+    errors_T = row_errors(fp8(x_TC), wanted_TC.float())
+    assert 0.005 < float(errors_T.mean()) < 0.1
+
+
+def test_a_router_of_sigmoids_stays_in_float32(beside: Path) -> None:
+    """Biases are close to one another beside their size; in 16 bits they would be equal."""
+    path = beside / "model-1.safetensors"
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias_E = 30 + torch.arange(6) / 1000
+    save_file(load_file(path) | {name: bias_E}, path)
+    weights = read(beside, dtype=torch.bfloat16)
+    assert weights.bias_E is not None and torch.equal(weights.bias_E, bias_E)
+    assert weights.router_EC.dtype == torch.float32 and weights.gate_up.weight_OI.dtype == torch.bfloat16
+    weights(torch.randn(3, 64, dtype=torch.bfloat16))
 
 
 def test_an_expert_that_is_missing_is_named(directory: Path) -> None:
