@@ -276,7 +276,8 @@ class Run:
             return measure.random_ids(tokens, self.shape.vocab, 5000 + seed)
 
         with tempfile.TemporaryDirectory() as folder:
-            more = tiers.settings(tokens, given.host_gib, Path(folder))
+            mapped = given.decode_gpu == "mapped"
+            more = tiers.settings(tokens, given.host_gib, Path(folder), mapped=mapped)
             setup = self.setup(stages, kv_dtype, files, remembers=True, more=more)
             options, store = self.options("dpxa", tokens), Path(folder)
             for one in tiers.measured(

@@ -40,10 +40,12 @@ def _session(tokens: int) -> int:
     return tokens // 8
 
 
-def settings(tokens: int, host_gib: float, store: Path) -> dict[str, Any]:
-    """Return what the service's configuration sets."""
+def settings(tokens: int, host_gib: float, store: Path, *, mapped: bool) -> dict[str, Any]:
+    """Return what the service's configuration sets. mapped: stages use the decode worker's pages."""
+    room = (tokens + _session(tokens) + 2 * ANSWER_ROOM) // PAGE_TOKENS * PAGE_TOKENS
     return {
-        "decode.cache_tokens": (tokens + _session(tokens) + 2 * ANSWER_ROOM) // PAGE_TOKENS * PAGE_TOKENS,
+        **({"prefill.cache_tokens": room} if mapped else {}),
+        "decode.cache_tokens": room,
         "decode.host_cache_gib": host_gib,
         "decode.store": str(store),
     }

@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,6 +77,8 @@ class DecodeActor(Leaving):
         if self._ranks:
             await self._join()
         await self.hosted.start()
+        gc.collect()
+        gc.freeze()  # what lives as long as the worker is not looked through again, between two tokens
         self._compilations.ready = True
 
     async def _join(self) -> None:

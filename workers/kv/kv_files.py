@@ -7,6 +7,7 @@ of each tensor. All workers of one model and configuration may share a directory
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import time
@@ -15,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 
 from .pages.store_tier import StoreError
 
@@ -60,11 +61,14 @@ class KVFiles:
         path = self._path(name)
         try:
             os.utime(path)
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                sides = [file.get_tensor(str(n)) for n in range(len(file.keys()))]
+            content = path.read_bytes()  # long reads: a mapped file would be read in small pieces
+            tensors = load(content)
+            metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get(
+                "__metadata__", {}
+            )
         except (OSError, SafetensorError) as error:
             raise StoreError(f"{path}: {error}") from error
+        sides = [tensors[str(n)] for n in range(len(tensors))]
         if metadata.get("form") != self._form:
             raise StoreError(f"{path}: it is of other K/V: {metadata.get('form')}")
         if any(metadata.get(str(n)) != str(_checksum(side)) for n, side in enumerate(sides)):

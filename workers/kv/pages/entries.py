@@ -15,7 +15,7 @@ from itertools import islice
 from ...messages.prompts import LINK_BYTES, PromptKey, links_of
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """name: root and link. used: when its last holder let go of it. until: retain it so long, on the same
     clock. place: of its page in the prompt. before: the name of the page before it; empty for the first."""
@@ -82,13 +82,15 @@ class Entries:
         before = root + chain[(first - 1) * LINK_BYTES : first * LINK_BYTES] if first else b""
         links = links_of(chain[first * LINK_BYTES :])
         for place, (link, page) in enumerate(zip(links, islice(pages, first, None), strict=False), first):
-            if self.enter(page, Entry(root + link, now, now + retain_s, place, before)):
+            name = root + link
+            if name not in self._pages and page not in self._entries:
+                self._pages[name], self._entries[page] = page, Entry(name, now, now + retain_s, place, before)
                 new.append(page)
-            before = root + link
+            before = name
         return new
 
     def enter(self, page: int, entry: Entry) -> bool:
-        """Remember a held page until it is given up. Returns False if its name or its page is here."""
+        """Remember a held page under a copy of an entry. Returns False if its name or its page is here."""
         if entry.name in self._pages or page in self._entries:
             return False
         self._pages[entry.name], self._entries[page] = page, replace(entry)

@@ -19,7 +19,7 @@ from .host_tier import HostTier
 from .pool import OutOfPages
 
 GROUP_PAGES = 16
-AT_ONCE = 4
+AT_ONCE = 8
 """Groups that are loaded together."""
 
 Stored = Callable[[str, bytes, Sequence[int]], Awaitable[None]]
@@ -91,33 +91,31 @@ class StoreTier:
         names, _exact = self.find(key, first)
         last = -(-pages // GROUP_PAGES) - first // GROUP_PAGES
         numbered = list(enumerate(names[: max(0, last)], start=first // GROUP_PAGES))
-        for at in range(0, len(numbered), AT_ONCE):
-            part = numbered[at : at + AT_ONCE]
-            loaded = await asyncio.gather(*(self._load(key, *group) for group in part))
-            held += [slot for slots in loaded for slot in slots]
-            if not all(loaded):
-                break
+        free = asyncio.Semaphore(AT_ONCE)
+        loaded = await asyncio.gather(*(self._load(free, key, *group) for group in numbered))
+        held += [slot for slots in loaded for slot in slots]
         brought = max(0, min(len(held) - before - first % GROUP_PAGES, pages - first))
         self._back += brought
         self._back_s += self._clock() - began if brought else 0.0
         return held, brought
 
-    async def _load(self, key: PromptKey, group: int, name: bytes) -> Sequence[int]:
+    async def _load(self, free: asyncio.Semaphore, key: PromptKey, group: int, name: bytes) -> Sequence[int]:
         pool = self._host.pool
-        try:
-            slots = pool.allocate(GROUP_PAGES)
-        except OutOfPages:
-            return ()
-        try:
-            await self._stored("load", name, slots)
-        except StoreError as error:
-            log.warning("remembered K/V is read again: %s", error)
-            pool.release(slots)
-            await self._forget(name)
-            return ()
-        except BaseException:
-            pool.release(slots)
-            raise
+        async with free:
+            try:
+                slots = pool.allocate(GROUP_PAGES)
+            except OutOfPages:
+                return ()
+            try:
+                await self._stored("load", name, slots)
+            except StoreError as error:
+                log.warning("remembered K/V is read again: %s", error)
+                pool.release(slots)
+                await self._forget(name)
+                return ()
+            except BaseException:
+                pool.release(slots)
+                raise
         self._use(name)
         root, start = name[:-LINK_BYTES], group * GROUP_PAGES
         pool.entries.add(root, key.chain, (0,) * start + slots, 0.0, start)
