@@ -1,7 +1,7 @@
 """Delta-KV with the thesis's own exact region, and with anchors that are not chosen by similarity.
 
-A packed key is its anchor's own row, so both phases are one softmax over the prompt's keys with weights: 1 for
-an exact key, a run's length for the anchor of a packed one, 0 for all others. Slabs of query blocks are
+A packed key is its anchor's own row, so both phases are one softmax over the prompt's keys with weights: 1
+for an exact key, a run's length for the anchor of a packed one, 0 for all others. Slabs of query blocks are
 computed at once. Shape suffixes as in `kernels.interface`.
 """
 
