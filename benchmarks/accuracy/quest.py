@@ -73,5 +73,5 @@ def page_bounds(q_HD: torch.Tensor, k_SHD: torch.Tensor) -> torch.Tensor:
     """Return for each page and head a number that q·k of none of the page's keys exceeds: bound_PH."""
     missing = -k_SHD.shape[0] % PAGE_TOKENS
     padded_SHD = torch.cat([k_SHD, k_SHD[-1:].expand(missing, -1, -1)])  # a key once more changes no bound
-    page_PSHD = padded_SHD.unflatten(0, (-1, PAGE_TOKENS))
+    page_PSHD = padded_SHD.reshape(-1, PAGE_TOKENS, *k_SHD.shape[1:])
     return torch.maximum(q_HD * page_PSHD.amin(1), q_HD * page_PSHD.amax(1)).sum(-1)

@@ -120,7 +120,7 @@ def _with_means(x: AttentionInput, mask: TileMask, b: int, first: int) -> torch.
     k_HNJD, v_HNJD = (_keys(kv[b], head_H11, key_HNJ, before) for kv in (x.k_BGSD, x.v_BGSD))
     q_HTD = x.q_BHTD[b, :, first * BLOCK : (first + blocks) * BLOCK]
     rows = q_HTD.shape[1]
-    q_HNTD = pad(q_HTD, (0, 0, 0, blocks * BLOCK - rows)).unflatten(1, (blocks, BLOCK))
+    q_HNTD = pad(q_HTD, (0, 0, 0, blocks * BLOCK - rows)).reshape(heads, blocks, BLOCK, -1)
     out_HNTD = scaled_dot_product_attention(q_HNTD, k_HNJD, v_HNJD, attn_mask=bias_HNTJ, scale=x.scale)
     return out_HNTD.flatten(1, 2)[:, :rows]
 
@@ -129,7 +129,9 @@ def _keys(kv_GSD: torch.Tensor, head_H11: torch.Tensor, key_HNJ: torch.Tensor, b
     """Rows of the given keys (0 behind the last one), then the means of the first `before` tiles."""
     inside_HNJ1 = (key_HNJ < kv_GSD.shape[1])[..., None]
     rows_HNJD = kv_GSD[head_H11, key_HNJ.clamp(max=kv_GSD.shape[1] - 1)] * inside_HNJ1
-    mean_GMD = kv_GSD[:, : before * BLOCK].unflatten(1, (before, BLOCK)).float().mean(2).to(kv_GSD.dtype)
+    groups, _, dim = kv_GSD.shape
+    tile_GMSD = kv_GSD[:, : before * BLOCK].reshape(groups, before, BLOCK, dim)
+    mean_GMD = tile_GMSD.float().mean(2).to(kv_GSD.dtype)
     mean_HNMD = mean_GMD[head_H11[:, 0, 0], None].expand(-1, key_HNJ.shape[1], -1, -1)
     return torch.cat([rows_HNJD, mean_HNMD], dim=2)
 

@@ -106,6 +106,8 @@ def test_means_are_exact_where_nothing_is_dropped_and_where_tiles_are_alike() ->
     x = random_input(700, q_heads=2, kv_heads=1, head_dim=16)
     executor = ideas.MeanTilesExecutor(None)
     assert_rows_close(executor.attend(x, full_mask(x), None, no_phase), reference_attention(x))
+    short = random_input(100, q_heads=2, kv_heads=1, head_dim=16)
+    assert_rows_close(executor.attend(short, full_mask(short), None, no_phase), reference_attention(short))
     for kv in (x.k_BGSD, x.v_BGSD):
         kv.copy_(kv[:, :, torch.arange(700) // BLOCK * BLOCK])
     assert_rows_close(executor.attend(x, random_mask(x, 0.2), None, no_phase), reference_attention(x))
