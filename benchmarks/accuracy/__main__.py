@@ -32,6 +32,12 @@ et al. 2025).
 --rope-theta, --positions: another stretch of the model's positions than the adapter was trained with; for
 lengths beyond it, where nothing is answered and methods are compared with dense attention alone.
 
+--outcomes FILE: what each case did on each document, a line each, written when a document is done; documents
+that stand in it are not read again. --minutes M: no document is begun after M minutes. Documents come by
+their number, so that every length and task has had as many.
+--compare FILE: a result of the same arguments; says of each row how far it is from that one, and ends with 1
+where one is far (`report.apart`).
+
 --shard I/N: only documents I, I + N, I + 2 N, …, as one of N processes (questions of --recompute leave a GPU
 idle between launches); --result has what each case did on each document, and `accuracy.merge` makes of all
 of them what one process would have printed and written.
@@ -49,8 +55,10 @@ import platform
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import get_args
 
@@ -58,7 +66,7 @@ import torch
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
-from deltafront.benchmarks.accuracy.merge import conclude, write_shard
+from deltafront.benchmarks.accuracy.merge import append_outcomes, conclude, read_outcomes, write_shard
 from deltafront.benchmarks.accuracy.predictions import key_tokens, short_logps, tail_logps
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
@@ -97,7 +105,7 @@ from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import KVDtype, ModelSpec, Quantisation
 
 QUESTION_ROOM = 1024
-"""Tokens that a question and its answer may have."""
+"""Tokens that a question and its answer may have; those of `names` are the longest."""
 CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
 """How far logp may be from that of the slow way, relative where it is below -1: what rounding makes of an
 answer of some twenty tokens behind 130,000."""
@@ -108,6 +116,7 @@ METHODS = "deltafront.benchmarks.whole_prompt.methods", "deltafront.benchmarks.p
 
 
 def main() -> int:
+    started = time.monotonic()
     for module in METHODS:
         load(module)
     arguments = _arguments()
@@ -123,11 +132,21 @@ def main() -> int:
         readers[f" {arguments.quantisation}"] = Reader(stack, room, profile)
     if arguments.kv_dtype:
         readers[_kv_mark(arguments)] = Reader(stacks[0], room, profile, arguments.kv_dtype)
-    outcomes: list[Outcome] = []
+    outcomes = _known(arguments, [f"{method}{mark}" for mark in readers for method in methods])
+    done = {(outcome.tokens, outcome.task, outcome.document) for outcome in outcomes}
     for made in _documents(arguments, texts):
+        if (made.tokens, made.task, made.name) in done:
+            continue
+        if arguments.minutes is not None and time.monotonic() - started > 60 * arguments.minutes:
+            print(f"{arguments.minutes:g} minutes are over: the documents left are not read", flush=True)
+            break
+        found = []
         for outcome in _compare(readers, made, methods, arguments):
-            outcomes.append(outcome)
+            found.append(outcome)
             print(line(outcome), flush=True)
+        outcomes += found
+        if arguments.outcomes:
+            append_outcomes(arguments.outcomes, found)
     origin = {
         "hardware": arguments.hardware or _hardware(arguments.device),
         "commit": arguments.commit or commit_of(ROOT),
@@ -136,7 +155,18 @@ def main() -> int:
     if arguments.shard:
         write_shard(outcomes, arguments.shard, origin, arguments.result)
         return 0
-    return conclude(outcomes, origin, arguments.gate, arguments.result)
+    return conclude(outcomes, origin, arguments.gate, arguments.result, arguments.compare)
+
+
+def _known(arguments: argparse.Namespace, cases: Sequence[str]) -> list[Outcome]:
+    """Outcomes of --outcomes. Raises SystemExit where they are of other cases."""
+    if not arguments.outcomes or not arguments.outcomes.exists():
+        return []
+    outcomes = read_outcomes(arguments.outcomes)
+    missing = set(cases) - {outcome.case for outcome in outcomes}
+    if outcomes and missing:
+        raise SystemExit(f"{arguments.outcomes} has no {', '.join(sorted(missing))}: give another file")
+    return outcomes
 
 
 def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | None]:
@@ -157,22 +187,27 @@ def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | No
 
 
 class _Made:
-    """A document and where it comes from."""
+    """A document, once it is asked for, and where it comes from."""
 
-    def __init__(self, task: str, tokens: int, text: str, index: int, document: Document) -> None:
-        self.task, self.tokens, self.document = task, tokens, document
-        self.name = f"{text}-{index}"
+    def __init__(self, task: str, tokens: int, name: str, make: Callable[[], Document]) -> None:
+        self.task, self.tokens, self.name, self._make = task, tokens, name, make
+
+    @cached_property
+    def document(self) -> Document:
+        return self._make()
 
 
 def _documents(arguments: argparse.Namespace, texts: dict[str, SpelledText]) -> Iterator[_Made]:
     shard, shards = arguments.shard or (0, 1)
-    for count, tokens in arguments.documents:
-        for task, questions in arguments.tasks:
-            for index in range(shard, count, shards):
-                text = list(texts)[index % len(texts)]
-                rng = random.Random(f"{arguments.seed} {task} {tokens} {index}")
-                document = TASKS[task](rng, tokens, questions, texts[text])
-                yield _Made(task, tokens, text, index, document)
+    most = max(count for count, _ in arguments.documents)
+    for index, (count, tokens), (task, questions) in itertools.product(
+        range(shard, most, shards), arguments.documents, arguments.tasks
+    ):
+        if index < count:
+            text = list(texts)[index % len(texts)]
+            rng = random.Random(f"{arguments.seed} {task} {tokens} {index}")
+            make = partial(TASKS[task], rng, tokens, questions, texts[text])
+            yield _Made(task, tokens, f"{text}-{index}", make)
 
 
 @torch.inference_mode()
@@ -327,6 +362,9 @@ def _arguments() -> argparse.Namespace:
     add("--device", default="cuda" if cuda else "cpu")
     add("--shard", type=told(_shard), metavar="I/N", help="every N-th document from I on, for `merge`")
     add("--result", type=Path)
+    add("--outcomes", type=Path, help="documents that stand in it are not read again")
+    add("--minutes", type=float, help="after which no document is begun")
+    add("--compare", type=Path, help="a result that this run must be near")
     add("--hardware", default="", help="what it ran on, for the record")
     add("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
@@ -336,8 +374,8 @@ def _arguments() -> argparse.Namespace:
         parser.error("--questions-in-prompt: --recompute asks questions that are appended to a session")
     if arguments.kv_dtype and any(selection.startswith("quest") for selection in arguments.decode):
         parser.error("--kv-dtype: quest reads K/V of --dtype alone")
-    if arguments.shard and (arguments.gate or not arguments.result):
-        parser.error("--shard: --result is needed, and --gate is for accuracy.merge")
+    if arguments.shard and (arguments.gate or arguments.compare or not arguments.result):
+        parser.error("--shard: --result is needed, and --gate and --compare are for accuracy.merge")
     cases = list(_cases(arguments))
     for gate in arguments.gate:
         if gate.case not in cases:

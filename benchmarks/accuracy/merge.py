@@ -22,10 +22,13 @@ from deltafront.benchmarks.accuracy.report import (
     BASELINE,
     Gate,
     Outcome,
+    apart,
     missed,
     parse_gate,
     rows,
     table,
+    together,
+    together_table,
 )
 from deltafront.benchmarks.arguments import told
 from deltafront.benchmarks.harness import write_json
@@ -34,18 +37,41 @@ Origin = Mapping[str, Any]
 """What a result says of where it comes from: hardware, commit, dtype."""
 
 
-def conclude(outcomes: Sequence[Outcome], origin: Origin, gates: Sequence[Gate], result: Path | None) -> int:
-    """Prints and writes what came out; 1 when a gate is missed."""
+def conclude(
+    outcomes: Sequence[Outcome],
+    origin: Origin,
+    gates: Sequence[Gate],
+    result: Path | None,
+    compare: Path | None = None,
+) -> int:
+    """Prints and writes what came out; 1 when a gate is missed, or a row is far from the one in `compare`."""
     found = with_front(rows(outcomes, BASELINE))
     print(table(found))
     if front := front_table(found):
         print(f"\n{front}")
+    pooled = together(found)
+    if pooled:
+        print(f"\n{together_table(pooled)}")
     if result:
-        write_json(result, {**origin, "rows": found})
-    reasons = missed(gates, found)
+        write_json(result, {**origin, "rows": found, **({"together": pooled} if pooled else {})})
+    reasons = [f"gate missed: {reason}" for reason in missed(gates, found)]
+    if compare:
+        far = apart(found, json.loads(compare.read_text())["rows"])
+        reasons += [f"not as in {compare.name}: {reason}" for reason in far]
+        print(f"\n{len(found)} rows compared with {compare}: {len(far) or 'none'} apart")
     for reason in reasons:
-        print(f"gate missed: {reason}", file=sys.stderr)
+        print(reason, file=sys.stderr)
     return 1 if reasons else 0
+
+
+def append_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """All of a document's at once, so that a run that ends leaves whole documents."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(f"{json.dumps(asdict(outcome))}\n" for outcome in outcomes))
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    return [_outcome(json.loads(given)) for given in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_shard(outcomes: Sequence[Outcome], shard: tuple[int, int], origin: Origin, result: Path) -> None:

@@ -71,8 +71,7 @@ class QuestAttention:
 
 def page_bounds(q_HD: torch.Tensor, k_SHD: torch.Tensor) -> torch.Tensor:
     """Return for each page and head a number that q·k of none of the page's keys exceeds: bound_PH."""
-    bounds = []
-    for page_SHD in torch.split(k_SHD, PAGE_TOKENS):
-        low_HD, high_HD = page_SHD.amin(0), page_SHD.amax(0)
-        bounds.append(torch.maximum(q_HD * low_HD, q_HD * high_HD).sum(-1))
-    return torch.stack(bounds)
+    missing = -k_SHD.shape[0] % PAGE_TOKENS
+    padded_SHD = torch.cat([k_SHD, k_SHD[-1:].expand(missing, -1, -1)])  # a key once more changes no bound
+    page_PSHD = padded_SHD.reshape(-1, PAGE_TOKENS, *k_SHD.shape[1:])
+    return torch.maximum(q_HD * page_PSHD.amin(1), q_HD * page_PSHD.amax(1)).sum(-1)

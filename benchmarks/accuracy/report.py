@@ -204,6 +204,7 @@ def _cells(row: Row) -> list[str]:
     exact = ratio = changed = logp = ""
     if "questions" in row:
         exact = f"{row['exact']} of {row['questions']} ({row['exact_dense']})"
+        exact += "" if judged(row) else ", not judged"
         ratio = _number(figure(row, "exact"), ".3f") + _interval(row.get("ratio_95"), ".3f")
         changed = f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}"
         logp = f"{row['logp_difference']:+.3f}" + _interval(row.get("logp_95"), "+.3f")
@@ -233,6 +234,86 @@ def _interval(bounds: Sequence[float] | None, form: str) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def judged(row: Row) -> bool:
+    """Whether dense attention answers at least half of what is asked. Else a task tells no methods apart."""
+    return "questions" in row and 2 * row["exact_dense"] >= row["questions"]
+
+
+def together(found: Sequence[Row]) -> list[Row]:
+    """One row for each length and case over the tasks that are judged, where there are several; intervals
+    are drawn over their documents."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in filter(judged, found):
+        groups.setdefault((row["tokens"], row["case"]), []).append(row)
+    return [_together(group) for group in groups.values() if len(group) > 1]
+
+
+def _together(group: Sequence[Row]) -> Row:
+    documents = [one for row in group for one in row["by_document"] if "questions" in one]
+    questions = sum(row["questions"] for row in group)
+    lost, won = (sum(len(row[name]) for row in group) for name in ("lost", "won"))
+    return {
+        "case": group[0]["case"],
+        "tokens": group[0]["tokens"],
+        "tasks": [row["task"] for row in group],
+        "documents": len(documents),
+        "density": mean_and_error([one["density"] for one in documents])[0],
+        "questions": questions,
+        "exact": sum(row["exact"] for row in group),
+        "exact_dense": sum(row["exact_dense"] for row in group),
+        "lost": lost,
+        "won": won,
+        "p": sign_test(lost, won),
+        "logp_difference": sum(row["logp_difference"] * row["questions"] for row in group) / questions,
+        **_intervals(documents),
+    }
+
+
+def together_table(pooled: Sequence[Row]) -> str:
+    """Markdown."""
+    header = (
+        "tokens", "case", "judged tasks", "documents", "density", "exact (dense)", "ratio, 95%",
+        "lost, won; p over questions", "logp − dense's, 95%",
+    )  # fmt: skip
+    cells = [
+        [
+            row["tokens"],
+            f"`{row['case']}`",
+            len(row["tasks"]),
+            row["documents"],
+            f"{row['density']:.3f}",
+            f"{row['exact']} of {row['questions']} ({row['exact_dense']})",
+            f"{row['exact'] / row['exact_dense']:.3f}" + _interval(row["ratio_95"], ".3f"),
+            f"{row['lost']}, {row['won']}; {row['p']:.2g}",
+            f"{row['logp_difference']:+.3f}" + _interval(row["logp_95"], "+.3f"),
+        ]
+        for row in pooled
+    ]
+    return markdown(header, cells)
+
+
+def apart(found: Sequence[Row], recorded: Sequence[Row]) -> list[str]:
+    """Rows that are not what was recorded, one line each: another density (by 0.002), KL (by a twentieth and
+    by 0.0005) or number of exact answers (by more than one in ten). Other processors round otherwise."""
+    known = {(row["case"], row["task"], row["tokens"]): row for row in recorded}
+    reasons = []
+    for row in found:
+        before = known.pop((row["case"], row["task"], row["tokens"]), None)
+        where = f"{row['case']}, {row['task']}, {row['tokens']} tokens"
+        if before is None:
+            reasons.append(f"{where}: not recorded")
+            continue
+        bounds = {
+            "density": 0.002,
+            "kl": max(0.0005, 0.05 * before.get("kl", 0.0)),
+            "exact": 0.1 * before.get("questions", 0),
+        }
+        for name, bound in bounds.items():
+            if name in before and not abs(row.get(name, math.nan) - before[name]) <= bound:
+                reasons.append(f"{where}: {name} is {row.get(name)}, {before[name]} was recorded")
+    return [*reasons, *(f"{case}, {task}, {tokens} tokens: not run" for case, task, tokens in known)]
 
 
 @dataclass(frozen=True)

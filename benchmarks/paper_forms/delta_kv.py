@@ -1,6 +1,8 @@
 """Delta-KV with the thesis's own exact region, and with anchors that are not chosen by similarity.
 
-Shape suffixes as in `kernels.interface`; P anchors of a key head, J keys that a query block attends to.
+A packed key is its anchor's own row, so both phases are one softmax over the prompt's keys with weights: 1
+for an exact key, a run's length for the anchor of a packed one, 0 for all others. Slabs of query blocks are
+computed at once. Shape suffixes as in `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -9,39 +11,52 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ...kernels.anchor_scan import find_anchors
 from ...kernels.constants import BLOCK
-from ...kernels.executors.inputs import attend_keys, new_output
+from ...kernels.executors.inputs import new_output
 from ...kernels.executors.packed.delta_kv import CHUNK
 from ...kernels.interface import AttentionInput, Phase, StateSpec, TileMask
 from .methods import DeltaKVPeriodicOptions, DeltaKVRandomOptions, DeltaKVThesisOptions, PhaseOptions
+
+SLAB = 8
+"""Query blocks whose weights are in memory at once."""
 
 
 @dataclass
 class DeltaKVState:
     """chance_BGS: a number for every key of the prompt, for anchors by chance. keys_BGN: keys that the last
-    call's query blocks attended to."""
+    call's query blocks attended to, the diagonal's as a whole tile."""
 
     chance_BGS: torch.Tensor | None = None
     keys_BGN: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Anchors:
-    """The anchors of one key head. first_P: positions. stop_P: behind each one's run."""
+class Runs:
+    """length_BGS: of the run that each anchor leads, 0 for other keys. Of the chunk's query blocks:
+    exact_BGN: the first key that phase 2 reads. packed_BGN: anchors that phase 1 reads."""
 
-    first_P: torch.Tensor
-    stop_P: torch.Tensor
+    length_BGS: torch.Tensor
+    exact_BGN: torch.Tensor
+    packed_BGN: torch.Tensor
 
-    @classmethod
-    def of(cls, is_anchor_S: torch.Tensor) -> Anchors:
-        first_P = is_anchor_S.nonzero()[:, 0]
-        return cls(first_P, torch.cat([first_P[1:], first_P.new_tensor([is_anchor_S.numel()])]))
 
-    def safe(self, before: int, block: int) -> int:
-        """How many lie in packed blocks that reach no key from `before` on (section 4.1.4)."""
-        return int((self.stop_P <= before).sum()) // block * block
+def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> Runs:
+    """begin_N: the query blocks' first positions. Packed blocks of `block` anchors are safe if all their runs
+    end before the query block (section 4.1.4)."""
+    keys = is_anchor_BGS.shape[2]
+    place_S = torch.arange(keys, device=is_anchor_BGS.device)
+    later_BGS = torch.where(is_anchor_BGS, place_S, keys).flip(2).cummin(2).values.flip(2)
+    next_BGS = torch.nn.functional.pad(later_BGS[..., 1:], (0, 1), value=keys)
+    length_BGS = torch.where(is_anchor_BGS, next_BGS - place_S, 0)
+    upto_BGS = is_anchor_BGS.cumsum(2)
+    # The last one up to a query block's first key leads a run that reaches into the block.
+    over_BGN = upto_BGS[..., begin_N] - 1
+    packed_BGN = over_BGN // block * block
+    exact_BGN = torch.searchsorted(upto_BGS, packed_BGN + 1)
+    return Runs(length_BGS, exact_BGN, packed_BGN)
 
 
 class PhasedDeltaKV(ABC):
@@ -62,50 +77,56 @@ class PhasedDeltaKV(ABC):
         self, x: AttentionInput, mask: TileMask | None, state: DeltaKVState, phase: Phase
     ) -> torch.Tensor:
         x.require_aligned("delta_kv")
+        keys = x.k_BGSD.shape[2]
         with phase("anchors"):
-            is_anchor_BGS = self.anchors(x, state)
+            begin_N = torch.arange(x.q_start, keys, BLOCK, device=x.k_BGSD.device)
+            runs = runs_of(self.anchors(x, state), begin_N, self._options.block)
         out_BHTD = new_output(x)
-        keys_BGN = torch.zeros(*is_anchor_BGS.shape[:2], x.query_blocks, dtype=torch.float64)
         with phase("attention"):
-            for b, g in torch.cartesian_prod(*(torch.arange(n) for n in is_anchor_BGS.shape[:2])).tolist():
-                anchors = Anchors.of(is_anchor_BGS[b, g])
-                for n in range(x.query_blocks):
-                    keys_BGN[b, g, n] = self._attend_block(x, b, g, n, anchors, out_BHTD)
-        state.keys_BGN = keys_BGN
+            for first in range(x.q_start, keys, SLAB * BLOCK):
+                self._attend_rows(x, runs, first, min(first + SLAB * BLOCK, keys), out_BHTD)
+        state.keys_BGN = self._keys_read(runs, begin_N, keys)
         return out_BHTD
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: DeltaKVState) -> torch.Tensor:
         assert state.keys_BGN is not None, "tiles are counted after attending"
-        return (state.keys_BGN.sum() * (x.group / BLOCK)).to(x.q_BHTD.device)
+        return state.keys_BGN.sum(dtype=torch.float64) * (x.group / BLOCK)
 
-    def _attend_block(
-        self, x: AttentionInput, b: int, g: int, n: int, anchors: Anchors, out_BHTD: torch.Tensor
-    ) -> int:
-        """Attend with a group's heads. Returns the keys read, the diagonal's as a whole tile."""
-        begin = x.q_start + n * BLOCK
-        end = min(begin + BLOCK, x.k_BGSD.shape[2])
-        rows = slice(n * BLOCK, end - x.q_start)
-        packed, exact_from = self._phases(anchors, begin, end)
-        first_P, stop_P = anchors.first_P[:packed], anchors.stop_P[:packed]
-        exact_J = torch.arange(exact_from, end, device=first_P.device)
-        position_T1 = torch.arange(begin, end, device=first_P.device)[:, None]
-        seen_TP = torch.minimum(position_T1 - first_P + 1, stop_P - first_P).clamp(min=0)
-        weight_TP = seen_TP if self._options.counts else seen_TP > 0
-        bias_TJ = torch.cat([weight_TP, exact_J <= position_T1], dim=1).float().log()
-        key_J = torch.cat([first_P, exact_J])
-        k_JD, v_JD = (kv[b, g].index_select(0, key_J) for kv in (x.k_BGSD, x.v_BGSD))
-        heads = slice(g * x.group, (g + 1) * x.group)
-        out = attend_keys(x.q_BHTD[b, heads, rows], k_JD, v_JD, bias_TJ, x.scale)
-        out_BHTD[b, heads, rows] = out.to(out_BHTD.dtype)
-        return key_J.numel() + (BLOCK - (end - begin) if self._options.diagonal else 0)
-
-    def _phases(self, anchors: Anchors, begin: int, end: int) -> tuple[int, int]:
-        """Anchors that phase 1 reads, and the first exact key, for the query block begin .. end-1."""
+    def _keys_read(self, runs: Runs, begin_N: torch.Tensor, keys: int) -> torch.Tensor:
         if not self._options.diagonal:
-            return int((anchors.first_P < end).sum()), end
-        safe = anchors.safe(begin, self._options.block)
-        exact_from = int(anchors.stop_P[safe - 1]) if safe else 0
-        return (safe if self._options.history else 0), exact_from
+            end_N = (begin_N + BLOCK).clamp(max=keys)
+            return (runs.length_BGS > 0).cumsum(2)[..., end_N - 1]
+        packed_BGN = runs.packed_BGN if self._options.history else 0
+        return packed_BGN + begin_N + BLOCK - runs.exact_BGN
+
+    def _attend_rows(
+        self, x: AttentionInput, runs: Runs, first: int, stop: int, out_BHTD: torch.Tensor
+    ) -> None:
+        """Rows at positions first .. stop-1."""
+        rows = slice(first - x.q_start, stop - x.q_start)
+        bias_BGTS = self._weights(runs, first, stop, x.q_start).log_()
+        bias_BHTS = bias_BGTS.repeat_interleave(x.group, dim=1)
+        k_BHSD, v_BHSD = (
+            kv[:, :, :stop].float().repeat_interleave(x.group, dim=1) for kv in (x.k_BGSD, x.v_BGSD)
+        )
+        out_BHTD[:, :, rows] = scaled_dot_product_attention(
+            x.q_BHTD[:, :, rows].float(), k_BHSD, v_BHSD, attn_mask=bias_BHTS, scale=x.scale
+        ).to(out_BHTD.dtype)
+
+    def _weights(self, runs: Runs, first: int, stop: int, q_start: int) -> torch.Tensor:
+        """float32 weight_BGTS of the keys before `stop`."""
+        options = self._options
+        position_T = torch.arange(first, stop, device=runs.length_BGS.device)
+        age_TS = position_T[:, None] - torch.arange(stop, device=position_T.device) + 1
+        seen_BGTS = torch.minimum(runs.length_BGS[:, :, None, :stop], age_TS).clamp_(min=0).float()
+        if not options.counts:
+            seen_BGTS = (seen_BGTS > 0).float()
+        if not options.diagonal:
+            return seen_BGTS
+        exact_BGT = runs.exact_BGN[..., (position_T - q_start) // BLOCK]
+        exact_BGTS = torch.arange(stop, device=position_T.device) >= exact_BGT[..., None]
+        packed_BGTS = seen_BGTS if options.history else torch.zeros_like(seen_BGTS)
+        return torch.where(exact_BGTS, (age_TS > 0).float(), packed_BGTS)
 
 
 class SimilarKeys(PhasedDeltaKV):

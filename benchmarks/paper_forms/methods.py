@@ -13,6 +13,7 @@ from ...kernels.options import (
     DeltaXAttentionOptions,
     RunOptions,
     ScoredOptions,
+    StreamingOptions,
     min_tokens,
     option,
 )
@@ -154,4 +155,32 @@ register(
 register(
     "sparge", SpargeOptions, f"{_BASELINES}:SpargeSelector", _SPARSE,
     source="SpargeAttn (Zhang et al. 2025), section 3.2", from_keys=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SharedMasksOptions(AntidiagonalOptions):
+    """XAttention's tiles, shared by layers (experiment 0002)."""
+
+    every: int = option(2, 1, 64, "layers from one that scores to the next")
+    together: bool = option(False, 0, 1, "one mask for a layer's heads, by the sum of their scores")
+
+
+@dataclass(frozen=True)
+class ChangedRowsOptions(StreamingOptions):
+    """The Δ correction where queries change (experiment 0002)."""
+
+    gamma: int = option(16, 1, 512, "rows of a layer to one that is dense")
+
+
+_IDEAS, _SOURCE = f"{__package__}.ideas", "experiment 0002"
+_SELECTORS = "deltafront.kernels.selectors"
+register("shared_masks", SharedMasksOptions, f"{_IDEAS}:SharedMasksSelector", _SPARSE, source=_SOURCE)
+register(
+    "mean_tiles", AntidiagonalOptions, f"{_SELECTORS}.grouped.antidiagonal:AntidiagonalSelector",
+    f"{_IDEAS}:MeanTilesExecutor", source="FlashPrefill V2, its zero-order form", from_keys=True,
+)  # fmt: skip
+register(
+    "changed_rows", ChangedRowsOptions, f"{_SELECTORS}.streaming:StreamingSelector",
+    f"{_IDEAS}:ChangedRowsExecutor", source=_SOURCE,
 )  # fmt: skip

@@ -15,7 +15,17 @@ from deltafront.benchmarks.accuracy.paired import (
     quantile,
     sign_test,
 )
-from deltafront.benchmarks.accuracy.report import Outcome, missed, parse_gate, rows, table
+from deltafront.benchmarks.accuracy.report import (
+    Outcome,
+    apart,
+    judged,
+    missed,
+    parse_gate,
+    rows,
+    table,
+    together,
+    together_table,
+)
 
 
 def test_changes_are_those_of_one_side_only() -> None:
@@ -123,6 +133,58 @@ def test_key_tokens_weigh_documents_by_how_many_they_have() -> None:
     assert dpxa["key_loss_95"] == pytest.approx([0.1, 0.5])
     assert ["key_tokens" in one for one in dpxa["by_document"]] == [True, True, False]
     assert "key_loss" not in rows(OUTCOMES[:1], "dense")[0]
+
+
+def task_rows(task: str, *documents: tuple[list[bool], list[bool]]) -> list[Outcome]:
+    """What dense and dpxa answer exactly in each document."""
+    return [
+        replace(outcome(case, f"{task}-{at}", 0.0, *exacts), task=task)
+        for at, both in enumerate(documents)
+        for case, exacts in zip(("dense", "dpxa"), both, strict=True)
+    ]
+
+
+def test_tasks_count_where_dense_answers_at_least_half() -> None:
+    found = rows(
+        [
+            *task_rows("half", ([True, False], [False, False]), ([True, False], [True, True])),
+            *task_rows("less", ([True, False, False], [True, True, True])),
+            *task_rows("all", ([True], [True]), ([True], [True])),
+            replace(outcome("dense", "p", 0.0), task="prose"),
+            replace(outcome("dpxa", "p", 0.1), task="prose"),
+        ],
+        "dense",
+    )
+    assert {row["task"]: judged(row) for row in found} == {
+        "half": True, "less": False, "all": True, "prose": False
+    }  # fmt: skip
+    dense, dpxa = together(found)
+    assert (dense["exact"], dense["lost"], dense["ratio_95"]) == (4, 0, [1.0, 1.0])
+    assert dpxa["tasks"] == ["half", "all"] and dpxa["documents"] == 4
+    assert (dpxa["exact"], dpxa["exact_dense"], dpxa["questions"]) == (4, 4, 6)
+    assert (dpxa["lost"], dpxa["won"]) == (1, 1)
+    assert tuple(dpxa["ratio_95"]) == bootstrap_ratio([(0, 1), (2, 1), (1, 1), (1, 1)])
+    assert "| 4 of 6 (4) | 1.000, " in together_table([dpxa])
+    assert "1 of 3 (1), not judged" in table(found) and "2 of 4 (2) |" in table(found)
+    assert together(rows(task_rows("all", ([True], [True])), "dense")) == [], "one task is its own row"
+
+
+def test_rows_far_from_those_recorded_are_named() -> None:
+    found = rows(OUTCOMES, "dense")
+    assert apart(found, found) == []
+    near = [{**row, "kl": row["kl"] * 1.04} if "kl" in row else row for row in found]
+    assert apart(near, found) == []
+    far = [found[0], {**found[1], "kl": 0.6, "density": 0.26, "exact": 4}]
+    where = "dpxa:tau=0.5, needles, 4096 tokens"
+    assert apart(far, found) == [
+        f"{where}: density is 0.26, 0.25 was recorded",
+        f"{where}: kl is 0.6, 0.5 was recorded",
+        f"{where}: exact is 4, 5 was recorded",
+        "decode 3:16, needles, 4096 tokens: not run",
+    ]
+    assert apart(found, found[:2]) == ["decode 3:16, needles, 4096 tokens: not recorded"]
+    missing = [{key: value for key, value in found[0].items() if key != "kl"}, *found[1:]]
+    assert apart(missing, found) == ["dense, needles, 4096 tokens: kl is None, 0.0 was recorded"]
 
 
 def test_one_document_has_no_interval() -> None:

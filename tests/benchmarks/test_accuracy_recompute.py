@@ -11,7 +11,7 @@ import torch
 
 from deltafront.benchmarks.accuracy import questions as batched
 from deltafront.benchmarks.accuracy.__main__ import _recomputed
-from deltafront.benchmarks.accuracy.merge import conclude, merged, write_shard
+from deltafront.benchmarks.accuracy.merge import append_outcomes, conclude, merged, read_outcomes, write_shard
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
     Looked,
@@ -204,6 +204,13 @@ def test_merged_shards_are_what_one_process_finds(tmp_path: Path, capsys: pytest
     assert capsys.readouterr() == said and "dpxa recompute 8" in said.out
     assert said.err.count("gate missed: dpxa, ") == 4 and "recompute" not in said.err
     assert together.read_text() == alone.read_text()
+
+
+def test_outcomes_are_kept_document_by_document(tmp_path: Path) -> None:
+    every, path = outcomes(), tmp_path / "outcomes.jsonl"
+    append_outcomes(path, every[:6])
+    append_outcomes(path, every[6:])
+    assert read_outcomes(path) == every
 
 
 def test_shards_that_do_not_make_a_whole_are_refused(tmp_path: Path) -> None:

@@ -88,6 +88,17 @@ def test_every_method_reads_once_and_cases_are_paired_with_the_first() -> None:
     assert "| pages | `dpxa:tau=0.5` | delta | 40 | 0.250 | 0.500 | 2.0 | 2 of 6 | 4, 0; 0.12 | 2 |" in table
 
 
+def test_any_right_answer_to_a_prompt_counts_and_it_is_asked_once() -> None:
+    """As RULER's questions of several answers have them; the longest decides how many tokens come."""
+    client = FakeClient()
+    questions = [Question("both 1", (5, 7), gold) for gold in ((9, 9), (5,), (5, 6))]
+    questions += [Question("both 2", (6, 7), (6, 1)), Question("both 2", (6, 7), (7, 7))]
+    (found,) = answers(client, "a", Document([1] * 40, questions), CASES[:1], 2)  # type: ignore[arg-type]
+    assert found.tokens == ((5, 6), (6, 7)) and found.exact == [True, False]
+    (row,) = rows([found], CASES[:1], "ruler_multivalue")
+    assert (row["questions"], row["exact"]) == (2, 1)
+
+
 @pytest.mark.parametrize("given", ["dpxa", "a=", "=dpxa", "a=dpxa@some", "a=@full"])
 def test_refused_cases(given: str) -> None:
     with pytest.raises(ValueError, match="no case"):

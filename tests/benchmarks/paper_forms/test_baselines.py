@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deltafront.benchmarks.accuracy.quest import page_bounds
 from deltafront.benchmarks.paper_forms.baselines import BlockTopSelector, SpargeSelector, top_mass
 from deltafront.benchmarks.paper_forms.methods import BlockTopOptions, SpargeOptions
 from deltafront.benchmarks.paper_forms.oracle import sparge_tiles
@@ -68,3 +69,15 @@ def test_they_can_be_read_in_chunks(name: str) -> None:
     for start, stop in ((0, 384), (384, 1100)):
         part, _ = method.attend(chunk_of(x, start, stop), method.new_state(spec_of(x)))
         torch.testing.assert_close(part, whole[:, :, start:stop])
+
+
+@pytest.mark.parametrize("keys", [16, 100])
+def test_quests_bounds_are_those_of_each_pages_own_keys(keys: int) -> None:
+    generator = torch.Generator().manual_seed(keys)
+    q_HD, k_SHD = torch.randn(3, 8, generator=generator), torch.randn(keys, 3, 8, generator=generator)
+    found_PH = page_bounds(q_HD, k_SHD)
+    assert found_PH.shape == (-(-keys // 16), 3)
+    for page, page_SHD in enumerate(torch.split(k_SHD, 16)):
+        low_HD, high_HD = page_SHD.amin(0), page_SHD.amax(0)
+        torch.testing.assert_close(found_PH[page], torch.maximum(q_HD * low_HD, q_HD * high_HD).sum(-1))
+        assert ((page_SHD * q_HD).sum(-1) <= found_PH[page] + 1e-5).all()

@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Runs docs/experiments/0001 and 0002 on one GPU, a part at a time:
+#   benchmarks/paper_forms/experiments.sh PART TEXTS OUT
+# PART of 0001: tiles, keys (untuned, 7,680 tokens), thresholds (before long-thresholds), long, long-thresholds
+# (130,500 tokens), decode, decay. PART of 0002: ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262,
+# far-524, ideas-7680, ideas-130500.
+# TEXTS (for far-*: three packages' sources to a file): a folder that these have written, SymPy's sources to calibrate on (they are of set B):
+#   python -m deltafront.benchmarks.accuracy.sources TEXTS
+#   python -m deltafront.benchmarks.accuracy.sources TEXTS/calibration --packages sympy
+# OUT: for results, and for the profile that `thresholds` leaves. MINUTES (4): no document is begun later. A part
+# goes on from OUT/PART_*.jsonl when it is run again. TOGETHER: processes beside each other, and shards. MODEL:
+# in place of the embedded model's name.
+set -euo pipefail
+part=$1 texts=$2 out=$3
+python=${PYTHON:-python3} together=${TOGETHER:-3}
+mkdir -p "$out"
+here=deltafront.benchmarks
+model=(${MODEL:+--model "$MODEL"})
+
+shards() { # ARGUMENTS…: all documents, in `together` processes; then their rows together
+  local pids=() shard failed=0
+  for ((shard = 0; shard < together; shard++)); do
+    "$python" -m "$here.accuracy" "${model[@]}" --text "$texts"/*.txt "$@" --minutes "${MINUTES:-4}" \
+      --outcomes "$out/${part}_$shard.jsonl" --shard "$shard/$together" \
+      --result "$out/${part}_$shard.json" > >(tee "$out/${part}_$shard.out") 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+  ((failed)) && exit 1
+  local results=()
+  for ((shard = 0; shard < together; shard++)); do results+=("$out/${part}_$shard.json"); done
+  "$python" -m "$here.accuracy.merge" "${results[@]}" --result "$out/$part.json"
+}
+
+untuned=(--no-adapter --documents 42x7680 --tasks copies:8 --seed 61 --chunk 7680)
+whole=(--chunk 65536 --seed 61 --documents 21x130500)
+shipped=(--profile deploy/models/smollm2-135m-128k/profile.json)
+some=min_tokens=0,share=0.25
+density() { # METHOD STRIDE NUMBER: the density of its level of this number
+  "$python" -c 'import json, sys
+name, stride, number = sys.argv[2:]
+rows = [row for row in json.load(open(sys.argv[1]))["prefill"] if row["method"] == name]
+(row,) = [row for row in rows if not stride or row["options"]["stride"] == int(stride)]
+print(row["levels"][int(number)]["density"])' "$out/profile.json" "$@"
+}
+far() { # TOKENS ROPE_THETA COUNT
+  shards "${shipped[@]}" --documents "$3x$1" --positions "$1" --rope-theta "$2" --tasks prose --seed 71 --chunk 65536 \
+    --methods dpxa:density=0.075 dpxa:share=0.05 xattention:share=0.05 streaming
+}
+ruler() { # TOKENS COUNT METHODS…
+  local tokens=$1 count=$2 tasks=()
+  shift 2
+  for name in single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery variables \
+    common_words frequent_words; do tasks+=("ruler_$name:4"); done
+  shards "${shipped[@]}" --documents "${count}x$tokens" --tasks ${TASKS:-"${tasks[@]}"} --seed 71 --chunk 65536 --methods "$@"
+}
+ideas() { # SHARE MORE ARGUMENTS…: rivals have a hundredth of the share more, which is more than the ideas cost
+  local share=$1 more=$2
+  shift 2
+  shards --key-tokens 1024 "$@" --methods "xattention:min_tokens=0,share=$share" \
+    "xattention:min_tokens=0,share=$more" "mean_tiles:min_tokens=0,share=$share" \
+    "shared_masks:min_tokens=0,share=$share" "shared_masks:min_tokens=0,share=$share,every=4" \
+    "shared_masks:min_tokens=0,share=$share,together=1" "streaming:min_tokens=0,window=768" \
+    "streaming+delta:min_tokens=0,window=768,gamma=16" "changed_rows:min_tokens=0,window=768,gamma=16"
+}
+
+case $part in
+  tiles)
+    shards "${untuned[@]}" --methods "xattention:$some" \
+      "xattention:$some,stride=16" "xattention:$some,stride=64" "xattention_paper:$some,pattern=1" \
+      "xattention_paper:$some,pattern=2" "naive:$some" "block_pool:$some" "dpxa:$some,window=128" \
+      "dpxa_thesis:$some" streaming:min_tokens=0,window=768
+    ;;
+  keys)
+    phases=delta_kv_thesis:min_tokens=0
+    shards "${untuned[@]}" --methods delta_kv:min_tokens=0 \
+      delta_kv:min_tokens=0,means=0 $phases $phases,counts=0 $phases,diagonal=0 $phases,history=0 \
+      delta_kv_periodic:min_tokens=0 delta_kv_random:min_tokens=0
+    ;;
+  thresholds)
+    cp deploy/models/smollm2-135m-128k/profile.json "$out/profile.json"
+    "$python" -m "$here.paper_forms.coverage" "${model[@]}" --text "$texts/calibration/sympy.txt" --tokens 131000 \
+      --questions 0 --profile "$out/profile.json" | tee "$out/thresholds.out"
+    for stride in 8 16; do
+      "$python" -m "$here.paper_forms.minimum_threshold" "${model[@]}" --text "$texts/calibration/sympy.txt" \
+        --tokens 12288 --questions 40 --method xattention_paper:stride=$stride --density 0.15 \
+        --profile "$out/profile.json" | tee -a "$out/thresholds.out"
+    done
+    ;;
+  long)
+    shards "${whole[@]}" "${shipped[@]}" --tasks copies:16 needles:40 --methods \
+      dpxa:density=0.075 dpxa_thesis:share=0.07 xattention:share=0.07 xattention:share=0.07,stride=16 \
+      streaming streaming+delta:gamma=8 streaming+delta:gamma=16 streaming+delta \
+      streaming+delta:gamma=8,spread=0 streaming+delta:gamma=64,spread=0 delta_kv delta_kv:means=0
+    ;;
+  long-thresholds)
+    shards "${whole[@]}" --tasks copies:16 needles:40 --profile "$out/profile.json" --methods \
+      "dpxa_thesis:density=$(density dpxa_thesis '' 0)" "dpxa_thesis:density=$(density dpxa_thesis '' 1)" \
+      "xattention_paper:stride=8,density=$(density xattention_paper 8 0)" \
+      "xattention_paper:stride=16,density=$(density xattention_paper 16 0)" xattention xattention:stride=16
+    ;;
+  decode)
+    shards "${whole[@]}" --tasks needles:6 --decode-questions 6 \
+      --methods dense --decode quest:256 8,14,18,21:672 8,14,18,21:256 periodic:4:256 random:4:1:256 \
+      8,14,18,21:256:4 8,14,18,21:256:16
+    ;;
+  decay)
+    "$python" -m "$here.paper_forms.delta_decay" "${model[@]}" --text "$texts"/{networkx,rich,transformers}.txt \
+      --tokens 130500 --questions 100 --gamma 2 8 16 64 256 | tee "$out/decay.out"
+    ;;
+  ruler-8192 | ruler-32768)
+    ruler "${part#ruler-}" 20 dpxa:density=0.075 dpxa xattention:share=0.1 streaming
+    ;;
+  ruler-130500) ruler 130500 6 dpxa:density=0.075 xattention:share=0.1 streaming ;;
+  time)
+    shards "${whole[@]}" --tasks copies:16 --methods {dpxa,xattention}:share={0.03,0.06,0.12} \
+      xattention:share={0.03,0.06,0.12},stride=16
+    ;;
+  far-131) far 131000 8e6 6 ;;
+  far-262) far 262144 16.4e6 6 ;;
+  far-524) far 524288 33.5e6 3 ;;
+  ideas-7680) ideas 0.25 0.26 "${untuned[@]}" ;;
+  ideas-130500) ideas 0.06 0.07 "${whole[@]}" --tasks copies:16 needles:40 ;;
+  *) echo "no part $part" >&2 && exit 2 ;;
+esac
