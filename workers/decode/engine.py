@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..kv.handoff.inbox import KVInbox
 from ..kv.handoff.mapped import PageWriters
 from ..kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
 from ..kv.pages.host_tier import HostTier
-from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
+from ..kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool
 from ..kv.pages.store_tier import GROUP_PAGES, StoreTier
 from ..kv.peer_memory import ExportedObjects, export_objects
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
@@ -67,6 +67,7 @@ from .runner import warm_up
 from .scheduler import DecodeScheduler
 from .times import RequestTimes
 
+T = TypeVar("T")
 _TICK_S = 0.1
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
@@ -122,7 +123,9 @@ class DecodeEngine:
             if self._memory.files is not None:
                 room = max(1, pages_of(config.store_gib, self._runner.cache) // GROUP_PAGES)
                 self._store = StoreTier(host, every.stored, self._memory.files.names(), room, clock)
-        self._receiving: set[asyncio.Task[None]] = set()
+        self._receiving: set[asyncio.Task[Any]] = set()
+        self._loading: set[str] = set()
+        """Requests whose beginning is being loaded from disk, and that nobody has cancelled."""
         self._writers = PageWriters(self._runner.cache.memory)
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
@@ -226,12 +229,24 @@ class DecodeEngine:
 
     async def _load(self, reservation: Reservation) -> tuple[list[int], int]:
         """Load what a reservation builds on from disk into host memory. Returns held slots, and how many
-        tokens were loaded."""
-        if self._store is None or reservation.key is None or not reservation.prefix_tokens:
+        tokens were loaded. Raises DecodeFailed if the request is cancelled meanwhile."""
+        host, request_id = self._manager.host, reservation.request_id
+        if self._store is None or host is None or reservation.key is None or not reservation.prefix_tokens:
             return [], 0
         on_gpu, _exact = self._requests.entries.find(reservation.key)
         pages = reservation.prefix_tokens // PAGE_TOKENS
-        slots, loaded = await self._store.load(reservation.key, len(on_gpu), pages)
+        loading = self._kept(self._store.load(reservation.key, len(on_gpu), pages))
+        self._loading.add(request_id)
+        try:
+            slots, loaded = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            self._loading.discard(request_id)
+            self._kept(_release_loaded(loading, host.pool))
+            raise
+        if request_id not in self._loading:
+            host.pool.release(slots)
+            raise DecodeFailed("cancelled")
+        self._loading.discard(request_id)
         return slots, loaded * PAGE_TOKENS
 
     async def _bring_back(self, request_id: str) -> None:
@@ -249,7 +264,7 @@ class DecodeEngine:
             self._requests.forget(request)
             raise DecodeFailed(f"K/V did not come back from host memory: {error}") from error
 
-    def _kept(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _kept(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin what a caller that gives up must not stop half way."""
         task = asyncio.create_task(work)
         self._receiving.add(task)
@@ -448,6 +463,7 @@ class DecodeEngine:
 
     async def cancel(self, request_id: str) -> None:
         self._requests.queue.cancel(request_id)
+        self._loading.discard(request_id)
         request = self._requests.find(request_id)
         if request is not None:
             request.close(FinishReason.CANCELLED, "cancelled")
@@ -479,6 +495,10 @@ class DecodeEngine:
         why = self._unavailable or self.fault
         if why:
             raise DecodeFailed(why)
+
+
+async def _release_loaded(loading: asyncio.Task[tuple[list[int], int]], pool: PagePool) -> None:
+    pool.release((await loading)[0])
 
 
 def load_engine(

@@ -13,7 +13,7 @@ import torch
 
 from deltafront.workers.kv.kv_files import KVFiles
 from deltafront.workers.kv.pages.store_tier import GROUP_PAGES, StoreError
-from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
+from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reservation
 
 from ..conftest import Bench
 from ..keys import key_of
@@ -75,6 +75,42 @@ async def test_what_is_partly_in_host_memory_is_completed_from_disk(started: Any
     await saved(second)
     assert await found(second, DOCUMENT) == 2 * GROUP
     assert (await go_on(second, "again", DOCUMENT, 2 * GROUP)).ids == expected(list(DOCUMENT))
+
+
+@pytest.mark.parametrize("gives_up", ["cancels", "goes"])
+async def test_a_client_that_leaves_while_files_are_read_leaves_nothing(started: Any, gives_up: str) -> None:
+    """It has no pages yet, and gets none. Its beginning is in host memory, the rest on disk alone."""
+    first = await started()
+    await read(first, "first", DOCUMENT)
+    await saved(first)
+    run = await started()
+    await read(run, "half", DOCUMENT[: GROUP + 80])
+    await saved(run)
+    run.engine._manager.pool.forget_entries()
+    store, began, may_go_on = run.engine._store, asyncio.Event(), asyncio.Event()
+    stored = store._stored
+
+    async def slowly(work: str, name: bytes, slots: Sequence[int]) -> None:
+        began.set()
+        await may_go_on.wait()
+        await stored(work, name, slots)
+
+    store._stored = slowly
+    given = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True, "owner": "me"}
+    reservation = Reservation(request_id="asked", prompt_tokens=40, max_tokens=NEW, **given)
+    reserving = asyncio.create_task(run.engine.reserve(reservation))
+    await began.wait()
+    if gives_up == "goes":
+        reserving.cancel()
+    else:
+        await run.engine.cancel("asked")
+    may_go_on.set()
+    with pytest.raises((DecodeFailed, asyncio.CancelledError)):
+        await reserving
+    while run.engine._receiving:
+        await asyncio.sleep(0.001)
+    assert run.engine._requests.find("asked") is None
+    assert (run.used, slots_used(run)) == (0, 0)
 
 
 async def refused(run: Bench) -> Refused:
