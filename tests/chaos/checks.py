@@ -105,6 +105,26 @@ def busy(samples: Samples) -> list[str]:
     ]
 
 
+def from_below(samples: Samples) -> str:
+    """How many tokens came back from each tier below the pages."""
+    counts = {
+        source: total(samples, "deltafront_cached_tokens_total", f'source="{source}"')
+        for source in ("host", "disk")
+    }
+    return ", ".join(f"{count:g} tokens from {source}" for source, count in counts.items())
+
+
+def overfull(samples: Samples) -> list[str]:
+    """Tiers that hold more than they have room for."""
+    room = "deltafront_kv_tier_room_pages"
+    return [
+        f"{series}: {value:g} pages, {samples[held]:g} held"
+        for series, value in samples.items()
+        if series.startswith(room)
+        and samples[held := series.replace(room, "deltafront_kv_tier_pages", 1)] > value
+    ]
+
+
 def inconsistent(before: Samples, after: Samples, logs: Iterable[Log], entries: int) -> list[str]:
     """Where counters do not add up with what clients saw. Every stream that a door took has one outcome,
     except on a door that died; `entries` of the doors and what is before them did; a client that left may

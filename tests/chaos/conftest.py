@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--chaos-budget", type=float, default=1e9, help="seconds; then no further try begins")
     group.addoption("--chaos-inside", action="store_true", help="in one process, where nothing can be killed")
     group.addoption("--chaos-mapped", action="store_true", help="handoff.transport: mapped, one of each role")
+    group.addoption("--chaos-tiers", action="store_true", help="remember below the pages: host memory, disk")
     group.addoption("--chaos-add", action="store_true", help="add to the rows of chaos.json")
 
 
@@ -61,11 +62,15 @@ def amount(request: pytest.FixtureRequest) -> Amount:
     )
 
 
+_FORMS = ("mapped", "tiers")
+"""Forms of the service, which name its rows."""
 MAPPED: dict[str, dict[str, Any]] = {
     "prefill": {"groups": 1, "stages": 1},
     "decode": {"workers": 1, "tensor_parallel": 1},
     "handoff": {"transport": "mapped"},
 }
+TIERS = {"cache_tokens": 12_288, "host_cache_gib": 0.1, "store_gib": 0.15}
+"""Room for a few long prompts in pages, more in host memory and on disk, and not for all in any."""
 
 
 class Switch:
@@ -99,11 +104,20 @@ def switch(amount: Amount, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture
-def service(switch: Switch, request: pytest.FixtureRequest) -> Service:
-    """Two of everything; with --chaos-mapped one stage that maps one decode worker's memory."""
-    if request.config.getoption("--chaos-mapped"):
-        return switch.to("mapped", **MAPPED)
-    return switch.to("whole")
+def service(
+    switch: Switch, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Service:
+    """Two of everything; with --chaos-mapped one stage that maps one decode worker's memory, with
+    --chaos-tiers host memory and files below the pages."""
+    option = request.config.getoption
+    name = "_".join(one for one in _FORMS if option(f"--chaos-{one}")) or "whole"
+    sections = {key: dict(keys) for key, keys in MAPPED.items()} if option("--chaos-mapped") else {}
+    if option("--chaos-tiers"):
+        store = tmp_path_factory.getbasetemp() / "store"
+        sections["decode"] = {**sections.get("decode", {}), **TIERS, "store": str(store)}
+        if "prefill" in sections:
+            sections["prefill"]["cache_tokens"] = TIERS["cache_tokens"]
+    return switch.to(name, **sections)
 
 
 @pytest.fixture
@@ -125,7 +139,7 @@ def record(amount: Amount, request: pytest.FixtureRequest) -> Record:
     """record(case, tries, bad, note, add): a row of chaos.json."""
 
     def write(case: str, tries: int, bad: int, note: str = "", add: bool = amount.add) -> None:
-        case = f"mapped_{case}" if request.config.getoption("--chaos-mapped") else case
+        case = "".join(f"{one}_" for one in _FORMS if request.config.getoption(f"--chaos-{one}")) + case
         where = "in one process" if amount.inside else ""
         row = Row(case, tries, bad, "; ".join(filter(None, (note, where))))
         print(row, flush=True)

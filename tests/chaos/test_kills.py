@@ -7,6 +7,7 @@ from signal import SIGSTOP
 
 import pytest
 
+from .checks import from_below, overfull, parse
 from .conftest import Amount, Record
 from .play import Outcome, play
 from .references import references
@@ -33,7 +34,9 @@ def test_random_kills(service: Service, amount: Amount, record: Record) -> None:
             print(head, *one.problems, service.unexpected() if one.problems else "", sep="\n  ", flush=True)
             write(record, seed, one, add=amount.add or seed > amount.seed)
             kills, seed, bad = kills + len(one.faults), seed + 1, bad + one.problems
-    assert not bad
+        scraped = parse(service.scrape())
+    print(from_below(scraped))
+    assert not bad and not overfull(scraped)
 
 
 def write(record: Record, seed: int, one: Outcome, add: bool) -> None:

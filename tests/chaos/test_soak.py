@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from .checks import lost
+from .checks import from_below, lost, overfull, parse
 from .conftest import Amount, Record
 from .growth import Sample, grown
 from .load import Clients
@@ -42,11 +42,14 @@ def test_nothing_grows(service: Service, amount: Amount, record: Record) -> None
         requests, seed = requests + len(clients.logs), seed + 1
     with service.client() as client:
         service.seconds_to_no_page(client)
+    scraped = parse(service.scrape())
+    problems += overfull(scraped)
     found = grown(samples, started + 20 * amount.minutes)
     print(*problems, *found, sep="\n")
     processes = len({sample.pid for sample in samples})
     note = (
         f"tries are processes; {amount.minutes:g} minutes, {requests} requests, {len(problems)} of them lost"
+        f"; {from_below(scraped)}"
     )
     record("soak", processes, len(found) + len(problems), "; ".join([note, *found]))
     assert not found and not problems
