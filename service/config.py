@@ -20,7 +20,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..workers.kv.pages.host_tier import BATCH_PAGES
 from ..workers.messages import methods
+from ..workers.messages.methods import PAGE_TOKENS
 from ..workers.model.calibrated.levels import thresholds_for
 from ..workers.model.calibrated.profile import Profile
 from ..workers.model.directory.json_files import ModelError
@@ -250,6 +252,8 @@ class ServiceConfig(BaseModel):
                 f"door.model_name = {door.model_name!r}: is an id, of letters, digits and {_ID_MARKS}; "
                 "what people are shown is door.display_name"
             )
+        if self.decode.host_cache_gib and not door.prefix_reuse:
+            yield "decode.host_cache_gib: needs door.prefix_reuse: it is for prompts that are remembered"
         if door.tokens_file is None and (door.token_requests or door.token_tokens):
             yield "door.tokens_file: missing, and without it there is no token to limit"
         if (door.tls_certificate is None) != (door.tls_key is None):
@@ -278,6 +282,10 @@ class ServiceConfig(BaseModel):
         problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
+        gib, number = self.decode.host_cache_gib, 4 if self.model.dtype == "float32" else 2
+        token = model.kv_bytes(model.layers, number, self.decode.kv_dtype is not None)
+        if 0 < gib < (least := BATCH_PAGES * PAGE_TOKENS * token / 2**30):
+            problems.append(f"decode.host_cache_gib = {gib:g}: must be 0, or at least {least + 5e-4:.3f}")
         # A decode worker reads appended text with prefill's kernels.
         heads = methods.PREFILL_HEAD_DIMS
         both = tuple(dim for dim in methods.DECODE_HEAD_DIMS if dim in heads)

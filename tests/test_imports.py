@@ -60,8 +60,8 @@ ROOMS = {
         workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.model
         workers.kv kernels""",
     "service.errors": "",
-    "service.config": """workers.messages workers.settings workers.tracing workers.model.family_registry
-        workers.model.directory workers.model.calibrated""",
+    "service.config": """workers.messages workers.settings workers.tracing workers.kv.pages.host_tier
+        workers.model.family_registry workers.model.directory workers.model.calibrated""",
     "service.metrics": "workers.messages service.errors",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
     "service.request": """workers.messages workers.roles workers.settings workers.model.directory

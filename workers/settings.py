@@ -165,9 +165,9 @@ class DecodeConfig(WorkerConfig):
     host_cache_gib: NonNegative = 0.0
     """Host memory of a worker for prompts that are remembered: their K/V is copied there, and back when it
     is found there alone. Pinned where the worker is on a GPU. 0: none."""
-    store: str = ""
+    store: Directory | None = None
     """A directory where a worker saves what is in its host memory, in groups of 256 tokens: it outlives the
-    worker. Workers of one model may share it. Empty: none."""
+    worker. Workers of one model may share it. None: nothing is saved."""
     store_gib: Positive = 100.0
     """What a worker saves at most; the least recently used is removed."""
     max_batch: Count = 16

@@ -10,7 +10,7 @@ from typing import Any
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from ...workers.model.directory.model_config import ModelConfig
 from ...workers.settings import Dtype, KVDtype, Quantisation
-from .size import GIB, RESERVE_GIB, brought_back_bytes, rank_bytes, rank_counts, stage_bytes
+from .size import GIB, RESERVE_GIB, brought_back_bytes, host_tokens, rank_bytes, rank_counts, stage_bytes
 
 MOST_GPUS = 16
 """The most GPUs that a host is planned with."""
@@ -38,6 +38,7 @@ class Demand:
     stages: int | None = None
     ranks: int | None = None
     reserve_gib: float = RESERVE_GIB
+    host_cache_gib: float = 0.0
 
     @property
     def room(self) -> int:
@@ -171,6 +172,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "tensor_parallel": use.ranks,
         "cache_tokens": found.decode_tokens,
         **({"kv_dtype": demand.kv_dtype} if demand.kv_dtype else {}),
+        **({"host_cache_gib": demand.host_cache_gib} if demand.host_cache_gib else {}),
         "page_selection": "full",
         "device": "cuda",
         "gpus": 0.5 if use.mapped else int(not use.beside),
@@ -209,6 +211,12 @@ def explained(demand: Demand, found: HostPlan) -> list[str]:
         f"decode.cache_tokens {found.decode_tokens:,}: what is left, {contexts} such contexts",
         f"fullest GPU: {stage:.1f} GiB (stage) {most} {rank:.1f} (rank), and {kept:g} kept free",
     ]
+    if demand.host_cache_gib:
+        tokens = host_tokens(demand.model, demand.host_cache_gib, demand.dtype, demand.kv_dtype)
+        lines.append(
+            f"decode.host_cache_gib {demand.host_cache_gib:g}: pinned memory of the host, remembers "
+            f"{tokens:,} tokens, those in pages among them"
+        )
     if demand.kv_dtype:
         lines.insert(2, f"decode.kv_dtype {demand.kv_dtype}: K/V in 8 bits, as asked for")
     if demand.tokens > demand.model.positions:

@@ -51,6 +51,8 @@ class Sizing:
         ranks: GPUs of a decode worker (decode.tensor_parallel).
         stage_bytes, decode_bytes: Per GPU.
         contexts_per_worker: 0 if its GPUs cannot hold the weights and one context.
+        host_cache_gib: Of a decode worker (decode.host_cache_gib); 0: none.
+        host_tokens: Whose K/V it holds.
     """
 
     model: str
@@ -68,6 +70,8 @@ class Sizing:
     ranks: int
     contexts_per_worker: int
     decode_bytes: int
+    host_cache_gib: float
+    host_tokens: int
 
     @property
     def decode_workers(self) -> int | None:
@@ -111,8 +115,7 @@ def weight_bytes(
 
 def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | None = None) -> int:
     """One token's K and V. In 8 bits each row of a head has a scale of a byte."""
-    values = model.kv_values(layers)
-    return values * DTYPE_BYTES[dtype] if kv_dtype is None else values + 2 * layers * model.kv_heads
+    return model.kv_bytes(layers, DTYPE_BYTES[dtype], kv_dtype is not None)
 
 
 def brought_back_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
@@ -177,6 +180,7 @@ def sizing(
     stages: int | None = None,
     ranks: int | None = None,
     reserve_gib: float = RESERVE_GIB,
+    host_cache_gib: float = 0.0,
 ) -> Sizing:
     """Find the prefill stages and decode workers for contexts of `tokens` tokens.
 
@@ -188,7 +192,7 @@ def sizing(
         ModelError: There are more stages than layers, or the ranks cannot share the model equally.
         ValueError: A number is not positive or finite, or the quantisation does not go with the dtype.
     """
-    check(tokens, concurrency, gpu_gib, reserve_gib)
+    check(tokens, concurrency, gpu_gib, reserve_gib, host_cache_gib)
     if quantisation is not None and DTYPE_BYTES[dtype] != 2:
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
     room = int((gpu_gib - reserve_gib) * GIB)
@@ -221,14 +225,25 @@ def sizing(
         ranks=ranks,
         contexts_per_worker=contexts,
         decode_bytes=empty[ranks] + max(contexts, 1) * (kv // ranks),
+        host_cache_gib=host_cache_gib,
+        host_tokens=host_tokens(model, host_cache_gib, dtype, kv_dtype),
     )
 
 
-def check(tokens: int, concurrency: int, gpu_gib: float, reserve_gib: float) -> None:
+def host_tokens(model: ModelConfig, gib: float, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
+    """Count the tokens whose K/V host memory holds, in whole pages of all ranks."""
+    return int(gib * GIB) // (PAGE_TOKENS * kv_bytes(model, model.layers, dtype, kv_dtype)) * PAGE_TOKENS
+
+
+def check(
+    tokens: int, concurrency: int, gpu_gib: float, reserve_gib: float, host_cache_gib: float = 0.0
+) -> None:
     """Raises ValueError for a number that is not positive or finite."""
     for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
         if value <= 0:
             raise ValueError(f"{key} = {value}: must be above 0")
+    if not 0 <= host_cache_gib < math.inf:
+        raise ValueError(f"host_cache_gib = {host_cache_gib}: must be finite, and not below 0")
     if not math.isfinite(gpu_gib - reserve_gib):
         raise ValueError(f"gpu_gib = {gpu_gib} and reserve_gib = {reserve_gib}: must be finite")
 
@@ -237,6 +252,7 @@ def row(sized: Sizing) -> dict[str, str]:
     """Column → value. Prefill is stages × GiB, decode is workers × ranks × GiB."""
     stage, decode = sized.stage_bytes / GIB, decode_cell(sized)
     workers = sized.decode_workers
+    host = f"{sized.host_cache_gib:g} GiB, {sized.host_tokens:,} tokens"
     return {
         "model": named(sized),
         "context": f"{sized.tokens:,}",
@@ -249,6 +265,7 @@ def row(sized: Sizing) -> dict[str, str]:
         "prefill": f"{sized.stages} × {stage:.1f}" if sized.stages else f"does not fit: {stage:.1f}",
         "decode": f"{workers} × {decode}" if workers else f"does not fit: {decode}",
         "GPUs": "–" if sized.gpus is None else str(sized.gpus),
+        **({"host memory of a worker": host} if sized.host_cache_gib else {}),
     }
 
 

@@ -57,6 +57,9 @@ def size_command(
     kv_dtype: Annotated[
         str | None, typer.Option(help=f"As decode.kv_dtype: {', '.join(get_args(KVDtype))}.")
     ] = None,
+    host_cache_gib: Annotated[
+        float, typer.Option(help="As decode.host_cache_gib: how many tokens it remembers.")
+    ] = 0.0,
     reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
     json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
     gpus: Annotated[
@@ -80,7 +83,7 @@ def size_command(
     if kv_dtype is not None and kv_dtype not in get_args(KVDtype):
         fail(f"--kv-dtype {kv_dtype}: must be one of {', '.join(get_args(KVDtype))}")
     how: dict[str, Any] = {"dtype": dtype, "quantisation": quantisation, "stages": stages}
-    how |= {"kv_dtype": kv_dtype}
+    how |= {"kv_dtype": kv_dtype, "host_cache_gib": host_cache_gib}
     how |= {"ranks": tensor_parallel, "reserve_gib": reserve_gib}
     if gpus is not None:
         _plan(models or [], tokens or [], gpus, how | {"concurrency": concurrency}, json, write)
@@ -151,7 +154,7 @@ def _demand(name: str, tokens: Sequence[int], gpus: str, how: dict[str, Any]) ->
         quantisations=(None, *get_args(Quantisation)) if any_kind else (given,),
         **how,
     )
-    check(demand.tokens, demand.concurrency, demand.gpu_gib, demand.reserve_gib)
+    check(demand.tokens, demand.concurrency, demand.gpu_gib, demand.reserve_gib, demand.host_cache_gib)
     if next(uses(demand), None) is None:
         raise ValueError(f"--gpus {gpus}: the GPUs cannot be used with such --stages and --tensor-parallel")
     return demand

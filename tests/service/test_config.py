@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +17,7 @@ import yaml
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
 from deltafront.service import wiring
-from deltafront.service.cli.size import SHAPES
+from deltafront.service.cli.size import SHAPES, kv_bytes
 from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model import family_registry as registry
@@ -144,6 +146,9 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("decode", {"cache_tokens": 100}, "decode.cache_tokens = 100: must be a multiple of 16"),
         ("prefill", {"kernel_cache": "kernels"}, "prefill.kernel_cache = 'kernels'"),
         ("decode", {"kernel_cache": "kernels"}, "decode.kernel_cache = 'kernels'"),
+        ("decode", {"store": "kv", "host_cache_gib": 1}, "decode.store = 'kv': "),
+        ("decode", {"store": "/kv"}, "decode.store: it needs host_cache_gib"),
+        ("decode", {"host_cache_gib": -1}, "decode.host_cache_gib = -1: must be greater than or equal to 0"),
         ("decode", {"warm_up": True, "cache_tokens": 128}, "decode.warm_up: needs cache_tokens"),
         ("decode", {"page_selection": "delta"}, "decode.delta_layers: empty"),
         ("decode", {"recency": 65}, "decode.recency"),
@@ -299,6 +304,11 @@ def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:
             {"full_layers": [0, 4]},
             r"decode.full_layers names layer 4, but the model has layers 0 \.\. 3",
         ),
+        (
+            "decode",
+            {"host_cache_gib": 1e-6},
+            r"decode.host_cache_gib = 1e-06: must be 0, or at least 0\.\d{3}",
+        ),
         ("prefill", {"stages": 5}, "prefill.stages: 4 layers cannot be split over 5 stages"),
     ],
 )
@@ -309,6 +319,24 @@ def test_what_does_not_fit_the_model_fails_at_start(
     base["model"] = {"path": str(model)}
     with pytest.raises(ValueError, match=says):
         check_start(parse(base))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_the_least_host_memory_is_a_batch_of_pages(dtype: str, kv_dtype: Any) -> None:
+    """What a worker takes: it refuses less by itself."""
+    shape, least = SHAPES["8b"], 256 * 16 * kv_bytes(SHAPES["8b"], 32, dtype, kv_dtype) / 2**30  # type: ignore[arg-type]
+    for gib, enough in ((least * 0.99, False), (math.ceil(least * 1000) / 1000, True)):
+        given = content("decode", host_cache_gib=gib, kv_dtype=kv_dtype)
+        given["model"]["dtype"] = dtype
+        with contextlib.nullcontext() if enough else pytest.raises(ConfigError, match="host_cache_gib"):
+            parse(given).check_against(shape, None)
+
+
+def test_host_memory_needs_prompts_that_are_remembered() -> None:
+    given = content("decode", host_cache_gib=1.0) | {"door": {"prefix_reuse": False}}
+    with pytest.raises(ConfigError, match=r"decode.host_cache_gib: needs door.prefix_reuse"):
+        parse(given)
 
 
 def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:

@@ -174,3 +174,13 @@ def test_what_is_asked_for_is_kept() -> None:
     done = run("size", "8b", "--gpus", "4x80", "--stages", 1, "--tensor-parallel", 2, "--quantisation", "fp8")
     for line in ("prefill.stages 1:", "decode.tensor_parallel 2:", "decode.gpus 1:", "as asked for"):
         assert line in done.stdout
+
+
+def test_host_memory_is_written_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "host.yaml"
+    done = run("size", "8b", "--gpus", "8x80", "--host-cache-gib", "64", "--write", file)
+    assert "decode.host_cache_gib 64: pinned memory of the host" in done.stdout
+    assert "524,288 tokens" in done.stdout and load(file).decode.host_cache_gib == 64.0
+    assert "host_cache_gib" not in run("size", "8b", "--gpus", "8x80").stdout
+    failed = run("size", "8b", "--gpus", "8x80", "--host-cache-gib", "-1")
+    assert failed.exit_code == 1 and "host_cache_gib = -1" in failed.stderr

@@ -257,3 +257,16 @@ def test_bad_input_is_named(arguments: list[object], named: str) -> None:
 def test_a_split_into_no_stage_is_refused() -> None:
     with pytest.raises(ModelError):
         sizing("8b", SHAPES["8b"], 1024, 1, 80, stages=0)
+
+
+def test_host_memory_holds_what_its_pages_take() -> None:
+    for kind, tokens in ((None, 131_072), ("int8", 260_096)):
+        found = sizing("8b", SHAPES["8b"], 131_072, 1, 80, host_cache_gib=16.0, kv_dtype=kind)  # type: ignore[arg-type]
+        assert found.host_tokens == tokens, "whole pages"
+        assert size.row(found)["host memory of a worker"] == f"16 GiB, {found.host_tokens:,} tokens"
+    assert "host memory of a worker" not in size.row(sizing("8b", SHAPES["8b"], 131_072, 1, 80))
+    done = run("size", "8b", "--tokens", "131072", "--json", "--host-cache-gib", "64")
+    assert json.loads(done.stdout)["host_tokens"] == 524_288
+    for given in ("-1", "inf", "nan"):
+        failed = run("size", "8b", "--host-cache-gib", given)
+        assert failed.exit_code == 1 and "host_cache_gib" in failed.stderr

@@ -254,6 +254,11 @@ class ModelConfig:
         """Count the numbers in one token's K and V."""
         return 2 * layers * self.kv_heads * self.head_dim
 
+    def kv_bytes(self, layers: int, number_bytes: int, int8: bool) -> int:
+        """Count one token's bytes of K and V. In 8 bits each row of a head has a scale of a byte."""
+        values = self.kv_values(layers)
+        return values + 2 * layers * self.kv_heads if int8 else values * number_bytes
+
 
 def _numbers(shapes: Mapping[str, Shape]) -> int:
     return sum(map(math.prod, shapes.values()))
