@@ -66,9 +66,9 @@ class KVFiles:
             metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get(
                 "__metadata__", {}
             )
-        except (OSError, SafetensorError) as error:
+            sides = [tensors[str(n)] for n in range(len(tensors))]
+        except (OSError, SafetensorError, KeyError) as error:
             raise StoreError(f"{path}: {error}") from error
-        sides = [tensors[str(n)] for n in range(len(tensors))]
         if metadata.get("form") != self._form:
             raise StoreError(f"{path}: it is of other K/V: {metadata.get('form')}")
         if any(metadata.get(str(n)) != str(_checksum(side)) for n, side in enumerate(sides)):
@@ -83,4 +83,6 @@ class KVFiles:
 
 
 def _checksum(x: torch.Tensor) -> int:
-    return zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data)
+    """Of its type and shape, too: they stand in the file's header."""
+    form = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode())
+    return zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data, form)

@@ -34,6 +34,14 @@ async def saved(run: Bench) -> None:
         await asyncio.sleep(0.001)
 
 
+_IN_HEADER = {
+    "another name": (b'"1":{', b'"7":{'),
+    "another type": (b'"dtype":"F32"', b'"dtype":"I32"'),
+    "another shape": (b'"shape":[6,16,', b'"shape":[16,6,'),
+}
+"""Bytes of a file's header that leave it a file of tensors."""
+
+
 def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.safetensors"))
 
@@ -122,7 +130,7 @@ async def refused(run: Bench) -> Refused:
     return answer
 
 
-@pytest.mark.parametrize("harm", ["gone", "cut short", "changed", "no file of tensors"])
+@pytest.mark.parametrize("harm", ["gone", "cut short", "changed", "no file of tensors", *_IN_HEADER])
 async def test_a_file_that_is_not_what_was_saved_is_read_again(
     started: Any, tmp_path: Path, expected: Expected, harm: str
 ) -> None:
@@ -138,6 +146,10 @@ async def test_a_file_that_is_not_what_was_saved_is_read_again(
         path.write_bytes(content[:-100])
     elif harm == "changed":
         path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif harm in _IN_HEADER:
+        before, after = _IN_HEADER[harm]
+        assert before in content[:2000]
+        path.write_bytes(content.replace(before, after, 1))
     else:
         path.write_bytes(b"nothing")
     assert (await refused(second)).reason is RefusalReason.NO_PREFIX
