@@ -10,18 +10,21 @@ import hashlib
 import json
 import os
 import secrets
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import save_file
 
 from .pages.store_tier import StoreError
 
 _SUFFIX = ".safetensors"
+_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 _UNFINISHED_S = 3600.0
 """A file that is being written for so long is of a worker that died."""
 
@@ -31,6 +34,7 @@ class KVFiles:
 
     def __init__(self, directory: Path, form: str) -> None:
         self._form = form
+        self._own = threading.local()
         self._folder = directory / hashlib.sha256(form.encode()).hexdigest()[:32]
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("*.part"):
@@ -57,17 +61,19 @@ class KVFiles:
             raise StoreError(f"{path}: {error}") from error
 
     def load(self, name: bytes) -> list[torch.Tensor]:
-        """Raises StoreError for a file that is gone, cut short, changed, or of other K/V."""
+        """Return the sides, in memory that the thread's next call overwrites.
+
+        Raises StoreError for a file that is gone, cut short, changed, or of other K/V.
+        """
         path = self._path(name)
         try:
             os.utime(path)
-            content = path.read_bytes()  # long reads: a mapped file would be read in small pieces
-            tensors = load(content)
-            metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get(
-                "__metadata__", {}
-            )
-            sides = [tensors[str(n)] for n in range(len(tensors))]
-        except (OSError, SafetensorError, KeyError) as error:
+            content = self._read(path)
+            start = 8 + int.from_bytes(content[:8], "little")
+            about = json.loads(bytes(content[8:start]))
+            metadata = about.pop("__metadata__")
+            sides = [_tensor(content, start, about[str(n)]) for n in range(len(about))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise StoreError(f"{path}: {error}") from error
         if metadata.get("form") != self._form:
             raise StoreError(f"{path}: it is of other K/V: {metadata.get('form')}")
@@ -75,11 +81,30 @@ class KVFiles:
             raise StoreError(f"{path}: it has changed since it was written")
         return sides
 
+    def _read(self, path: Path) -> memoryview:
+        """Fresh memory for each file would cost more than reading it."""
+        with path.open("rb", buffering=0) as file:
+            size, done = os.fstat(file.fileno()).st_size, 0
+            if size > len(getattr(self._own, "room", b"")):
+                self._own.room = bytearray(size)
+            content = memoryview(self._own.room)[:size]
+            while done < size and (count := file.readinto(content[done:])):
+                done += count
+        if done < size:
+            raise ValueError(f"{done} of {size} bytes can be read")
+        return content
+
     def remove(self, name: bytes) -> None:
         self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: bytes) -> Path:
         return self._folder / (name.hex() + _SUFFIX)
+
+
+def _tensor(content: memoryview, start: int, about: Mapping[str, Any]) -> torch.Tensor:
+    begin, end = about["data_offsets"]
+    flat = torch.frombuffer(content[start + begin : start + end], dtype=_TYPES[about["dtype"]])
+    return flat.view(about["shape"])
 
 
 def _checksum(x: torch.Tensor) -> int:
