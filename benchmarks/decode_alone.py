@@ -44,11 +44,13 @@ _SEED = 35
 def make_runner(stack: LayerStack, tokens: int, batch: int, kv_dtype: KVDtype | None) -> DecodeRunner:
     """With room for `batch` requests of `tokens` tokens and their answers, and K/V drawn for all of it: the
     same in 16 bits as in 8, but for rounding."""
-    layers = stack.config.layers
-    config = DecodeConfig(delta_layers=tuple(delta_layers(layers)), page_budget=256, kv_dtype=kv_dtype)
+    layers, windows = stack.config.layers, stack.config.windows
+    config = DecodeConfig(
+        delta_layers=tuple(delta_layers(layers, windows)), page_budget=256, kv_dtype=kv_dtype
+    )
     pages = pages_for(tokens + ANSWER_ROOM)
     sizes = {"pages": batch * pages, "max_batch": batch, "max_pages": pages}
-    runner = DecodeRunner(stack, plan_layers(config, layers), **sizes, kv_dtype=kv_dtype)
+    runner = DecodeRunner(stack, plan_layers(config, layers, windows), **sizes, kv_dtype=kv_dtype)
     cache, draws = runner.cache, torch.Generator(stack.device).manual_seed(_SEED)
     for layer in range(layers):
         scales = cache.scales(layer) or Scales(*[torch.empty(0)] * 2)

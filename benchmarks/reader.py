@@ -87,7 +87,7 @@ class Reader:
             raise ValueError(f"{len(ids)} tokens, but the model has {config.positions} positions")
         self.length = after
         self._ids_T = torch.tensor(ids, device=self.stack.device)
-        attention = build(named, thresholds_for(self._profile, named))
+        attention = build(named, thresholds_for(self._profile, named), self.stack.config.windows)
         spec = StateSpec(
             1,
             config.q_heads,
@@ -132,9 +132,10 @@ class Reader:
         def attend(layer: int, q_BHTD: torch.Tensor) -> torch.Tensor:
             rows = q_BHTD.shape[2]
             k_BGSD, v_BGSD = self._seen(layer, start + rows)
-            seen_TS = None
-            if rows > 1:
+            seen_TS, window = None, self.stack.config.windows.get(layer, start + rows)
+            if rows > 1 or window < start + rows:
                 seen_TS = torch.ones(rows, start + rows, dtype=torch.bool, device=q_BHTD.device).tril(start)
+                seen_TS = seen_TS.triu(start + 1 - window)
             return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=seen_TS, enable_gqa=True)
 
         return self._forward(ids, attend)

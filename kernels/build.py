@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -29,11 +29,14 @@ from .options import ScoredOptions
 from .selectors.scored import ScoredSelector
 
 
-def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
+def build(
+    spec: MethodSpec, thresholds: Thresholds | None = None, windows: Mapping[int, int] | None = None
+) -> Attention:
     """The method of `spec`, ready to attend. One instance serves every layer and prompt.
 
     Args:
         thresholds: by layer and query head, for a method with the option `density`.
+        windows: layers that attend exactly to their last keys instead, and to how many.
 
     Raises:
         MethodError: the method is not registered.
@@ -55,7 +58,7 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
     shortest = int(values.get("min_tokens", 0))
     if shortest > 0:
         method = DenseWhenShort(method, Composition(None, DenseExecutor()), shortest)
-    return method
+    return Windowed(method, windows) if windows else method
 
 
 def options_for(spec: MethodSpec) -> Any:
@@ -119,3 +122,23 @@ class DenseWhenShort:
         if x.prompt_tokens <= self.shortest:
             return self.dense.attend(x, CompositionState(None, None), phase)
         return self.method.attend(x, state, phase)
+
+
+class Windowed:
+    """Some layers attend to a window, the others by the method. A state says which its layer is."""
+
+    def __init__(self, method: Attention, windows: Mapping[int, int]) -> None:
+        self.method = method
+        sizes = set(windows.values())
+        made = {size: Composition(None, DenseExecutor(window=size)) for size in sizes}
+        self._layers = {layer: made[size] for layer, size in windows.items()}
+
+    def new_state(self, spec: StateSpec) -> tuple[Attention, Any]:
+        method = self._layers.get(spec.layer, self.method)
+        return method, method.new_state(spec)
+
+    def attend(
+        self, x: AttentionInput, state: tuple[Attention, Any], phase: Phase = no_phase
+    ) -> tuple[torch.Tensor, Coverage]:
+        method, own = state
+        return method.attend(x, own, phase)

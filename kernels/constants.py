@@ -8,7 +8,7 @@ BLOCK = 128
 PAGE_TOKENS = 16
 """Tokens of a page, the unit in which K/V is allocated, moved and selected."""
 
-PREFILL_HEAD_DIMS, DECODE_HEAD_DIMS = (16, 32, 64, 128), (64, 128, 256)
+PREFILL_HEAD_DIMS, DECODE_HEAD_DIMS = (16, 32, 64, 128, 256), (64, 128, 256)
 """Head dimensions that the attention kernels take, over chunks and over pages."""
 
 LOG2E = 1.4426950408889634

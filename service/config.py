@@ -279,7 +279,9 @@ class ServiceConfig(BaseModel):
 
     def check_against(self, model: ModelConfig, profile: Profile | None) -> None:
         """Raise ConfigError for what does not fit the model or its profile."""
-        problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
+        problems = [
+            f"decode.{problem}" for problem in self.decode.layer_problems(model.layers, model.windows)
+        ]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
         gib, number = self.decode.host_cache_gib, 4 if self.model.dtype == "float32" else 2

@@ -6,7 +6,7 @@ class made in code is not checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -199,8 +199,10 @@ class DecodeConfig(WorkerConfig):
         if both := sorted({*self.full_layers} & {*self.delta_layers}):
             yield f"full_layers and delta_layers share {both}"
 
-    def layer_problems(self, layers: int) -> Iterator[str]:
-        """Yield what is wrong, key first."""
+    def layer_problems(self, layers: int, windows: Collection[int] = ()) -> Iterator[str]:
+        """Yield what is wrong, key first. windows: layers that have one."""
+        if among := sorted({*windows} & {*self.delta_layers}):
+            yield f"delta_layers names {among}, which attend to a window: such layers choose no pages"
         for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):
             for layer in named:
                 if not 0 <= layer < layers:

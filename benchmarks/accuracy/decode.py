@@ -184,7 +184,8 @@ class AnswerDecoder:
         gold_RA = torch.tensor([padded(q.gold, steps + 1) for q in questions], device=device)
         prompt_R = torch.tensor([len(q.prompt) for q in questions], device=device)
         ids_R = gold_RA[:, 0] if forced else torch.tensor([a.first for a in self._first], device=device)
-        roles = plan or plan_layers(DecodeConfig(full_layers=(), page_selection="full"), stack.config.layers)
+        full, config = DecodeConfig(full_layers=(), page_selection="full"), stack.config
+        roles = plan or plan_layers(full, config.layers, config.windows)
         hiddens, logps, bests, spent, read, held = [], [], [], list[float](), 0, 0
         for step in range(steps):
             positions_R = self._reader.length + prompt_R + step

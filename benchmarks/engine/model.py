@@ -22,6 +22,7 @@ from deltafront.service.cli.size import SHAPES as LLAMAS
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.rope_config import RopeConfig
 from deltafront.workers.model.family_registry import FAMILIES
 
 TINY = replace(LLAMAS["8b"], layers=6, hidden=128, intermediate=256, q_heads=4, kv_heads=2, vocab=512)
@@ -64,14 +65,38 @@ _GLM_AIR_8 = replace(
         dense_width=10_944,
     ),
 )
+_GEMMA_12B = replace(
+    LLAMAS["8b"],
+    architecture="Gemma3ForCausalLM",
+    layers=48,
+    hidden=3840,
+    intermediate=15_360,
+    q_heads=16,
+    kv_heads=8,
+    head_dim=256,
+    vocab=262_144,
+    rms_eps=1e-6,
+    rope=RopeConfig(1e6),
+    tied_embeddings=True,
+    qk_norm=True,
+    norms="both",
+    norm_offset=1.0,
+    activation="gelu_pytorch_tanh",
+    embedding_scale=3840**0.5,
+    sliding_window=1024,
+    window_layers=tuple(layer for layer in range(48) if (layer + 1) % 6),
+    window_rope=RopeConfig(1e4),
+)
 SHAPES: Mapping[str, ModelConfig] = {
     **LLAMAS,
     "32b": _QWEN_32B,
     "30b-a3b": _QWEN_30B_A3B,
     "air-8": _GLM_AIR_8,
+    "gemma-12b": _GEMMA_12B,
     "tiny": replace(TINY, head_dim=64),
 }
-"""By name. `32b` and `30b-a3b` are Qwen3's, `air-8` has 8 of GLM-4.5-Air's 46 layers; `tiny` is for a CPU."""
+"""By name. `32b` and `30b-a3b` are Qwen3's, `gemma-12b` is Gemma 3's, `air-8` has 8 of GLM-4.5-Air's 46
+layers; `tiny` is for a CPU."""
 
 _FP8_FILES = {
     "quant_method": "compressed-tensors",
@@ -109,7 +134,7 @@ def write_model(
     shards: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, size in shape.shapes().items():
         part = name.split(".")[2] if ".layers." in name else _ENDS
-        shards.setdefault(f"model-{part}.safetensors", {})[name] = size
+        shards.setdefault(f"model-{part}.safetensors", {})[_stored(name, shape)] = size
     with ThreadPoolExecutor(_WRITERS) as writers:
         jobs = [
             writers.submit(_write_shard, directory / file, shard, device, seed, fp8_files)
@@ -120,6 +145,12 @@ def write_model(
     words = {f"w{number}": number for number in range(min(64, shape.vocab))}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
     path.write_text(json.dumps(config))
+
+
+def _stored(name: str, shape: ModelConfig) -> str:
+    """The family's name of a tensor."""
+    own = {f".{ours}.": f".{theirs}." for theirs, ours in FAMILIES[shape.architecture].tensors.items()}
+    return next((name.replace(ours, theirs) for ours, theirs in own.items() if ours in name), name)
 
 
 def _write_shard(
@@ -171,8 +202,18 @@ def _config(shape: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": shape.rms_eps,
         "rope_theta": shape.rope.theta,
         "torch_dtype": "bfloat16",
+        **_windows(shape),
         **_positions(shape),
     }
+
+
+def _windows(shape: ModelConfig) -> dict[str, Any]:
+    if not shape.windows:
+        return {}
+    kinds = [
+        "sliding_attention" if layer in shape.windows else "full_attention" for layer in range(shape.layers)
+    ]
+    return {"sliding_window": shape.sliding_window, "layer_types": kinds}
 
 
 def _mlp(shape: ModelConfig) -> dict[str, Any]:

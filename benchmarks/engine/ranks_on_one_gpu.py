@@ -66,7 +66,7 @@ def linked(spec: ModelSpec, config: DecodeConfig) -> Iterator[LeadRunner]:
         link(stacks)
     model = stacks[0].config
     with followers(stacks, config, unused) as others:
-        layers = plan_layers(config, model.layers)
+        layers = plan_layers(config, model.layers, model.windows)
         yield LeadRunner(stacks[0], layers, others, **runner_sizes(config, model))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -96,7 +96,7 @@ class Setup:
                 "page_selection": "full",
                 "page_budget": 256,
                 "kv_dtype": self.kv_dtype,
-                "delta_layers": delta_layers(self.shape.layers),
+                "delta_layers": delta_layers(self.shape.layers, self.shape.windows),
                 "device": "cuda" if decodes_on_gpu else "cpu",
                 "threads": threads,
                 "cpus": cpus,
@@ -130,9 +130,11 @@ class Setup:
         return most / GIB + reserve_gib * (1 + shared)
 
 
-def delta_layers(layers: int) -> list[int]:
-    """Four Δ-layers spread over the depth, after the two full ones; fewer in a model of few layers."""
-    return sorted({2 + (2 * part + 1) * (layers - 2) // 8 for part in range(4)})
+def delta_layers(layers: int, windows: Collection[int] = ()) -> list[int]:
+    """Four Δ-layers spread over the depth, after the two full ones and without windows; fewer in a model of
+    few layers."""
+    free = [layer for layer in range(2, layers) if layer not in windows]
+    return sorted({free[(2 * part + 1) * len(free) // 8] for part in range(4)})
 
 
 _FORCED = 6

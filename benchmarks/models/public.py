@@ -60,9 +60,34 @@ def _glm_experts(experts: int, width: int) -> dict[str, Any]:
     return {"moe_intermediate_size": width} | chosen | groups | attention
 
 
+def _gemma3(layers: int, hidden: int, inner: int, **more: Any) -> dict[str, Any]:
+    shape = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner}
+    rope = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {"model_type": "gemma3_text"} | shape | rope | more,
+        "vision_config": {"model_type": "siglip_vision_model"},
+    }
+
+
+def _heads(query: int, key: int) -> dict[str, int]:
+    return {"num_attention_heads": query, "num_key_value_heads": key}
+
+
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _FULL: dict[str, Any] = {"sliding_window": None}
 _OLMO: dict[str, Any] = {"rope_theta": 5e5}
+_OLMO3: dict[str, Any] = _OLMO | {
+    "sliding_window": 4096,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+}
 _SMALL24 = (40, 5120, 32768, 32, 8, 131072)
 
 SERVED = (
@@ -215,30 +240,72 @@ SERVED = (
         1.28,
     ),
     Public(
+        "LGAI-EXAONE/EXAONE-4.0-32B",
+        _config(
+            *("Exaone4", 64, 5120, 27392, 40, 8, 102400, 131072),
+            head_dim=128,
+            sliding_window=4096,
+            sliding_window_pattern="LLLG",
+            layer_types=[*["sliding_attention"] * 3, "full_attention"] * 16,
+        ),
+        32.0,
+    ),
+    Public(
+        "mistralai/Mistral-7B-Instruct-v0.1",
+        _config("Mistral", 32, 4096, 14336, 32, 8, 32000, 32768, sliding_window=4096),
+        7.24,
+    ),
+    Public(
+        "mistralai/Ministral-8B-Instruct-2410",
+        _config("Mistral", 36, 4096, 12288, 32, 8, 131072, 32768, head_dim=128, sliding_window=32768),
+        8.02,
+    ),
+    Public(
+        "microsoft/Phi-3-mini-4k-instruct",
+        _config("Phi3", 32, 3072, 8192, 32, 32, 32064, 4096, sliding_window=2047),
+        3.82,
+    ),
+    Public(
+        "google/gemma-3-1b-it",
+        _config(
+            *("Gemma3", 26, 1152, 6912, 4, 1, 262144, 32768),
+            head_dim=256,
+            hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=256,
+            sliding_window=512,
+            sliding_window_pattern=6,
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
+        ),
+        1.0,
+    ),
+    Public("google/gemma-3-4b-it", _gemma3(34, 2560, 10240), 3.88),
+    Public("google/gemma-3-12b-it", _gemma3(48, 3840, 15360, **_heads(16, 8)), 11.8),
+    Public(
+        "google/gemma-3-27b-it",
+        _gemma3(62, 5376, 21504, **_heads(32, 16), head_dim=128, query_pre_attn_scalar=168),
+        27.0,
+    ),
+    Public(
+        "allenai/Olmo-3-7B-Instruct",
+        _config("Olmo3", 32, 4096, 11008, 32, 32, 100278, 65536, **_OLMO3),
+        7.3,
+    ),
+    Public(
+        "allenai/Olmo-3-32B-Think",
+        _config("Olmo3", 64, 5120, 27648, 40, 8, 100278, 65536, **_OLMO3),
+        32.2,
+    ),
+    Public(
         "arcee-ai/AFM-4.5B",
         _config("Arcee", 36, 2560, 18432, 20, 4, 128004, 65536, head_dim=128, hidden_act="relu2"),
         4.62,
     ),
 )
 
-_WINDOW, _EXPERTS = "sliding-window attention", "a mixture of experts"
+_EXPERTS = "a mixture of experts"
 
 REFUSED = (
-    Public(
-        "mistralai/Mistral-7B-Instruct-v0.1",
-        _config("Mistral", 32, 4096, 14336, 32, 8, 32000, 32768, sliding_window=4096),
-        reason=_WINDOW,
-    ),
-    Public(
-        "microsoft/Phi-3-mini-4k-instruct",
-        _config("Phi3", 32, 3072, 8192, 32, 32, 32064, 4096, sliding_window=2047),
-        reason=_WINDOW,
-    ),
-    Public(
-        "LGAI-EXAONE/EXAONE-4.0-32B",
-        _config("Exaone4", 64, 5120, 27392, 40, 8, 102400, 131072, head_dim=128, sliding_window=4096),
-        reason=_WINDOW,
-    ),
     Public(
         "Qwen/Qwen2.5-7B-Instruct-1M",
         _config(
@@ -277,15 +344,6 @@ REFUSED = (
         reason=f"{_EXPERTS}, images",
     ),
     Public(
-        "google/gemma-3-27b-it",
-        {
-            "architectures": ["Gemma3ForConditionalGeneration"],
-            "text_config": {"sliding_window": 1024},
-            "vision_config": {"model_type": "siglip_vision_model"},
-        },
-        reason="sliding windows, images",
-    ),
-    Public(
         "google/gemma-2-9b-it",
         _config(
             "Gemma2",
@@ -299,11 +357,6 @@ REFUSED = (
         "ibm-granite/granite-4.0-h-small",
         _config("GraniteMoeHybrid", num_local_experts=72, mamba_d_state=128),
         reason=f"{_EXPERTS}, state-space layers",
-    ),
-    Public(
-        "allenai/Olmo-3-7B-Instruct",
-        _config("Olmo3", sliding_window=4096),
-        reason="sliding windows",
     ),
     Public(
         "CohereForAI/c4ai-command-r-v01",

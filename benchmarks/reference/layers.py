@@ -25,6 +25,15 @@ def swiglu(gate_up_TJ: torch.Tensor) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def geglu(gate_up_TJ: torch.Tensor) -> torch.Tensor:
+    half = gate_up_TJ.shape[1] // 2
+    rows = []
+    for row in gate_up_TJ.double().tolist():
+        slopes = [math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)) for g in row[:half]]
+        rows.append([g * (1 + t) / 2 * u for g, t, u in zip(row[:half], slopes, row[half:], strict=True)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
 def squared_relu(x_TI: torch.Tensor) -> torch.Tensor:
     rows = [[max(x, 0.0) ** 2 for x in row] for row in x_TI.double().tolist()]
     return torch.tensor(rows, dtype=torch.float64)

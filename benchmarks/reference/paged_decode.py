@@ -17,7 +17,8 @@ def paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out_HD, lse_H and the weights of each column's slots, token by token in float64."""
     length = int(x.lengths_R[request])
-    seen = [(c, s) for c in columns for s in range(PAGE_TOKENS) if c * PAGE_TOKENS + s < length]
+    first = length - x.window if x.window else 0
+    seen = [(c, s) for c in columns for s in range(PAGE_TOKENS) if first <= c * PAGE_TOKENS + s < length]
     outs, lses = [], []
     weights = torch.zeros(x.q_RHD.shape[1], len(columns), PAGE_TOKENS, dtype=torch.float64)
     for head in range(x.q_RHD.shape[1]):

@@ -14,37 +14,43 @@ ROWS = 512
 
 
 class DenseExecutor:
-    """Takes no mask, and any q_start."""
+    """Takes no mask, and any q_start. window: the last keys that a row sees, its own included; 0: all."""
 
-    def __init__(self, options: object = None) -> None:
-        """It takes none."""
+    def __init__(self, options: object = None, window: int = 0) -> None:
+        self._window = window
 
     def new_state(self, spec: StateSpec) -> None:
         return None
 
     def attend(self, x: AttentionInput, mask: TileMask | None, state: None, phase: Phase) -> torch.Tensor:
         with phase("attention"):
-            return cpu_attend(x) if runs_on_cpu(x.q_BHTD, "dense") else kernel_attend(x)
+            attend = cpu_attend if runs_on_cpu(x.q_BHTD, "dense") else kernel_attend
+            return attend(x, self._window)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
-        return torch.full((), causal_tiles(x), dtype=torch.float64, device=x.q_BHTD.device)
+        return torch.full((), causal_tiles(x, self._window), dtype=torch.float64, device=x.q_BHTD.device)
 
 
-def cpu_attend(x: AttentionInput) -> torch.Tensor:
-    """softmax(q k^T * scale) v over all keys at or before each row. Returns q's dtype."""
-    return cpu_attend_rows(x, torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device))
+def cpu_attend(x: AttentionInput, window: int = 0) -> torch.Tensor:
+    """softmax(q k^T * scale) v over all keys at or before each row, or its window's. Returns q's dtype."""
+    position_R = torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device)
+    return cpu_attend_rows(x, position_R, window)
 
 
-def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor:
+def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor, window: int = 0) -> torch.Tensor:
     """`cpu_attend` of the rows at the ascending absolute positions position_R: out_BHRD."""
     parts = []
     for position in torch.split(position_R, ROWS):
         end = int(position[-1]) + 1
-        seen = torch.arange(end, device=position.device) <= position[:, None]
+        begin = max(0, int(position[0]) + 1 - window) if window else 0
+        key_S = torch.arange(begin, end, device=position.device)
+        seen = key_S <= position[:, None]
+        if window:
+            seen &= key_S > position[:, None] - window
         part = scaled_dot_product_attention(
             x.q_BHTD[:, :, position - x.q_start].float(),
-            x.k_BGSD[:, :, :end].float(),
-            x.v_BGSD[:, :, :end].float(),
+            x.k_BGSD[:, :, begin:end].float(),
+            x.v_BGSD[:, :, begin:end].float(),
             attn_mask=seen,
             scale=x.scale,
             enable_gqa=True,
@@ -53,8 +59,8 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor
     return torch.cat(parts, dim=2)
 
 
-def kernel_attend(x: AttentionInput) -> torch.Tensor:
+def kernel_attend(x: AttentionInput, window: int = 0) -> torch.Tensor:
     """`cpu_attend` on the GPU. Scores are float32; weights are rounded to q's type."""
     out_BHTD = new_output(x)
-    launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start))
+    launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), window=window)
     return out_BHTD

@@ -31,14 +31,18 @@ NEGATIVE = tl.constexpr(-1.0e30)
 def step_tile(
     acc, l_i, m_i, q, k_ptr, v_ptr, stride_ks, stride_vs, col, stop, seen_to, weight, scale,
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """One tile: rows `col` of k and v. Those from `stop` on do not exist; those after seen_to are masked."""
+    """One tile: rows `col` of k and v. Those from `stop` on do not exist; those after seen_to are masked, and
+    those before the last WINDOW up to it."""
     dim = tl.arange(0, D)
     valid = (col < stop)[:, None]
     k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=valid, other=0.0)
     s = tl.dot(q, k.T, input_precision=PRECISION) * scale
     if MASKED:
         s = tl.where(col[None, :] <= seen_to[:, None], s, NEGATIVE)
+        if WINDOW:
+            s = tl.where(col[None, :] > seen_to[:, None] - WINDOW, s, NEGATIVE)
     m_ij = tl.maximum(m_i, tl.max(s, 1))
     p = tl.exp2(s - m_ij[:, None])
     alpha = tl.exp2(m_i - m_ij)
@@ -53,15 +57,16 @@ _VARYING = "stride_ib stride_ih stride_in rows keys row0 critical packed_slots c
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def flash_kernel(
+def flash_kernel(  # noqa: PLR0915
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr,
     count_ptr, stride_qb, stride_qh, stride_qr, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg,
     stride_vs, stride_ob, stride_oh, stride_or, stride_pb, stride_pg, stride_pp, stride_ib, stride_ih,
     stride_in, heads, group, rows, keys, row0, step, critical, chunk, packed_slots, chunk_slots, scale,
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of one query head, longest rows first. PACKED slots: `inputs.PackedKeys`."""
+    """One program: ROWS rows of one query head, longest rows first. PACKED slots: `inputs.PackedKeys`.
+    WINDOW: the last keys that a row sees, its own included; 0: all."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -109,6 +114,15 @@ def flash_kernel(
                 D, MASKED=True, WEIGHTED=True, PRECISION=PRECISION,
             )  # fmt: skip
     masked_from = tl.maximum((first + 1) // COLS, begin // COLS)
+    if WINDOW:  # tiles at the window's start are masked as those at its end
+        begin = tl.maximum(first - WINDOW + 1, 0) // COLS * COLS
+        whole_from = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), COLS), masked_from)
+        for i in range(begin // COLS, whole_from):
+            acc, l_i, m_i = step_tile(
+                acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position,
+                0.0, scale, D, MASKED=True, WEIGHTED=False, PRECISION=PRECISION, WINDOW=WINDOW,
+            )  # fmt: skip
+        begin = whole_from * COLS
     if not LISTED:
         for i in range(begin // COLS, masked_from):
             acc, l_i, m_i = step_tile(
@@ -120,7 +134,7 @@ def flash_kernel(
     for i in range(masked_from, last // COLS + 1):
         acc, l_i, m_i = step_tile(
             acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position, 0.0,
-            scale, D, MASKED=True, WEIGHTED=False, PRECISION=PRECISION,
+            scale, D, MASKED=True, WEIGHTED=False, PRECISION=PRECISION, WINDOW=WINDOW,
         )  # fmt: skip
     out_base = out_ptr + b * stride_ob + h * stride_oh
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
@@ -128,7 +142,12 @@ def flash_kernel(
 
 
 def launch_plain(
-    x: AttentionInput, rows: QueryRows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
+    x: AttentionInput,
+    rows: QueryRows,
+    *,
+    mask: TileMask | None = None,
+    packed: PackedKeys | None = None,
+    window: int = 0,
 ) -> None:
     q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
     batch, heads, count, _ = q.shape
@@ -152,13 +171,14 @@ def launch_plain(
         x.scale * LOG2E,
         LISTED=mask is not None,
         PACKED=packed is not None,
-        COLS=constants["ROWS"],
+        WINDOW=window,
         **constants,
     )
 
 
 def tile_constants(q_BHRD: torch.Tensor) -> dict[str, Any]:
-    size = 64 if q_BHRD.dtype == torch.float32 else BLOCK
+    size, dim = 64 if q_BHRD.dtype == torch.float32 else BLOCK, q_BHRD.shape[3]
     precision, warps = ("ieee", 4) if size == 64 else ("tf32", 8)
-    sizes = {"D": q_BHRD.shape[3], "ROWS": size, "BLOCK": BLOCK}
+    cols = size // 2 if dim > 128 else size  # two stages of keys and values fit into shared memory
+    sizes = {"D": dim, "ROWS": size, "COLS": cols, "BLOCK": BLOCK}
     return {**sizes, "PRECISION": precision, "num_warps": warps, "num_stages": 2}

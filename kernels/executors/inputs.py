@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..constants import PREFILL_HEAD_DIMS
+from ..constants import BLOCK, PREFILL_HEAD_DIMS
 from ..interface import AttentionInput, KernelInputError, TileMask
 
 
@@ -59,11 +59,17 @@ def check_launch(x: AttentionInput) -> None:
         raise KernelInputError(f"attention kernels take fewer than 2**22 keys, got {x.k_BGSD.shape[2]}")
 
 
-def causal_tiles(x: AttentionInput) -> int:
-    """Tiles that touch the causal triangle of this chunk, over batch and heads."""
+def causal_tiles(x: AttentionInput, window: int = 0) -> int:
+    """Tiles that touch the causal triangle of this chunk, or the rows' windows, over batch and heads."""
     batch, heads = x.q_BHTD.shape[:2]
-    blocks = x.query_blocks
-    return batch * heads * (blocks * (x.first_block + 1) + blocks * (blocks - 1) // 2)
+    first, blocks = x.first_block, x.query_blocks
+    unseen = sum(window_begin(row, window) for row in range(first, first + blocks)) if window else 0
+    return batch * heads * (blocks * (first + 1) + blocks * (blocks - 1) // 2 - unseen)
+
+
+def window_begin(row: int, window: int) -> int:
+    """The first block of keys that a block of query rows sees."""
+    return max(0, row * BLOCK + 1 - window) // BLOCK
 
 
 def attend_keys(

@@ -15,15 +15,17 @@ def launch(
     *,
     mask: TileMask | None = None,
     packed: PackedKeys | None = None,
+    window: int = 0,
 ) -> None:
     """Attend with `rows` to the mask's tiles, to packed then exact keys, or (neither) to every key.
 
-    tail: more rows, in steps of 1, that see every key; on Hopper in the same launch.
+    tail: more rows, in steps of 1, that see every key; on Hopper in the same launch. window: the last keys
+    that a row sees, its own included; 0: all.
     """
     check_launch(x)
-    if hopper.takes(x, rows) and (tail is None or hopper.takes(x, tail)):
+    if not window and hopper.takes(x, rows) and (tail is None or hopper.takes(x, tail)):
         hopper.launch(x, rows, tail, mask=mask, packed=packed)
         return
-    launch_plain(x, rows, mask=mask, packed=packed)
+    launch_plain(x, rows, mask=mask, packed=packed, window=window)
     if tail is not None:
         launch_plain(x, tail)

@@ -27,6 +27,7 @@ def add_norm(
 
     Args:
         update_TC: None: the sum is hidden itself.
+        weight_C: in hidden's dtype or float32.
         fp8: give the norm as rows of e4m3.
 
     Raises:
@@ -45,9 +46,10 @@ def cpu_add_norm(
     hidden_TC: torch.Tensor, update_TC: torch.Tensor | None, weight_C: torch.Tensor, eps: float, fp8: bool
 ) -> tuple[torch.Tensor, LinearInput]:
     sum_TC = hidden_TC if update_TC is None else hidden_TC + update_TC
-    if not fp8:
+    if not fp8 and weight_C.dtype == sum_TC.dtype:
         return sum_TC, F.rms_norm(sum_TC, weight_C.shape, weight_C, eps)
-    return sum_TC, cpu_quantise_rows(F.rms_norm(sum_TC.float(), weight_C.shape, weight_C.float(), eps))
+    normed_TC = F.rms_norm(sum_TC.float(), weight_C.shape, weight_C.float(), eps)
+    return sum_TC, cpu_quantise_rows(normed_TC) if fp8 else normed_TC.to(sum_TC.dtype)
 
 
 @triton.jit

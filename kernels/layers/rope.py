@@ -67,7 +67,7 @@ def cpu_rotate_and_store(
     turned = qkv_TXD.shape[1] - kv_heads
     qk_TJD, v_TGD = qkv_TXD[:, :turned], qkv_TXD[:, turned:]
     if norm is not None:
-        qk_TJD = F.rms_norm(qk_TJD, (dim,), None, norm.eps) * norm.weight_JD
+        qk_TJD = (F.rms_norm(qk_TJD, (dim,), None, norm.eps) * norm.weight_JD).to(qkv_TXD.dtype)
     qk_TJD = rotate(qk_TJD, cos_T1F, sin_T1F)
     k_TGD = qk_TJD[:, turned - kv_heads :]
     if kv.scales is not None:

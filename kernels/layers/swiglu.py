@@ -21,17 +21,27 @@ def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
 
     fp8: as rows of e4m3. Raises KernelInputError unless rows are contiguous and even.
     """
-    check_rows("swiglu", gate_up=gate_up_TJ)
+    return _gated("swiglu", gate_up_TJ, fp8, gelu=False)
+
+
+def geglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
+    """`swiglu` with GELU for SiLU (Shazeer 2020, equation 6), by its tanh form (Hendrycks and Gimpel 2016,
+    section 2)."""
+    return _gated("geglu", gate_up_TJ, fp8, gelu=True)
+
+
+def _gated(name: str, gate_up_TJ: torch.Tensor, fp8: bool, gelu: bool) -> LinearInput:
+    check_rows(name, gate_up=gate_up_TJ)
     if gate_up_TJ.shape[1] % 2:
-        raise KernelInputError(f"swiglu: rows of {gate_up_TJ.shape[1]} have no halves")
-    if runs_on_cpu(gate_up_TJ, "swiglu"):
-        return cpu_swiglu(gate_up_TJ, fp8)
-    return kernel_swiglu(gate_up_TJ, fp8)
+        raise KernelInputError(f"{name}: rows of {gate_up_TJ.shape[1]} have no halves")
+    if runs_on_cpu(gate_up_TJ, name):
+        return cpu_swiglu(gate_up_TJ, fp8, gelu)
+    return kernel_swiglu(gate_up_TJ, fp8, gelu)
 
 
-def cpu_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> torch.Tensor | Fp8Rows:
+def cpu_swiglu(gate_up_TJ: torch.Tensor, fp8: bool, gelu: bool = False) -> torch.Tensor | Fp8Rows:
     gate_TI, up_TI = (gate_up_TJ.float() if fp8 else gate_up_TJ).chunk(2, dim=-1)
-    active_TI = F.silu(gate_TI) * up_TI
+    active_TI = (F.gelu(gate_TI, approximate="tanh") if gelu else F.silu(gate_TI)) * up_TI
     return cpu_quantise_rows(active_TI) if fp8 else active_TI
 
 
@@ -53,27 +63,32 @@ _PIECE = 2048
 
 
 @triton.jit
-def _active(gate_up_ptr, row, column, inside, COLUMNS: tl.constexpr):
+def _active(gate_up_ptr, row, column, inside, COLUMNS: tl.constexpr, GELU: tl.constexpr):
     gate = tl.load(gate_up_ptr + row * (2 * COLUMNS) + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * (2 * COLUMNS) + COLUMNS + column, mask=inside, other=0.0)
-    return gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+    steep = gate
+    if GELU:  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-steep)) * up.to(tl.float32)
 
 
 @triton.jit
-def swiglu_kernel(gate_up_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_kernel(gate_up_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
-    x = _active(gate_up_ptr, row, column, inside, COLUMNS)
+    x = _active(gate_up_ptr, row, column, inside, COLUMNS, GELU)
     tl.store(out_ptr + row * COLUMNS + column, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def swiglu_fp8_kernel(gate_up_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_fp8_kernel(
+    gate_up_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
-    x = _active(gate_up_ptr, row, column, inside, COLUMNS)
+    x = _active(gate_up_ptr, row, column, inside, COLUMNS, GELU)
     store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS)
 
 
@@ -99,26 +114,31 @@ _activate, _activate_fp8 = Launcher(swiglu_kernel), Launcher(swiglu_fp8_kernel)
 _square, _square_fp8 = Launcher(squared_relu_kernel), Launcher(squared_relu_fp8_kernel)
 
 
-def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
-    return _launch(
-        gate_up_TJ.contiguous(), gate_up_TJ.shape[1] // 2, _activate_fp8 if fp8 else _activate, fp8
-    )
+def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool, gelu: bool = False) -> LinearInput:
+    width, kernel = gate_up_TJ.shape[1] // 2, _activate_fp8 if fp8 else _activate
+    return _launch(gate_up_TJ.contiguous(), width, kernel, fp8, GELU=gelu)
 
 
 def kernel_squared_relu(x_TI: torch.Tensor, fp8: bool) -> LinearInput:
     return _launch(x_TI.contiguous(), x_TI.shape[1], _square_fp8 if fp8 else _square, fp8)
 
 
-def _launch(x_TJ: torch.Tensor, width: int, kernel: Launcher, fp8: bool) -> LinearInput:
+def _launch(x_TJ: torch.Tensor, width: int, kernel: Launcher, fp8: bool, **kind: bool) -> LinearInput:
     """width: of the kernel's output rows."""
     rows, block = x_TJ.shape[0], next_power_of_2(width)
     if fp8:
         made = empty_rows(rows, width, x_TJ.device)
         kernel[(rows,)](
-            x_TJ, made.values_TI, made.scale_T1, COLUMNS=width, BLOCK=block, num_warps=row_warps(block)
+            x_TJ,
+            made.values_TI,
+            made.scale_T1,
+            COLUMNS=width,
+            BLOCK=block,
+            **kind,
+            num_warps=row_warps(block),
         )
         return made
     out_TI = torch.empty((rows, width), dtype=x_TJ.dtype, device=x_TJ.device)
     piece = min(block, _PIECE)
-    kernel[(rows, cdiv(width, piece))](x_TJ, out_TI, COLUMNS=width, BLOCK=piece, num_warps=4)
+    kernel[(rows, cdiv(width, piece))](x_TJ, out_TI, COLUMNS=width, BLOCK=piece, **kind, num_warps=4)
     return out_TI

@@ -14,7 +14,7 @@ from .pages import PagedInput, SelectedPages
 
 
 def paged_attention(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [_request(x, request, _pages(x, request)) for request in range(x.q_RHD.shape[0])]
+    rows = [_request(x, request, _pages(x, request, x.window)) for request in range(x.q_RHD.shape[0])]
     return torch.stack([out for out, _, _ in rows]), torch.stack([lse for _, lse, _ in rows])
 
 
@@ -51,15 +51,16 @@ def paged_attention_sparse(selected: SelectedPages) -> tuple[torch.Tensor, torch
     return torch.stack(outs), torch.stack(lses)
 
 
-def _pages(x: PagedInput, request: int) -> torch.Tensor:
-    """All columns of one request."""
+def _pages(x: PagedInput, request: int, window: int = 0) -> torch.Tensor:
+    """All columns of one request, or its window's."""
     tokens = int(x.lengths_R[request])
     pages = -(-tokens // PAGE_TOKENS)
     if tokens < 1 or pages > x.table_RP.shape[1]:
         raise KernelInputError(
             f"request {request} has {tokens} tokens, its table {x.table_RP.shape[1]} pages of {PAGE_TOKENS}"
         )
-    return torch.arange(pages, dtype=torch.int32, device=x.q_RHD.device)
+    begin = max(0, tokens - window) // PAGE_TOKENS if window else 0
+    return torch.arange(begin, pages, dtype=torch.int32, device=x.q_RHD.device)
 
 
 def _request(
@@ -70,12 +71,16 @@ def _request(
     k_PSG, v_PSG = (None, None) if x.scales is None else (x.scales.k, x.scales.v)
     k_GTD, v_GTD = _gather(x.k_PSGD, k_PSG, ids_N), _gather(x.v_PSGD, v_PSG, ids_N)
     slots_S = torch.arange(PAGE_TOKENS, device=columns_N.device)
-    past_T = (columns_N[:, None] * PAGE_TOKENS + slots_S >= x.lengths_R[request]).flatten()
-    if bool(past_T[-PAGE_TOKENS:].any()):  # ascending columns: only the last can be part empty
-        v_GTD[:, -PAGE_TOKENS:].masked_fill_(past_T[-PAGE_TOKENS:, None], 0)
+    place_T = (columns_N[:, None] * PAGE_TOKENS + slots_S).flatten()
+    unseen_T = place_T >= x.lengths_R[request]
+    if x.window:
+        unseen_T |= place_T < x.lengths_R[request] - x.window
+    for page in (slice(PAGE_TOKENS), slice(-PAGE_TOKENS, None)):  # ascending: no other is part empty
+        if bool(unseen_T[page].any()):
+            v_GTD[:, page].masked_fill_(unseen_T[page, None], 0)
     q_GQD = x.q_RHD[request].float().reshape(k_GTD.shape[0], x.group, -1)
     logits_GQT = (q_GQD * x.scale) @ k_GTD.mT
-    logits_GQT.masked_fill_(past_T, float("-inf"))
+    logits_GQT.masked_fill_(unseen_T, float("-inf"))
     lse_GQ = logits_GQT.logsumexp(-1)
     weights_GQT = (logits_GQT - lse_GQ[..., None]).exp_()
     out_GQD = weights_GQT @ v_GTD

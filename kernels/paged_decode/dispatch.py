@@ -19,8 +19,9 @@ def paged_attention(
     *,
     scale: float,
     scales: Scales | None = None,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query token of each request over all its tokens. Arguments as in `PagedInput`.
+    """One query token of each request over all its tokens, or a window's. Arguments as in `PagedInput`.
 
     Returns:
         out_RHD (q's dtype) and lse_RH (fp32, natural logarithm).
@@ -28,7 +29,7 @@ def paged_attention(
     Raises:
         KernelInputError: as `PagedInput`.
     """
-    x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
+    x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales, window)
     if x.q_RHD.is_cuda:
         return launch.paged_attention(x)
     return cpu.paged_attention(x)

@@ -28,7 +28,10 @@ _LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr):
+def _assigned(
+    lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
     """A slot's request r, its split, r's number of splits (0: no request is left), tokens and selected pages.
 
     Splits are in proportion to tokens, so that programs end together. Each request has one of its at most
@@ -38,7 +41,7 @@ def _assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.cons
     """
     total = 0
     for n in range(requests):
-        _length, _count, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE)
+        _length, _count, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE, WINDOW)
         total += steps
     r = 0
     split = slot
@@ -49,7 +52,7 @@ def _assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.cons
     read = 0
     shared = 0
     for n in range(requests):
-        length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE)
+        length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE, WINDOW)
         read += steps
         until = read * (max_splits - 1) // total  # rounded so, nothing of what is shared out is lost
         splits_n = tl.minimum(1 + until - shared, steps)
@@ -65,7 +68,13 @@ def _assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.cons
 
 
 @triton.jit
-def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr):
+def _window_from(length, STEP: tl.constexpr, WINDOW: tl.constexpr):
+    """The first token that is read of a request whose last WINDOW tokens are seen, in whole steps."""
+    return tl.maximum(length - WINDOW, 0) // STEP * STEP
+
+
+@triton.jit
+def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr, WINDOW: tl.constexpr):
     """Tokens of request n, its count of selected pages, and steps of STEP tokens to read."""
     length = tl.load(lengths_ptr + n)
     count = length
@@ -73,28 +82,32 @@ def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr):
     if SPARSE:
         count = tl.load(counts_ptr + n)
         read = tl.where(count > 0, count * _PAGE, length)
+    if WINDOW:
+        read = length - _window_from(length, STEP, WINDOW)
     return length, count, tl.cdiv(read, STEP)
 
 
 @triton.jit
 def _split_of(
     lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr,
-    BLOCK: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr,
+    BLOCK: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A slot's request, split and number of splits, the tokens begin .. end of its split, of the selected
-    ones where there is a selection, and whether there is."""
+    ones where there is a selection, the first one seen, and whether there is a selection."""
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
     r, split, splits, tokens, count = _assigned(
-        lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE
+        lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE, WINDOW
     )
     selects = count > 0  # otherwise every page is read
     if SPARSE:  # ascending: only the last page can have empty slots
         last = tl.load(selected_ptr + r * stride_sr + tl.maximum(count, 1) - 1)
         chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
         tokens = tl.where(selects, chosen, tokens)
-    split_tokens = tl.cdiv(tl.cdiv(tokens, STEP), tl.maximum(splits, 1)) * STEP
-    begin = split * split_tokens
-    return r, split, splits, begin, tl.minimum(begin + split_tokens, tokens), selects  # no request: no tokens
+    first = _window_from(tokens, STEP, WINDOW) if WINDOW else 0
+    split_tokens = tl.cdiv(tl.cdiv(tokens - first, STEP), tl.maximum(splits, 1)) * STEP
+    begin = first + split * split_tokens
+    end = tl.minimum(begin + split_tokens, tokens)  # no request: no tokens
+    return r, split, splits, begin, end, tokens - WINDOW, selects
 
 
 @triton.jit
@@ -124,14 +137,15 @@ def _attend(
     stride_ks, stride_kg, stride_vp, stride_vs, stride_vg, stride_tr, stride_sr, bundles, max_splits,
     requests,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
+    SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One key head of one split of a request: program (g, slot). ROWS pads the group for tl.dot."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
-    r, split, splits, begin, end, selects = _split_of(
-        lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr, BLOCK, SPARSE, SCORED
-    )
+    r, split, splits, begin, end, seen_from, selects = _split_of(
+        lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr, BLOCK, SPARSE, SCORED,
+        WINDOW,
+    )  # fmt: skip
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
     active = splits > 0
@@ -156,7 +170,7 @@ def _attend(
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
     for start in range(begin, end, BLOCK):
-        valid = start + key < end
+        valid = (start + key < end) & (start + key >= seen_from) if WINDOW else start + key < end
         page = next_page.to(tl.int64)[:, None]
         next_key = start + BLOCK + key
         column = next_key // _PAGE

@@ -61,15 +61,16 @@ def _attend_int8(  # noqa: PLR0915
     stride_qh, stride_p, stride_s, stride_g, stride_scale_p, stride_scale_s, stride_tr, stride_sr, bundles,
     max_splits, requests,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
-    SCORED: tl.constexpr,
+    SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Like `kernel._attend`. k_ptr, v_ptr: of pairs, with strides in pairs, alike for k and v."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     PAIRS: tl.constexpr = D // 2
-    r, split, splits, begin, end, selects = _split_of(
-        lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr, BLOCK, SPARSE, SCORED
-    )
+    r, split, splits, begin, end, seen_from, selects = _split_of(
+        lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr, BLOCK, SPARSE, SCORED,
+        WINDOW,
+    )  # fmt: skip
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
     active = splits > 0
@@ -106,7 +107,7 @@ def _attend_int8(  # noqa: PLR0915
     even = tl.zeros([ROWS, PAIRS], tl.float32)
     odd = tl.zeros([ROWS, PAIRS], tl.float32)
     for start in range(begin, end, BLOCK):
-        valid = start + key < end
+        valid = (start + key < end) & (start + key >= seen_from) if WINDOW else start + key < end
         page = next_page.to(tl.int64)
         next_key = start + BLOCK + key
         column = next_key // _PAGE

@@ -19,6 +19,8 @@ from .pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
 """`_attend` has two for each of an H200's multiprocessors."""
+_WIDEST = 128
+"""The most keys of a block."""
 _FIRST_SPLITS = 8
 """Splits that are merged at once: those of each of four requests with eight key heads."""
 
@@ -39,7 +41,7 @@ class SplitPlan:
     def of(cls, x: PagedInput, pages: int) -> SplitPlan:
         """For at most `pages` pages a request. Measured on an H200 (docs/log/2026-11-21.md)."""
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
-        block = 128 if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
+        block = _WIDEST if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
         blocks = x.q_RHD.shape[0] * -(-pages * PAGE_TOKENS // block)
         score_warps = 1 if x.scales is None else 4  # of weights in 32 bits
         splits = min(blocks, max(1, _PROGRAMS // x.k_PSGD.shape[2]))
@@ -47,7 +49,10 @@ class SplitPlan:
 
 
 def paged_attention(x: PagedInput, plan: SplitPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = plan or SplitPlan.of(x, x.table_RP.shape[1])
+    columns = x.table_RP.shape[1]
+    if x.window:  # and a block, since a window begins within one
+        columns = min(columns, -(-x.window // PAGE_TOKENS) + _WIDEST // PAGE_TOKENS)
+    plan = plan or SplitPlan.of(x, columns)
     return _attend(x, None, plan, _scratch(x, plan, 0))
 
 
@@ -142,6 +147,7 @@ def _attend(
         "BLOCK": plan.block,
         "SPARSE": selection is not None,
         "SCORED": m_REHW.shape[1] > 0,
+        "WINDOW": x.window,
         "num_warps": plan.warps,
         "num_stages": plan.stages,
     }

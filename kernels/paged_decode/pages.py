@@ -26,7 +26,7 @@ class PagedInput:
     in 8 bits (`layers.kv_int8`), [P, S, G]; q may then have any of the other dtypes. Query head h reads
     key head h // (H // G). table_RP: int32, each request's page ids in order; columns past ceil(length / 16)
     are never read. lengths_R: int32, at least 1. scale multiplies q·k. Page ids and lengths stay on the
-    device, unchecked.
+    device, unchecked. window: the last tokens that are read; 0: all.
 
     Raises:
         KernelInputError: shapes, dtypes, devices or strides that no implementation takes.
@@ -39,6 +39,7 @@ class PagedInput:
     lengths_R: torch.Tensor
     scale: float
     scales: Scales | None = None
+    window: int = 0
 
     def __post_init__(self) -> None:
         _check_floats(self.q_RHD, self.k_PSGD, self.v_PSGD, self.scales)

@@ -55,9 +55,21 @@ MIXED = replace(
     positions=2048,
     mixture=replace(MIXTURE.mixture, sigmoid=True, shared_width=64, dense_layers=(0,), dense_width=192),
 )
+WINDOWS = replace(
+    SHAPES["gemma-12b"],
+    layers=3,
+    hidden=128,
+    intermediate=64,
+    q_heads=4,
+    kv_heads=2,
+    vocab=512,
+    positions=2048,
+    embedding_scale=128**0.5,
+    window_layers=(0, 2),
+)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, MIXTURE, MIXED], ids=lambda shape: shape.architecture)
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE, MIXED, WINDOWS], ids=lambda shape: shape.architecture)
 def test_a_model_directory_is_what_the_workers_load(tmp_path: Path, shape: ModelConfig) -> None:
     write_model(tmp_path, shape, torch.device("cpu"))
     config = read_config(tmp_path)

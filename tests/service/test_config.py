@@ -355,9 +355,9 @@ def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:
         parse(given).check_against(replace(shape, intermediate=48), None)
 
 
-@pytest.mark.parametrize(("part", "taken"), [("prefill", (16, 32, 64, 128)), ("decode", (64, 128))])
+@pytest.mark.parametrize(("part", "taken"), [("prefill", (16, 32, 64, 128, 256)), ("decode", (64, 128, 256))])
 def test_heads_that_a_gpu_does_not_take_are_named(part: str, taken: tuple[int, ...]) -> None:
-    for dim in (16, 32, 64, 96, 128, 256):
+    for dim in (16, 32, 64, 80, 96, 128, 256):
         model = replace(SHAPES["8b"], head_dim=dim)
         parse(content()).check_against(model, None)
         if dim in taken:
@@ -365,6 +365,13 @@ def test_heads_that_a_gpu_does_not_take_are_named(part: str, taken: tuple[int, .
         else:
             with pytest.raises(ConfigError, match=rf"^{part}\.device: a GPU takes heads of .* have {dim}$"):
                 parse(content(part, device="cuda")).check_against(model, None)
+
+
+def test_a_layer_with_a_window_chooses_no_pages() -> None:
+    model = replace(SHAPES["8b"], sliding_window=1024, window_layers=(3, 4))
+    parse(content("decode", delta_layers=[5])).check_against(model, None)
+    with pytest.raises(ConfigError, match=r"^decode\.delta_layers names \[4\], which attend to a window"):
+        parse(content("decode", delta_layers=[2, 4])).check_against(model, None)
 
 
 def test_the_builder_is_what_serve_accepts(model: Path) -> None:

@@ -35,6 +35,7 @@ MIXED = replace(
     intermediate=768,
     mixture=replace(EIGHT, sigmoid=True, shared_width=768, dense_layers=(0,), dense_width=1024),
 )
+WINDOWS = replace(SHAPES["gemma-12b"], **SMALL, intermediate=3072, window_layers=(0, 2, 3))
 SHORTER = {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128}
 """Options that README names for prompts of 32,768 tokens."""
 WARM: dict[str, dict[str, Any]] = {
@@ -54,6 +55,9 @@ WARM: dict[str, dict[str, Any]] = {
     "some layers' experts": {"method": "dense", "warm_up": ["dense"], "model": "mixed"},
     "some layers' experts, decode": {"model": "mixed"},
     "some layers' experts in 8 bits": {"model": "mixed", "quantisation": "fp8"},
+    "windows": {"method": "dpxa", "warm_up": ["dpxa"], "model": "windows"},
+    "windows, decode": {"model": "windows"},
+    "windows, decode, K/V in 8 bits": {"model": "windows", "kv_dtype": "int8"},
     "8 bits, first stage": {"method": "dpxa", "warm_up": ["dpxa"], "stages": 2, "quantisation": "fp8"},
     "8 bits, last stage": {
         "method": "dpxa",
@@ -76,6 +80,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_model(directory, SHAPE, torch.device("cpu"))
     write_model(directory / "experts", EXPERTS, torch.device("cpu"))
     write_model(directory / "mixed", MIXED, torch.device("cpu"))
+    write_model(directory / "windows", WINDOWS, torch.device("cpu"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("specialisations.py")
     cases = [json.dumps({"name": name, **case}) for name, case in {**COLD, **WARM}.items()]

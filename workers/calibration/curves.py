@@ -31,7 +31,7 @@ SAMPLED_BLOCKS, FACT_BLOCKS = 24, 16
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves of all layers and heads at `quotas`.
+    """Curves of all heads and of layers without windows, at `quotas`.
 
     Args:
         density_LHI: Share of the causal tiles that is kept.
@@ -48,11 +48,13 @@ class Curves:
 def curves(
     stack: LayerStack, document: Document, selector: ScoredSelector, quotas: Sequence[float] = QUOTAS
 ) -> Curves:
-    """Return a text's curves from one dense pass, float32, on the CPU."""
+    """Return a text's curves from one dense pass, float32, on the CPU. Layers with windows have none."""
     layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     prose, facts = sampled_blocks(-(-len(document.ids) // BLOCK)), fact_blocks(document.facts)
 
     def hook(layer: int, x: AttentionInput) -> None:
+        if layer in stack.config.window_layers:
+            return
         score_BHNM = selector.scores(x, selector.new_state(state_spec(x, layer)), no_phase)
         how = selector.rule, stack.layer(layer).output_weight_CO, quotas
         density_HI, error_HI = layer_curve(x, score_BHNM, *how, prose)

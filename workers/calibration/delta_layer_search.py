@@ -99,6 +99,9 @@ class DecodedRows:
         logits_GJRS[..., row_R, place_R] = own_GJR
         future_RS = torch.arange(k_GSD.shape[1], device=place_R.device) > place_R[:, None]
         hidden_RS = future_RS if selected_RS is None else future_RS | ~selected_RS
+        if window := self._stack.config.windows.get(layer):
+            key_S = torch.arange(k_GSD.shape[1], device=place_R.device)
+            hidden_RS = hidden_RS | (key_S <= place_R[:, None] - window)
         weights_GJRS = (logits_GJRS * dim**-0.5).masked_fill_(hidden_RS, float("-inf")).softmax(-1)
         out_GJRD = (weights_GJRS.to(v_GSD.dtype) @ v_GSD[:, None]).float()
         changed_GRD = (v_RGD.transpose(0, 1) - v_GSD[:, place_R]).float()
@@ -109,10 +112,14 @@ class DecodedRows:
 def refine(
     stack: LayerStack, texts: Sequence[Document], calibration: Calibration, dense_layers: int, **options: Any
 ) -> Calibration:
-    """Replace Δ-layers by those of a `search` with these options. All texts' K/V stays on the device."""
-    read = [DecodedRows(stack, text) for text in texts]
+    """Replace Δ-layers by those of a `search` with these options. All texts' K/V stays on the device.
+
+    dense_layers: beside those with windows.
+    """
+    read, windows = [DecodedRows(stack, text) for text in texts], stack.config.window_layers
+    options["full_layers"] = {*options["full_layers"], *windows}  # both are never sparse
     loss_LL = torch.tensor(calibration.losses, dtype=torch.float64)
-    delta_layers, cost = search(read, loss_LL, dense_layers, **options)
+    delta_layers, cost = search(read, loss_LL, dense_layers + len(windows), **options)
     return replace(calibration, delta_layers=delta_layers, divergence=cost)
 
 

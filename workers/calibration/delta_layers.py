@@ -65,7 +65,8 @@ def calibrate(
         each.append(losses(attention_maps(stack, ids, places), places, budget, recency))
     mean_LL = torch.stack(each).mean(0)
     table = tuple(tuple(row) for row in mean_LL.tolist())
-    return Calibration(choose(mean_LL, count, full_layers), table, tuple(len(ids) for ids, _answers in read))
+    dense = {*full_layers, *stack.config.window_layers}
+    return Calibration(choose(mean_LL, count, dense), table, tuple(len(ids) for ids, _answers in read))
 
 
 def shortest_text(budget: int) -> int:

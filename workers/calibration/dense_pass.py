@@ -23,8 +23,9 @@ def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
 def read_densely(
     stack: LayerStack, hidden_TC: torch.Tensor, hook: AttentionHook, layers: range | None = None
 ) -> torch.Tensor:
-    """Return hidden_TC behind `layers` (None: all), from hidden_TC before them."""
-    dense = build(method_spec("dense"))
+    """Return hidden_TC behind `layers` (None: all), from hidden_TC before them. Layers with windows keep to
+    them."""
+    dense = build(method_spec("dense"), windows=stack.config.windows)
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
         x = AttentionInput.of(*(rows.transpose(0, 1)[None].contiguous() for rows in (q_THD, k_TGD, v_TGD)))

@@ -72,12 +72,20 @@ def method_levels(
             longest = max([*probes, *(level.tokens for level in old if level.density == density)])
             target = min(1.0, density * (longest / tokens) ** GROWTH)
             tell(f"{tokens} tokens: thresholds for a density of {target:.3f}")
-            thresholds = head_thresholds(measured, costs, target, allocation, answer_weight)
+            thresholds = placed(head_thresholds(measured, costs, target, allocation, answer_weight), stack)
             really = realised(stack, documents, costed, thresholds)
             aimed = max(target * min(1.0, target / really), least_density(measured, allocation))
-            thresholds = head_thresholds(measured, costs, min(target, aimed), allocation, answer_weight)
+            fewer = head_thresholds(measured, costs, min(target, aimed), allocation, answer_weight)
+            thresholds = placed(fewer, stack)
             levels.append(Level(density=density, tokens=tokens, share=round(target, 4), amounts=thresholds))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
+
+
+def placed(thresholds: Sequence[tuple[float, ...]], stack: LayerStack) -> tuple[tuple[float, ...], ...]:
+    """Put ones, which nobody reads, where layers have windows."""
+    config, rest = stack.config, iter(thresholds)
+    unread = (1.0,) * config.q_heads
+    return tuple(unread if layer in config.window_layers else next(rest) for layer in range(config.layers))
 
 
 def require_thresholds(method: MethodSpec) -> None:
@@ -106,14 +114,16 @@ def realised(
     method: MethodSpec,
     thresholds: Sequence[Sequence[float]],
 ) -> float:
-    """Return the density over documents read with these thresholds, which exceeds that of dense
-    activations."""
+    """Return the density over documents read with these thresholds, which exceeds that of dense activations.
+    Layers with windows do not count."""
     sparse = build(
         method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: thresholds[layer]
     )
     seen: list[Coverage] = []
 
-    def hook(layer: int, x: AttentionInput) -> torch.Tensor:
+    def hook(layer: int, x: AttentionInput) -> torch.Tensor | None:
+        if layer in stack.config.window_layers:
+            return None
         out_BHTD, covered = sparse.attend(x, sparse.new_state(state_spec(x, layer)))
         seen.append(covered)
         return out_BHTD

@@ -28,7 +28,7 @@ _ROWS = 512
 @dataclass(frozen=True)
 class LayerCosts:
     """Mean KL(dense | one layer sparse) of next tokens, over the document's tail and over answers' tokens
-    (float64, CPU)."""
+    (float64, CPU), for each layer without a window."""
 
     tail_L: torch.Tensor
     answer_L: torch.Tensor
@@ -55,8 +55,9 @@ def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerC
     rows = [*range(max(0, tokens - TAIL), tokens), *answers]
     for layer in stack.layers:
         this, others = range(layer, layer + 1), range(layer + 1, stack.layers.stop)
-        after_TC = read_densely(stack, dense_TC, sparse, this)
-        changed.append(read_densely(stack, after_TC, dense, others)[rows])
+        if layer not in stack.config.window_layers:
+            after_TC = read_densely(stack, dense_TC, sparse, this)
+            changed.append(read_densely(stack, after_TC, dense, others)[rows])
         dense_TC = read_densely(stack, dense_TC, dense, this)
     kl_LR = torch.stack([divergence(stack, dense_TC[rows], sparse_RC) for sparse_RC in changed])
     tail = len(rows) - len(answers)

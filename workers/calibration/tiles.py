@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.build import Composition, DenseWhenShort, build
+from ...kernels.build import Composition, DenseWhenShort, Windowed, build
 from ...kernels.constants import BLOCK
 from ...kernels.correction import Correction
+from ...kernels.executors.inputs import window_begin
 from ...kernels.interface import Attention, AttentionInput, Phase, Selector, StateSpec, TileMask
 from ...kernels.methods import MethodSpec
 from ..model.calibrated.levels import thresholds_for
@@ -66,7 +67,7 @@ def tiles_read(
         positions = stack.config.positions
         raise ValueError(f"{tokens} tokens: must be between 1 and the model's {positions} positions")
     config, blocks, layers = stack.config, -(-tokens // BLOCK), len(stack.layers)
-    method = build(spec, thresholds_for(load_profile(model), spec))
+    method = build(spec, thresholds_for(load_profile(model), spec), config.windows)
     recorder = _recording(method)
     where: Any = {"device": stack.device, "dtype": stack.dtype}
     state = StateSpec(1, config.q_heads, config.kv_heads, config.head_dim, tokens, **where)
@@ -74,6 +75,9 @@ def tiles_read(
     k_LBGSD = torch.empty(layers, 1, config.kv_heads, tokens, config.head_dim, **where)
     v_LBGSD = torch.empty_like(k_LBGSD)
     read_LHNM = torch.ones(layers, config.q_heads, blocks, blocks, dtype=torch.bool).tril()
+    for layer, window in config.windows.items():
+        for row in range(blocks):
+            read_LHNM[layer, :, row, : window_begin(row, window)] = False
 
     def attend(
         start: int, layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
@@ -123,7 +127,7 @@ class _Recorder:
 
 def _recording(method: Attention) -> _Recorder | None:
     while not isinstance(method, Composition):
-        assert isinstance(method, Correction | DenseWhenShort)
+        assert isinstance(method, Correction | DenseWhenShort | Windowed)
         method = method.inner if isinstance(method, Correction) else method.method
     if method.selector is None:
         return None

@@ -9,8 +9,10 @@ Shape suffixes also: K selected pages, P columns of the page table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,11 +42,13 @@ class LayerRole(Enum):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Every layer's role, and the budget K and recency L in pages."""
+    """Every layer's role, and the budget K and recency L in pages. windows: dense layers that read their last
+    tokens alone, and how many."""
 
     roles: tuple[LayerRole, ...]
     budget: int
     recency: int
+    windows: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def sparse_layers(self) -> int:
@@ -81,20 +85,22 @@ class LayerPlan:
         return True
 
 
-def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
+def plan_layers(
+    config: DecodeConfig, layers: int, windows: Mapping[int, int] = MappingProxyType({})
+) -> LayerPlan:
     """Raises PageSelectionError with the key."""
-    for problem in (*config.layer_problems(layers), *config.contradictions()):
+    for problem in (*config.layer_problems(layers, windows), *config.contradictions()):
         raise PageSelectionError(problem)
     first = min(config.delta_layers, default=layers)
     roles = []
     for layer in range(layers):
         if layer in config.delta_layers:
             roles.append(LayerRole.SCORING)
-        elif layer in config.full_layers or layer < first:
+        elif layer in config.full_layers or layer in windows or layer < first:
             roles.append(LayerRole.DENSE)
         else:
             roles.append(LayerRole.SPARSE)
-    return LayerPlan(tuple(roles), config.page_budget, config.recency)
+    return LayerPlan(tuple(roles), config.page_budget, config.recency, windows)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ class StepAttention:
         args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
         how: dict[str, Any] = {"scale": self._scale, "scales": scales}
         if rows.selects_R is None or role is LayerRole.DENSE:
-            return paged_attention(*args, **how)[0]
+            return paged_attention(*args, **how, window=self._plan.windows.get(layer, 0))[0]
         if role is LayerRole.SPARSE:
             assert self._selected is not None  # plan_layers sees to it
             selected_RK, counts_R = self._selected

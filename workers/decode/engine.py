@@ -106,7 +106,7 @@ class DecodeEngine:
         self._wall = wall
         self._clock = clock
         self._tracer = tracer
-        self._plan = plan_layers(config, model.layers)
+        self._plan = plan_layers(config, model.layers, model.windows)
         self._requests = DecodeRequests(name, config, model, self._kv_changed, wall, clock)
         self._manager = self._requests.manager
         self._stack, self._ranks = stack, ranks

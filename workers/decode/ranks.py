@@ -138,7 +138,7 @@ class FollowerRank:
         self, stack: LayerStack, config: DecodeConfig, reader: ReaderMaker, digest: str = ""
     ) -> None:
         model = stack.config
-        plan = plan_layers(config, model.layers)
+        plan = plan_layers(config, model.layers, model.windows)
         self.fault = ""
         """Why the worker should be replaced; empty while this rank is well."""
         self._runner = DecodeRunner(stack, plan, **runner_sizes(config, model))

@@ -149,7 +149,7 @@ class DecodeRunner:
         self._graphs: StepGraphs | None = None
         self._plan = plan
         self._scale = model.head_dim**-0.5
-        self._dense: Attention = build(method_spec("dense"))
+        self._dense: Attention = build(method_spec("dense"), windows=model.windows)
 
     @property
     def batch_sizes(self) -> Sequence[int]:
@@ -187,6 +187,7 @@ class DecodeRunner:
         """Read the step's tokens over the K/V before them. Returns the last logits if `last`. copy: pages to
         copy first."""
         cache, device, start, tokens = self.cache, self.stack.device, step.start, len(step.ids)
+        windows = self.stack.config.windows
         if copy is not None:
             self.cache.copy_page(*copy)
         table_N = torch.tensor(pages, dtype=torch.int64, device=device)
@@ -201,10 +202,13 @@ class DecodeRunner:
             return cache.kv_rows(layer, rows_T)
 
         def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-            k_GSD, v_GSD = cache.gather(layer, table_N, step.end)
-            if select_blocks is not None:
+            window = windows.get(layer)
+            first = max(0, start + 1 - window) // PAGE_TOKENS if window else 0
+            before = first * PAGE_TOKENS
+            k_GSD, v_GSD = cache.gather(layer, table_N[first:], step.end - before)
+            if select_blocks is not None and window is None:
                 select_blocks.add(q_THD, k_GSD)
-            return self._attend_densely(q_THD, k_GSD, v_GSD, start)
+            return self._attend_densely(layer, q_THD, k_GSD, v_GSD, start - before)
 
         hidden_TC = self.stack.run(self.stack.embed(ids_T), positions_T, AttentionCalls(kv_rows, attend))
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
@@ -240,13 +244,13 @@ class DecodeRunner:
             torch.cuda.current_stream(self.stack.device).synchronize()
 
     def _attend_densely(
-        self, q_THD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, start: int
+        self, layer: int, q_THD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, start: int
     ) -> torch.Tensor:
         q_BHTD = q_THD.transpose(0, 1)[None].to(k_GSD.dtype)
         x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start)
         config = self.stack.config
-        keys = k_GSD.shape[1]
-        spec = StateSpec(1, config.q_heads, config.kv_heads, config.head_dim, keys, k_GSD.device, k_GSD.dtype)
+        heads = config.q_heads, config.kv_heads, config.head_dim
+        spec = StateSpec(1, *heads, k_GSD.shape[1], k_GSD.device, k_GSD.dtype, layer)
         out_BHTD, _coverage = self._dense.attend(x, self._dense.new_state(spec))
         return out_BHTD[0].transpose(0, 1).to(q_THD.dtype)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from .families.exaone import EXAONE, EXAONE4
 from .families.family import Family, GgufNames
+from .families.gemma3 import GEMMA3
 from .families.glm import GLM, GLM4, GLM4_MOE
 from .families.granite import GRANITE
 from .families.llama import ARCEE, LLAMA
 from .families.mistral import MISTRAL
-from .families.olmo2 import OLMO2
+from .families.olmo2 import OLMO2, OLMO3
 from .families.phi3 import PHI3
 from .families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from .families.seed_oss import SEED_OSS
@@ -20,7 +21,7 @@ from .families.smollm3 import SMOLLM3
 
 _OURS = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
-    *(GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE),
+    *(GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE, GEMMA3, OLMO3),
 )
 
 FAMILIES: dict[str, Family] = {}

@@ -137,7 +137,7 @@ def kernel_attend(
     out = new_output(x)
     packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, means=means)
     exact_BHNM = kernel_exact_table(mask, exact_share)
-    constants = tile_constants(q)
+    constants = tile_constants(q) | {"COLS": 64 if q.shape[3] <= 128 else 32}
     tensors = (q, k, v, out, packed.k_BGPD, packed.v_BGPD, packed.weight_BGP, state.offset_BGC)
     lists = (mask.index_BHNM, exact_BHNM.view(torch.int8), mask.count_BHN.contiguous())
     sizes = (q.shape[1], x.group, q.shape[2], k.shape[2], x.q_start)
@@ -150,7 +150,6 @@ def kernel_attend(
         packed.weight_BGP.shape[2],
         state.offset_BGC.shape[2],
         x.scale * LOG2E,
-        COLS=64,
         **constants,
     )
     return out

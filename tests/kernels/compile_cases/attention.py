@@ -35,10 +35,14 @@ FLASH_CASES = [
     (
         flash.flash_kernel,
         FLASH_TYPES,
-        {"LISTED": listed, "PACKED": packed, "D": dim, **FLASH_SIZES},
+        {"LISTED": kind == "listed", "PACKED": kind == "packed", "WINDOW": window, "D": dim, **FLASH_SIZES}
+        | ({"COLS": 64} if dim == 256 else {}),
         {"num_warps": 8, "num_stages": 2},
     )
-    for listed, packed, dim in ((False, False, 128), (True, False, 64), (False, True, 128))
+    for kind, window, dim in (
+        *(("dense", 0, 128), ("listed", 0, 64), ("packed", 0, 128), ("dense", 4096, 128)),
+        *(("dense", 0, 256), ("listed", 0, 256), ("packed", 0, 256), ("dense", 1024, 256)),
+    )
 ]
 
 
@@ -94,11 +98,14 @@ EXACT = {
 }
 
 MIXED_CASES = [
-    (
-        delta_xattention_kernel.mixed_kernel,
-        MIXED_TYPES,
-        {"D": 128, "ROWS": BLOCK, "COLS": 64, "BLOCK": BLOCK, "PRECISION": "tf32"},
-        {"num_warps": 8, "num_stages": 2},
+    *(
+        (
+            delta_xattention_kernel.mixed_kernel,
+            MIXED_TYPES,
+            {"D": dim, "ROWS": BLOCK, "COLS": cols, "BLOCK": BLOCK, "PRECISION": "tf32"},
+            {"num_warps": 8, "num_stages": 2},
+        )
+        for dim, cols in ((128, 64), (256, 32))
     ),
     (delta_xattention_kernel.exact_kernel, EXACT, {"ENTRIES": 1024}),
 ]

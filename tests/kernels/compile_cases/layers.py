@@ -86,16 +86,21 @@ SWIGLU_CASES = [
     (
         swiglu.swiglu_kernel,
         {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
-        {"COLUMNS": 14336, "BLOCK": swiglu._PIECE},
+        {"COLUMNS": 14336, "BLOCK": swiglu._PIECE, "GELU": False},
+    ),
+    (
+        swiglu.swiglu_kernel,
+        {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
+        {"COLUMNS": 10240, "BLOCK": swiglu._PIECE, "GELU": True},
     ),
     *(
         (
             swiglu.swiglu_fp8_kernel,
             {"gate_up_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
-            {"COLUMNS": columns, "BLOCK": block},
+            {"COLUMNS": columns, "BLOCK": block, "GELU": columns == 10240},
             {"num_warps": swiglu.row_warps(block)},
         )
-        for columns, block in ((14336, 16384), (28672, 32768))
+        for columns, block in ((10240, 16384), (14336, 16384), (28672, 32768))
     ),
 ]
 

@@ -17,7 +17,9 @@ ATTEND = {
     "splits_R_ptr": "*i32",
 }
 
-SIZES = {"GROUP": 4, "ROWS": 16, "D": 128, "BLOCK": 64}
+SIZES = {"GROUP": 4, "ROWS": 16, "D": 128, "BLOCK": 64, "WINDOW": 0}
+
+PLAIN = {"SPARSE": False, "SCORED": False}
 
 PARTS = {**dict.fromkeys(("acc_RHCD_ptr", "m_RHC_ptr", "l_RHC_ptr"), "*fp32"), "splits_R_ptr": "*i32"}
 
@@ -28,6 +30,12 @@ ATTEND_CASES = [
     (kernel._attend, ATTEND, {**SIZES, "SPARSE": False, "SCORED": True}),
     (kernel._attend, ATTEND, {**SIZES, "SPARSE": True, "SCORED": False}),
     (kernel._attend, ATTEND, {**SIZES, "GROUP": 3, "D": 64, "BLOCK": 128, "SPARSE": False, "SCORED": True}),
+    *(
+        (kernel._attend, ATTEND, {**SIZES, "GROUP": 2, "D": dim, "WINDOW": 1024, **PLAIN})
+        for dim in (128, 256)
+    ),
+    (kernel._attend, ATTEND, {**SIZES, "GROUP": 2, "D": 256, "SPARSE": False, "SCORED": True}),
+    (kernel._attend, ATTEND, {**SIZES, "GROUP": 2, "D": 256, "SPARSE": True, "SCORED": False}),
     (kernel._merge, {**PARTS, **MERGED}, {"C": 8, "M": 32, "D": 128}),
     (
         kernel._score,
@@ -78,6 +86,8 @@ ATTEND_INT8_CASES = [
     (kernel_int8._attend_int8, ATTEND_INT8, {**INT8_SIZES, "SPARSE": sparse, "SCORED": scored})
     for sparse, scored in ((False, False), (False, True), (True, False))
 ] + [
+    (kernel_int8._attend_int8, ATTEND_INT8, {**INT8_SIZES, "WINDOW": 1024, **PLAIN}),
+    (kernel_int8._attend_int8, ATTEND_INT8, {**INT8_SIZES, "D": 256, "BLOCK": 64, **PLAIN}),
     (
         kernel_int8._attend_int8,
         {**ATTEND_INT8, "q_ptr": "*fp16"},

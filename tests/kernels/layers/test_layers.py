@@ -87,19 +87,40 @@ def test_norm(dtype: torch.dtype, tokens: int, width: int, adds: bool, quantise:
     assert torch.equal(hidden_TC, before[0]) and torch.equal(update_TC, before[1])
 
 
+def test_weights_of_norms_may_be_wider_than_rows() -> None:
+    """Where 1 is added to them, 16 bits would round it."""
+    hidden_TC, weight_C = draw(5, 64, dtype=torch.float16), 1 + 0.01 * draw(64)
+    _, normed_TC = norm.cpu_add_norm(hidden_TC, None, weight_C, 1e-5, False)
+    wanted_TC = reference.rms_normed(hidden_TC.cpu(), weight_C.cpu(), 1e-5)
+    assert_rows_close(plain(normed_TC).cpu().double(), wanted_TC, dtype=torch.float16)
+    with poisoned_empty():
+        assert_same(kernel_add_norm(hidden_TC, None, weight_C, 1e-5, False)[1], normed_TC, torch.float16)
+    cos_T1F, sin_T1F, _ = angles([0, 1, 17], 32)
+    head_norm, found = rope.HeadNorm(1 + 0.01 * draw(6, 64), 1e-5), []
+    qkv_TXD = draw(3, 8, 64, dtype=torch.float16)
+    for rotate in (rope.cpu_rotate_and_store, rope.kernel_rotate_and_store):
+        k_RGD, v_RGD = (torch.zeros(3, 2, 64, dtype=torch.float16, device=DEVICE) for _ in "kv")
+        rows = rope.KVRows(k_RGD, v_RGD, torch.arange(3, device=DEVICE))
+        found.append((rotate(qkv_TXD.clone(), cos_T1F, sin_T1F, head_norm, rows), k_RGD, v_RGD))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == torch.float16
+        assert_rows_close(other, one, factor=2.0)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp(200), in the interpreter
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), [(4, 1536), (1, 3000)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu(dtype: torch.dtype, tokens: int, width: int, quantise: bool) -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_swiglu(dtype: torch.dtype, tokens: int, width: int, quantise: bool, gelu: bool) -> None:
     gate_up_TJ = 2 * draw(tokens, 2 * width, dtype=dtype)
     gate_up_TJ[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
-    active = swiglu.cpu_swiglu(gate_up_TJ, quantise)
-    wanted_TI = reference.swiglu(gate_up_TJ.cpu())
+    active = swiglu.cpu_swiglu(gate_up_TJ, quantise, gelu)
+    wanted_TI = (reference.geglu if gelu else reference.swiglu)(gate_up_TJ.cpu())
     assert_rows_close(plain(active).cpu().double(), wanted_TI, dtype=torch.bfloat16 if quantise else dtype,
                       factor=3.0 if quantise else 1.0)  # fmt: skip
     with poisoned_empty():
-        assert_same(kernel_swiglu(gate_up_TJ, quantise), active, dtype)
+        assert_same(kernel_swiglu(gate_up_TJ, quantise, gelu), active, dtype)
 
 
 @pytest.mark.parametrize("quantise", [False, True])

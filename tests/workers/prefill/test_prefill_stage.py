@@ -177,10 +177,10 @@ async def test_prompts_that_share_the_stages_do_not_disturb_each_other(model: Mo
 
 
 def break_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(spec: MethodSpec, thresholds: Any) -> Any:
+    def broken(spec: MethodSpec, *more: Any) -> Any:
         if spec.name == "streaming":
             raise KernelInputError("no kernel for this device")
-        return build(spec, thresholds)
+        return build(spec, *more)
 
     monkeypatch.setattr(prefill_stage, "build", broken)
 

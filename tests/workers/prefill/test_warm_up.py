@@ -59,7 +59,7 @@ def test_a_method_meets_whole_chunks_past_its_shortest_prompt_and_a_ragged_one(
     )
     spies: list[Spy] = []
 
-    def spying(spec: Any, _thresholds: None) -> Spy:
+    def spying(spec: Any, *_more: Any) -> Spy:
         spies.append(Spy(spec))
         return spies[-1]
 

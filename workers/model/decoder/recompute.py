@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from ....kernels.constants import BLOCK
 from ....kernels.executors.block_sparse import BlockSparseExecutor
+from ....kernels.executors.dense import DenseExecutor
+from ....kernels.executors.inputs import window_begin
 from ....kernels.interface import AttentionInput, TileMask, no_phase
 from ....kernels.layers.rope import KVRows
 from .collectives import SINGLE_RANK, Collectives
@@ -26,8 +28,8 @@ KEYS_AT_ONCE = 1 << 17
 
 
 class BlockAttention:
-    """The largest share of attention that a question's last rows give each block, in any head or layer, on
-    any rank."""
+    """The largest share of attention that a question's last rows give each block, in any head on any rank, in
+    any layer without a window."""
 
     def __init__(self, tokens: int, collectives: Collectives = SINGLE_RANK) -> None:
         self._tokens = tokens
@@ -95,12 +97,30 @@ def recompute(
 
     def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
         k_GSD, v_GSD = context(layer)
+        if layer in config.window_layers:
+            return _attend_to_windows(q_PHD, k_GSD, v_GSD, blocks, config.windows[layer])
         q_BHTD = q_PHD.transpose(0, 1)[None].to(k_GSD.dtype)
         x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start)
         out_BHTD = dense.attend(x, mask, None, no_phase)
         return out_BHTD[0].transpose(0, 1).to(q_PHD.dtype)
 
     stack.run(stack.embed(ids_P), rows_of_blocks(blocks, device), AttentionCalls(kv_rows, attend))
+
+
+def _attend_to_windows(
+    q_PHD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, blocks: Sequence[int], window: int
+) -> torch.Tensor:
+    """Each block by itself: its keys are its window's, and its own behind the last block's start."""
+    parts, executor, last = [], DenseExecutor(window=window), blocks[-1]
+    for n, (block, q_THD) in enumerate(zip(blocks, torch.split(q_PHD, BLOCK), strict=True)):
+        before, own = (
+            slice(first * BLOCK, end * BLOCK)
+            for first, end in ((window_begin(block, window), block), (last + n, last + n + 1))
+        )
+        k_BGSD, v_BGSD = (torch.cat([x[:, before], x[:, own]], dim=1)[None] for x in (k_GSD, v_GSD))
+        x = AttentionInput.of(q_THD.transpose(0, 1)[None].to(k_GSD.dtype), k_BGSD, v_BGSD)
+        parts.append(executor.attend(x, None, None, no_phase)[0].transpose(0, 1).to(q_PHD.dtype))
+    return torch.cat(parts)
 
 
 def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:

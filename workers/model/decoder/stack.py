@@ -113,7 +113,8 @@ class DecoderLayer:
         elif weights is not None:
             up = weights.gate_up
             normed = norm_of(residual, weights.input_norm_C, eps, up.quantised)
-            active = up.gated(normed) if self.config.is_gated else up.squared(normed)
+            activate = {"silu": up.gated, "gelu_pytorch_tanh": up.gelu_gated, "relu2": up.squared}
+            active = activate[self.config.activation](normed)
             self._update(residual, weights.down(active), weights.output_norm_C)
 
     def _update(self, residual: Residual, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> None:
@@ -203,12 +204,15 @@ class LayerStack:
             )
             for number in range(mlps.start if mlps else layers.start, layers.stop)
         ]
-        self._rope = Rope(
-            config.rope,
-            config.head_dim,
-            self.device,
-            rotary_dim=config.rotary_dim,
-            scale=config.attention_scale,
+        self._rope, self._window_rope = (
+            Rope(
+                rope,
+                config.head_dim,
+                self.device,
+                rotary_dim=config.rotary_dim,
+                scale=config.attention_scale,
+            )
+            for rope in (config.rope, config.window_rope or config.rope)
         )
 
     def layer(self, number: int) -> DecoderLayer:
@@ -270,15 +274,13 @@ class LayerStack:
         """
         layers = self.layers if layers is None else layers
         with phase("projection"):
-            angles, residual = self.angles(positions_T), Residual(hidden_TC, None, self.collectives)
-            unrotated = self._rope.unrotated(angles) if self.config.unrotated_layers else angles
+            residual, angles_of = Residual(hidden_TC, None, self.collectives), self._angles(positions_T)
             if layers.start == self.layers.start and self._layers[0].attention is None:
                 self._layers[0].mlp(residual)  # the stack before computed its attention
         for layer in map(self.layer, layers):
             kv = attention.kv_rows(layer.number)
             with phase("projection"):
-                turns = layer.number not in self.config.unrotated_layers
-                q_THD = layer.qkv(residual, angles if turns else unrotated, kv)
+                q_THD = layer.qkv(residual, angles_of(layer.number), kv)
             out_THD = attention.attend(layer.number, q_THD)
             if out_THD is None:
                 break
@@ -289,8 +291,15 @@ class LayerStack:
         with phase("projection"):
             return residual.total()
 
-    def angles(self, positions_T: torch.Tensor) -> Angles:
-        return self._rope.angles(positions_T.to(self.device))
+    def _angles(self, positions_T: torch.Tensor) -> Callable[[int], Angles]:
+        """Return each layer's angles."""
+        config, positions_T = self.config, positions_T.to(self.device)
+        angles, own = self._rope.angles(positions_T), dict[int, Angles]()
+        if config.window_rope is not None:
+            own |= dict.fromkeys(config.window_layers, self._window_rope.angles(positions_T))
+        if config.unrotated_layers:
+            own |= dict.fromkeys(config.unrotated_layers, self._rope.unrotated(angles))
+        return lambda layer: own.get(layer, angles)
 
     def compile_products(self) -> None:
         attention = self._weights.attentions[0]

@@ -27,7 +27,7 @@ SAMPLE_BYTES = 4096
 _LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv", "fused_gate_up")
 """No numbers depend on these, or tensors tell them."""
 _LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_rope unrotated_layers
-    embedding_scale logit_scale attention_scale mixture""".split()
+    embedding_scale logit_scale attention_scale mixture window_layers window_rope norm_offset""".split()
 """A new field of ModelConfig belongs here or above: else it would change every model's digest, and no profile
 would fit any more."""
 

@@ -15,10 +15,20 @@ from ..layer_shares import LayerShare, balanced
 from .json_files import ModelError, positive_int, positive_number, read_json, read_json_or_empty
 from .mixture_config import MixtureConfig, read_mixture
 from .quantised import quantised_form
-from .rope_config import RopeConfig, positions, read_rope, refuse_unscaled, resolved, rotary_dim
+from .rope_config import (
+    RopeConfig,
+    of_full_layers,
+    positions,
+    read_rope,
+    refuse_unscaled,
+    resolved,
+    rotary_dim,
+    window_rope,
+)
 from .store import model_directory
 from .text_part import text_config
 from .tokenizer_files import end_tokens
+from .window_config import read_windows
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -45,17 +55,19 @@ class ModelConfig:
     Args:
         intermediate: Of an MLP, or of each of its experts.
         positions: They bound a prompt with its answer.
-        sliding_window: None after `read_config`.
+        sliding_window: Tokens that a row of `window_layers` sees, its own included; None: there are none.
         norms: Whether layers norm what attention and MLP take, what they give, or both.
         qk_norm_all_heads: q and k are normed over all their heads together.
         fused_qkv, fused_gate_up: Checkpoints have these as one tensor.
-        activation: SiLU of a gate, or the square of ReLU without one.
+        activation: SiLU or GELU of a gate, or the square of ReLU without one.
         rotary_dim: The first channels of a head, which alone are rotated; None: all.
         interleaved_rope: Channel 2 f turns with channel 2 f + 1.
         unrotated_layers: Their q and k are not rotated at all.
         embedding_scale, logit_scale: Multiply embeddings and logits.
         attention_scale: Multiplies scores, beside head_dim ** -0.5.
         mixture: Of the layers' MLPs, but for its `dense_layers`; None: no MLP is one.
+        window_rope: Where `window_layers` have another.
+        norm_offset: Is added to the weights of all norms.
     """
 
     architecture: str
@@ -80,7 +92,7 @@ class ModelConfig:
     qk_norm_all_heads: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
-    activation: Literal["silu", "relu2"] = "silu"
+    activation: Literal["silu", "relu2", "gelu_pytorch_tanh"] = "silu"
     rotary_dim: int | None = None
     interleaved_rope: bool = False
     unrotated_layers: tuple[int, ...] = ()
@@ -88,6 +100,9 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_scale: float = 1.0
     mixture: MixtureConfig | None = None
+    window_layers: tuple[int, ...] = ()
+    window_rope: RopeConfig | None = None
+    norm_offset: float = 0.0
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
         """Share the layers so that the slowest stage is fastest. Cuts may be within layers.
@@ -98,8 +113,10 @@ class ModelConfig:
         most = self.layers
         if not 1 <= stages <= most:
             raise ModelError(f"{most} layers cannot be split over {stages} stages: use 1 to {most}")
-        attention = self.attention_matrices + self.macs_per_pair * _SPLIT_KEYS
-        costs = [cost for n in range(self.layers) for cost in (attention, self.of_layer(n).mlp_macs)]
+        costs: list[int] = []
+        for n in range(self.layers):
+            keys = self.windows.get(n, _SPLIT_KEYS)
+            costs += self.attention_matrices + self.macs_per_pair * keys, self.of_layer(n).mlp_macs
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
         return balanced(tuple(costs), stages)
 
@@ -135,6 +152,11 @@ class ModelConfig:
         """Return the inputs of a rank's matrices. Raises ModelError as `of_rank`."""
         part = self.of_rank(ranks)
         return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """Return the tokens that a row sees, by layer, without the layers that see everything."""
+        return dict.fromkeys(self.window_layers, self.sliding_window or 0)
 
     @property
     def macs_per_pair(self) -> int:
@@ -180,7 +202,7 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        return self.activation == "silu"
+        return self.activation != "relu2"
 
     def weights(
         self, layers: range, mlps: range | None = None, *, embedding: bool = True, head: bool = True
@@ -291,7 +313,8 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         if key not in OVERRIDES:
             raise ModelError(f"model override {key!r} is unknown; known: {', '.join(sorted(OVERRIDES))}")
     family = served_family(raw)
-    raw = family.own_config(raw)
+    given = family.own_config(raw)
+    raw = of_full_layers(given, family)
     rope = read_rope(raw, extra, family)
     refuse_unscaled(extra, raw, rope)
     _refuse_unread(raw, family)
@@ -301,6 +324,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     rotated, layers = rotary_dim(raw, head_dim), positive_int(raw, "num_hidden_layers")
     mixture = read_mixture(raw, layers)
     reach, biased = positions(raw, rope, extra), bool(raw.get("attention_bias"))
+    window, sliding = read_windows(raw, family, layers, reach)
     fields: dict[str, Any] = {
         "architecture": family.architecture,
         "layers": layers,
@@ -322,13 +346,19 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         "unrotated_layers": _unrotated(raw, layers),
         "mixture": mixture,
         "qk_norm": "use_qk_norm" in family.implied and bool(raw["use_qk_norm"]),
+        "sliding_window": window,
+        "window_layers": sliding,
+        "window_rope": window_rope(given, rope, family) if sliding else None,
         **_multipliers(raw, head_dim),
     }
+    if family.scales_by_width:
+        fields["embedding_scale"] = hidden**0.5
+    if family.rotates_windows_alone and sliding:
+        fields["unrotated_layers"] = tuple(layer for layer in range(layers) if layer not in sliding)
     config = ModelConfig(**fields | dict(family.fixed))
     _refuse_uneven_heads(config)
     if mixture is not None and (config.mlp_bias or not config.is_gated):
         raise ModelError("experts with biases, or without a gate, are not supported")
-    _refuse_sliding_window(raw, config, family)
     _refuse_dual_chunks(raw, config)
     return config
 
@@ -375,6 +405,8 @@ def _multipliers(raw: Mapping[str, Any], head_dim: int) -> dict[str, float]:
     residual = of["residual_multiplier"]
     eps = positive_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6))
     scores = 1.0 if raw.get("attention_multiplier") is None else of["attention_multiplier"] * head_dim**0.5
+    if (divisor := raw.get("query_pre_attn_scalar")) is not None:
+        scores = (head_dim / positive_number("config.json", "query_pre_attn_scalar", divisor)) ** 0.5
     return {
         "rms_eps": eps / residual**2,
         "embedding_scale": of["embedding_multiplier"] / residual,
@@ -389,23 +421,6 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
             f"{config.q_heads} query heads on {config.kv_heads} key/value heads of dimension "
             f"{config.head_dim}: heads must divide evenly and the dimension must be even"
         )
-
-
-def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig, family: Family) -> None:
-    window, switched = raw.get("sliding_window"), "use_sliding_window" in family.implied
-    if switched and not _slides(raw, config.layers):
-        return
-    if isinstance(window, int) and window < config.positions:
-        raise ModelError(
-            f"sliding-window attention ({window} of {config.positions} positions) is not supported: use a "
-            "model with full attention, or set max_position_embeddings to the window"
-        )
-
-
-def _slides(raw: Mapping[str, Any], layers: int) -> bool:
-    named = raw.get("layer_types")
-    beyond = layers > raw.get("max_window_layers", 0) if named is None else "sliding_attention" in named
-    return bool(raw["use_sliding_window"]) and beyond
 
 
 def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:

@@ -20,6 +20,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "factors": ("factors",),
 }
 """Keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3 scaling."""
+_LOCAL = "rope_local_base_freq"
+"""The base of layers with windows, in families where they have a rope of their own."""
 _OLD_TYPES = {"su": "longrope"}
 
 
@@ -61,6 +63,26 @@ def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Fami
     if theta <= 1.0:
         raise ModelError(f"rope_theta = {theta} must be above 1")
     return RopeConfig(theta, _without(given, "rope_theta", "partial_rotary_factor"))
+
+
+def of_full_layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return config.json with the rope of layers that see everything, where layers have several."""
+    ropes = raw.get("rope_parameters") if _LOCAL in family.implied else None
+    own = ropes.get("full_attention") if isinstance(ropes, dict) else None
+    return {**raw, "rope_parameters": own} if isinstance(own, dict) else dict(raw)
+
+
+def window_rope(raw: Mapping[str, Any], full: RopeConfig, family: Family) -> RopeConfig | None:
+    """Return the rope of layers with windows; None where it is `full`, the others'. Older files of families
+    that have one name its base alone."""
+    if _LOCAL not in family.implied:
+        return None
+    ropes, theta = raw.get("rope_parameters"), raw[_LOCAL]
+    own = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
+    if not isinstance(own, dict):
+        own = {"rope_theta": full.theta if theta is None else theta}
+    rope = read_rope({"rope_parameters": own}, {}, family)
+    return None if rope == full else rope
 
 
 def rotary_dim(raw: Mapping[str, Any], head_dim: int) -> int:

@@ -29,7 +29,7 @@ EXAONE4 = Family(
     name="EXAONE 4",
     architecture="Exaone4ForCausalLM",
     model_type="exaone4",
-    implied={"sliding_window": 4096, "rms_norm_eps": 1e-5},
+    implied={"sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None, "rms_norm_eps": 1e-5},
     fixed={"norms": "after", "qk_norm": True},
     tensors={
         "post_attention_layernorm": "self_attn.post_norm",
@@ -38,6 +38,8 @@ EXAONE4 = Family(
     gguf=GgufNames(
         architecture="exaone4",
         tensors={"post_attention_norm": "self_attn.post_norm", "post_ffw_norm": "mlp.post_norm"},
+        keys={"attention.sliding_window": "sliding_window"},
     ),
-    note="1.2B. The 32B model has sliding windows.",
+    rotates_windows_alone=True,
+    note="In the 32B model three of four layers have windows, and the others are not rotated.",
 )

@@ -15,6 +15,11 @@ OPTIONAL: Mapping[str, Any] = {
     "num_experts": None,
     "n_shared_experts": None,
     "use_qk_norm": False,
+    "query_pre_attn_scalar": None,
+    "rope_local_base_freq": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
 }
 """Keys of config.json that only some families have → the value that changes nothing."""
 
@@ -28,6 +33,8 @@ class GgufNames:
         tensors: Names of a block's tensors, beside those that all families have → our modules.
         keys: Metadata of numbers → keys of config.json.
         implied: Keys of config.json of which a file says nothing → llama.cpp's values.
+        by_layers: A model's number of layers → such keys of it alone.
+        adds_offset: Norms' weights have `ModelConfig.norm_offset` added.
     """
 
     architecture: str
@@ -35,6 +42,8 @@ class GgufNames:
     tensors: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
+    by_layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    adds_offset: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,8 @@ class Family:
         keys: Its names of config.json's keys → Llama's.
         layers: How its layers' tensors begin, before the layer's number.
         tensors: Its names of modules, within a layer or outside → ours. `ModelConfig.shapes` has ours.
+        scales_by_width: Embeddings are multiplied by the root of the hidden size.
+        rotates_windows_alone: Beside layers with windows, those that see everything are not rotated.
         gguf: None: no GGUF files are read.
         note: What its users should know.
     """
@@ -67,6 +78,8 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers."
     tensors: Mapping[str, str] = field(default_factory=dict)
+    scales_by_width: bool = False
+    rotates_windows_alone: bool = False
     gguf: GgufNames | None = None
     note: str = ""
 

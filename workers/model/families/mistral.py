@@ -5,6 +5,6 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     wrappers=("Mistral3ForConditionalGeneration",),
-    implied={"sliding_window": 4096},
+    implied={"sliding_window": 4096, "layer_types": None},
     note="GGUF files of it say llama. Of a multimodal checkpoint the language model is served.",
 )

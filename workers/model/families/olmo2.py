@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from .family import Family, GgufNames
 
 OLMO2 = Family(
@@ -14,4 +16,20 @@ OLMO2 = Family(
         architecture="olmo2",
         tensors={"post_attention_norm": "self_attn.post_norm", "post_ffw_norm": "mlp.post_norm"},
     ),
+)
+OLMO3 = replace(
+    OLMO2,
+    name="OLMo 3",
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    rope_theta=500_000.0,
+    implied={
+        **OLMO2.implied,
+        "rope_local_base_freq": None,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
+    gguf=None,
+    note="Three of four layers have windows, whose rope is not scaled.",
 )

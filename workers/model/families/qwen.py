@@ -1,6 +1,6 @@
 from .family import Family, GgufNames
 
-_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 QWEN2 = Family(
     name="Qwen2, Qwen2.5",
@@ -23,7 +23,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     implied={
-        **QWEN3.implied,
+        **{key: value for key, value in QWEN3.implied.items() if key != "sliding_window"},
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,

@@ -138,6 +138,8 @@ class GgufSource:
         if self._gguf.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
             heads = "attention.head_count" if "q_proj" in name else "attention.head_count_kv"
             data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
+        if self._gguf.adds_offset and name.endswith("norm.weight"):
+            data = data - self._family.fixed["norm_offset"]
         return data
 
     def read_compact(self, name: str) -> torch.Tensor:
@@ -204,9 +206,10 @@ class GgufSource:
             config["partial_rotary_factor"] = rotated / head_dim
         config |= {key: f"blk.0.{name}" in self._tensors for key, name in self._told()}
         config |= self._gguf.implied
+        config |= self._gguf.by_layers.get(config["num_hidden_layers"], {})
         for key, own in self._keys.items():
             has = self.has_field(f"{self._architecture}.{key}")
-            config[own] = _number(self.model_field(key)) if has else None
+            config[own] = _number(self.model_field(key)) if has else config.get(own)
         if self.has_field("tokenizer.ggml.bos_token_id"):
             config["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
         return config

@@ -14,7 +14,7 @@ import torch
 from ....kernels.layers.fp8 import Fp8Rows, product, quantise_rows
 from ....kernels.layers.linear import compile_products, linear, swiglu_linear
 from ....kernels.layers.norm import LinearInput
-from ....kernels.layers.swiglu import squared_relu, swiglu
+from ....kernels.layers.swiglu import geglu, squared_relu, swiglu
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class Linear:
     def gated(self, x_TI: LinearInput) -> LinearInput:
         """Return SiLU(gate) · up, in the form that the next layer takes."""
         return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
+
+    def gelu_gated(self, x_TI: LinearInput) -> LinearInput:
+        """Return GELU(gate) · up, as `gated`."""
+        return geglu(self(x_TI), fp8=False)
 
     def squared(self, x_TI: LinearInput) -> LinearInput:
         """Return ReLU², as `gated`."""
@@ -73,6 +77,9 @@ class Fp8Linear:
 
     def gated(self, x_TI: LinearInput) -> LinearInput:
         return swiglu(self(x_TI), fp8=True)
+
+    def gelu_gated(self, x_TI: LinearInput) -> LinearInput:
+        return geglu(self(x_TI), fp8=True)
 
     def squared(self, x_TI: LinearInput) -> LinearInput:
         return squared_relu(self(x_TI), fp8=True)

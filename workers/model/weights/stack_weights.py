@@ -133,8 +133,13 @@ class _Reader:
 
     def norm(self, module: str) -> torch.Tensor | None:
         """Return a norm's weights; None where the family has none there."""
-        name = f"{module}.weight"
-        return self.get(name) if name in self._shapes else None
+        return self.norm_weight(f"{module}.weight") if f"{module}.weight" in self._shapes else None
+
+    def norm_weight(self, name: str, split: int | None = None) -> torch.Tensor:
+        """Keep float32 where the family adds an offset: 16 bits would round the sum."""
+        if not (offset := self.spec.config.norm_offset):
+            return self.get(name, split=split)
+        return self.part(self._read(name).float() + offset, split).to(self.spec.device)
 
     def _parts(self, name: str) -> Sequence[torch.Tensor]:
         """Return what a fused tensor is made of, each of which ranks share."""
@@ -238,7 +243,7 @@ def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> S
         attentions=attentions,
         mlps=mlps,
         embedding_VC=embedding_VC,
-        final_norm_C=read.get("model.norm.weight") if spec.head else None,
+        final_norm_C=read.norm_weight("model.norm.weight") if spec.head else None,
         head=None if head_VC is None else Linear(head_VC),
     )
 
@@ -301,7 +306,7 @@ def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
     heads = {"q": config.q_heads, "k": config.kv_heads} if config.qk_norm else {}
     split = 0 if config.qk_norm_all_heads else None
     norms_JD = [
-        read.get(f"{module}{name}_norm.weight", split=split).view(-1, config.head_dim).expand(count, -1)
+        read.norm_weight(f"{module}{name}_norm.weight", split).view(-1, config.head_dim).expand(count, -1)
         for name, count in heads.items()
     ]
     return AttentionWeights(

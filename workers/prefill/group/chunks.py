@@ -91,8 +91,8 @@ class ChunkCost:
 
 @dataclass(frozen=True)
 class StageWork:
-    """A stage's share of a model, in multiply-adds. per_pair: for each query and key. halves: how many
-    attentions and MLPs."""
+    """A stage's share of a model, in multiply-adds. per_pair: for each query and key of layers
+    without windows. halves: how many attentions and MLPs."""
 
     per_token: int
     per_pair: int
@@ -115,8 +115,10 @@ class ModelWork:
             attentions, mlps = len(share.layers) - last, share.mlps[: len(share.mlps) - last]
             per_token = attentions * model.attention_matrices + last * model.qkv_matrices
             per_token += sum(count * kind.mlp_macs for kind, count in model.kinds(mlps))
-            halves = attentions + len(mlps) + last
-            works.append(StageWork(per_token, attentions * model.macs_per_pair, halves))
+            windows = [model.windows[n] for n in share.layers[:attentions] if n in model.windows]
+            per_token += sum(windows) * model.macs_per_pair
+            per_pair = (attentions - len(windows)) * model.macs_per_pair
+            works.append(StageWork(per_token, per_pair, attentions + len(mlps) + last))
         return cls(tuple(works), quantised)
 
     def chunk_cost(self, method: MethodSpec) -> ChunkCost:

@@ -96,7 +96,8 @@ class PrefillStage:
         heads = config.q_heads, config.kv_heads, config.head_dim
         spec = StateSpec(1, *heads, request.prompt_tokens, stack.device, stack.dtype)
         try:
-            method = build(request.method, thresholds_for(self._profile, request.method))
+            thresholds = thresholds_for(self._profile, request.method)
+            method = build(request.method, thresholds, config.windows)
             states = {layer: method.new_state(replace(spec, layer=layer)) for layer in stack.layers}
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error

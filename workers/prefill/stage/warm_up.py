@@ -34,8 +34,7 @@ def warm_up(
     longest: int = 0,
     tell: Tell = silent,
 ) -> None:
-    """Read a few prompts in chunks with each method. Only the first layer runs, since all run the same
-    kernels.
+    """Read a few prompts in chunks with each method. Of layers that run the same kernels only the first runs.
 
     Args:
         longest: on a GPU, also meet all classes of length up to it; 0: none.
@@ -44,12 +43,14 @@ def warm_up(
     on_gpu = stack.device.type == "cuda"
     for number, spec in enumerate(methods, start=1):
         tell(f"warming up {spec.name}, {number} of {len(methods)}")
-        method, shortest = build(spec, thresholds_for(profile, spec)), int(spec.values.get("min_tokens", 0))
-        for tokens in prompt_lengths(shortest, chunk_tokens):
-            full_chunks, rest = divmod(tokens, chunk_tokens)
-            _read(stack, method, [chunk_tokens] * full_chunks + [rest] * (rest > 0))
-        if on_gpu and longest:
-            _compile_for_lengths(stack, method, shortest, chunk_tokens, longest)
+        shortest = int(spec.values.get("min_tokens", 0))
+        method = build(spec, thresholds_for(profile, spec), stack.config.windows)
+        for layer in first_of_kinds(stack):
+            for tokens in prompt_lengths(shortest, chunk_tokens):
+                full_chunks, rest = divmod(tokens, chunk_tokens)
+                _read(stack, method, [chunk_tokens] * full_chunks + [rest] * (rest > 0), layer)
+            if on_gpu and longest and layer not in stack.config.window_layers:
+                _compile_for_lengths(stack, method, shortest, chunk_tokens, longest, layer)
     _compile_for_one_row(stack)
     stack.compile_products()
     if on_gpu:
@@ -76,6 +77,12 @@ def warm_up_kv(stack: LayerStack) -> None:
         torch.cuda.synchronize(stack.device)
 
 
+def first_of_kinds(stack: LayerStack) -> list[int]:
+    """Return the stack's first layer with a window, and its first without, where it has them."""
+    kinds = {layer in stack.config.window_layers: layer for layer in reversed(stack.layers)}
+    return sorted(kinds.values())
+
+
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
     """Return a length of whole chunks and a ragged one that the method itself reads, and one of at most
     `shortest` tokens, which another method reads."""
@@ -90,7 +97,7 @@ def length_classes(longest: int) -> list[int]:
 
 
 def _compile_for_lengths(
-    stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int
+    stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int, layer: int
 ) -> None:
     """A short prompt's keys occur as a longer one's beginning."""
     config = stack.config
@@ -103,7 +110,7 @@ def _compile_for_lengths(
         start, total = max(0, -(-keys // BLOCK) * BLOCK - rows), keys if keys > shortest else longest
         seen = k_BGSD[:, :, :keys], v_BGSD[:, :, :keys]
         x = AttentionInput.of(zeros(config.q_heads, keys - start), *seen, q_start=start, prompt_tokens=total)
-        method.attend(x, method.new_state(_spec(stack, total)))
+        method.attend(x, method.new_state(_spec(stack, total, layer)))
 
 
 def _compile_for_one_row(stack: LayerStack) -> None:
@@ -115,15 +122,15 @@ def _compile_for_one_row(stack: LayerStack) -> None:
         stack.logits(hidden_TC)
 
 
-def _spec(stack: LayerStack, tokens: int) -> StateSpec:
+def _spec(stack: LayerStack, tokens: int, layer: int) -> StateSpec:
     config = stack.config
     heads = config.q_heads, config.kv_heads, config.head_dim
-    return StateSpec(1, *heads, tokens, stack.device, stack.dtype, layer=stack.layers.start)
+    return StateSpec(1, *heads, tokens, stack.device, stack.dtype, layer=layer)
 
 
-def _read(stack: LayerStack, method: Attention, chunks: Sequence[int]) -> None:
+def _read(stack: LayerStack, method: Attention, chunks: Sequence[int], layer: int) -> None:
     config, total = stack.config, sum(chunks)
-    state = method.new_state(_spec(stack, total))
+    state = method.new_state(_spec(stack, total, layer))
     k_BGSD = torch.empty(1, config.kv_heads, 0, config.head_dim, dtype=stack.dtype, device=stack.device)
     v_BGSD = k_BGSD
 
@@ -138,5 +145,5 @@ def _read(stack: LayerStack, method: Attention, chunks: Sequence[int]) -> None:
     for tokens in chunks:
         hidden_TC = torch.randn(tokens, config.hidden, device=stack.device).to(stack.dtype)
         positions_T = torch.arange(start, start + tokens, device=stack.device)
-        stack.forward(hidden_TC, positions_T, attend, stack.layers[:1])
+        stack.forward(hidden_TC, positions_T, attend, range(layer, layer + 1))
         start += tokens

@@ -28,6 +28,9 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool]] = {
     "glm4-moe-groups": (gguf.MODEL_ARCH.GLM4_MOE, False),
     "exaone": (gguf.MODEL_ARCH.EXAONE, False),
     "exaone4": (gguf.MODEL_ARCH.EXAONE4, False),
+    "gemma3": (gguf.MODEL_ARCH.GEMMA3, False),
+    "exaone4-windows": (gguf.MODEL_ARCH.EXAONE4, False),
+    "phi3-windows": (gguf.MODEL_ARCH.PHI3, False),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True),
 }
 """A case, llama.cpp's architecture, and whether its converter interleaves the halves of q's and k's heads."""
@@ -57,6 +60,18 @@ def add_glm4_moe(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
     writer.add_expert_group_used_count(raw["topk_group"])
 
 
+def _add_scales(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    if raw.get("sliding_window"):
+        writer.add_sliding_window(raw["sliding_window"])
+    if (local := raw["rope_parameters"].get("sliding_attention", {}).get("rope_theta", 1e4)) != 1e4:
+        writer.add_rope_freq_base_swa(local)
+    if "embedding_multiplier" in raw:
+        writer.add_embedding_scale(raw["embedding_multiplier"])
+        writer.add_residual_scale(raw["residual_multiplier"])
+        writer.add_attention_scale(raw["attention_multiplier"])
+        writer.add_logit_scale(raw["logits_scaling"])
+
+
 def write_gguf(
     path: Path,
     raw: Mapping[str, Any],
@@ -66,6 +81,7 @@ def write_gguf(
 ) -> None:
     """Write a file as llama.cpp's converter does, in float32. raw: config.json by transformers' names."""
     name, rope = gguf.MODEL_ARCH_NAMES[architecture], raw["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     heads = raw["num_attention_heads"], raw["num_key_value_heads"]
     dim = raw.get("head_dim") or raw["hidden_size"] // heads[0]
     writer = gguf.GGUFWriter(path, name)
@@ -90,11 +106,7 @@ def write_gguf(
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / trained))
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
-    if "embedding_multiplier" in raw:
-        writer.add_embedding_scale(raw["embedding_multiplier"])
-        writer.add_residual_scale(raw["residual_multiplier"])
-        writer.add_attention_scale(raw["attention_multiplier"])
-        writer.add_logit_scale(raw["logits_scaling"])
+    _add_scales(writer, raw)
     experts = raw.get("num_local_experts") or raw.get("n_routed_experts")
     if experts:
         writer.add_expert_count(experts)
@@ -109,6 +121,8 @@ def write_gguf(
         if permuted and turned in ("q_proj", "k_proj"):
             pairs = tensor.view(heads[turned == "k_proj"], 2, dim // 2, -1)
             rows = pairs.transpose(1, 2).reshape(tensor.shape)
+        if architecture == gguf.MODEL_ARCH.GEMMA3 and turned.endswith("norm"):
+            rows = rows + 1
         known = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
         writer.add_tensor(names.get_name(known, (".weight", ".bias")), rows.numpy())
     writer.write_header_to_file()

@@ -83,6 +83,17 @@ GLM_MIXTURE = {
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 2.5,
 }
+WINDOW = 37
+"""Tokens: no multiple of a page or a block, and a quarter of the prompt."""
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"] * 2
+GEMMA3: dict[str, Any] = {
+    **SHAPE,
+    **PADDING,
+    "num_attention_heads": 8,
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 16,
+}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama3": lambda: transformers.LlamaConfig(
         **SHAPE | {"hidden_size": 96},
@@ -154,6 +165,31 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "exaone4": lambda: transformers.Exaone4Config(
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * SHAPE["num_hidden_layers"]
     ),
+    "exaone4-windows": lambda: transformers.Exaone4Config(
+        **SHAPE, sliding_window=WINDOW, sliding_window_pattern=4
+    ),
+    "mistral-windows": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "mistral-mixed": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
+    "qwen2-windows": lambda: transformers.Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+    ),
+    "phi3-windows": lambda: transformers.Phi3Config(
+        **SHAPE | WITHOUT_HEAD_DIM, **PADDING, sliding_window=WINDOW
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **SHAPE | WITHOUT_HEAD_DIM, sliding_window=WINDOW, rope_parameters={"full_attention": YARN}
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **GEMMA3, rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0}}
+    ),
+    "gemma3-multimodal": lambda: transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(
+            **GEMMA3 | {"query_pre_attn_scalar": 40, "layer_types": MIXED, "vocab_size": 300_000}
+        ),
+        vision_config=transformers.SiglipVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28
+        ),
+    ),
     "exaone": lambda: transformers.LlamaConfig(
         **SHAPE | {"hidden_size": 96},
         rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
@@ -175,8 +211,8 @@ class Case:
 
 
 def model_class(config: Any) -> Any:
-    """Mistral3 is a language model with parts for images."""
-    wrapped = isinstance(config, transformers.Mistral3Config)
+    """Some are a language model with parts for images."""
+    wrapped = isinstance(config, transformers.Mistral3Config | transformers.Gemma3Config)
     return transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
 
 
@@ -234,7 +270,8 @@ def save_as_exaone(directory: Path) -> Path:
 
 
 class Pages:
-    """Dense causal attention over a paged cache, for prefill chunks of one prompt and for decode rows."""
+    """Dense causal attention, or its windows, over a paged cache, for prefill chunks of one prompt and for
+    decode rows."""
 
     def __init__(
         self,
@@ -245,7 +282,7 @@ class Pages:
     ) -> None:
         pages = 1 + max(page for table in tables for page in table)
         self.tables = [torch.tensor(table, dtype=torch.int32, device=device) for table in tables]
-        layers = range(config.layers)
+        layers, self.windows = range(config.layers), config.windows
         self.cache = PagedKVCache(layers, config.kv_heads, config.head_dim, pages, dtype, device)
 
     def chunk(self, sequence: int, start: int) -> Callable[..., torch.Tensor]:
@@ -255,6 +292,7 @@ class Pages:
             k_GSD, v_GSD = self.cache.gather(layer, table, end)
             positions_S = torch.arange(end, device=q_THD.device)
             seen_TS = positions_S <= positions_S[start:, None]
+            seen_TS &= positions_S > positions_S[start:, None] - self.windows.get(layer, end)
             return sdpa(q_THD, k_GSD, v_GSD, seen_TS)
 
         return attend
@@ -269,7 +307,8 @@ class Pages:
                 cache_RGD[rows_T] = new_TGD
             out = []
             for row, (table, position) in enumerate(zip(self.tables, positions, strict=True)):
-                k_GSD, v_GSD = self.cache.gather(layer, table, position + 1)
+                sides = self.cache.gather(layer, table, position + 1)
+                k_GSD, v_GSD = (side[:, -self.windows.get(layer, position + 1) :] for side in sides)
                 out.append(sdpa(q_THD[row : row + 1], k_GSD, v_GSD, None))
             return torch.cat(out)
 
@@ -449,7 +488,8 @@ def test_each_rank_has_its_heads_and_columns(case: Case) -> None:
         device=torch.device("cpu"),
     )
     whole = read_stack(case.directory, spec)
-    heads = [count * case.config.head_dim for count in (6, 2, 2)]
+    counts = (case.config.q_heads, case.config.kv_heads, case.config.kv_heads)
+    heads = [count * case.config.head_dim for count in counts]
     for rank in range(2):
         part = read_stack(case.directory, replace(spec, rank=rank, ranks=2))
         for layer in range(6):

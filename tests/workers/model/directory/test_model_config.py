@@ -48,6 +48,18 @@ LLAMA31: dict[str, Any] = {
 }
 MISTRAL = LLAMA31 | {"architectures": ["MistralForCausalLM"], "rope_scaling": None, "sliding_window": None}
 
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+}
+
 
 def read(tmp_path: Path, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -296,15 +308,60 @@ def test_what_would_be_computed_wrongly_is_refused(
         read(tmp_path, LLAMA31 | change)
 
 
-def test_sliding_windows_are_refused_unless_nothing_slides(tmp_path: Path) -> None:
+def test_windows_are_those_of_transformers(tmp_path: Path) -> None:
     windowed = MISTRAL | {"sliding_window": 4096, "max_position_embeddings": 32768}
-    with pytest.raises(ModelError, match="sliding-window"):
-        read(tmp_path, windowed)
-    assert read(tmp_path, windowed, {"max_position_embeddings": 4096}).positions == 4096
-    with pytest.raises(ModelError, match="sliding-window"):
-        read(tmp_path, {key: value for key, value in MISTRAL.items() if key != "sliding_window"})
-    with pytest.raises(ModelError, match="sliding-window"):
-        read(tmp_path, windowed | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True})
+    config = read(tmp_path, windowed)
+    assert (config.sliding_window, config.window_layers) == (4096, tuple(range(32)))
+    assert config.windows == dict.fromkeys(range(32), 4096)
+    shorter = read(tmp_path, windowed, {"max_position_embeddings": 4096})
+    assert (shorter.sliding_window, shorter.window_layers, shorter.windows) == (None, (), {})
+    unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    assert read(tmp_path, unsaid).sliding_window == 4096
+    mixed = windowed | {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 8}
+    assert read(tmp_path, mixed).window_layers == tuple(layer for layer in range(32) if layer % 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "4096 of 131072 positions. is not supported for Llama"),
+        (
+            EXPERTS | {"use_sliding_window": True, "sliding_window": 4096},
+            "is not supported for Qwen3MoeForCausalLM: use a model with full attention",
+        ),
+        ({"layer_types": ["sliding_attention"] * 31}, "must be 32 of sliding_attention and full_attention"),
+        ({"layer_types": ["chunked_attention"] * 32}, "must be 32 of"),
+        ({"sliding_window": "4k"}, "sliding_window"),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern = 'LLLG': name all layers in layer_types",
+        ),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, "sets final_logit_softcapping"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "sets use_bidirectional_attention"),
+    ],
+    ids=str,
+)
+def test_windows_that_no_layer_here_has_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, MISTRAL | {"sliding_window": 4096} | change)
+
+
+def test_gemma_3_as_published(tmp_path: Path) -> None:
+    """Few keys; its older spelling of rope and transformers 5's read the same."""
+    config = read(tmp_path, GEMMA3)
+    assert (config.q_heads, config.kv_heads, config.head_dim, config.vocab) == (8, 4, 256, 262208)
+    assert config.windows == {layer: 1024 for layer in range(34) if layer not in (5, 11, 17, 23, 29)}
+    assert config.rope == RopeConfig(1e6, {"rope_type": "linear", "factor": 8.0})
+    assert config.window_rope == RopeConfig(1e4)
+    assert (config.tied_embeddings, config.embedding_scale, config.attention_scale) == (True, 2560**0.5, 1.0)
+    theirs = transformers.Gemma3Config(text_config=dict(GEMMA3["text_config"]))
+    theirs.architectures = GEMMA3["architectures"]
+    theirs.save_pretrained(tmp_path)
+    assert read_config(tmp_path) == replace(config, eos_ids=(1,))
+    config = read(tmp_path, GEMMA3 | {"text_config": GEMMA3["text_config"] | {"query_pre_attn_scalar": 64}})
+    assert config.attention_scale == 2.0
 
 
 QWEN = MISTRAL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True}
@@ -333,12 +390,10 @@ def test_a_qwen_slides_where_transformers_lets_it(tmp_path: Path, change: dict[s
     (tmp_path / "config.json").write_text(json.dumps(raw))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     window = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
-    if window is None:
-        assert read(tmp_path, raw).sliding_window is None
-    else:
-        with pytest.raises(ModelError, match=rf"sliding-window attention \({window} of 131072 positions\)"):
-            read(tmp_path, raw)
-        assert read(tmp_path, raw, {"max_position_embeddings": window}).positions == window
+    config = read(tmp_path, raw)
+    assert config.sliding_window == window
+    slides = [kind == "sliding_attention" for kind in theirs.layer_types]
+    assert [layer in config.windows for layer in range(config.layers)] == slides
 
 
 def test_dual_chunk_attention_is_refused_beyond_its_chunk(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ from deltafront.workers.model.weights.gguf_source import GgufSource
 HEADS, DIM, VOCAB = 2, 16, 8
 
 
-def write(path: Path, architecture: str = "llama", *, factors: bool = False, **keys: Any) -> Path:
+def write(
+    path: Path, architecture: str = "llama", *, factors: bool = False, layers: int = 1, **keys: Any
+) -> Path:
     """A file of an embedding and `keys`, whose dots are written as double underscores."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(256)
     writer.add_embedding_length(HEADS * DIM)
-    writer.add_block_count(1)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(64)
     writer.add_head_count(HEADS)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -168,3 +170,16 @@ def test_every_end_token_of_the_file_ends_an_answer(tmp_path: Path) -> None:
     assert config(tmp_path, **keys).eos_ids == (3, 4, 5)
     named = config(tmp_path, tokenizer__ggml__tokens=["a", "<|im_end|>"], tokenizer__ggml__eos_token_id=0)
     assert named.eos_ids == (0, 1)
+
+
+def test_gemma_3_has_keys_and_numbers_of_its_own(tmp_path: Path) -> None:
+    """What its files leave out is llama.cpp's: a window's rope, and the 27B model's scale of scores."""
+    window = {"attention__sliding_window": 64, "rope__freq_base": 1e6, **LINEAR}
+    found = config(tmp_path, "gemma3", **window)
+    assert (found.sliding_window, found.window_layers, found.attention_scale) == (64, (0,), 1.0)
+    assert found.rope.theta == 1e6 and found.rope.kind == "linear"
+    assert found.window_rope is not None and found.window_rope.theta == 1e4
+    named = config(tmp_path, "gemma3", rope__freq_base_swa=5e3, **window)
+    assert named.window_rope is not None and named.window_rope.theta == 5e3
+    raw = GgufSource(write(tmp_path / "27b.gguf", "gemma3", layers=62, **window)).config()
+    assert raw["query_pre_attn_scalar"] == 168
