@@ -69,8 +69,8 @@ MAPPED: dict[str, dict[str, Any]] = {
     "decode": {"workers": 1, "tensor_parallel": 1},
     "handoff": {"transport": "mapped"},
 }
-TIERS = {"cache_tokens": 12_288, "host_cache_gib": 0.1, "store_gib": 0.15}
-"""Room for a few long prompts in pages, more in host memory and on disk, and not for all in any."""
+TIERS = {"cache_tokens": 8192, "max_wait_s": 120.0, "host_cache_gib": 0.1, "store_gib": 0.15}
+"""Pages for two long prompts, host memory for several, so that prompts come and go."""
 
 
 class Switch:
