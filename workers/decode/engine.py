@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 import numpy as np
 
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
 from ..kv.handoff.mapped import PageWriters
-from ..kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
-from ..kv.pages.host_tier import HostTier
-from ..kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool
-from ..kv.pages.store_tier import GROUP_PAGES, StoreTier
+from ..kv.host_memory import RanksMemory, make_host_memory, pages_of
+from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
 from ..kv.peer_memory import ExportedObjects, export_objects
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
 from ..messages.prompts import PromptKey
@@ -42,7 +38,7 @@ from ..messages.stages import (
     PageWriter,
     Rendezvous,
 )
-from ..messages.states import DecodeStats, TierStats
+from ..messages.states import DecodeStats
 from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
 from ..roles import Rank
@@ -65,9 +61,9 @@ from .request import DecodeEvent, DecodeRequest
 from .request_table import DecodeRequests
 from .runner import warm_up
 from .scheduler import DecodeScheduler
+from .tiers import KeptTasks, Tiers
 from .times import RequestTimes
 
-T = TypeVar("T")
 _TICK_S = 0.1
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
@@ -114,18 +110,13 @@ class DecodeEngine:
         self._threads = make_threads(config)
         own = reader(self._runner.cache, self._threads[1])
         self._reader = RanksReader(own, ranks, self._runner.lose) if ranks else own
-        self._memory = make_host_memory(self._runner.cache, config, digest)
-        self._store: StoreTier | None = None
-        if self._memory is not None:
-            every = RanksMemory(self._memory, self._threads[1], ranks, self._runner.lose)
-            host = HostTier(self._requests.entries, self._memory.slots, every.move, clock)
-            self._manager.host = host
-            if self._memory.files is not None:
-                room = max(1, pages_of(config.store_gib, self._runner.cache) // GROUP_PAGES)
-                self._store = StoreTier(host, every.stored, self._memory.files.names(), room, clock)
-        self._receiving: set[asyncio.Task[Any]] = set()
-        self._loading: set[str] = set()
-        """Requests whose beginning is being loaded from disk, and that nobody has cancelled."""
+        memory = make_host_memory(self._runner.cache, config, digest)
+        self._tiers: Tiers | None = None
+        if memory is not None:
+            on_ranks = RanksMemory(memory, self._threads[1], ranks, self._runner.lose)
+            room = pages_of(config.store_gib, self._runner.cache)
+            self._tiers = Tiers(self._requests, on_ranks, room, clock)
+        self._receiving = KeptTasks()
         self._writers = PageWriters(self._runner.cache.memory)
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
@@ -150,7 +141,7 @@ class DecodeEngine:
         if self._unavailable == _STARTING:
             self._unavailable = ""
             work = [self._scheduler.run(), self._watch()]
-            work += [tier.run() for tier in (self._manager.host, self._store) if tier is not None]
+            work += [] if self._tiers is None else self._tiers.runs()
             self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
@@ -162,14 +153,11 @@ class DecodeEngine:
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks[1:], return_exceptions=True)
-        receiving = list(self._receiving)
-        for reception in receiving:  # their pages are given to nobody any more
-            reception.cancel()
-        await asyncio.gather(*receiving, return_exceptions=True)
+        await self._receiving.cancel()  # their pages are given to nobody any more
+        if self._tiers is not None:
+            await self._tiers.close()
         for thread in self._threads:
             thread.shutdown()
-        if self._memory is not None:
-            self._memory.close()
 
     @property
     def fault(self) -> str:
@@ -193,15 +181,10 @@ class DecodeEngine:
             pages_remembered=len(pool.entries),
             pages_evicted=pool.entries.evicted,
             evicted_age_s=pool.entries.evicted_age_s,
-            tiers=self._tiers(),
+            tiers=() if self._tiers is None else self._tiers.stats(),
             decoding=self._scheduler.submitted,
             uses=tuple(self._requests.uses()),
         )
-
-    def _tiers(self) -> tuple[TierStats, ...]:
-        page = page_bytes(self._runner.cache.sides) * self._config.tensor_parallel
-        tiers = (self._manager.host, self._store)
-        return tuple(tier.stats(page) for tier in tiers if tier is not None)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Take pages, or wait for them if asked to.
@@ -215,61 +198,9 @@ class DecodeEngine:
                 self._plan.selects_pages(reservation.page_selection, self._config.page_selection)
             except PageSelectionError as error:
                 return Refused(reason=RefusalReason.SELECTION, message=str(error))
-        loaded, loaded_tokens = await self._load(reservation)
-        try:
-            reserved = await self._requests.reserve(reservation)
-        finally:
-            if self._manager.host is not None:
-                self._manager.host.pool.release(loaded)
-        if isinstance(reserved, Reserved) and reserved.host_tokens:
-            await asyncio.shield(self._kept(self._bring_back(reservation.request_id)))
-            on_disk = min(loaded_tokens, reserved.host_tokens)
-            reserved = replace(reserved, host_tokens=reserved.host_tokens - on_disk, disk_tokens=on_disk)
-        return reserved
-
-    async def _load(self, reservation: Reservation) -> tuple[list[int], int]:
-        """Load what a reservation builds on from disk into host memory. Returns held slots, and how many
-        tokens were loaded. Raises DecodeFailed if the request is cancelled meanwhile."""
-        host, request_id = self._manager.host, reservation.request_id
-        if self._store is None or host is None or reservation.key is None or not reservation.prefix_tokens:
-            return [], 0
-        on_gpu, _exact = self._requests.entries.find(reservation.key)
-        pages = reservation.prefix_tokens // PAGE_TOKENS
-        loading = self._kept(self._store.load(reservation.key, len(on_gpu), pages))
-        self._loading.add(request_id)
-        try:
-            slots, loaded = await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            self._loading.discard(request_id)
-            self._kept(_release_loaded(loading, host.pool))
-            raise
-        if request_id not in self._loading:
-            host.pool.release(slots)
-            raise DecodeFailed("cancelled")
-        self._loading.discard(request_id)
-        return slots, loaded * PAGE_TOKENS
-
-    async def _bring_back(self, request_id: str) -> None:
-        """Copy what a reserved request builds on from host memory into its pages. Raises DecodeFailed."""
-        request, host = self._requests.live(request_id), self._manager.host
-        if host is None or request is None:
-            return
-        try:
-            with request.pages.use() as pages:
-                if pages is not None:
-                    await host.bring_back(request.pages.slots, request.pages.brought_back)
-                    request.pages.release_slots()
-        except Exception as error:
-            request.close(FinishReason.FAILED, str(error))
-            self._requests.forget(request)
-            raise DecodeFailed(f"K/V did not come back from host memory: {error}") from error
-
-    def _kept(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin what a caller that gives up must not stop half way."""
-        task = asyncio.create_task(work)
-        self._receiving.add(task)
-        task.add_done_callback(self._receiving.discard)
-        return task
+        if self._tiers is not None:
+            return await self._tiers.reserve(reservation)
+        return await self._requests.reserve(reservation)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
         """Receive K/V into pages. Unknown requests, other attempts and exact repetitions are ignored.
@@ -282,7 +213,7 @@ class DecodeEngine:
         request = self._expecting(announcement)
         if request is None:
             return
-        await asyncio.shield(self._kept(self._receive(request.inbox, request.times, announcement)))
+        await asyncio.shield(self._receiving.begin(self._receive(request.inbox, request.times, announcement)))
 
     async def _receive(self, inbox: KVInbox, times: RequestTimes, announcement: KVAnnouncement) -> None:
         with times.handing_over(self._clock):
@@ -463,7 +394,8 @@ class DecodeEngine:
 
     async def cancel(self, request_id: str) -> None:
         self._requests.queue.cancel(request_id)
-        self._loading.discard(request_id)
+        if self._tiers is not None:
+            self._tiers.cancel(request_id)
         request = self._requests.find(request_id)
         if request is not None:
             request.close(FinishReason.CANCELLED, "cancelled")
@@ -471,14 +403,10 @@ class DecodeEngine:
             await request.pages.freed.wait()
 
     async def find_prefix(self, key: PromptKey) -> Prefix | None:
-        pages, slots, exact = self._manager.find(key)
-        count = len(pages) + len(slots)
-        if self._store is not None:
-            groups, also_exact = self._store.find(key, count)
-            if groups:
-                count += len(groups) * GROUP_PAGES - count % GROUP_PAGES
-                exact = exact and also_exact
-        return Prefix(tokens=count * PAGE_TOKENS, exact=exact) if count else None
+        if self._tiers is not None:
+            return self._tiers.find(key)
+        pages, exact = self._requests.entries.find(key)
+        return Prefix(tokens=len(pages) * PAGE_TOKENS, exact=exact) if pages else None
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         return self._manager.leases.release(session_id, owner, self._wall())
@@ -495,10 +423,6 @@ class DecodeEngine:
         why = self._unavailable or self.fault
         if why:
             raise DecodeFailed(why)
-
-
-async def _release_loaded(loading: asyncio.Task[tuple[list[int], int]], pool: PagePool) -> None:
-    pool.release((await loading)[0])
 
 
 def load_engine(

@@ -78,7 +78,8 @@ class RanksMemory:
     def __init__(
         self, own: HostMemory, thread: Executor, ranks: Sequence[Rank], lose: Callable[[BaseException], None]
     ) -> None:
-        self.slots = own.slots
+        self.slots, self.files = own.slots, own.files
+        self.page_bytes = page_bytes(own.sides) * (1 + len(ranks))
         self._own, self._thread, self._ranks, self._lose = own, thread, ranks, lose
 
     async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:

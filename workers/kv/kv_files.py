@@ -95,7 +95,11 @@ class KVFiles:
         return content
 
     def remove(self, name: bytes) -> None:
-        self._path(name).unlink(missing_ok=True)
+        """Raises StoreError."""
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(str(error)) from error
 
     def _path(self, name: bytes) -> Path:
         return self._folder / (name.hex() + _SUFFIX)

@@ -27,7 +27,7 @@ DOCUMENT = prompt(2 * GROUP + 40)
 
 
 async def saved(run: Bench) -> None:
-    store = run.engine._store
+    store = run.engine._tiers.store
     assert store is not None
     await copied(run)
     while store.busy:
@@ -60,7 +60,7 @@ async def test_another_worker_answers_from_disk(started: Any, expected: Expected
     first = await started()
     await read(first, "first", DOCUMENT)
     await saved(first)
-    assert len(first.engine._store) == 2
+    assert len(first.engine._tiers.store) == 2
     second = await started()
     assert await found(second, DOCUMENT) == 2 * GROUP
     reservation = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True}
@@ -95,7 +95,7 @@ async def test_a_client_that_leaves_while_files_are_read_leaves_nothing(started:
     await read(run, "half", DOCUMENT[: GROUP + 80])
     await saved(run)
     run.engine._manager.pool.forget_entries()
-    store, began, may_go_on = run.engine._store, asyncio.Event(), asyncio.Event()
+    store, began, may_go_on = run.engine._tiers.store, asyncio.Event(), asyncio.Event()
     stored = store._stored
 
     async def slowly(work: str, name: bytes, slots: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ async def test_a_client_that_leaves_while_files_are_read_leaves_nothing(started:
     may_go_on.set()
     with pytest.raises((DecodeFailed, asyncio.CancelledError)):
         await reserving
-    while run.engine._receiving:
+    while len(run.engine._tiers.under_way):
         await asyncio.sleep(0.001)
     assert run.engine._requests.find("asked") is None
     assert (run.used, slots_used(run)) == (0, 0)
@@ -153,7 +153,7 @@ async def test_a_file_that_is_not_what_was_saved_is_read_again(
     else:
         path.write_bytes(b"nothing")
     assert (await refused(second)).reason is RefusalReason.NO_PREFIX
-    assert second.engine._store.lost == 1 and not path.exists()
+    assert second.engine._tiers.store.lost == 1 and not path.exists()
     assert (second.used, slots_used(second)) == (0, 0)
     assert await found(second, DOCUMENT) in (0, GROUP)
     assert (await read(second, "anew", DOCUMENT)).ids == expected(list(DOCUMENT))
@@ -161,12 +161,12 @@ async def test_a_file_that_is_not_what_was_saved_is_read_again(
 
 async def test_no_more_is_kept_than_there_is_room_for(started: Any, tmp_path: Path) -> None:
     run = await started()
-    run.engine._store._room = 3
+    run.engine._tiers.store._room = 3
     for seed in range(4):
         await read(run, f"{seed}", prompt(GROUP + 20, seed=seed))
         await saved(run)
     ranks = len(run.engine._ranks) + 1
-    assert len(run.engine._store) == 3 and len(files(tmp_path)) == 3 * ranks
+    assert len(run.engine._tiers.store) == 3 and len(files(tmp_path)) == 3 * ranks
     fresh = await started()
     assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in range(4)] == [0, *[GROUP] * 3]
 
@@ -182,7 +182,22 @@ async def test_a_disk_that_is_full_costs_no_answer(
     monkeypatch.setattr(KVFiles, "save", full)
     assert (await read(run, "first", DOCUMENT)).ids == expected(list(DOCUMENT))
     await saved(run)
-    assert (len(run.engine._store), run.engine._store.lost, run.engine.fault) == (0, 2, "")
+    assert (len(run.engine._tiers.store), run.engine._tiers.store.lost, run.engine.fault) == (0, 2, "")
+
+
+async def test_a_disk_that_removes_nothing_costs_no_answer(
+    started: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await started()
+    run.engine._tiers.store._room = 1
+
+    def read_only(_self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError("a read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert (await read(run, "first", DOCUMENT)).ids == expected(list(DOCUMENT))
+    await saved(run)
+    assert (len(run.engine._tiers.store), run.engine.fault) == (1, "")
 
 
 def test_files_of_other_k_v_are_refused(tmp_path: Path) -> None:

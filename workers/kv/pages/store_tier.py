@@ -158,7 +158,7 @@ class StoreTier:
             oldest, used = self._groups.popitem(last=False)
             self._evicted += 1
             self._evicted_age_s += self._clock() - used
-            await self._stored("remove", oldest, ())
+            await self._remove(oldest)
 
     def _use(self, name: bytes) -> None:
         self._groups[name] = self._clock()
@@ -193,4 +193,10 @@ class StoreTier:
     async def _forget(self, name: bytes) -> None:
         self.lost += 1
         self._groups.pop(name, None)
-        await self._stored("remove", name, ())
+        await self._remove(name)
+
+    async def _remove(self, name: bytes) -> None:
+        try:
+            await self._stored("remove", name, ())
+        except StoreError as error:
+            log.warning("K/V stays on disk: %s", error)

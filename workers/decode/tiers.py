@@ -1,0 +1,150 @@
+"""What a decode worker remembers below its pages: in host memory, and behind that on disk.
+
+A reservation that builds on it is answered when all of it is in the request's own pages. So whatever follows
+is a hit in pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..kv.host_memory import RanksMemory
+from ..kv.pages.host_tier import HostTier
+from ..kv.pages.pool import PAGE_TOKENS, PagePool
+from ..kv.pages.store_tier import GROUP_PAGES, StoreTier
+from ..messages.events import FinishReason, Prefix
+from ..messages.prompts import PromptKey
+from ..messages.requests import DecodeFailed, Refused, Reservation, Reserved
+from ..messages.states import TierStats
+from .request_table import DecodeRequests
+
+T = TypeVar("T")
+_Loading = asyncio.Task[tuple[list[int], int]]
+
+
+class KeptTasks:
+    """Work that a caller who gives up must not stop half way."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel(self) -> None:
+        """Stop all, and wait for their ends."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Tiers:
+    """requests: the worker's. memory: of all ranks. room: the most pages on disk. clock: seconds."""
+
+    def __init__(
+        self, requests: DecodeRequests, memory: RanksMemory, room: int, clock: Callable[[], float]
+    ) -> None:
+        self._requests, self._memory = requests, memory
+        self.host = HostTier(requests.entries, memory.slots, memory.move, clock)
+        self.store: StoreTier | None = None
+        if memory.files is not None:
+            groups = max(1, room // GROUP_PAGES)
+            self.store = StoreTier(self.host, memory.stored, memory.files.names(), groups, clock)
+        requests.manager.host = self.host
+        self.under_way = KeptTasks()
+        self._loading: set[str] = set()
+        """Requests whose beginning is being loaded from disk, and that nobody has cancelled."""
+
+    def runs(self) -> list[Coroutine[Any, Any, None]]:
+        """What copies and saves in the background, until cancelled."""
+        return [self.host.run(), *([] if self.store is None else [self.store.run()])]
+
+    async def close(self) -> None:
+        await self.under_way.cancel()
+        self._memory.close()
+
+    def stats(self) -> tuple[TierStats, ...]:
+        tiers = (self.host, self.store)
+        return tuple(tier.stats(self._memory.page_bytes) for tier in tiers if tier is not None)
+
+    def find(self, key: PromptKey) -> Prefix | None:
+        """Return a prompt's longest beginning that is in pages, and behind them in host memory, and behind
+        that on disk."""
+        pages, slots, exact = self._requests.manager.find(key)
+        count = len(pages) + len(slots)
+        if self.store is not None:
+            groups, also_exact = self.store.find(key, count)
+            if groups:
+                count += len(groups) * GROUP_PAGES - count % GROUP_PAGES
+                exact = exact and also_exact
+        return Prefix(tokens=count * PAGE_TOKENS, exact=exact) if count else None
+
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused:
+        """Raises DecodeFailed if the request is cancelled while it waits, or if K/V does not come back."""
+        loaded, loaded_tokens = await self._load(reservation)
+        try:
+            reserved = await self._requests.reserve(reservation)
+        finally:
+            self.host.pool.release(loaded)
+        if isinstance(reserved, Reserved) and reserved.host_tokens:
+            await asyncio.shield(self.under_way.begin(self._bring_back(reservation.request_id)))
+            on_disk = min(loaded_tokens, reserved.host_tokens)
+            reserved = replace(reserved, host_tokens=reserved.host_tokens - on_disk, disk_tokens=on_disk)
+        return reserved
+
+    def cancel(self, request_id: str) -> None:
+        """The request takes no pages any more if it has none."""
+        self._loading.discard(request_id)
+
+    async def _load(self, reservation: Reservation) -> tuple[list[int], int]:
+        """Load what a reservation builds on from disk into host memory.
+
+        Returns: held slots, and how many tokens were loaded.
+        """
+        request_id, key = reservation.request_id, reservation.key
+        if self.store is None or key is None or not reservation.prefix_tokens:
+            return [], 0
+        on_gpu, _exact = self._requests.entries.find(key)
+        pages = reservation.prefix_tokens // PAGE_TOKENS
+        loading = self.under_way.begin(self.store.load(key, len(on_gpu), pages))
+        self._loading.add(request_id)
+        try:
+            slots, loaded = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            self.cancel(request_id)
+            self.under_way.begin(_release_loaded(loading, self.host.pool))
+            raise
+        if request_id not in self._loading:
+            self.host.pool.release(slots)
+            raise DecodeFailed("cancelled")
+        self.cancel(request_id)
+        return slots, loaded * PAGE_TOKENS
+
+    async def _bring_back(self, request_id: str) -> None:
+        """Copy what a reserved request builds on from host memory into its pages."""
+        request = self._requests.live(request_id)
+        if request is None:
+            return
+        try:
+            with request.pages.use() as pages:
+                if pages is not None:
+                    await self.host.bring_back(request.pages.slots, request.pages.brought_back)
+                    request.pages.release_slots()
+        except Exception as error:
+            request.close(FinishReason.FAILED, str(error))
+            self._requests.forget(request)
+            raise DecodeFailed(f"K/V did not come back from host memory: {error}") from error
+
+
+async def _release_loaded(loading: _Loading, pool: PagePool) -> None:
+    pool.release((await loading)[0])
