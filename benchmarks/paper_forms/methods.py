@@ -167,6 +167,11 @@ class SharedMasksOptions(AntidiagonalOptions):
 
 
 @dataclass(frozen=True)
+class MeanTilesOptions(AntidiagonalOptions):
+    """XAttention's tiles, the dropped ones by their means (experiment 0002)."""
+
+
+@dataclass(frozen=True)
 class ChangedRowsOptions(StreamingOptions):
     """The Δ correction where queries change (experiment 0002)."""
 
@@ -177,7 +182,7 @@ _IDEAS, _SOURCE = f"{__package__}.ideas", "experiment 0002"
 _SELECTORS = "deltafront.kernels.selectors"
 register("shared_masks", SharedMasksOptions, f"{_IDEAS}:SharedMasksSelector", _SPARSE, source=_SOURCE)
 register(
-    "mean_tiles", AntidiagonalOptions, f"{_SELECTORS}.grouped.antidiagonal:AntidiagonalSelector",
+    "mean_tiles", MeanTilesOptions, f"{_SELECTORS}.grouped.antidiagonal:AntidiagonalSelector",
     f"{_IDEAS}:MeanTilesExecutor", source="FlashPrefill V2, its zero-order form", from_keys=True,
 )  # fmt: skip
 register(

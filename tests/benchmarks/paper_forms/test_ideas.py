@@ -24,7 +24,7 @@ from deltafront.kernels.build import build, options_for, part_of
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.executors.block_sparse import cpu_attend
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
-from deltafront.kernels.methods import load, method_spec, registered
+from deltafront.kernels.methods import PRESETS, load, method_spec, registered
 from deltafront.kernels.selectors.streaming import StreamingSelector
 
 load("deltafront.benchmarks.paper_forms.methods")
@@ -154,3 +154,11 @@ def test_dense_rows_are_those_whose_query_has_turned_furthest() -> None:
                 assert is_dense_HT[h, row]
             last = row if is_dense_HT[h, row] else last
     assert max(turned) < min(kept)
+
+
+def test_methods_of_benchmarks_are_told_from_the_served_ones() -> None:
+    """Another process imports the module of a method's options, and tests of what is served leave it out."""
+    for name, preset in PRESETS.items():
+        parts = [part for part in (preset.selector, preset.executor) if isinstance(part, str)]
+        if any(part.startswith("deltafront.benchmarks.") for part in parts):
+            assert preset.module.startswith("deltafront.benchmarks."), name
