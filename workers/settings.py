@@ -169,7 +169,7 @@ class DecodeConfig(WorkerConfig):
     """A directory where a worker saves what is in its host memory, in groups of 256 tokens: it outlives the
     worker. Workers of one model may share it. None: nothing is saved."""
     store_gib: Positive = 100.0
-    """What a worker saves at most; the least recently used is removed."""
+    """A worker saves at most so much, and removes the least recently used."""
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
     """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""

@@ -4,7 +4,8 @@
 # PART of 0001: tiles, keys (untuned, 7,680 tokens), thresholds (before long-thresholds), long, long-thresholds
 # (130,500 tokens), decode, decay. PART of 0002: ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262,
 # far-524, ideas-7680, ideas-130500.
-# TEXTS (for far-*: three packages' sources to a file): a folder that these have written, SymPy's sources to calibrate on (they are of set B):
+# TEXTS: a folder that these commands have written; far-* need three packages' sources to a file. `thresholds`
+# calibrates on SymPy's sources, which are of set B:
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS/calibration --packages sympy
 # OUT: for results, and for the profile that `thresholds` leaves. MINUTES (4): no document is begun later. A part

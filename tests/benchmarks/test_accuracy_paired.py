@@ -136,7 +136,7 @@ def test_key_tokens_weigh_documents_by_how_many_they_have() -> None:
 
 
 def task_rows(task: str, *documents: tuple[list[bool], list[bool]]) -> list[Outcome]:
-    """What dense and dpxa answer exactly in each document."""
+    """Questions that dense and dpxa answer exactly in each document."""
     return [
         replace(outcome(case, f"{task}-{at}", 0.0, *exacts), task=task)
         for at, both in enumerate(documents)

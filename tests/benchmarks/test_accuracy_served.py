@@ -89,7 +89,7 @@ def test_every_method_reads_once_and_cases_are_paired_with_the_first() -> None:
 
 
 def test_any_right_answer_to_a_prompt_counts_and_it_is_asked_once() -> None:
-    """As RULER's questions of several answers have them; the longest decides how many tokens come."""
+    """RULER's questions have several answers; the longest decides how many tokens come."""
     client = FakeClient()
     questions = [Question("both 1", (5, 7), gold) for gold in ((9, 9), (5,), (5, 6))]
     questions += [Question("both 2", (6, 7), (6, 1)), Question("both 2", (6, 7), (7, 7))]

@@ -230,7 +230,7 @@ class FakeDecode(Pausing):
     remembers = True
     append_rate = 0.0
     host_tokens = disk_tokens = 0
-    """Of a prefix, as `Reserved` says."""
+    """A prefix has so many from there, as `Reserved` says."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
         super().__init__()

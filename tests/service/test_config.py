@@ -324,7 +324,7 @@ def test_what_does_not_fit_the_model_fails_at_start(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_the_least_host_memory_is_a_batch_of_pages(dtype: str, kv_dtype: Any) -> None:
-    """What a worker takes: it refuses less by itself."""
+    """A worker takes it: it refuses less by itself."""
     shape, least = SHAPES["8b"], 256 * 16 * kv_bytes(SHAPES["8b"], 32, dtype, kv_dtype) / 2**30  # type: ignore[arg-type]
     for gib, enough in ((least * 0.99, False), (math.ceil(least * 1000) / 1000, True)):
         given = content("decode", host_cache_gib=gib, kv_dtype=kv_dtype)

@@ -104,7 +104,7 @@ class Collector:
 async def prefilled(
     model: Path, ids: list[int], method: MethodSpec, device: str = "cpu", **more: Any
 ) -> tuple[Any, Any]:
-    """What a group hands over, and its report."""
+    """Return the K/V that a group hands over, and its report."""
     sink = Collector()
     config = PrefillConfig(cache_tokens=2048, stream_lease_s=600.0, device=device, **more)
     controller = local_controller(spec_of(model), config, sink)

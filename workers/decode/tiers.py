@@ -1,4 +1,4 @@
-"""What a decode worker remembers below its pages: in host memory, and behind that on disk.
+"""The K/V that a decode worker remembers below its pages: in host memory, and behind that on disk.
 
 A reservation that builds on it is answered when all of it is in the request's own pages. So whatever follows
 is a hit in pages.
@@ -66,7 +66,7 @@ class Tiers:
         """Requests whose beginning is being loaded from disk, and that nobody has cancelled."""
 
     def runs(self) -> list[Coroutine[Any, Any, None]]:
-        """What copies and saves in the background, until cancelled."""
+        """Return the loops that copy and save in the background, until cancelled."""
         return [self.host.run(), *([] if self.store is None else [self.store.run()])]
 
     async def close(self) -> None:
@@ -81,13 +81,16 @@ class Tiers:
         """Return a prompt's longest beginning that is in pages, and behind them in host memory, and behind
         that on disk."""
         pages, slots, exact = self._requests.manager.find(key)
-        count = len(pages) + len(slots)
+        near, on_disk, seconds = len(pages) + len(slots), 0, 0.0
         if self.store is not None:
-            groups, also_exact = self.store.find(key, count)
+            groups, also_exact = self.store.find(key, near)
             if groups:
-                count += len(groups) * GROUP_PAGES - count % GROUP_PAGES
-                exact = exact and also_exact
-        return Prefix(tokens=count * PAGE_TOKENS, exact=exact) if count else None
+                on_disk = len(groups) * GROUP_PAGES - near % GROUP_PAGES
+                seconds, exact = self.store.seconds(on_disk), exact and also_exact
+        if not near + on_disk:
+            return None
+        tokens = (near + on_disk) * PAGE_TOKENS
+        return Prefix(tokens=tokens, exact=exact, disk_tokens=on_disk * PAGE_TOKENS, disk_s=seconds)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Raises DecodeFailed if the request is cancelled while it waits, or if K/V does not come back."""

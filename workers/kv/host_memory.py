@@ -37,7 +37,7 @@ class HostMemory:
     def copy(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
         """Copy pages to as many slots; `back`: slots to pages. Returns when all are there.
 
-        Pages and slots in a row are one copy a layer, on a stream of its own.
+        Pages and slots in a row are one copy a layer, on the stream of received K/V.
         """
         runs = [row_runs(places, 0, len(places) * PAGE_TOKENS) for places in (pages, slots)]
         pieces = [[row // PAGE_TOKENS for row in piece] for piece in paired_runs(*runs)]

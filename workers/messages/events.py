@@ -103,11 +103,16 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """A prompt's first `tokens` tokens, whose K/V a decode worker remembers. exact: all made by dense
-    attention."""
+    """A prompt's first `tokens` tokens, whose K/V a decode worker remembers.
+
+    exact: all made by dense attention. disk_tokens: so many, the last of them, are on disk alone. disk_s: the
+    seconds that these take to come back; 0 where nobody knows.
+    """
 
     tokens: int
     exact: bool = True
+    disk_tokens: int = 0
+    disk_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

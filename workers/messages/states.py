@@ -65,7 +65,7 @@ class OwnerUse:
 
 @dataclass(frozen=True, kw_only=True)
 class TierStats:
-    """What is remembered below the GPU: in `host` memory or on `disk`. room, pages: the most, and so many are
+    """A tier below the GPU: `host` memory or `disk`. room, pages: the most, and so many are
     there. evicted, evicted_age_s: given up for others so far, and the seconds since their last uses, added
     up. missed: gone before they were copied there, or not readable. back, back_s: came back, in so many
     seconds."""

@@ -113,6 +113,13 @@ def group_seconds(start: int, tokens: int, rates: Rates) -> float:
     return (rates.queued + tokens - start) / rates.read + fetching
 
 
+def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
+    """Leave out what a group reads sooner than a disk brings it back."""
+    if not rates.read or prefix.disk_s <= prefix.disk_tokens / rates.read:
+        return prefix
+    return replace(prefix, tokens=prefix.tokens - prefix.disk_tokens, disk_tokens=0, disk_s=0.0)
+
+
 def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
     """Order the workers that remember a prompt by how much of it, without those that are much fuller than
     another one.
@@ -148,7 +155,11 @@ async def find_prefix(
     if tokens <= _MIN_TOKENS:
         return None
     states = not_draining(tuple(fleet.view.workers.values()))
-    answers = await asyncio.gather(*(_ask(fleet, state.name, key) for state in states))
+    asked = await asyncio.gather(*(_ask(fleet, state.name, key) for state in states))
+    answers = [
+        hit and replace(hit, prefix=worth_loading(hit.prefix, _rates(fleet, hit.worker.name)))
+        for hit in asked
+    ]
     hits = {hit.worker.name: hit for hit in answers if hit and usable_prefix(hit.prefix.tokens, tokens)}
     found = {name: hit.prefix.tokens for name, hit in hits.items()}
     names = hold_most(found, states, tokens + answer_tokens)

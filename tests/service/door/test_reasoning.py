@@ -84,7 +84,7 @@ def house(make_house: Callable[..., House]) -> House:
 
 
 def streamed(api: openai.OpenAI, **options: Any) -> tuple[AnswerPart, Any]:
-    """What is told, and the usage at the end."""
+    """Return the texts that are told, and the usage at the end."""
     usage = {"stream_options": {"include_usage": True}}
     *chunks, last = chat(api, max_tokens=99, stream=True, **usage, **options)
     deltas = [chunk.choices[0].delta for chunk in chunks]

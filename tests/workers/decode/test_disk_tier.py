@@ -1,5 +1,5 @@
-"""What a decode worker saves on disk outlives it, answers as it would have, and is read again where a file is
-gone, changed or of another model."""
+"""K/V that a decode worker saves on disk outlives it, and answers as it would have. It is read again where a
+file is gone, changed or of another model."""
 
 from __future__ import annotations
 
@@ -68,6 +68,12 @@ async def test_another_worker_answers_from_disk(started: Any, expected: Expected
     assert (reserved.held_tokens, reserved.host_tokens, reserved.disk_tokens) == (2 * GROUP, 0, 2 * GROUP)
     await second.engine.cancel("asked")
     assert (await go_on(second, "again", DOCUMENT, 2 * GROUP)).ids == expected(list(DOCUMENT))
+    third = await started()
+    told = await third.engine.find_prefix(key_of(DOCUMENT))
+    assert (told.tokens, told.disk_tokens, told.disk_s) == (2 * GROUP, 2 * GROUP, 0.0), "no rate is known"
+    await go_on(third, "first", DOCUMENT[: GROUP + 20], GROUP)
+    told = await third.engine.find_prefix(key_of(DOCUMENT))
+    assert (told.tokens, told.disk_tokens) == (2 * GROUP, GROUP - 16) and told.disk_s > 0
     longer = [*DOCUMENT[: GROUP + 100], *prompt(60, seed=5)]
     assert await found(second, longer) == (GROUP + 100) // 16 * 16
     await saved(second)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import takewhile
 
 from ...messages.prompts import LINK_BYTES, PromptKey
 from ...messages.states import TierStats
@@ -87,14 +88,15 @@ class StoreTier:
         """
         held = list(self._host.find(key, on_gpu)[0])
         self._host.pool.retain(held)
-        first, before, began = on_gpu + len(held), len(held), self._clock()
+        first, began = on_gpu + len(held), self._clock()
         names, _exact = self.find(key, first)
         last = -(-pages // GROUP_PAGES) - first // GROUP_PAGES
         numbered = list(enumerate(names[: max(0, last)], start=first // GROUP_PAGES))
         free = asyncio.Semaphore(AT_ONCE)
         loaded = await asyncio.gather(*(self._load(free, key, *group) for group in numbered))
         held += [slot for slots in loaded for slot in slots]
-        brought = max(0, min(len(held) - before - first % GROUP_PAGES, pages - first))
+        in_a_row = sum(len(slots) for slots in takewhile(bool, loaded))
+        brought = max(0, min(in_a_row - first % GROUP_PAGES, pages - first))
         self._back += brought
         self._back_s += self._clock() - began if brought else 0.0
         return held, brought
@@ -159,6 +161,10 @@ class StoreTier:
             self._evicted += 1
             self._evicted_age_s += self._clock() - used
             await self._remove(oldest)
+
+    def seconds(self, pages: int) -> float:
+        """Return how long so many pages take to come back; 0 while nothing has."""
+        return pages * self._back_s / self._back if self._back else 0.0
 
     def _use(self, name: bytes) -> None:
         self._groups[name] = self._clock()

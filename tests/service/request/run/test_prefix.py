@@ -18,7 +18,15 @@ from deltafront.service.errors import InvalidArgument
 from deltafront.service.fleet.session_ids import worker_of
 from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run import attempt
-from deltafront.service.request.run.prefix import Rates, hold_most, rest_is_long, resume_at, usable_prefix
+from deltafront.service.request.run.prefix import (
+    Rates,
+    hold_most,
+    rest_is_long,
+    resume_at,
+    usable_prefix,
+    worth_loading,
+)
+from deltafront.workers.messages.events import Prefix
 from deltafront.workers.messages.methods import PAGE_TOKENS, lasting_tokens, method_spec
 from deltafront.workers.messages.prompts import LINK_BYTES, chain_of, links_of
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
@@ -169,6 +177,16 @@ def test_the_one_that_holds_most_is_asked_unless_it_is_much_fuller() -> None:
         "who has none waits"
     )
     assert hold_most({}, workers, 400) == []
+
+
+def test_what_a_disk_brings_back_later_than_a_group_reads_it_is_left_there() -> None:
+    slow = Prefix(tokens=8192, disk_tokens=4096, disk_s=2.0)
+    reads = Rates(read=4096.0)
+    assert worth_loading(slow, reads) == Prefix(tokens=4096)
+    for sooner in (Rates(read=2000.0), Rates()):
+        assert worth_loading(slow, sooner) == slow
+    unknown = Prefix(tokens=8192, disk_tokens=4096)
+    assert worth_loading(unknown, reads) == unknown
 
 
 # --- through the door --------------------------------------------------------------------------------------

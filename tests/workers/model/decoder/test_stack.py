@@ -470,7 +470,7 @@ def test_greedy_tokens_equal_transformers(case: Case) -> None:
 
 
 def widths(config: ModelConfig, name: str) -> list[int]:
-    """Of the matrices that one of `MixtureWeights` or `MlpWeights` is made of."""
+    """The matrices that one of `MixtureWeights` or `MlpWeights` is made of."""
     shared = [
         width for module, width in config.mlp_modules.items() if (module == SHARED) == ("shared" in name)
     ]

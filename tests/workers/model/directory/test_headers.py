@@ -103,7 +103,7 @@ PREDICTING = """eh_proj.weight enorm.weight hnorm.weight embed_tokens.weight sha
 
 
 def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> None:
-    """As many as config.json says; transformers does not save them, published checkpoints have them."""
+    """config.json says how many. transformers does not save them, published checkpoints have them."""
     save(tmp_path, "glm4_moe")
     wanted = {name: read.clone() for name, read in load_file(tmp_path / SINGLE).items()}
     more = {f"model.layers.{LAYERS}.{name}": torch.ones(3) for name in PREDICTING}

@@ -173,7 +173,7 @@ def test_every_end_token_of_the_file_ends_an_answer(tmp_path: Path) -> None:
 
 
 def test_gemma_3_has_keys_and_numbers_of_its_own(tmp_path: Path) -> None:
-    """What its files leave out is llama.cpp's: a window's rope, and the 27B model's scale of scores."""
+    """llama.cpp knows what the files leave out: a window's rope, and the 27B model's scale of scores."""
     window = {"attention__sliding_window": 64, "rope__freq_base": 1e6, **LINEAR}
     found = config(tmp_path, "gemma3", **window)
     assert (found.sliding_window, found.window_layers, found.attention_scale) == (64, (0,), 1.0)
