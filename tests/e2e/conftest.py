@@ -73,7 +73,7 @@ def service(
     settings = yaml.safe_load(CONFIG.read_text())
     settings["prefill"]["chunk_tokens"] = sizes.chunk
     settings["door"]["tracing"] = collector.url
-    tiers = {"host_cache_gib": 0.5, "store": str(tmp_path_factory.mktemp("store")), "store_gib": 1.0}
+    tiers = {"host_cache_gib": 0.2, "store": str(tmp_path_factory.mktemp("store")), "store_gib": 1.0}
     settings["decode"] |= tiers
     config = tmp_path_factory.mktemp("service") / CONFIG.name
     config.write_text(yaml.safe_dump(settings))
