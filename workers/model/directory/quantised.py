@@ -17,7 +17,7 @@ from .text_part import text_config
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Names of dtypes are those of safetensors."""
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
-_IGNORED = (*_KV_SCALES, "input_scale", "output_scale", "q_scale")
+_IGNORED = (*_KV_SCALES, "input_scale", "activation_scale", "output_scale", "q_scale")
 _SERVED = (
     "take the model in 16 bits, or in FP8 (compressed-tensors, ModelOpt, or blocks of 128 × 128), AWQ (gemm, "
     "4 bits), GPTQ or compressed-tensors (pack-quantized; 4 or 8 bits), or bitsandbytes nf4"

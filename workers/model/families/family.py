@@ -57,6 +57,7 @@ class Family:
         hidden_act: The activation, which config.json must not contradict.
         rope_theta: Where config.json names none.
         implied: Keys of config.json → what transformers takes a missing one for. Of `OPTIONAL` it has these.
+        only: Keys of config.json → the values that are served, of a list's each.
         fixed: Fields of ModelConfig that no key tells.
         keys: Its names of config.json's keys → Llama's.
         layers: How its layers' tensors begin, before the layer's number.
@@ -74,6 +75,7 @@ class Family:
     hidden_act: str = "silu"
     rope_theta: float = 10_000.0
     implied: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers."
@@ -85,7 +87,8 @@ class Family:
 
     def own_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with Llama's names of keys and the values of missing ones."""
-        return {**self.implied, **{self.keys.get(key, key): value for key, value in raw.items()}}
+        renamed = {own: raw[key] for key, own in self.keys.items() if key in raw}
+        return {**self.implied, **raw, **renamed}
 
     def own_name(self, stored: str) -> str:
         """Return our name of a tensor in its checkpoints."""

@@ -71,6 +71,8 @@ MULTIPLIERS = {
     "logits_scaling": 3.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+MINISTRAL3 = YARN | {"factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3}
+"""Queries grow four times within the prompt."""
 MIXTURE = {
     "moe_intermediate_size": 32,
     "num_experts": 8,
@@ -141,6 +143,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=14
         ),
     ),
+    "ministral3": lambda: transformers.Ministral3Config(**SHAPE, rope_parameters=MINISTRAL3),
+    "ministral3-multimodal": lambda: transformers.Mistral3Config(
+        text_config=transformers.Ministral3Config(
+            **SHAPE, rope_parameters=MINISTRAL3, tie_word_embeddings=True
+        ),
+        vision_config=transformers.PixtralVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=14
+        ),
+        tie_word_embeddings=True,
+    ),
     "seed-oss-all-biases": lambda: transformers.SeedOssConfig(
         **SHAPE, attention_out_bias=True, mlp_bias=True
     ),
@@ -154,6 +166,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "granite": lambda: transformers.GraniteConfig(
         **SHAPE | WITHOUT_HEAD_DIM, tie_word_embeddings=True, **MULTIPLIERS
+    ),
+    "granite4": lambda: transformers.GraniteMoeHybridConfig(
+        **SHAPE | WITHOUT_HEAD_DIM,
+        **MULTIPLIERS,
+        num_local_experts=0,
+        shared_intermediate_size=80,
+        layer_types=["full_attention"] * SHAPE["num_hidden_layers"],
+        position_embedding_type="rope",
+        mamba_n_heads=4,
     ),
     "smollm3": lambda: transformers.SmolLM3Config(**SHAPE, **PADDING, rope_parameters=YARN),
     "smollm3-listed": lambda: transformers.SmolLM3Config(
