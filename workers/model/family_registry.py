@@ -83,9 +83,14 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
     return next((one for one in FAMILIES.values() if one.model_type == config.get("model_type")), None)
 
 
-def gguf_families() -> dict[str, tuple[Family, GgufNames]]:
-    """Return the families that have GGUF files, by llama.cpp's architecture."""
-    return {one.gguf.architecture: (one, one.gguf) for one in FAMILIES.values() if one.gguf is not None}
+def gguf_families() -> dict[str, list[tuple[Family, GgufNames]]]:
+    """Return the families that have GGUF files, by llama.cpp's architecture. One that its files tell from
+    another comes first."""
+    found: dict[str, list[tuple[Family, GgufNames]]] = {}
+    for one in FAMILIES.values():
+        if one.gguf is not None:
+            found.setdefault(one.gguf.architecture, []).append((one, one.gguf))
+    return {name: sorted(each, key=lambda pair: not pair[1].told_by) for name, each in found.items()}
 
 
 def unserved_features(config: Mapping[str, Any]) -> list[str]:

@@ -34,6 +34,7 @@ class GgufNames:
         keys: Metadata of numbers → keys of config.json.
         implied: Keys of config.json of which a file says nothing → llama.cpp's values.
         by_layers: A model's number of layers → such keys of it alone.
+        told_by: Metadata that files of this family have, where another one has the same architecture.
         adds_offset: Norms' weights have `ModelConfig.norm_offset` added.
     """
 
@@ -43,6 +44,7 @@ class GgufNames:
     keys: Mapping[str, str] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     by_layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    told_by: str = ""
     adds_offset: bool = False
 
 

@@ -6,7 +6,7 @@ MISTRAL = Family(
     model_type="mistral",
     wrappers=("Mistral3ForConditionalGeneration",),
     implied={"sliding_window": 4096, "layer_types": None},
-    note="GGUF files of it say llama. Of a multimodal checkpoint the language model is served.",
+    note="GGUF files of it say llama, or mistral3. Of a multimodal checkpoint the language model is served.",
 )
 MINISTRAL3 = Family(
     name="Ministral 3, Devstral Small 2",
@@ -24,7 +24,10 @@ MINISTRAL3 = Family(
     gguf=GgufNames(
         architecture="mistral3",
         permuted=True,
-        keys={"attention.temperature_scale": "llama_4_scaling_beta"},
+        keys={
+            "attention.temperature_scale": "llama_4_scaling_beta",
+            "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        },
     ),
     note="Queries grow with their position. Of a multimodal checkpoint the language model is served.",
 )

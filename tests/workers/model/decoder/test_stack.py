@@ -187,7 +187,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * SHAPE["num_hidden_layers"]
     ),
     "exaone4-windows": lambda: transformers.Exaone4Config(
-        **SHAPE, sliding_window=WINDOW, sliding_window_pattern=4
+        **SHAPE, sliding_window=WINDOW, layer_types=MIXED
     ),
     "mistral-windows": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW),
     "mistral-mixed": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
@@ -198,7 +198,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SHAPE | WITHOUT_HEAD_DIM, **PADDING, sliding_window=WINDOW
     ),
     "olmo3": lambda: transformers.Olmo3Config(
-        **SHAPE | WITHOUT_HEAD_DIM, sliding_window=WINDOW, rope_parameters={"full_attention": YARN}
+        **SHAPE | WITHOUT_HEAD_DIM,
+        sliding_window=WINDOW,
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": YARN["rope_theta"]},
+        },
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA3, rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0}}
