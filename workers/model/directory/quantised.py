@@ -1,7 +1,7 @@
 """Checkpoints whose matrices are quantised: how config.json says so, and which tensors stand for a matrix.
 
 Without torch; `weights/dequantise.py` computes the numbers. Scales of activations and K/V are not needed,
-because activations are quantised as they come and K/V has 16 bits.
+because activations are quantised as they come, and K/V has 16 bits or scales of its own (decision 0022).
 """
 
 from __future__ import annotations
