@@ -28,10 +28,13 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import SHARED, ModelConfig, read_config
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
+from deltafront.workers.model.directory.text_part import own_names
+from deltafront.workers.model.family_registry import FAMILIES as SERVED
 from deltafront.workers.model.family_registry import gguf_families
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.gguf_source import GgufSource
@@ -42,6 +45,8 @@ from .gguf_files import GGUF, write_gguf
 LIMIT = 1e-4
 TOKENS = 150
 CUTS = {"whole": (TOKENS,), "chunks": (48, 16, 64, 22), "ragged": (7, 100, 1, 42)}
+ASKED = 48, 52, 21
+"""A document in two chunks, and a question that is appended to it."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -71,6 +76,8 @@ MULTIPLIERS = {
     "logits_scaling": 3.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+MINISTRAL3 = YARN | {"factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3}
+"""Queries grow four times within the prompt."""
 MIXTURE = {
     "moe_intermediate_size": 32,
     "num_experts": 8,
@@ -82,6 +89,11 @@ GLM_MIXTURE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 2.5,
+}
+FP8_FILES = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
 }
 WINDOW = 37
 """Tokens: no multiple of a page or a block, and a quarter of the prompt."""
@@ -141,6 +153,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=14
         ),
     ),
+    "ministral3": lambda: transformers.Ministral3Config(**SHAPE, rope_parameters=MINISTRAL3),
+    "ministral3-multimodal": lambda: transformers.Mistral3Config(
+        text_config=transformers.Ministral3Config(
+            **SHAPE, rope_parameters=MINISTRAL3, tie_word_embeddings=True
+        ),
+        vision_config=transformers.PixtralVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=14
+        ),
+        tie_word_embeddings=True,
+    ),
     "seed-oss-all-biases": lambda: transformers.SeedOssConfig(
         **SHAPE, attention_out_bias=True, mlp_bias=True
     ),
@@ -155,6 +177,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "granite": lambda: transformers.GraniteConfig(
         **SHAPE | WITHOUT_HEAD_DIM, tie_word_embeddings=True, **MULTIPLIERS
     ),
+    "granite4": lambda: transformers.GraniteMoeHybridConfig(
+        **SHAPE | WITHOUT_HEAD_DIM,
+        **MULTIPLIERS,
+        num_local_experts=0,
+        shared_intermediate_size=80,
+        layer_types=["full_attention"] * SHAPE["num_hidden_layers"],
+        position_embedding_type="rope",
+        mamba_n_heads=4,
+    ),
     "smollm3": lambda: transformers.SmolLM3Config(**SHAPE, **PADDING, rope_parameters=YARN),
     "smollm3-listed": lambda: transformers.SmolLM3Config(
         **SHAPE, **PADDING, no_rope_layers=[0, 1, 1, 0, 0, 1], attention_bias=True
@@ -166,7 +197,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * SHAPE["num_hidden_layers"]
     ),
     "exaone4-windows": lambda: transformers.Exaone4Config(
-        **SHAPE, sliding_window=WINDOW, sliding_window_pattern=4
+        **SHAPE, sliding_window=WINDOW, layer_types=MIXED
     ),
     "mistral-windows": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW),
     "mistral-mixed": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
@@ -177,7 +208,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SHAPE | WITHOUT_HEAD_DIM, **PADDING, sliding_window=WINDOW
     ),
     "olmo3": lambda: transformers.Olmo3Config(
-        **SHAPE | WITHOUT_HEAD_DIM, sliding_window=WINDOW, rope_parameters={"full_attention": YARN}
+        **SHAPE | WITHOUT_HEAD_DIM,
+        sliding_window=WINDOW,
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": YARN["rope_theta"]},
+        },
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA3, rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0}}
@@ -221,6 +257,18 @@ def expected_logits(directory: Path, ids_T: torch.Tensor, dtype: torch.dtype = t
     model = model_class(config).from_pretrained(directory, dtype=dtype).eval()
     with torch.no_grad():
         return model(ids_T[None]).logits[0].float()
+
+
+def greedy_tokens(directory: Path, ids_T: torch.Tensor, tokens: int) -> list[int]:
+    """Transformers' answer, which no token ends."""
+    theirs = model_class(config := transformers.AutoConfig.from_pretrained(directory))
+    model = theirs.from_pretrained(directory, config=config, dtype=torch.float32).eval()
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    more: dict[str, Any] = {"attention_mask": torch.ones_like(ids_T[None]), "do_sample": False}
+    with torch.no_grad():
+        whole_BT = model.generate(ids_T[None], max_new_tokens=tokens, **more)
+    answer: list[int] = whole_BT[0, len(ids_T) :].tolist()
+    return answer
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -447,26 +495,22 @@ def test_decode_steps_of_a_batch_equal_prefill(case: Case) -> None:
 
 
 def test_greedy_tokens_equal_transformers(case: Case) -> None:
-    """A document in chunks through two stages, a question appended to it, and 64 tokens one by one."""
-    document, question, tokens = 100, 21, 64
-    end, stages = document + question, load_stages(case, 2)
-    directory = case.theirs or case.directory
-    theirs = model_class(config := transformers.AutoConfig.from_pretrained(directory))
-    model = theirs.from_pretrained(directory, config=config, dtype=torch.float32).eval()
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no token ends it
-    with torch.no_grad():
-        ids_BT = case.ids_T[None, :end]
-        more: dict[str, Any] = {"attention_mask": torch.ones_like(ids_BT), "do_sample": False}
-        whole_BT = model.generate(ids_BT, max_new_tokens=tokens, **more)
+    """Through two stages, one by one."""
+    asked_T = case.ids_T[: sum(ASKED)]
+    assert answered(case, load_stages(case, 2)) == greedy_tokens(case.theirs or case.directory, asked_T, 64)
+
+
+def answered(case: Case, stages: list[LayerStack], tokens: int = 64) -> list[int]:
+    end = sum(ASKED)
     pages, found = Pages(case.config, [table_of(end + tokens)]), list[int]()
-    logits_TV = prefill(stages, case.ids_T[:end], (48, 52, question), pages)
+    logits_TV = prefill(stages, case.ids_T[:end], ASKED, pages)
     for position in range(end, end + tokens):
         found.append(int(logits_TV[-1].argmax()))
         hidden_TC = stages[0].embed(torch.tensor(found[-1:]))
         for stage in stages:
             hidden_TC = stage.forward(hidden_TC, torch.tensor([position]), pages.step([position]))
         logits_TV = stages[-1].logits(hidden_TC)
-    assert found == whole_BT[0, end:].tolist()
+    return found
 
 
 def widths(config: ModelConfig, name: str) -> list[int]:
@@ -525,15 +569,43 @@ def test_a_gguf_gives_the_same_logits(case: Case, tmp_path: Path, request: pytes
     write_gguf(tmp_path / "model.gguf", raw, tensors, *GGUF[kind])
     (tmp_path / "config.json").write_text(json.dumps(GgufSource(tmp_path / "model.gguf").config()))
     found = Case(tmp_path, read_config(tmp_path), case.ids_T, case.logits_TV)
-    logits_TV = prefill(
-        load_stages(found, 2), case.ids_T, CUTS["chunks"], Pages(found.config, [table_of(TOKENS)])
-    )
+    stages = load_stages(found, 2)
+    logits_TV = prefill(stages, case.ids_T, CUTS["chunks"], Pages(found.config, [table_of(TOKENS)]))
     assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
+    assert answered(found, stages) == answered(case, load_stages(case, 2))
+
+
+def test_its_fp8_files_give_the_logits_of_their_numbers(case: Case, tmp_path: Path) -> None:
+    """Whatever a family's tensors are called and however they are fused."""
+    raw = json.loads((case.directory / "config.json").read_text())
+    plain = load_file(case.directory / "model.safetensors")
+    stored = dict(plain)
+    for own, name in own_names(plain, raw).items():
+        if ".layers." in own and plain[name].dim() == 2 and not own.endswith("mlp.gate.weight"):
+            scales_O1 = plain[name].abs().amax(1, keepdim=True) / 448
+            stored[name] = (plain[name] / scales_O1).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"], plain[name] = scales_O1, stored[name].float() * scales_O1
+    logits = []
+    for kind, tensors in (("plain", plain), ("fp8", stored)):
+        (directory := tmp_path / kind).mkdir()
+        said = {"quantization_config": FP8_FILES} if kind == "fp8" else {}
+        (directory / "config.json").write_text(json.dumps(raw | said))
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        config = read_config(directory)
+        check_weights(directory, config)
+        stages = load_stages(replace(case, directory=directory, config=config), 2)
+        logits.append(prefill(stages, case.ids_T, CUTS["chunks"], Pages(config, [table_of(TOKENS)])))
+    assert torch.equal(*logits)
 
 
 def test_every_family_with_a_gguf_has_a_case() -> None:
     written = {gguf.MODEL_ARCH_NAMES[architecture] for architecture, _permuted in GGUF.values()}
     assert written == gguf_families().keys()
+
+
+def test_every_family_has_a_case() -> None:
+    made = {*(config().model_type for config in FAMILIES.values()), "exaone"}
+    assert {family.model_type for family in SERVED.values()} <= made
 
 
 def held(weights: Any) -> dict[int, int]:
