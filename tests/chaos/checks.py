@@ -114,6 +114,12 @@ def from_below(samples: Samples) -> str:
     return ", ".join(f"{count:g} tokens from {source}" for source, count in counts.items())
 
 
+def unfilled(samples: Samples) -> list[str]:
+    """Tiers that have given up nothing yet: they may still be filling."""
+    gone = "deltafront_kv_tier_evicted_pages"
+    return [f"{series} 0" for series, value in samples.items() if series.startswith(gone) and not value]
+
+
 def overfull(samples: Samples) -> list[str]:
     """Tiers that hold more than they have room for."""
     room = "deltafront_kv_tier_room_pages"
