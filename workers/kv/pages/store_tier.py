@@ -222,6 +222,7 @@ class StoreTier:
             pages=len(self) * GROUP_PAGES,
             bytes_per_page=bytes_per_page,
             evicted=self._groups.evicted * GROUP_PAGES,
+            evicted_retained=self._groups.evicted_retained * GROUP_PAGES,
             evicted_age_s=self._groups.evicted_age_s * GROUP_PAGES,
             missed=self.lost * GROUP_PAGES,
             back=self._back,
