@@ -111,7 +111,7 @@ def from_below(samples: Samples) -> str:
         source: total(samples, "deltafront_cached_tokens_total", f'source="{source}"')
         for source in ("host", "disk")
     }
-    return ", ".join(f"{count:g} tokens from {source}" for source, count in counts.items())
+    return ", ".join(f"{count:,.0f} tokens from {source}" for source, count in counts.items())
 
 
 def unfilled(samples: Samples) -> list[str]:

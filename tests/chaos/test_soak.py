@@ -83,7 +83,7 @@ def test_nothing_grows(service: Service, amount: Amount, record: Record) -> None
     processes = len({sample.pid for sample in samples})
     note = (
         f"tries are processes; {amount.minutes:g} minutes, {requests} requests, {len(problems)} of them lost"
-        f"; after {tokens} tokens that filled the tiers"
+        f"; after {tokens:,} tokens that filled the tiers"
         f"; {from_below(scraped)}"
     )
     record("soak", processes, len(found) + len(problems), "; ".join([note, *found]))
