@@ -74,7 +74,7 @@ def _ministral3(layers: int, hidden: int, inner: int, **more: Any) -> dict[str, 
     rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "rope_theta": 1e6}
     grown = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     text = _config("", layers, hidden, inner, 32, 8, 131072, 262144, head_dim=128, **_FULL, **more)
-    own = {"architectures": None, "model_type": "ministral3"}
+    own: dict[str, Any] = {"architectures": None, "model_type": "ministral3"}
     own["rope_parameters"] = rope | grown | {"llama_4_scaling_beta": 0.1}
     return {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text | own}
 

@@ -164,15 +164,12 @@ def _without(keys: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _refuse_unknown(given: Mapping[str, Any], raw: Mapping[str, Any], family: Family) -> None:
-    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    kind, part = str(given["rope_type"]), given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     part = 1.0 if part is None else positive_number("config.json", "partial_rotary_factor", part)
-    is_partial = part != 1.0 and "partial_rotary_factor" not in family.implied
-    has_half = given.get("mscale") and not (given["rope_type"] == "yarn" and given.get("mscale_all_dim"))
-    grows = given.get(_BETA, raw.get(_BETA)) and (
-        _BETA not in family.implied or _TRAINED not in _KEYS[str(given["rope_type"])]
-    )
-    if has_half or is_partial or grows:
-        raise ModelError(
-            f"{family.architecture} with this rope scaling is not supported (mscale needs yarn and "
-            f"mscale_all_dim, a partial rotary factor and {_BETA} a family that has them): {given}"
-        )
+    beta = given.get(_BETA, raw.get(_BETA))
+    if part != 1.0 and "partial_rotary_factor" not in family.implied:
+        raise ModelError(f"partial rotary factor is not supported for {family.architecture}: {given}")
+    if given.get("mscale") and not (kind == "yarn" and given.get("mscale_all_dim")):
+        raise ModelError(f"mscale needs yarn and mscale_all_dim, else it is not supported: {given}")
+    if beta and (_BETA not in family.implied or _TRAINED not in _KEYS[kind]):
+        raise ModelError(f"{_BETA} with rope scaling {kind!r} is not supported for {family.architecture}")

@@ -224,7 +224,9 @@ class GgufSource:
         """A list says which layers have windows, a number that every so many have none."""
         pattern = self.model_field(_PATTERN, 0) if self._has_windows else 0
         if isinstance(pattern, list):
-            return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+            return {
+                "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]
+            }
         return {"sliding_window_pattern": int(pattern)} if pattern else {}
 
     @property

@@ -196,9 +196,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "exaone4": lambda: transformers.Exaone4Config(
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * SHAPE["num_hidden_layers"]
     ),
-    "exaone4-windows": lambda: transformers.Exaone4Config(
-        **SHAPE, sliding_window=WINDOW, layer_types=MIXED
-    ),
+    "exaone4-windows": lambda: transformers.Exaone4Config(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
     "mistral-windows": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW),
     "mistral-mixed": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
     "qwen2-windows": lambda: transformers.Qwen2Config(

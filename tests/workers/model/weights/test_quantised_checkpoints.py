@@ -500,8 +500,8 @@ def test_what_becomes_of_quantised_weights_is_said(tmp_path: Path) -> None:
         "model.quantisation: fp8 holds 8 bits"
     )
     assert scales == (
-        f"{tmp_path} holds scales of K/V, which nothing uses: K/V has 16 bits, or with decode.kv_dtype: int8 a "
-        "scale of its own for each row"
+        f"{tmp_path} holds scales of K/V, which nothing uses: K/V has 16 bits, or with decode.kv_dtype: "
+        "int8 a scale of its own for each row"
     )
     assert next(iter(quantisation_notes(tmp_path, "fp8"))).endswith("they are dequantised and held in fp8")
     write(tmp_path, "compressed-tensors, channels")
