@@ -57,7 +57,7 @@ def tokenizer_json(directory: Path) -> str:
     """Return tokenizer.json, or the same of tekken.json where that is alone. Raises ModelError."""
     path = directory / TOKENIZER
     if is_tekken(directory):
-        return json.dumps(tekken.Tekken(directory).tokenizer_json())
+        return json.dumps(tekken.tekken_of(directory).tokenizer_json())
     return _read_text(path)
 
 
@@ -71,7 +71,7 @@ def _of_tekken(directory: Path) -> dict[str, Any]:
         return {}
     names = {"bos_token": tekken.BOS, "eos_token": tekken.EOS}
     template = {"chat_template": tekken.CHAT_TEMPLATE}
-    return names | (template if tekken.Tekken(directory).has_system_prompts else {})
+    return names | (template if tekken.tekken_of(directory).has_system_prompts else {})
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
@@ -150,9 +150,8 @@ def end_tokens(directory: Path) -> tuple[int, ...]:
     if not has_tokenizer(directory):
         return ()
     files = TokenizerFiles.read(directory)
-    state = (
-        {"added_tokens": tekken.Tekken(directory).added_tokens()} if is_tekken(directory) else read_json(path)
-    )
+    mistrals = tekken.tekken_of(directory).added_tokens() if is_tekken(directory) else None
+    state = read_json(path) if mistrals is None else {"added_tokens": mistrals}
     try:
         added = {token["content"]: int(token["id"]) for token in state.get("added_tokens") or []}
         beside = {token.content: id_ for id_, token in files.added.items()}

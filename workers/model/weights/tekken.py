@@ -7,6 +7,7 @@ tokens come before all others (mistral-common, `tokens/tokenizers/tekken.py`).
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,22 @@ _PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}
 """Bytes that stand for themselves in a byte-level vocabulary; the others follow behind 255."""
 
 
+def tekken_of(directory: Path) -> Tekken:
+    """Read a model's file, which takes half a second, once a process. Raises ModelError."""
+    path = directory / FILE
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, _changed_ns: int) -> Tekken:
+    return Tekken(path)
+
+
 class Tekken:
     """Raises ModelError for a file that cannot be used."""
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / FILE
+    def __init__(self, path: Path) -> None:
+        self.path = path
         content = read_json(self.path)
         try:
             config = content["config"]

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import pytest
@@ -26,7 +27,7 @@ from deltafront.benchmarks.in_ranks import parts
 from deltafront.benchmarks.testing import row_errors
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.load import load_model, load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import ModelError
@@ -39,6 +40,7 @@ from deltafront.workers.model.family_registry import gguf_families
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
+from deltafront.workers.settings import ModelSpec
 
 from .gguf_files import GGUF, write_gguf
 
@@ -599,6 +601,41 @@ def test_its_fp8_files_give_the_logits_of_their_numbers(case: Case, tmp_path: Pa
 def test_every_family_with_a_gguf_has_a_case() -> None:
     written = {gguf.MODEL_ARCH_NAMES[architecture] for architecture, _permuted in GGUF.values()}
     assert written == gguf_families().keys()
+
+
+OUTSIDE = """
+from deltafront.workers.model.families.family import Family
+from deltafront.workers.model.family_registry import register
+register(Family(
+    name="Mine", architecture="MineForCausalLM", model_type="mine", keys={"depth": "num_hidden_layers"},
+    layers="blocks.", tensors={"up": "mlp.up_proj", "table": "model.embed_tokens"}, fixed={"qk_norm": True},
+    implied={"head_dim": 32},
+))
+"""
+
+
+@mock.patch.dict(SERVED)
+def test_a_family_from_outside_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3 by other names: the module is all that a worker is told."""
+    config = FAMILIES["qwen3"]()
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
+    (mine := tmp_path / "mine").mkdir()
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    raw |= {"architectures": ["MineForCausalLM"], "model_type": "mine", "depth": raw.pop("num_hidden_layers")}
+    names = {"model.layers.": "blocks.", "mlp.up_proj": "up", "model.embed_tokens": "table"}
+    stored = {}
+    for name, tensor in load_file(tmp_path / "theirs" / "model.safetensors").items():
+        stored[functools.reduce(lambda name, pair: name.replace(*pair), names.items(), name)] = tensor
+    save_file(stored, mine / "model.safetensors", metadata={"format": "pt"})
+    (mine / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != "head_dim"}))
+    (mine / "tokenizer.json").write_text("{}")
+    (tmp_path / "family_from_outside.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = ModelSpec(path=str(mine), dtype="float32", family_modules=("family_from_outside",))
+    stages = [load_model(spec, "cpu", stage, 2) for stage in range(2)]
+    ids_T = torch.randint(0, SHAPE["vocab_size"], (TOKENS,))
+    logits_TV = prefill(stages, ids_T, CUTS["chunks"], Pages(stages[0].config, [table_of(TOKENS)]))
+    assert float(row_errors(logits_TV, expected_logits(tmp_path / "theirs", ids_T)).max()) < LIMIT
 
 
 def test_every_family_has_a_case() -> None:

@@ -504,6 +504,31 @@ def test_split_is_the_best_of_all(layers: int, vocab: int, intermediate: int, st
     assert sum(bound % 2 for bound in found) == inside, "layers are cut in two only where that gains"
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_layers_with_windows_and_mlps_without_experts_cost_what_they_compute(first: int, stages: int) -> None:
+    """Dense MLPs in the first layers, experts behind them, windows in two of three layers."""
+    layers, hidden, width, dense, window = 6, 64, 48, 4096, 100
+    mixture = MixtureConfig(
+        experts=32,
+        per_token=4,
+        normed=True,
+        shared_width=80,
+        dense_layers=tuple(range(first)),
+        dense_width=dense,
+    )
+    windows = {"sliding_window": window, "window_layers": tuple(n for n in range(layers) if n % 3)}
+    config = replace(shape(layers, hidden, width, 100), mixture=mixture, **windows)
+    costs = []
+    for layer in range(layers):
+        keys = window if layer % 3 else 5_700
+        costs += [hidden * 16 * (4 + 2 * 2) + hidden * 16 * 4 + keys * 2 * 4 * 16]
+        costs += [3 * hidden * (dense if layer < first else 4 * width + 80) + 32 * hidden * (layer >= first)]
+    costs[-2:] = hidden * 16 * 8 + 100 * hidden // 512, 0
+    least = min(max(shares_of(costs, bounds)) for bounds in every_cut(layers, stages))
+    assert max(shares_of(costs, cuts_of(config.split(stages)))) == least
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_any_costs_are_shared_out_best(seed: int) -> None:
     """Feed-forward networks, the first layer and the last may cost what they will."""
