@@ -13,7 +13,7 @@ from deltafront.workers.kv.pages import host_tier
 from deltafront.workers.kv.pages.host_tier import Runs
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import DecodeFailed, GenerateJob, KeepSession, Reservation, Reserved
-from deltafront.workers.messages.stages import KVRange
+from deltafront.workers.messages.stages import KVRange, PageWriter
 
 from ..conftest import LAYERS, Bench
 from ..keys import key_of
@@ -293,6 +293,23 @@ async def test_where_stages_use_the_same_pages_a_reservation_waits_for_them(
     assert not reserving.done()
     copies.go_on(1)
     assert (await reserving).host_tokens == 128
+    await run.engine.cancel("rest")
+
+
+async def test_a_stage_gets_no_page_table_before_the_pages_are_there(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench(**ROOM)
+    copies = await pushed_out(run, monkeypatch)
+    await run.reserve("rest", 22, NEW, key=key_of(DOCUMENT), prefix_tokens=128)
+    monkeypatch.setattr(run.engine._writers, "open", lambda _writer, pages: pages.table)
+    writer = PageWriter(request_id="rest", attempt=0, home="here", pid=1, memory="m")
+    opening = asyncio.create_task(run.engine.open_pages(writer))
+    copies.go_on(LAYERS - 1)
+    await copies.until_moved(LAYERS - 1)
+    assert not opening.done()
+    copies.go_on(1)
+    assert await opening == run.engine._requests.find("rest").pages.table
     await run.engine.cancel("rest")
 
 
