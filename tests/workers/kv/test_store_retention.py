@@ -50,7 +50,7 @@ class Disk:
     def start(self) -> None:
         now = self.clock.now
         saved = sorted((self.dates[name], name) for name in self.files)
-        self.host = HostTier(Entries(self.clock), SLOTS, self.move, self.clock)
+        self.host = HostTier(Entries(self.clock), 1, SLOTS, self.move, self.clock)
         self.on_host = [""] * SLOTS
         self.store = StoreTier(
             self.host,
