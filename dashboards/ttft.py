@@ -108,9 +108,9 @@ PARTS = Row(
         ),
         Panel(
             "Decode",
-            "`handoff_exposed`: K/V that was not there when prefill ended. `decode_wait`: no place in the "
-            "batch. `append_prefill`: reading a question on a session. `recompute`: reading again what the "
-            "question looks at, with dense attention.",
+            "`handoff_exposed`: K/V that was not there when prefill ended, or comes from host memory. "
+            "`decode_wait`: no place in the batch. `append_prefill`: reading a question on a session. "
+            "`recompute`: reading again what the question looks at, with dense attention.",
             "s",
             [Query(_parts(_DECODE), "{{part}}")],
             stacked=True,

@@ -116,8 +116,9 @@ class Rank(Protocol):
     async def kv(self, wanted: stages.KVRange, pages: Sequence[int]) -> stages.HostKV:
         """Return its heads of K/V that has arrived."""
 
-    async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
-        """Copy its heads of pages to slots of its host memory; `back`: of slots to pages."""
+    async def move(self, runs: Sequence[tuple[int, int, int]], layers: range, back: bool) -> None:
+        """Copy its heads of pages to slots of its host memory, in some layers; `back`: of slots to pages.
+        runs: (first page, first slot, count)."""
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         """`save` its heads of a group of slots, `load` or `remove` them. Raises StoreError."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
-from ..kv.handoff.mapped import PageWriters
+from ..kv.handoff.mapped import MappedReader, PageWriters
 from ..kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
 from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
 from ..kv.peer_memory import ExportedObjects, export_objects
@@ -115,7 +116,8 @@ class DecodeEngine:
         if memory is not None:
             on_ranks = RanksMemory(memory, self._threads[1], ranks, self._runner.lose)
             room = pages_of(config.store_gib, self._runner.cache)
-            self._tiers = Tiers(self._requests, on_ranks, room, clock)
+            in_place = isinstance(own, MappedReader)
+            self._tiers = Tiers(self._requests, on_ranks, room, clock, in_place=in_place)
         self._receiving = KeptTasks()
         self._writers = PageWriters(self._runner.cache.memory)
         self._scheduler = DecodeScheduler(
@@ -231,6 +233,9 @@ class DecodeEngine:
 
     async def open_pages(self, writer: PageWriter) -> tuple[int, ...]:
         request = self._expecting(writer)
+        if request is not None:
+            await request.pages.come()
+            request = self._expecting(writer)
         if request is None:
             raise DecodeFailed(f"request {writer.request_id} is not being read here")
         return self._writers.open(writer, request.pages)
@@ -244,13 +249,17 @@ class DecodeEngine:
 
     def _kv_changed(self, request: DecodeRequest) -> None:
         inbox = request.inbox
+        self._scheduler.wake()
         if request.ended is not None:
+            return
+        if request.pages.lost:
+            request.close(FinishReason.FAILED, request.pages.lost)
             return
         if inbox.lost:
             if request.job is not None:
                 request.close(FinishReason.NO_KV, inbox.lost)
             return
-        if inbox.complete and request.times.complete is None:
+        if request.has_kv and request.times.complete is None:
             request.times.complete = self._clock()
         if inbox.logits_V is not None and request.times.logits is None:
             request.times.logits = self._clock()
@@ -275,6 +284,7 @@ class DecodeEngine:
         if request is not None:
             with request.pages.use() as pages:
                 if pages is not None:
+                    await request.pages.come(self._model.layers - 1 - wanted.layer)
                     own = asyncio.get_running_loop().run_in_executor(
                         self._threads[1], to_host, self._runner.cache, pages, wanted
                     )
@@ -375,6 +385,8 @@ class DecodeEngine:
         request.times.job = self._clock()
         request.span = self._tracer.begin("keep", job.trace, self._clock, request.times.job)
         await request.settled()
+        with suppress(DecodeFailed):  # then it has ended
+            await request.pages.come()
         if request.inbox.lost:
             request.close(FinishReason.NO_KV, request.inbox.lost)
         if request.ended is not None:

@@ -24,6 +24,7 @@ from ..kv.cache import PagedKVCache
 from ..kv.fetch import to_host
 from ..kv.handoff.protocols import KVReader, UsePages
 from ..kv.host_memory import make_host_memory
+from ..kv.pages.host_tier import Runs
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..kv.pages.request_pages import PageCopy
 from ..kv.peer_memory import CudaPeerMemory
@@ -40,7 +41,7 @@ from ..roles import Rank
 from ..settings import DecodeConfig, ModelSpec
 from .decode_attention import LayerPlan, plan_layers
 from .reads import Read
-from .runner import DecodeRunner, LaunchedStep, ReadResult
+from .runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult
 from .step_rows import Row
 
 log = logging.getLogger(__name__)
@@ -110,10 +111,19 @@ class LeadRunner(DecodeRunner):
             super().copy_pages(copies)
 
     def append(
-        self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None
+        self,
+        pages: Sequence[int],
+        step: Read,
+        last: bool,
+        copy: PageCopy | None = None,
+        part: ReadPart | None = None,
     ) -> ReadResult:
-        with self._on_all("append", pages, step, last, copy):
-            return super().append(pages, step, last, copy)
+        with self._on_all("append", pages, step, last, copy, part):
+            return super().append(pages, step, last, copy, part)
+
+    def forget_read(self, key: int) -> None:
+        with self._on_all("forget_read", key):
+            super().forget_read(key)
 
     def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
         with self._on_all("recompute", pages, blocks, ids):
@@ -179,9 +189,9 @@ class FollowerRank:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._handoff, to_host, self._runner.cache, pages, wanted)
 
-    async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
+    async def move(self, runs: Runs, layers: range, back: bool) -> None:
         assert self._host is not None
-        await asyncio.get_running_loop().run_in_executor(self._handoff, self._host.copy, pages, slots, back)
+        await asyncio.get_running_loop().run_in_executor(self._handoff, self._host.copy, runs, layers, back)
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         assert self._host is not None

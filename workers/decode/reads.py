@@ -75,6 +75,20 @@ def plan_reads(
     return [*first, looking, Recompute(), end, *answer]
 
 
+def next_layers(read: int, here: int, layers: int) -> range:
+    """Choose the layers of a read to compute next; none yet while too few have come.
+
+    At least half of what is left, so that a read over K/V that comes layer by layer has few parts and ends
+    soon after the last layer has come.
+
+    Args:
+        read: layers that are computed.
+        here: layers whose K/V has come.
+        layers: of the model.
+    """
+    return range(read, here) if 2 * (here - read) >= layers - read else range(0)
+
+
 def tail_start(tokens: int) -> int:
     return max(0, tokens - TAIL_TOKENS) // BLOCK * BLOCK
 

@@ -17,7 +17,7 @@ from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Toke
 from ..messages.methods import BLOCK
 from ..messages.requests import GenerateJob, Reservation
 from ..tracing import NO_SPAN, Span
-from .reads import Recompute, Step, plan_reads
+from .reads import Recompute, Step, next_layers, plan_reads
 from .step_rows import Row
 from .times import RequestTimes
 
@@ -28,12 +28,13 @@ DecodeEvent = FirstTokenTimings | Token | FinishEvent
 class DecodeRequest:
     """Engine and scheduler move it on.
 
-    serial: never used again, unlike the id. reserved, renewed: seconds of the engine's clock. length: tokens
-    whose K/V is in the pages. token: the last one chosen, not in the pages yet. logits: before the first
-    token. inbox: of the last attempt.
+    serial: never used again, unlike the id. layers: of the model. reserved, renewed: seconds of the engine's
+    clock. length: tokens whose K/V is in the pages. token: the last one chosen, not in the pages yet. logits:
+    before the first token. inbox: of the last attempt.
     """
 
     serial: int
+    layers: int
     reservation: Reservation
     pages: RequestPages
     reserved: float
@@ -45,6 +46,8 @@ class DecodeRequest:
     job: GenerateJob | None = None
     deadline: float | None = None
     reads: deque[Step] = field(default_factory=deque)
+    layers_read: int = 0
+    """Of the first of `reads`."""
     known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
     """Ids of all tokens before the answer, where blocks may be computed again."""
     blocks: Sequence[int] = ()
@@ -125,12 +128,24 @@ class DecodeRequest:
         return ids
 
     @property
-    def ready(self) -> bool:
-        if self.job is None or self.ended is not None:
-            return False
+    def layers_to_read(self) -> range:
+        """The next layers to read of the first of `reads`; none while their K/V is coming."""
+        return next_layers(self.layers_read, self.layers - self.pages.layers_coming, self.layers)
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether it can begin: to read over K/V, of which the last layers may still be coming, or to
+        answer."""
         if self.reservation.reads:
-            return True
-        return self.inbox.complete and self.inbox.logits_V is not None
+            return bool(self.layers_to_read)
+        return self.inbox.complete and not self.pages.layers_coming
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is to be submitted, which happens once."""
+        if self.job is None or self.ended is not None or self.times.ready is not None:
+            return False
+        return self.has_kv and (self.reservation.reads or self.inbox.logits_V is not None)
 
     @property
     def left(self) -> int:

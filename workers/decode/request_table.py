@@ -45,7 +45,7 @@ class DecodeRequests:
         wall: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
-        self._layers = model.layers
+        self.layers = model.layers
         self._lease_s = config.stream_lease_s
         self._kv_changed = kv_changed
         self._wall = wall
@@ -91,6 +91,7 @@ class DecodeRequests:
         expected = 0 if reservation.reads else reservation.prompt_tokens
         request = DecodeRequest(
             serial=next(self._serials),
+            layers=self.layers,
             reservation=reservation,
             pages=pages,
             reserved=began,
@@ -98,11 +99,11 @@ class DecodeRequests:
             length=pages.held_tokens + expected,
         )
         held = 0 if reservation.reads else pages.held_tokens
-        arrival = KVArrival(self._layers, held + expected, held)
-        request.inbox = KVInbox(arrival, pages, partial(self._kv_changed, request))
+        arrival = KVArrival(self.layers, held + expected, held)
+        pages.on_coming = partial(self._kv_changed, request)
+        request.inbox = KVInbox(arrival, pages, pages.on_coming)
         self._requests[reservation.request_id] = request
-        host_tokens = len(pages.slots) * PAGE_TOKENS
-        return Reserved(pages=pages.count, held_tokens=pages.held_tokens, host_tokens=host_tokens)
+        return Reserved(pages=pages.count, held_tokens=pages.held_tokens, host_tokens=pages.host_tokens)
 
     def _pages_came_back(self) -> None:
         if self.queue:

@@ -57,6 +57,23 @@ class ReadResult:
     blocks: Sequence[int] = ()
 
 
+@dataclass(frozen=True)
+class ReadPart:
+    """Some layers of a read, behind those before. key: of this read alone, from its first layer to its
+    last."""
+
+    key: int
+    layers: range
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A read whose last layers are still to come."""
+
+    hidden_TC: torch.Tensor
+    select_blocks: BlockAttention | None
+
+
 class LaunchedStep:
     """Each row's choice on its way to the host."""
 
@@ -147,6 +164,7 @@ class DecodeRunner:
         )
         self._rows = StepRows(max_batch, max_pages, model.vocab, self.scratch_page, stack.device)
         self._graphs: StepGraphs | None = None
+        self._begun: dict[int, _Begun] = {}
         self._plan = plan
         self._scale = model.head_dim**-0.5
         self._dense: Attention = build(method_spec("dense"), windows=model.windows)
@@ -182,21 +200,30 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def append(
-        self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None
+        self,
+        pages: Sequence[int],
+        step: Read,
+        last: bool,
+        copy: PageCopy | None = None,
+        part: ReadPart | None = None,
     ) -> ReadResult:
-        """Read the step's tokens over the K/V before them. Returns the last logits if `last`. copy: pages to
-        copy first."""
+        """Read the step's tokens over the K/V before them.
+
+        Args:
+            last: whether to return the last logits.
+            copy: pages to copy first.
+            part: the layers to read; None: all. What comes out of the last but one part is kept here, and
+                the last part gives the result.
+        """
         cache, device, start, tokens = self.cache, self.stack.device, step.start, len(step.ids)
-        windows = self.stack.config.windows
+        windows, layers = self.stack.config.windows, self.stack.layers if part is None else part.layers
         if copy is not None:
             self.cache.copy_page(*copy)
         table_N = torch.tensor(pages, dtype=torch.int64, device=device)
-        ids_T = torch.tensor(step.ids, dtype=torch.int64, device=device)
         positions_T = torch.arange(start, step.end, device=device)
         rows_T = cache.rows_of(table_N, start, tokens)
-        select_blocks = None
-        if step.select_blocks:
-            select_blocks = BlockAttention(step.select_among, self.stack.collectives)
+        begun = self._first_hidden(step) if part is None or not layers.start else self._begun.pop(part.key)
+        select_blocks = begun.select_blocks
 
         def kv_rows(layer: int) -> KVRows:
             return cache.kv_rows(layer, rows_T)
@@ -210,11 +237,27 @@ class DecodeRunner:
                 select_blocks.add(q_THD, k_GSD)
             return self._attend_densely(layer, q_THD, k_GSD, v_GSD, start - before)
 
-        hidden_TC = self.stack.run(self.stack.embed(ids_T), positions_T, AttentionCalls(kv_rows, attend))
+        calls = AttentionCalls(kv_rows, attend)
+        hidden_TC = self.stack.run(begun.hidden_TC, positions_T, calls, layers=layers)
+        if part is not None and layers.stop < self.stack.layers.stop:
+            self._begun[part.key] = _Begun(hidden_TC, select_blocks)
+            self._wait()
+            return ReadResult()
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         blocks = () if select_blocks is None else select_blocks.most_attended(step.select_blocks)
         self._wait()
         return ReadResult(logits_V, blocks)
+
+    def forget_read(self, key: int) -> None:
+        """Give up a read that was begun; an unknown one is fine."""
+        self._begun.pop(key, None)
+
+    def _first_hidden(self, step: Read) -> _Begun:
+        ids_T = torch.tensor(step.ids, dtype=torch.int64, device=self.stack.device)
+        select_blocks = None
+        if step.select_blocks:
+            select_blocks = BlockAttention(step.select_among, self.stack.collectives)
+        return _Begun(self.stack.embed(ids_T), select_blocks)
 
     @torch.inference_mode()
     def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:

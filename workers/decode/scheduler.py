@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from ..messages.events import FinishReason, Token
@@ -21,7 +22,7 @@ from ..pace import Recent
 from ..settings import DecodeConfig
 from .reads import Read, Recompute, Step
 from .request import DecodeRequest
-from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
+from .runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult, SampledToken
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
@@ -57,6 +58,8 @@ class DecodeScheduler:
         self._waiting: deque[DecodeRequest] = deque()
         self._appending: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
+        self._begun: set[DecodeRequest] = set()
+        """They have read the first layers of something, and the runner keeps what came out."""
         self._ahead: _LaunchedAhead | None = None
         self._wake = asyncio.Event()
         self._stopping = False
@@ -78,6 +81,10 @@ class DecodeScheduler:
         self._waiting.append(request)
         self._wake.set()
 
+    def wake(self) -> None:
+        """K/V has come that a read may wait for."""
+        self._wake.set()
+
     def stop(self) -> None:
         self._stopping = True
         self._wake.set()
@@ -90,7 +97,8 @@ class DecodeScheduler:
     async def run(self) -> None:
         while not self._stopping:
             self.drop_ended()
-            if not (self._waiting or self._appending or self._running or self._ahead):
+            await self._forget_ended()
+            if not self._has_work():
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -98,13 +106,27 @@ class DecodeScheduler:
             if firsts:
                 await self._sample_first(firsts)
                 self.drop_ended()
-            if self._appending:
-                await self._read()
+            if (request := self._next_to_read()) is not None:
+                await self._read(request)
             self.drop_ended()
             if self._running or self._ahead:
                 await self._decode()
         if self._ahead:
             await self._decode()
+
+    def _has_work(self) -> bool:
+        may_admit = self._waiting and self.running < self._config.max_batch
+        return bool(may_admit or self._next_to_read() or self._running or self._ahead)
+
+    def _next_to_read(self) -> DecodeRequest | None:
+        """Leaves out those whose next layers are still coming from host memory."""
+        return next((request for request in self._appending if request.layers_to_read), None)
+
+    async def _forget_ended(self) -> None:
+        for request in [request for request in self._begun if request.ended is not None]:
+            self._begun.remove(request)
+            forget = partial(self._runner.forget_read, request.serial)
+            await self._computed("giving up a read", [], forget)
 
     def _admit(self) -> list[DecodeRequest]:
         """Returns requests whose first token can be sampled."""
@@ -133,22 +155,30 @@ class DecodeScheduler:
                 self._running.append(request)
                 self._deliver(request, choice)
 
-    async def _read(self) -> None:
-        """Also samples the first token after the last read."""
-        request = self._appending.popleft()
+    async def _read(self, request: DecodeRequest) -> None:
+        """Read some layers of its next step, mostly all. Also samples the first token after the last read."""
+        self._appending.remove(request)
         self._appending.append(request)
-        step, last = request.reads[0], len(request.reads) == 1
+        step, last, layers = request.reads[0], len(request.reads) == 1, request.layers_to_read
         try:
-            request.prepare(step)
+            if not layers.start:
+                request.prepare(step)
         except ValueError as error:
             self._fail("appended tokens", [request], error)
             return
         began = self._clock()
-        outcome = await self._computed("appended tokens", [request], self._work(request, step, last))
-        if isinstance(step, Read) and len(step.ids) == self._config.append_chunk_tokens:
+        work = self._work(request, step, layers, last)
+        outcome = await self._computed("appended tokens", [request], work)
+        whole = len(layers) == request.layers
+        if whole and isinstance(step, Read) and len(step.ids) == self._config.append_chunk_tokens:
             self.appended.add(len(step.ids), self._clock() - began)
         if outcome is None or request.ended is not None:
             return
+        if layers.stop < request.layers:
+            request.layers_read = layers.stop
+            return
+        request.layers_read = 0
+        self._begun.discard(request)
         request.reads.popleft()
         if isinstance(step, Recompute):
             request.times.recomputed_tokens += BLOCK * len(request.blocks)
@@ -162,13 +192,18 @@ class DecodeScheduler:
             request.times.read = self._clock()
             await self._sample_first([request])
 
-    def _work(self, request: DecodeRequest, step: Step, last: bool) -> Callable[[], ReadResult]:
-        pages = request.pages.table
-        if isinstance(step, Recompute):
+    def _work(
+        self, request: DecodeRequest, step: Step, layers: range, last: bool
+    ) -> Callable[[], ReadResult]:
+        pages, part = request.pages.table, None
+        if isinstance(step, Recompute):  # behind a read, so all layers have come
             ids, blocks = request.ids_of_blocks(), request.blocks
             return lambda: self._runner.recompute(pages, blocks, ids)
+        if len(layers) < request.layers:
+            part = ReadPart(request.serial, layers)
+            self._begun.add(request)
         copy = request.pages.copy_in if step.start == request.pages.held_tokens else None
-        return lambda: self._runner.append(pages, step, last, copy)
+        return lambda: self._runner.append(pages, step, last, copy, part)
 
     async def _decode(self) -> None:
         """On a GPU the next step is launched before this one's tokens are delivered."""
@@ -201,7 +236,7 @@ class DecodeScheduler:
 
     def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
         """Whether the next step has the same rows as far as is known. An end token shows later."""
-        if not self._runner.asynchronous or self._stopping or self._waiting or self._appending:
+        if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
             return False
         if list(requests) != self._running:
             return False

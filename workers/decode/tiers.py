@@ -1,7 +1,7 @@
 """The K/V that a decode worker remembers below its pages: in host memory, and behind that on disk.
 
-A reservation that builds on it is answered when all of it is in the request's own pages. So whatever follows
-is a hit in pages.
+A reservation that builds on it is answered once it is in host memory. It comes into the request's pages layer
+by layer meanwhile, and whoever reads a layer waits for it (`RequestPages.come`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..kv.host_memory import RanksMemory
 from ..kv.pages.host_tier import HostTier
 from ..kv.pages.pool import PAGE_TOKENS, PagePool
 from ..kv.pages.store_tier import GROUP_PAGES, StoreTier
-from ..messages.events import FinishReason, Prefix
+from ..messages.events import Prefix
 from ..messages.prompts import PromptKey
 from ..messages.requests import DecodeFailed, Refused, Reservation, Reserved
 from ..messages.states import TierStats
@@ -49,13 +49,20 @@ class KeptTasks:
 
 
 class Tiers:
-    """requests: the worker's. memory: of all ranks. room: the most pages on disk. clock: seconds."""
+    """requests: the worker's. memory: of all ranks. room: the most pages on disk. clock: seconds. in_place:
+    stages read and write the worker's own pages."""
 
     def __init__(
-        self, requests: DecodeRequests, memory: RanksMemory, room: int, clock: Callable[[], float]
+        self,
+        requests: DecodeRequests,
+        memory: RanksMemory,
+        room: int,
+        clock: Callable[[], float],
+        *,
+        in_place: bool = False,
     ) -> None:
-        self._requests, self._memory = requests, memory
-        self.host = HostTier(requests.entries, memory.slots, memory.move, clock)
+        self._requests, self._memory, self._in_place = requests, memory, in_place
+        self.host = HostTier(requests.entries, requests.layers, memory.slots, memory.move, clock)
         self.store: StoreTier | None = None
         if memory.files is not None:
             groups = max(1, room // GROUP_PAGES)
@@ -68,7 +75,7 @@ class Tiers:
 
     def runs(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that copy and save in the background, until cancelled."""
-        return [self.host.run(), *([] if self.store is None else [self.store.run()])]
+        return [self.host.run(), self.host.run_back(), *([] if self.store is None else [self.store.run()])]
 
     async def close(self) -> None:
         await self.under_way.cancel()
@@ -94,14 +101,18 @@ class Tiers:
         return Prefix(tokens=tokens, exact=exact, disk_tokens=on_disk * PAGE_TOKENS, disk_s=seconds)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Raises DecodeFailed if the request is cancelled while it waits, or if K/V does not come back."""
+        """Raises DecodeFailed if the request is cancelled while it waits, or if K/V does not come back.
+
+        A stage that uses these pages would keep its whole group waiting for them, so they come first.
+        """
         loaded, loaded_tokens = await self._load(reservation)
         try:
             reserved = await self._requests.reserve(reservation)
         finally:
             self.host.pool.release(loaded)
-        if isinstance(reserved, Reserved) and reserved.host_tokens:
-            await asyncio.shield(self.under_way.begin(self._bring_back(reservation.request_id)))
+        if isinstance(reserved, Reserved):
+            if self._in_place and not reservation.reads:
+                await self._come(reservation.request_id)
             on_disk = min(loaded_tokens, reserved.host_tokens)
             reserved = replace(reserved, host_tokens=reserved.host_tokens - on_disk, disk_tokens=on_disk)
         return reserved
@@ -134,20 +145,15 @@ class Tiers:
         self.cancel(request_id)
         return slots, loaded * PAGE_TOKENS
 
-    async def _bring_back(self, request_id: str) -> None:
-        """Copy what a reserved request builds on from host memory into its pages."""
-        request = self._requests.live(request_id)
+    async def _come(self, request_id: str) -> None:
+        request = self._requests.find(request_id)
         if request is None:
             return
         try:
-            with request.pages.use() as pages:
-                if pages is not None:
-                    await self.host.bring_back(request.pages.slots, request.pages.brought_back)
-                    request.pages.release_slots()
-        except Exception as error:
-            request.close(FinishReason.FAILED, str(error))
+            await request.pages.come()
+        except DecodeFailed:
             self._requests.forget(request)
-            raise DecodeFailed(f"K/V did not come back from host memory: {error}") from error
+            raise
 
 
 async def _release_loaded(loading: _Loading, pool: PagePool) -> None:

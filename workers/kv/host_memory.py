@@ -16,8 +16,7 @@ from ..roles import Rank
 from ..settings import DecodeConfig
 from .cache import PagedKVCache
 from .kv_files import KVFiles
-from .pages.host_tier import BATCH_PAGES
-from .pages.pool import PAGE_TOKENS, paired_runs, row_runs
+from .pages.host_tier import BATCH_PAGES, Runs
 from .pages.store_tier import AT_ONCE, StoreError
 
 
@@ -34,17 +33,15 @@ class HostMemory:
         self.sides = [_pinned((len(side), slots, *side.shape[2:]), side) for side in cache.sides]
 
     @torch.inference_mode()
-    def copy(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
-        """Copy pages to as many slots; `back`: slots to pages. Returns when all are there.
+    def copy(self, runs: Runs, layers: range, back: bool) -> None:
+        """Copy some layers of pages to slots; `back`: of slots to pages. Returns when all are there.
 
-        Pages and slots in a row are one copy a layer, on the stream of received K/V.
+        Each run is one copy a layer and side, on the stream of received K/V.
         """
-        runs = [row_runs(places, 0, len(places) * PAGE_TOKENS) for places in (pages, slots)]
-        pieces = [[row // PAGE_TOKENS for row in piece] for piece in paired_runs(*runs)]
         with self._cache.moving():
-            for side, host in zip(self._cache.sides, self.sides, strict=True):
-                for page, slot, count in pieces:
-                    for layer in range(len(side)):
+            for layer in layers:
+                for side, host in zip(self._cache.sides, self.sides, strict=True):
+                    for page, slot, count in runs:
                         on_device = side[layer, page : page + count]
                         on_host = host[layer, slot : slot + count]
                         target, source = (on_device, on_host) if back else (on_host, on_device)
@@ -82,10 +79,10 @@ class RanksMemory:
         self.page_bytes = page_bytes(own.sides) * (1 + len(ranks))
         self._own, self._thread, self._ranks, self._lose = own, thread, ranks, lose
 
-    async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
+    async def move(self, runs: Runs, layers: range, back: bool) -> None:
         """Copy on every rank. Returns when all have, also where one has failed. Raises DecodeFailed."""
-        own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy, pages, slots, back)
-        await self._all(own, [rank.move(pages, slots, back) for rank in self._ranks])
+        own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy, runs, layers, back)
+        await self._all(own, [rank.move(runs, layers, back) for rank in self._ranks])
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
         """`save` a group of slots, `load` or `remove` it, on every rank. Raises StoreError."""

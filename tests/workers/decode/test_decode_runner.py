@@ -16,7 +16,7 @@ import torch
 from deltafront.kernels.layers.kv_int8 import NOT_A_NUMBER
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.reads import Read
-from deltafront.workers.decode.runner import DecodeRunner, SampledToken
+from deltafront.workers.decode.runner import DecodeRunner, ReadPart, SampledToken
 from deltafront.workers.decode.step_rows import BatchShape, Row, StepRows
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.load import load_stack
@@ -230,3 +230,37 @@ async def test_warming_up_writes_to_the_scratch_page_alone(bench: Any, max_batch
     (request,) = run.engine._requests
     assert sorted(request.pages.table) == list(range(32))
     await run.engine.cancel("everything")
+
+
+def test_a_read_in_parts_is_the_read_to_the_bit_whatever_is_read_in_between(tiny_stack: LayerStack) -> None:
+    """Two reads over one document are begun in turn, and a third is given up."""
+    whole, parts = make_runner(tiny_stack), make_runner(tiny_stack)
+    chance, layers = random.Random(5), tiny_stack.layers.stop
+    document = Read(0, array("I", [chance.randrange(198) for _ in range(400)]))
+    asked = [
+        Read(
+            400,
+            array("I", [chance.randrange(198) for _ in range(30)]),
+            select_blocks=select,
+            select_among=400,
+        )
+        for select in (0, 2, 1)
+    ]
+    tables = [(*range(25), *range(25 + 2 * n, 27 + 2 * n)) for n in range(3)]
+    for runner in (whole, parts):
+        runner.append(tables[0][:25], document, last=False)
+    expected = [whole.append(pages, step, True) for pages, step in zip(tables, asked, strict=True)][:2]
+    results = {}
+    for first, end in ((0, 2), (2, 5), (5, layers)):
+        for key, (pages, step) in enumerate(zip(tables, asked, strict=True)):
+            if key < 2 or not first:
+                part = ReadPart(key, range(first, end))
+                results[key] = parts.append(pages, step, True, None, part)
+    parts.forget_read(2)
+    parts.forget_read(7)
+    assert not parts._begun
+    for key, result in enumerate(expected):
+        assert result.logits_V is not None and torch.equal(results[key].logits_V, result.logits_V)
+        assert results[key].blocks == result.blocks
+    for side, other in zip(whole.cache.sides, parts.cache.sides, strict=True):
+        assert torch.equal(side[:, :29], other[:, :29])

@@ -13,11 +13,18 @@ import torch
 
 from deltafront.workers.kv.kv_files import KVFiles
 from deltafront.workers.kv.pages.store_tier import GROUP_PAGES, StoreError
-from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reservation
+from deltafront.workers.messages.requests import (
+    DecodeFailed,
+    GenerateJob,
+    RefusalReason,
+    Refused,
+    Reservation,
+)
 
 from ..conftest import Bench
 from ..keys import key_of
-from .test_decode_engine import NEW, expected, prompt
+from ..prompts import packed
+from .test_decode_engine import GREEDY, NEW, expected, prompt
 from .test_host_cache import copied, slots_used
 from .test_remembered import Expected, found, go_on, read
 
@@ -124,6 +131,56 @@ async def test_a_client_that_leaves_while_files_are_read_leaves_nothing(started:
     while len(run.engine._tiers.under_way):
         await asyncio.sleep(0.001)
     assert run.engine._requests.find("asked") is None
+    assert (run.used, slots_used(run)) == (0, 0)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("first_leaves", [False, True])
+async def test_two_that_come_at_once_read_each_file_once(
+    started: Any, tmp_path: Path, expected: Expected, damaged: bool, first_leaves: bool
+) -> None:
+    """The second gets it where the first leaves meanwhile. Both hear of a damaged file."""
+    writer = await started()
+    await read(writer, "first", DOCUMENT)
+    await saved(writer)
+    run = await started()
+    if damaged:
+        for path in files(tmp_path):
+            path.write_bytes(path.read_bytes()[:-100])
+    store, loads, may_go_on = run.engine._tiers.store, list[bytes](), asyncio.Event()
+    stored = store._stored
+
+    async def slowly(work: str, name: bytes, slots: Sequence[int]) -> None:
+        if work == "load":
+            loads.append(name)
+            await may_go_on.wait()
+        await stored(work, name, slots)
+
+    store._stored = slowly
+    given = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True, "owner": "me"}
+    reservations = [
+        Reservation(request_id=name, prompt_tokens=40, max_tokens=NEW, **given) for name in ("one", "two")
+    ]
+    reserving = [asyncio.create_task(run.engine.reserve(one)) for one in reservations]
+    while len(loads) < 2:
+        await asyncio.sleep(0.001)
+    if first_leaves:
+        await run.engine.cancel("one")
+    may_go_on.set()
+    one, two = await asyncio.gather(*reserving, return_exceptions=True)
+    assert len(set(loads)) == len(loads) == 2
+    assert isinstance(one, DecodeFailed) == first_leaves
+    if damaged:
+        answers = [answer for answer in (one, two) if not isinstance(answer, DecodeFailed)]
+        assert all(isinstance(a, Refused) and a.reason is RefusalReason.NO_PREFIX for a in answers)
+        assert store.lost == 2
+    else:
+        assert two.held_tokens == 2 * GROUP
+        job = {"sampling": GREEDY, "append_ids": packed(DOCUMENT[2 * GROUP :])}
+        assert (await run.collect(GenerateJob(request_id="two", **job))).ids == expected(list(DOCUMENT))
+        if not first_leaves:
+            await run.engine.cancel("one")
+    await saved(run)
     assert (run.used, slots_used(run)) == (0, 0)
 
 

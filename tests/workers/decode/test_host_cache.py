@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from deltafront.workers.messages.requests import DecodeFailed, GenerateJob, Reservation
+from deltafront.workers.kv.pages import host_tier
+from deltafront.workers.kv.pages.host_tier import Runs
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.requests import DecodeFailed, GenerateJob, KeepSession, Reservation, Reserved
+from deltafront.workers.messages.stages import KVRange, PageWriter
 
-from ..conftest import Bench
+from ..conftest import LAYERS, Bench
 from ..keys import key_of
 from .test_decode_engine import GREEDY, NEW, expected, prompt
 from .test_remembered import DOCUMENT, Expected, found, go_on, read
@@ -99,46 +104,246 @@ async def test_several_at_once_and_two_that_share(bench: Any, expected: Expected
     assert (run.used, slots_used(run)) == (0, 0)
 
 
-@pytest.mark.parametrize("gives_up", ["cancels", "goes"])
-async def test_a_client_that_leaves_while_pages_come_back_leaves_nothing(bench: Any, gives_up: str) -> None:
+class SlowCopies:
+    """Lets one layer after the other come back when it is told to. Pages that nobody has written to are NaN,
+    and no layer of a page is read before it has come."""
+
+    def __init__(self, run: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host_tier, "BATCH_PAGES", 1)
+        self.run, self.runner, self.host = run, run.engine._runner, run.engine._manager.host
+        self.moved: list[range] = []
+        self.parts: list[range] = []
+        """Layers that were read."""
+        self._may, self._move, self._append = asyncio.Semaphore(0), self.host._move, self.runner.append
+        self._gather = self.runner.cache.gather
+        caches = [self.runner.cache, *(rank._runner.cache for rank in run.engine._ranks)]
+        for side in (side for cache in caches for side in cache.sides):
+            side[:, : self.runner.scratch_page] = float("nan")
+        self.host._move = self.move
+        monkeypatch.setattr(self.runner.cache, "gather", self.gather)
+        monkeypatch.setattr(self.runner, "append", self.append)
+
+    def go_on(self, layers: int = LAYERS) -> None:
+        for _ in range(layers):
+            self._may.release()
+
+    async def move(self, runs: Runs, layers: range, back: bool) -> None:
+        if back:
+            await self._may.acquire()
+        await self._move(runs, layers, back)
+        if back:
+            self.moved.append(layers)
+
+    def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k_GSD, v_GSD = self._gather(layer, pages, tokens)
+        assert k_GSD.isfinite().all() and v_GSD.isfinite().all(), f"layer {layer} was read too early"
+        return k_GSD, v_GSD
+
+    def append(self, *arguments: Any) -> Any:
+        part = arguments[-1]
+        self.parts.append(range(LAYERS) if part is None else part.layers)
+        return self._append(*arguments)
+
+    async def until_moved(self, layers: int) -> None:
+        while len(self.moved) < layers:
+            await asyncio.sleep(0.001)
+
+
+async def pushed_out(run: Bench, monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
+    await read(run, "first", DOCUMENT)
+    await push_out(run)
+    return SlowCopies(run, monkeypatch)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+async def test_the_rest_is_read_behind_the_copies_and_others_decode_meanwhile(
+    bench: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch, looks_ahead: bool
+) -> None:
+    run = await bench(cache_tokens=48 * 16, host_cache_gib=0.02, looks_ahead=looks_ahead)
+    await read(run, "first", DOCUMENT)
+    await copied(run)
+    await run.reserve("big", 600, 168)
+    await run.engine.cancel("big")
+    copies, others = SlowCopies(run, monkeypatch), prompt(50, seed=9)
+    answer = expected(others)
+    going_on = asyncio.create_task(go_on(run, "again", DOCUMENT, 144))
+    for came, parts in enumerate(([], [], [], [3], [3], [3, 5]), start=0):
+        await copies.until_moved(came)
+        assert (await read(run, f"other {came}", others)).ids == answer
+        assert [part.stop for part in copies.parts] == parts
+        assert not going_on.done()
+        copies.go_on(1)
+    assert (await going_on).ids == expected(list(DOCUMENT))
+    assert copies.parts == [range(3), range(3, 5), range(5, 6)]
+    assert not run.engine._runner._begun and not run.engine._scheduler._begun
+
+
+async def test_two_that_come_at_once_wait_for_one_copy(
+    bench: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench(cache_tokens=40 * 16, host_cache_gib=0.02)
+    await read(run, "first", DOCUMENT)
+    await copied(run)
+    await run.reserve("big", 600, 40)
+    await run.engine.cancel("big")
+    copies = SlowCopies(run, monkeypatch)
+    prompts = [[*DOCUMENT, *prompt(60, seed=seed)] for seed in (1, 2)]
+    answers = [asyncio.create_task(go_on(run, f"q{n}", ids, 144)) for n, ids in enumerate(prompts)]
+    copies.go_on(4)
+    await copies.until_moved(4)
+    third = await run.reserve("q2", 6, NEW, key=key_of(DOCUMENT), prefix_tokens=144, reads_rest=True)
+    assert (third.held_tokens, third.host_tokens) == (144, 0)
+    leaving = [asyncio.create_task(run.engine.cancel(name)) for name in ("q0", "q2")]
+    copies.go_on()
+    await asyncio.gather(*leaving)
+    first, second = await asyncio.gather(*answers)
+    assert first.finish.reason is FinishReason.CANCELLED and second.ids == expected(prompts[1])
+    assert copies.moved == [range(layer, layer + 1) for layer in range(LAYERS)]
+    await copied(run)
+    assert (run.used, slots_used(run)) == (0, 0)
+    assert await found(run, DOCUMENT) == 144
+
+
+@pytest.mark.parametrize("came", [0, 4])
+async def test_a_client_that_leaves_while_pages_come_back_leaves_nothing(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, came: int
+) -> None:
     """The pages are given away only when nobody writes to them any more."""
     run = await bench(**ROOM)
-    await read(run, "first", DOCUMENT)
-    await push_out(run)
-    host = run.engine._manager.host
-    began, may_go_on, move = asyncio.Event(), asyncio.Event(), host._move
-
-    async def slowly(pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
-        began.set()
-        await may_go_on.wait()
-        await move(pages, slots, back)
-
-    host._move = slowly
-    given = {"key": key_of(DOCUMENT), "prefix_tokens": 144, "reads_rest": True, "owner": "me"}
-    reservation = Reservation(request_id="again", prompt_tokens=6, max_tokens=NEW, **given)
-    reserving = asyncio.create_task(run.engine.reserve(reservation))
-    await began.wait()
+    copies = await pushed_out(run, monkeypatch)
+    going_on = asyncio.create_task(go_on(run, "again", DOCUMENT, 144))
+    copies.go_on(came)
+    await copies.until_moved(came)
+    while len(copies.parts) < (came > 0) or run.engine._requests.find("again") is None:
+        await asyncio.sleep(0.001)
     leaving = asyncio.create_task(run.engine.cancel("again"))
-    if gives_up == "goes":
-        reserving.cancel()
-    await asyncio.sleep(0)
-    assert run.used > 0 and slots_used(run) == 9
-    may_go_on.set()
+    await asyncio.sleep(0.01)
+    assert not leaving.done() and run.used > 0 and slots_used(run) == 9
+    copies.go_on()
     await leaving
-    await asyncio.gather(reserving, return_exceptions=True)
+    assert (await going_on).finish.reason in (FinishReason.CANCELLED, FinishReason.FAILED)
     assert (run.used, slots_used(run)) == (0, 0)
+    while run.engine._runner._begun or run.engine._scheduler.running:
+        await asyncio.sleep(0.001)
+    assert await found(run, DOCUMENT) == 144, "they have come back for the next one"
 
 
-async def test_copies_that_fail_are_the_workers_fault(bench: Any) -> None:
+async def test_stages_fetch_each_layer_once_it_is_there(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await bench(**ROOM)
+    copies = await pushed_out(run, monkeypatch)
+    ids = [*DOCUMENT, *prompt(80, seed=3)]
+    reserved = await run.reserve("longer", len(ids) - 128, NEW, key=key_of(ids), prefix_tokens=128)
+    assert (reserved.host_tokens, copies.moved) == (128, [])
+    whole = run.prefill(ids)
+    for layer in range(LAYERS):
+        wanted = KVRange(request_id="longer", layer=layer, start=16, tokens=100)
+        fetched = asyncio.create_task(run.engine.kv(wanted))
+        await asyncio.sleep(0.01)
+        assert not fetched.done()
+        copies.go_on(1)
+        kv = await fetched
+        assert np.array_equal(kv.k, whole.kv[layer][0][16:116])
+        assert np.array_equal(kv.v, whole.kv[layer][1][16:116])
+    await run.engine.cancel("longer")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_group_that_is_faster_than_the_copies_waits_for_them(
+    bench: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    run = await bench(**ROOM)
+    copies = await pushed_out(run, monkeypatch)
+    ids = [*DOCUMENT, *prompt(80, seed=3)]
+    await run.reserve("longer", len(ids) - 128, NEW, key=key_of(ids), prefix_tokens=128)
+    whole = run.prefill(ids)
+    late = [piece for piece in run.pieces("longer", whole) if piece.start >= 128]
+    await asyncio.gather(*(run.engine.announce(piece) for piece in late))
+    await run.deliver_logits("longer", whole)
+    copies.go_on(LAYERS - 1)
+    await copies.until_moved(LAYERS - 1)
+    if kept:
+        keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="longer", ttl_s=60.0)))
+        await asyncio.sleep(0.01)
+        assert not keeping.done()
+        copies.go_on(1)
+        session = (await keeping).session.session_id
+        answer = await run.ask_session("asked", session, [5], GREEDY)
+        assert answer.ids == expected([*ids, 5])
+        assert await run.engine.release_session(session, "me")
+        return
+    answering = asyncio.create_task(run.collect(GenerateJob(request_id="longer", sampling=GREEDY)))
+    await asyncio.sleep(0.01)
+    assert run.engine._scheduler.submitted == 0
+    copies.go_on(1)
+    assert (await answering).ids == expected(ids)
+
+
+async def test_where_stages_use_the_same_pages_a_reservation_waits_for_them(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for the pages with all that they read."""
+    run = await bench(**ROOM)
+    copies = await pushed_out(run, monkeypatch)
+    run.engine._tiers._in_place = True
+    given = {"key": key_of(DOCUMENT), "owner": "me"}
+    rest = Reservation(request_id="rest", prompt_tokens=22, max_tokens=NEW, prefix_tokens=128, **given)
+    reserving = asyncio.create_task(run.engine.reserve(rest))
+    copies.go_on(LAYERS - 1)
+    await copies.until_moved(LAYERS - 1)
+    assert not reserving.done()
+    copies.go_on(1)
+    assert (await reserving).host_tokens == 128
+    await run.engine.cancel("rest")
+
+
+async def test_a_stage_gets_no_page_table_before_the_pages_are_there(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench(**ROOM)
+    copies = await pushed_out(run, monkeypatch)
+    await run.reserve("rest", 22, NEW, key=key_of(DOCUMENT), prefix_tokens=128)
+    monkeypatch.setattr(run.engine._writers, "open", lambda _writer, pages: pages.table)
+    writer = PageWriter(request_id="rest", attempt=0, home="here", pid=1, memory="m")
+    opening = asyncio.create_task(run.engine.open_pages(writer))
+    copies.go_on(LAYERS - 1)
+    await copies.until_moved(LAYERS - 1)
+    assert not opening.done()
+    copies.go_on(1)
+    assert await opening == run.engine._requests.find("rest").pages.table
+    await run.engine.cancel("rest")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_copies_that_fail_are_the_workers_fault(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    """Also where the first layers have been read already. All who wait hear it."""
     run = await bench(**ROOM)
     run.may_fault = True
-    await read(run, "first", DOCUMENT)
-    await push_out(run)
+    copies = await pushed_out(run, monkeypatch)
+    run.engine._tiers._in_place = in_place
+    why = "K/V did not come back from host memory: no such memory"
+    given = {"key": key_of(DOCUMENT), "prefix_tokens": 128, "owner": "me"}
+    rest = Reservation(request_id="rest", prompt_tokens=22, max_tokens=NEW, **given)
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(go_on(run, "again", DOCUMENT, 144))]
+    copies.go_on(4)
+    while not copies.parts:
+        await asyncio.sleep(0.001)
+    tasks.append(asyncio.create_task(run.engine.reserve(rest)))
 
-    async def fails(_pages: Sequence[int], _slots: Sequence[int], _back: bool) -> None:
+    async def fails(_runs: Runs, _layers: range, _back: bool) -> None:
         raise RuntimeError("no such memory")
 
-    run.engine._manager.host._move = fails
-    with pytest.raises(DecodeFailed, match="did not come back from host memory: no such memory"):
-        await go_on(run, "again", DOCUMENT, 144)
+    copies._move = fails
+    copies.go_on(1)
+    answer, reserved = await asyncio.gather(*tasks, return_exceptions=True)
+    assert (answer.finish.reason, answer.finish.message) == (FinishReason.FAILED, why)
+    if in_place:
+        assert isinstance(reserved, DecodeFailed) and str(reserved) == why
+    else:
+        assert isinstance(reserved, Reserved)
+        failed = await run.collect(GenerateJob(request_id="rest", sampling=GREEDY))
+        assert (failed.finish.reason, failed.finish.message) == (FinishReason.FAILED, why)
     assert (run.used, slots_used(run)) == (0, 0)
+    while run.engine._runner._begun:
+        await asyncio.sleep(0.001)

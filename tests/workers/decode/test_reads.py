@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 from array import array
 from collections.abc import Sequence
 
 import pytest
 
 from deltafront.kernels.constants import BLOCK
-from deltafront.workers.decode.reads import Read, Recompute, plan_reads, tail_start
+from deltafront.workers.decode.reads import Read, Recompute, next_layers, plan_reads, tail_start
 from deltafront.workers.messages.requests import TAIL_TOKENS
 
 
@@ -77,3 +78,17 @@ def test_where_all_that_is_appended_is_kept_nothing_is_computed_again() -> None:
     every = ids(600)
     plain = plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=0)
     assert plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=3, keep_tokens=600) == plain
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 6, 32, 80])
+def test_layers_are_read_in_order_once_they_have_come_and_in_few_parts(layers: int) -> None:
+    """Whatever comes while a part is read."""
+    for seed in range(50):
+        chance, read, parts = random.Random(seed), 0, list[range]()
+        for here in sorted({*chance.choices(range(layers + 1), k=chance.randrange(2 * layers)), layers}):
+            part = next_layers(read, here, layers)
+            assert not part or (part.start == read and part.stop <= here)
+            assert part or here < layers, "what has come is read to the end"
+            read, parts = (part.stop, [*parts, part]) if part else (read, parts)
+        assert [layer for part in parts for layer in part] == list(range(layers))
+        assert len(parts) <= layers.bit_length()

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.host_memory import HostMemory, make_host_memory
-from deltafront.workers.kv.pages.host_tier import HostTier
+from deltafront.workers.kv.pages import host_tier
+from deltafront.workers.kv.pages.host_tier import HostTier, Runs
+from deltafront.workers.kv.pages.pool import page_runs
 from deltafront.workers.kv.pages.request_pages import RequestPages
-from deltafront.workers.messages.requests import Refused
+from deltafront.workers.messages.requests import DecodeFailed, Refused
 from deltafront.workers.settings import DecodeConfig
 
 from ..keys import key_of
 from .test_entries import manager, reserve, spell
 
+LAYERS = 3
+
 
 class Setup:
-    """A worker's pages and slots, each with the letters of the prompt up to it; empty: nobody knows."""
+    """A worker's pages and slots by layer, each with the letters of the prompt up to it; empty: nobody
+    knows."""
 
     def __init__(self, pages: int, slots: int) -> None:
         self.manager, clock = manager(pages)
-        self.on_gpu, self.on_host = [""] * pages, [""] * slots
-        self.host = HostTier(self.manager.pool.entries, slots, self.move, clock)
+        self.on_gpu = [[""] * pages for _ in range(LAYERS)]
+        self.on_host = [[""] * slots for _ in range(LAYERS)]
+        self.host = HostTier(self.manager.pool.entries, LAYERS, slots, self.move, clock)
         self.manager.host = self.host
+        self.moved_back: list[tuple[str, int]] = []
+        """What has come back of which layer, in order."""
+        self.moves_fail = False
         self.let_go: list[str] = []
         offer = self.host._offer
         self.manager.pool.entries.on_idle = lambda pages: (self.note(pages), offer(pages))[1]
@@ -37,18 +46,31 @@ class Setup:
         self.may_move = asyncio.Event()
         self.may_move.set()
 
-    def note(self, pages: Sequence[int]) -> None:
-        self.let_go += [self.on_gpu[page] for page in pages]
+    async def __aenter__(self) -> Self:
+        self.back = asyncio.create_task(self.host.run_back())
+        return self
 
-    async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
-        assert len(pages) == len(slots)
+    async def __aexit__(self, *_error: object) -> None:
+        self.back.cancel()
+        await asyncio.gather(self.back, return_exceptions=True)
+        assert not self.host._coming
+
+    def note(self, pages: Sequence[int]) -> None:
+        self.let_go += [self.on_gpu[0][page] for page in pages]
+
+    async def move(self, runs: Runs, layers: range, back: bool) -> None:
         self.moving.set()
         await self.may_move.wait()
-        for page, slot in zip(pages, slots, strict=True):
-            if back:
-                self.on_gpu[page] = self.on_host[slot]
-            else:
-                self.on_host[slot] = self.on_gpu[page]
+        if self.moves_fail and back:
+            raise RuntimeError("no such memory")
+        for layer in layers:
+            pages, slots = self.on_gpu[layer], self.on_host[layer]
+            for page, slot, count in runs:
+                if back:
+                    pages[page : page + count] = slots[slot : slot + count]
+                    self.moved_back += [(letters, layer) for letters in slots[slot : slot + count]]
+                else:
+                    slots[slot : slot + count] = pages[page : page + count]
 
     async def settle(self) -> None:
         run = asyncio.create_task(self.host.run())
@@ -60,39 +82,118 @@ class Setup:
     def found(self, letters: str) -> tuple[int, int]:
         """How many pages and slots. All hold what they should."""
         pages, slots, _ = self.manager.find(key_of(spell(letters)))
-        held = [self.on_gpu[page] for page in pages] + [self.on_host[slot] for slot in slots]
-        assert held == [letters[: n + 1] for n in range(len(held))]
+        coming = max((one.left for one in self.host.coming_to(pages)), default=0)
+        for on_gpu, on_host in list(zip(self.on_gpu, self.on_host, strict=True))[: LAYERS - coming]:
+            held = [on_gpu[page] for page in pages] + [on_host[slot] for slot in slots]
+            assert held == [letters[: n + 1] for n in range(len(held))]
         return len(pages), len(slots)
 
-    async def read(self, letters: str, after: int = 0) -> bool:
-        """Read a prompt behind its first `after` pages. Returns False where there was no room."""
+    async def read(self, letters: str, after: int = 0, leaves: bool = False) -> bool:
+        """Read a prompt behind its first `after` pages, layer by layer. Returns False where there was no
+        room. leaves: it is cancelled when it has read the first layer."""
         pages = reserve(self.manager, letters, found=after)
         if isinstance(pages, Refused):
             return False
-        await self.host.bring_back(pages.slots, pages.brought_back)
-        pages.release_slots()
-        assert [self.on_gpu[page] for page in pages.table[:after]] == [letters[: n + 1] for n in range(after)]
-        self.write(pages, letters, after)
-        pages.remember(len(spell(letters)))
-        pages.end()
+        for page in pages.table[after:]:
+            for layer in range(LAYERS):
+                self.on_gpu[layer][page] = "written to"
+        try:
+            for layer in range(1 if leaves else LAYERS):
+                await pages.come(LAYERS - 1 - layer)
+                held = [self.on_gpu[layer][page] for page in pages.table[:after]]
+                assert held == [letters[: n + 1] for n in range(after)]
+                self.write(pages, letters, after, layer)
+            if not leaves:
+                pages.remember(len(spell(letters)))
+        finally:
+            pages.end()
+            await pages.freed.wait()
         return True
 
-    def write(self, pages: RequestPages, letters: str, after: int) -> None:
+    def write(self, pages: RequestPages, letters: str, after: int, layer: int) -> None:
         for n, page in enumerate(pages.table[after:], start=after):
-            self.on_gpu[page] = letters[: n + 1]
+            self.on_gpu[layer][page] = letters[: n + 1]
 
     def all_free(self) -> bool:
         return all(pool.free == pool.total for pool in (self.manager.pool, self.host.pool))
 
 
 async def test_what_the_gpu_gives_up_is_found_in_host_memory_and_comes_back() -> None:
-    run = Setup(pages=6, slots=20)
-    assert await run.read("abcd")
+    async with Setup(pages=6, slots=20) as run:
+        assert await run.read("abcd")
+        await run.settle()
+        run.manager.pool.release(run.manager.pool.allocate(4))
+        assert run.found("abcd") == (2, 2) and run.host.too_late == 0
+        assert await run.read("abcde", after=4)
+        assert run.found("abcde") == (5, 0) and run.all_free()
+
+
+@pytest.fixture
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move has one layer, however few pages."""
+    monkeypatch.setattr(host_tier, "BATCH_PAGES", 1)
+
+
+async def pushed_out(run: Setup, letters: str) -> None:
+    assert await run.read(letters)
     await run.settle()
-    run.manager.pool.release(run.manager.pool.allocate(4))
-    assert run.found("abcd") == (2, 2) and run.host.too_late == 0
-    assert await run.read("abcde", after=4)
-    assert run.found("abcde") == (5, 0) and run.all_free()
+    pool = run.manager.pool
+    pool.release(pool.allocate(pool.total))
+    assert run.found(letters) == (0, len(letters))
+
+
+@pytest.mark.usefixtures("layer_by_layer")
+async def test_two_that_come_for_the_same_pages_wait_for_one_copy() -> None:
+    """The second is a longer prompt, of which more is in host memory."""
+    async with Setup(pages=20, slots=20) as run:
+        await pushed_out(run, "abcdef")
+        first = asyncio.create_task(run.read("abcx", after=3))
+        await asyncio.sleep(0)
+        assert run.found("abcdef") == (3, 3), "they are named before they are there"
+        second = asyncio.create_task(run.read("abcdefy", after=6))
+        assert await first and await second
+        once = [(letters, layer) for layer in range(LAYERS) for letters in ("abc", "abcdef")]
+        assert sorted(run.moved_back) == sorted(
+            (letters[: n + 1], layer)
+            for letters, layer in once
+            for n in range(0 if letters == "abc" else 3, len(letters))
+        )
+        assert run.found("abcdefy") == (7, 0) and run.all_free()
+
+
+@pytest.mark.usefixtures("layer_by_layer")
+async def test_who_waits_for_anothers_copy_gets_it_when_that_one_leaves() -> None:
+    async with Setup(pages=20, slots=20) as run:
+        await pushed_out(run, "abc")
+        run.may_move.clear()
+        reads = [asyncio.create_task(run.read(f"abc{n}", after=3, leaves=n == 0)) for n in range(2)]
+        await asyncio.sleep(0)
+        run.may_move.set()
+        assert await asyncio.gather(*reads) == [True, True]
+        assert len(run.moved_back) == 3 * LAYERS and run.all_free()
+
+
+@pytest.mark.usefixtures("layer_by_layer")
+async def test_a_copy_that_fails_fails_for_all_who_wait_and_leaves_no_name() -> None:
+    async with Setup(pages=20, slots=20) as run:
+        await pushed_out(run, "abc")
+        run.moves_fail = True
+        reads = [asyncio.create_task(run.read(f"abc{n}", after=3)) for n in range(2)]
+        failures = await asyncio.gather(*reads, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [DecodeFailed] * 2
+        assert run.found("abc") == (0, 3) and run.all_free()
+
+
+@pytest.mark.usefixtures("layer_by_layer")
+async def test_copies_go_on_in_turn() -> None:
+    """A short prompt does not wait for all of a long one."""
+    async with Setup(pages=20, slots=20) as run:
+        await pushed_out(run, "abcdef")
+        await pushed_out(run, "z")
+        long, short = (asyncio.create_task(run.read(f"{known}x", len(known))) for known in ("abcdef", "z"))
+        assert await long and await short
+        moves = [move for move in run.moved_back if move[0] in "az"]
+        assert moves == [("a", 0), ("z", 0), ("z", 1), ("z", 2), ("a", 1), ("a", 2)]
 
 
 async def test_what_was_given_up_before_it_was_copied_is_not_found() -> None:
@@ -122,14 +223,17 @@ async def test_slots_that_a_request_waits_for_are_held_and_given_back_with_it() 
     await run.settle()
     run.manager.pool.release(run.manager.pool.allocate(8))
     waiting = reserve(run.manager, "abcd", found=3)
-    assert isinstance(waiting, RequestPages) and len(waiting.slots) == 3
+    assert isinstance(waiting, RequestPages) and waiting.host_tokens == 48
     assert await run.read("xy")
     await run.settle()
     assert run.host.pool.free == 1, "the one slot that nobody holds"
     run.manager.pool.release(run.manager.pool.allocate(3))
-    assert run.found("xy") == (0, 1) and run.found("abc") == (0, 3)
+    assert run.found("xy") == (0, 1) and run.found("abc") == (3, 0)
     waiting.end()
-    assert run.all_free()
+    assert not waiting.freed.is_set(), "they are still to be written to"
+    async with run:
+        await waiting.freed.wait()
+        assert run.found("abc") == (3, 0) and run.all_free()
 
 
 words = st.text(alphabet="ab", min_size=1, max_size=6)
@@ -144,7 +248,11 @@ def test_host_memory_holds_what_was_used_last_as_a_list_does(
     beginnings that were let go of last."""
 
     async def run() -> None:
-        setup, used = Setup(pages, slots), list[str]()
+        async with Setup(pages, slots) as setup:
+            await check(setup)
+
+    async def check(setup: Setup) -> None:
+        used = list[str]()
         for letters, hits in prompts:
             known = min(sum(setup.found(letters)), len(letters) - 1)
             setup.let_go = []
@@ -163,22 +271,33 @@ def test_host_memory_holds_what_was_used_last_as_a_list_does(
     asyncio.run(run())
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
+@pytest.mark.usefixtures("layer_by_layer")
 def test_nothing_wrong_is_found_however_copies_and_reads_fall_together(data: st.DataObject) -> None:
+    """Some leave while their pages come back, and some copies fail."""
+
     async def run() -> None:
-        setup = Setup(data.draw(st.integers(7, 10)), data.draw(st.integers(1, 9)))
+        async with Setup(data.draw(st.integers(7, 10)), data.draw(st.integers(1, 9))) as setup:
+            await act(setup)
+            await setup.settle()
+            assert setup.all_free()
+
+    async def act(setup: Setup) -> None:
         tasks: list[asyncio.Task[Any]] = []
         for letters in data.draw(st.lists(words, max_size=20)):
+            setup.moves_fail = data.draw(st.integers(0, 9)) == 0
             known = min(sum(setup.found(letters)), len(letters) - 1)
-            tasks.append(asyncio.create_task(setup.read(letters, data.draw(st.integers(0, known)))))
+            reading = setup.read(letters, data.draw(st.integers(0, known)), data.draw(st.booleans()))
+            tasks.append(asyncio.create_task(reading))
             if data.draw(st.booleans()):
                 tasks.append(asyncio.create_task(setup.settle()))
             for _ in range(data.draw(st.integers(0, 4))):
                 await asyncio.sleep(0)
-        await asyncio.gather(*tasks)
-        await setup.settle()
-        assert setup.all_free()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, DecodeFailed):
+                raise outcome
 
     asyncio.run(run())
 
@@ -195,14 +314,15 @@ def test_copies_are_byte_for_byte_wherever_pages_and_slots_lie(int8: bool) -> No
     for side in cache.sides:
         side.copy_(torch.randint(0, 200, side.shape))
     before = [side.clone() for side in cache.sides]
-    pages, slots = [4, 5, 6, 1, 9, 0], [8, 2, 3, 4, 5, 0]
-    memory.copy(pages, slots, back=False)
+    runs = page_runs([4, 5, 6, 1, 9, 0], [8, 2, 3, 4, 5, 0])
+    assert runs == [(4, 8, 1), (5, 2, 2), (1, 4, 1), (9, 5, 1), (0, 0, 1)]
+    memory.copy(runs, range(3), back=False)
     for side in cache.sides:
         side.zero_()
-    memory.copy([7, 8], [3, 8], back=True)
+    memory.copy(page_runs([7, 8], [3, 8]), range(1, 3), back=True)
     for side, old in zip(cache.sides, before, strict=True):
-        assert torch.equal(side[:, [7, 8]], old[:, [6, 4]])
-        side[:, [7, 8]] = 0
+        assert torch.equal(side[1:, [7, 8]], old[1:, [6, 4]])
+        side[1:, [7, 8]] = 0
         assert not side.any(), "nothing else was written"
 
 

@@ -1,254 +1,277 @@
-"""Remembered pages on disk: what is saved, given up, and found by a later worker; against a list."""
+"""Groups of pages on disk: each is read once for all who come for it at the same time; against a model that
+looks at all of it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import torch
-from hypothesis import given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deltafront.workers.kv.kv_files import KVFiles
-from deltafront.workers.kv.pages.entries import Entries
+from deltafront.workers.kv.pages import store_tier
 from deltafront.workers.kv.pages.host_tier import HostTier
-from deltafront.workers.kv.pages.pool import PAGE_TOKENS
-from deltafront.workers.kv.pages.store_tier import GROUP_PAGES, StoreTier
-from deltafront.workers.messages.prompts import PromptKey
+from deltafront.workers.kv.pages.store_tier import StoreError, StoreTier
 
 from ..keys import key_of
-from ..prompts import Clock
+from .test_entries import manager, spell
 
-SLOTS = 14 * GROUP_PAGES
-"""All groups of prompts of two letters, three long: host memory gives up none of them by itself."""
+GROUP = 2
+"""Pages of a group here."""
+Loaded = tuple[list[int], int]
 
 
-def key(letters: str) -> PromptKey:
-    """A group for each letter."""
-    return key_of([ord(letter) for letter in letters for _ in range(GROUP_PAGES * PAGE_TOKENS)])
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "GROUP_PAGES", GROUP)
+
+
+def groups_of(letters: str) -> Iterator[str]:
+    """Each whole group of a prompt, as the letters up to its end."""
+    return (letters[:end] for end in range(GROUP, len(letters) + 1, GROUP))
 
 
 def name_of(letters: str) -> bytes:
-    return key(letters).root + key(letters).chain[-16:]
+    key = key_of(spell(letters))
+    return key.root + key.chain[-16:]
 
 
-def beginnings(letters: str) -> list[str]:
-    return [letters[:end] for end in range(1, len(letters) + 1)]
+class Setup:
+    """A disk with the groups of some prompts, and host memory with `slots`. A slot has the letters of the
+    prompt up to it."""
 
+    def __init__(self, slots: int, prompts: Sequence[str]) -> None:
+        pages, clock = manager(4)
+        self.host = HostTier(pages.pool.entries, 1, slots, self.no_move, clock)
+        self.on_host = [""] * slots
+        self.files = {name_of(group): group for letters in prompts for group in groups_of(letters)}
+        self.letters = dict(self.files)
+        """Of all groups that were ever there."""
+        self.damaged: set[bytes] = set()
+        self.reading: dict[bytes, asyncio.Future[None]] = {}
+        self.reads = 0
+        saved = [(name, 0.0) for name in self.files]
+        self.store = StoreTier(self.host, self.stored, self.undated, saved, 1000, clock)
 
-class Disk:
-    """What the tier has written, and one tier after the other that works on it."""
+    def undated(self, groups: Sequence[tuple[bytes, float]]) -> None:
+        pass
 
-    def __init__(self, room: int) -> None:
-        self.clock, self.room = Clock(), room
-        self.files: dict[bytes, list[str]] = {}
-        self.dates: dict[bytes, float] = {}
-        self.start()
-
-    def start(self) -> None:
-        now = self.clock.now
-        saved = sorted((self.dates[name], name) for name in self.files)
-        self.host = HostTier(Entries(self.clock), SLOTS, self.move, self.clock)
-        self.on_host = [""] * SLOTS
-        self.store = StoreTier(
-            self.host,
-            self.stored,
-            self.date,
-            [(name, date - now) for date, name in saved],
-            self.room,
-            self.clock,
-        )
-
-    async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
-        raise AssertionError("nothing comes from pages here")
+    async def no_move(self, *_arguments: Any) -> None:
+        raise AssertionError("nothing is in pages")
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+        if work == "remove":
+            self.files.pop(name, None)
+            return
+        assert (work, name in self.reading) == ("load", False), "it is being read"
+        assert len(self.store._slots_of(name)) < GROUP, "it has been read"
+        self.reads += 1
+        self.reading[name] = asyncio.get_running_loop().create_future()
+        try:
+            await self.reading[name]
+        finally:
+            del self.reading[name]
+        if name in self.damaged or name not in self.files:
+            raise StoreError("it is damaged")
+        letters = self.files[name]
+        for place, slot in enumerate(slots, start=len(letters) - GROUP):
+            self.on_host[slot] = letters[: place + 1]
+
+    async def finish(self, name: bytes) -> None:
+        self.reading[name].set_result(None)
+        await settled()
+
+    def load(self, letters: str) -> asyncio.Task[Loaded]:
+        return asyncio.create_task(self.store.load(key_of(spell(letters)), 0, len(letters)))
+
+    def check_found(self, letters: str) -> int:
+        """How many of a prompt's pages are in host memory. All hold what they should."""
+        slots, _exact = self.host.find(key_of(spell(letters)), 0)
+        assert [self.on_host[slot] for slot in slots] == [letters[: n + 1] for n in range(len(slots))]
+        return len(slots)
+
+    @property
+    def all_free(self) -> bool:
+        return self.host.pool.free == self.host.pool.total
+
+
+async def settled() -> None:
+    for _ in range(20):
         await asyncio.sleep(0)
-        if work == "save":
-            self.files[name] = [self.on_host[slot] for slot in slots]
-        elif work == "load":
-            for slot, letters in zip(slots, self.files[name], strict=True):
-                self.on_host[slot] = letters
+
+
+async def test_two_that_come_for_one_group_read_it_once() -> None:
+    run = Setup(20, ["abcd"])
+    loads = [run.load(letters) for letters in ("abcd", "abxy", "abcdef")]
+    await settled()
+    assert run.reads == 2
+    for name in list(run.reading):
+        await run.finish(name)
+    outcomes = [await load for load in loads]
+    assert [brought for _held, brought in outcomes] == [4, 2, 4]
+    assert run.check_found("abcd") == 4 and run.host.pool.used == 4
+    for held, _brought in outcomes:
+        run.host.pool.release(held)
+    assert run.all_free and run.reads == 2
+    again = await run.load("abcd")
+    assert again[1] == 0 and len(again[0]) == 4, "it is in host memory now"
+    run.host.pool.release(again[0])
+
+
+async def test_a_damaged_group_is_missing_for_all_who_wait_and_counts_once() -> None:
+    run = Setup(20, ["abcd"])
+    run.damaged.add(name_of("ab"))
+    loads = [run.load("abcd") for _ in range(3)]
+    await settled()
+    for name in list(run.reading):
+        await run.finish(name)
+    outcomes = [await load for load in loads]
+    assert [brought for _held, brought in outcomes] == [0] * 3
+    assert (run.store.lost, run.reads, run.check_found("abcd")) == (1, 2, 0)
+    for held, _brought in outcomes:
+        run.host.pool.release(held)
+    assert run.all_free
+
+
+async def test_a_rank_that_is_lost_fails_all_who_wait() -> None:
+    run = Setup(20, ["ab"])
+    loads = [run.load("ab") for _ in range(2)]
+    await settled()
+    run.reading[name_of("ab")].set_exception(RuntimeError("it is lost"))
+    failures = await asyncio.gather(*loads, return_exceptions=True)
+    assert [str(failure) for failure in failures] == ["it is lost"] * 2
+    assert run.all_free and not run.store._loading
+
+
+async def test_without_room_nobody_gets_anything() -> None:
+    run = Setup(3, ["ab"])
+    held = run.host.pool.allocate(2)
+    assert [await load for load in (run.load("ab"), run.load("ab"))] == [([], 0)] * 2
+    run.host.pool.release(held)
+    assert run.all_free and run.reads == 0
+
+
+class Model:
+    """What a disk and loads amount to, where host memory has room for all. Groups and pages are named by the
+    letters up to their ends."""
+
+    def __init__(self, on_disk: Sequence[str]) -> None:
+        self.on_disk, self.in_memory, self.reading = set(on_disk), set[str](), set[str]()
+        """Groups, pages, groups."""
+        self.reads = 0
+        self.loads: list[tuple[asyncio.Task[Loaded], int, dict[str, bool | None]]] = []
+        """Each with how much was in memory, and its groups: whether they have come; None: not yet known."""
+
+    def load(self, task: asyncio.Task[Loaded], letters: str) -> None:
+        held = next((n for n in range(len(letters)) if letters[: n + 1] not in self.in_memory), len(letters))
+        groups = dict[str, bool | None]()
+        for group in list(groups_of(letters))[held // GROUP :]:
+            if group not in self.on_disk:
+                break
+            groups[group] = True if self.pages(group) <= self.in_memory else None
+            if groups[group] is None and group not in self.reading:
+                self.reading.add(group)
+                self.reads += 1
+        self.loads.append((task, held, groups))
+
+    def pages(self, group: str) -> set[str]:
+        return {group[:-n] if n else group for n in range(GROUP)}
+
+    def read(self, group: str, well: bool) -> None:
+        self.reading.remove(group)
+        if well:
+            self.in_memory |= self.pages(group)
         else:
-            del self.files[name]
-        assert len(self.files) <= self.room
+            self.on_disk.discard(group)
+        for _task, _held, groups in self.loads:
+            if group in groups and groups[group] is None:
+                groups[group] = well
 
-    def date(self, groups: Sequence[tuple[bytes, float]]) -> None:
-        self.dates |= {name: self.clock.now + seconds for name, seconds in groups}
-
-    async def keep(self, letters: str, retain_s: float) -> None:
-        """A prompt's pages come to host memory, as `HostTier` brings them."""
-        pool, chain = self.host.pool, key(letters).chain
-        known = list(self.host.find(key(letters), 0)[0])
-        pool.retain(known)
-        slots = [*known, *pool.allocate(len(letters) * GROUP_PAGES - len(known))]
-        for place, slot in enumerate(slots):
-            self.on_host[slot] = f"{letters[: place // GROUP_PAGES + 1]}{place}"
-        pool.entries.add(key(letters).root, chain, slots, retain_s)
-        pool.entries.retain(slots, retain_s)
-        self.host.on_kept(slots)
-        pool.release(slots)
-        await self.settle()
-
-    async def load(self, letters: str) -> None:
-        slots, _brought = await self.store.load(key(letters), 0, len(letters) * GROUP_PAGES)
-        held = [self.on_host[slot] for slot in slots]
-        assert held == [f"{letters[: n // GROUP_PAGES + 1]}{n}" for n in range(len(slots))]
-        self.host.pool.release(slots)
-        await self.settle()
-        assert self.host.pool.used == 0
-
-    async def settle(self) -> None:
-        run = asyncio.create_task(self.store.run())
-        while self.store.busy:
-            await asyncio.sleep(0)
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-
-    def found(self, letters: str) -> int:
-        return len(self.store.find(key(letters), 0)[0])
+    def check(self) -> list[asyncio.Task[Loaded]]:
+        """Return the loads that have ended."""
+        for task, held, groups in self.loads:
+            assert task.done() == (None not in groups.values())
+            if task.done():
+                came = [*groups.values(), False].index(False)
+                assert task.result()[1] == max(0, GROUP * came - held % GROUP)
+        ended = [task for task, _held, _groups in self.loads if task.done()]
+        self.loads = [load for load in self.loads if not load[0].done()]
+        return ended
 
 
-async def test_what_is_to_be_retained_is_given_up_last_until_its_time_is_over() -> None:
-    disk = Disk(room=2)
-    await disk.keep("a", 10.0)
-    for letters in ("b", "c"):
-        disk.clock.now += 1
-        await disk.keep(letters, 0.0)
-    assert [disk.found(letters) for letters in "abc"] == [1, 0, 1]
-    disk.clock.now += 9
-    await disk.keep("d", 0.0)
-    assert [disk.found(letters) for letters in "acd"] == [0, 1, 1]
+prompts = st.text(alphabet="ab", min_size=1, max_size=7)
 
 
-async def test_a_later_worker_retains_what_an_earlier_one_was_asked_to() -> None:
-    disk = Disk(room=2)
-    await disk.keep("a", 10.0)
-    await disk.keep("b", 0.0)
-    disk.clock.now += 5
-    disk.start()
-    disk.clock.now += 1
-    await disk.keep("c", 0.0)
-    assert [disk.found(letters) for letters in "abc"] == [1, 0, 1]
-    disk.clock.now += 6
-    await disk.keep("d", 0.0)
-    assert [disk.found(letters) for letters in "acd"] == [0, 1, 1]
-
-
-async def test_what_comes_back_to_host_memory_is_retained_there_for_the_rest_of_its_time() -> None:
-    disk = Disk(room=2)
-    await disk.keep("a", 10.0)
-    until = disk.clock.now + 10
-    disk.clock.now += 4
-    disk.start()
-    await disk.load("a")
-    slots, _exact = disk.host.find(key("a"), 0)
-    entries = [disk.host.pool.entries.get(slot) for slot in slots]
-    assert [entry and entry.until for entry in entries] == [until] * GROUP_PAGES
-
-
-async def test_what_is_left_of_a_prompt_is_a_beginning() -> None:
-    """Also of one that is longer than there is room for, and for a later worker."""
-    disk = Disk(room=3)
-    await disk.keep("abcd", 0.0)
-    assert disk.found("abcd") == 3
-    for restart in (False, True):
-        disk.clock.now += 1
-        if restart:
-            disk.start()
-        await disk.keep("xy"[restart], 0.0)
-        assert disk.found("abcd") == 2 - restart
-
-
-@dataclass
-class Group:
-    """As the list has it. place: in the order in which groups are given up."""
-
-    place: tuple[float, int]
-    until: float
-    date: float
-
-
-class Brute:
-    """Looks at everything, each time."""
-
-    def __init__(self, room: int) -> None:
-        self.room, self.groups = room, dict[str, Group]()
-
-    def keep(self, letters: str, retain_s: float, now: float) -> None:
-        held: list[str] = []
-        for name in beginnings(letters):
-            if name not in self.groups:
-                others = sorted(
-                    (group.until > now, group.place, other)
-                    for other, group in self.groups.items()
-                    if other not in held
-                )
-                if len(self.groups) == self.room:
-                    if not others:
-                        continue
-                    del self.groups[others[0][2]]
-                self.groups[name] = Group((0, 0), now, 0)
-            self.groups[name].until = max(self.groups[name].until, now + retain_s)
-            held.append(name)
-        self.use(held, now)
-
-    def use(self, names: Sequence[str], now: float) -> None:
-        for n, name in enumerate(names):
-            group = self.groups[name]
-            group.place, group.date = (now, -n), max(group.until, now) - n / 1000
-
-    def restart(self, now: float) -> None:
-        dates = sorted((group.date, name) for name, group in self.groups.items())
-        for n, (date, name) in enumerate(dates):
-            self.groups[name] = Group((now, n - len(dates)), date, date)
-
-    def found(self, letters: str) -> list[str]:
-        names = beginnings(letters)
-        return next((names[:n] for n, name in enumerate(names) if name not in self.groups), names)
-
-
-words = st.text("ab", min_size=1, max_size=3)
-works = st.sampled_from(["keep", "keep", "load", "forget", "restart"])
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.integers(1, 6), st.lists(st.tuples(works, words, st.sampled_from([0.0, 0.0, 3.5, 8.5])), max_size=20)
-)
-def test_the_disk_holds_what_a_list_does(room: int, steps: list[tuple[str, str, float]]) -> None:
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(prompts, max_size=6), st.data())
+def test_loads_that_fall_together_read_what_the_model_reads(written: list[str], data: st.DataObject) -> None:
     async def run() -> None:
-        disk, brute = Disk(room), Brute(room)
-        for work, letters, retain_s in steps:
-            disk.clock.now += 1
-            now = disk.clock.now
-            if work == "keep":
-                await disk.keep(letters, retain_s)
-                brute.keep(letters, retain_s, now)
-            elif work == "load":
-                near = len(disk.host.find(key(letters), 0)[0]) // GROUP_PAGES
-                names = beginnings(letters)[near:]
-                here = next((names[:n] for n, name in enumerate(names) if name not in brute.groups), names)
-                await disk.load(letters)
-                brute.use(here, now)
-            elif work == "forget":
-                disk.host.pool.forget_entries()
-            else:
-                disk.start()
-                brute.restart(now)
-            assert set(disk.files) == {name_of(name) for name in brute.groups}
-            assert disk.found(letters) == len(brute.found(letters))
+        setup = Setup(300, written)
+        model, held = Model(list(setup.files.values())), list[asyncio.Task[Loaded]]()
+        for _ in range(data.draw(st.integers(0, 25))):
+            act = data.draw(st.sampled_from(["load", "load", "read", "read", "damage", "write", "end"]))
+            if act == "load":
+                letters = data.draw(prompts)
+                model.load(setup.load(letters), letters)
+            elif act == "read" and setup.reading:
+                name = data.draw(st.sampled_from(sorted(setup.reading)))
+                model.read(setup.letters[name], name not in setup.damaged)
+                await setup.finish(name)
+            elif act == "damage" and setup.files:
+                setup.damaged.add(data.draw(st.sampled_from(sorted(setup.files))))
+            elif act == "write":
+                for group in groups_of(data.draw(prompts)):
+                    name = name_of(group)
+                    if name not in setup.reading:
+                        setup.files[name] = setup.letters[name] = group
+                        setup.damaged.discard(name)
+                        setup.store._hold(name, 0.0)
+                        setup.store._use([name])
+                        model.on_disk.add(group)
+            elif act == "end" and held:
+                setup.host.pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))).result()[0])
+            await settled()
+            held += model.check()
+            assert {setup.letters[name] for name in setup.reading} == model.reading
+            assert setup.reads == model.reads
+        for name in list(setup.reading):
+            model.read(setup.letters[name], name not in setup.damaged)
+            await setup.finish(name)
+        held += model.check()
+        assert not model.loads and not setup.store._loading
+        for letters in written:
+            setup.check_found(letters)
+        for task in held:
+            setup.host.pool.release(task.result()[0])
+        assert setup.all_free
 
     asyncio.run(run())
 
 
-def test_dates_of_files_say_how_long_each_is_to_be_kept(tmp_path: Path) -> None:
-    files, sides = KVFiles(tmp_path, "a model"), [torch.zeros(2)]
-    names = [bytes([n]) * 32 for n in range(3)]
-    for name in names:
-        files.save(name, sides)
-    files.date([(names[0], 1000.0), (names[1], -5.0), (names[2], -6.0), (bytes(31), 1.0)])
-    assert [name for name, _ in files.saved()] == [names[2], names[1], names[0]]
-    assert 900 < files.saved()[-1][1] <= 1000 and all(seconds < 0 for _, seconds in files.saved()[:2])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(prompts, min_size=1, max_size=6), st.integers(1, 12), st.data())
+def test_with_little_room_nothing_wrong_is_found(written: list[str], slots: int, data: st.DataObject) -> None:
+    async def run() -> None:
+        setup, loads = Setup(slots, written), list[asyncio.Task[Loaded]]()
+        for _ in range(data.draw(st.integers(0, 20))):
+            act = data.draw(st.sampled_from(["load", "load", "read", "read", "end"]))
+            if act == "load":
+                loads.append(setup.load(data.draw(prompts)))
+            elif act == "read" and setup.reading:
+                await setup.finish(data.draw(st.sampled_from(sorted(setup.reading))))
+            elif act == "end" and any(load.done() for load in loads):
+                load = next(load for load in loads if load.done())
+                loads.remove(load)
+                setup.host.pool.release(load.result()[0])
+            await settled()
+            for letters in written:
+                setup.check_found(letters)
+        while setup.reading:
+            await setup.finish(next(iter(setup.reading)))
+        for load in loads:
+            setup.host.pool.release(load.result()[0])
+        assert setup.all_free and not setup.store._loading
+
+    asyncio.run(run())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from ...messages.prompts import LINK_BYTES, PromptKey, links_of
@@ -95,7 +95,8 @@ class Entries:
         """Remember a held page under a copy of an entry. Returns False if its name or its page is here."""
         if entry.name in self._pages or page in self._entries:
             return False
-        self._pages[entry.name], self._entries[page] = page, replace(entry)
+        copied = Entry(entry.name, entry.used, entry.until, entry.place, entry.before)
+        self._pages[entry.name], self._entries[page] = page, copied
         return True
 
     def get(self, page: int) -> Entry | None:

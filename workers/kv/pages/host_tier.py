@@ -1,8 +1,8 @@
 """The tier of remembered pages in host memory.
 
 Each entry that nobody holds any more is copied to host memory at once, so that a page on the GPU can be given
-up without waiting. What is found there alone is copied back into pages of the request that finds it. Host
-memory gives up pages as the GPU does, by `Entries`. Accounting on the event loop's thread.
+up without waiting. What is found there alone is copied back into pages of the request that finds it, layer by
+layer. Host memory gives up pages as the GPU does, by `Entries`. Accounting on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -14,19 +14,48 @@ from collections.abc import Awaitable, Callable, Sequence
 from ...messages.prompts import PromptKey
 from ...messages.states import TierStats
 from .entries import Entries, Entry
-from .pool import PagePool
+from .pool import PagePool, page_runs
 
 BATCH_PAGES = 256
-"""Pages of a copy: another one waits for it."""
+"""Pages of a copy of all layers: another one waits for it."""
 
-Move = Callable[[Sequence[int], Sequence[int], bool], Awaitable[None]]
+Runs = Sequence[tuple[int, int, int]]
+"""First page, first slot, count."""
+Move = Callable[[Runs, range, bool], Awaitable[None]]
 """`HostMemory.copy` on every rank."""
 
 
-class HostTier:
-    """on_gpu: the entries that are copied. slots: pages of host memory. clock: seconds."""
+class PagesBack:
+    """Pages that slots are copied to, layer by layer. Entries name the pages from the start, so whoever finds
+    them waits for the same copy. left: so many last layers are still to come. error: why they will not."""
 
-    def __init__(self, on_gpu: Entries, slots: int, move: Move, clock: Callable[[], float]) -> None:
+    def __init__(self, pages: Sequence[int], slots: Sequence[int], layers: int, began: float) -> None:
+        self.pages, self.slots, self.began = pages, slots, began
+        self.runs: Runs = page_runs(pages, slots)
+        self.left, self.error = layers, ""
+        self._changed: list[Callable[[], None]] = []
+
+    @property
+    def over(self) -> bool:
+        return not self.left or bool(self.error)
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call `changed` after each move until it is over."""
+        self._changed.append(changed)
+
+    def moved(self, layers: int, error: str = "") -> None:
+        self.left, self.error = self.left - layers, error
+        for changed in self._changed:
+            changed()
+
+
+class HostTier:
+    """on_gpu: the entries that are copied. layers: of all pages. slots: pages of host memory. clock:
+    seconds."""
+
+    def __init__(
+        self, on_gpu: Entries, layers: int, slots: int, move: Move, clock: Callable[[], float]
+    ) -> None:
         self.pool = PagePool(slots, entries=Entries(clock))
         self.too_late = 0
         """Entries that were given up on the GPU before they were copied."""
@@ -35,7 +64,12 @@ class HostTier:
         self._back, self._back_s = 0, 0.0
         self._clock = clock
         self._on_gpu = on_gpu
+        self._layers = layers
         self._move = move
+        self._coming: dict[int, PagesBack] = {}
+        """By page."""
+        self._asked: deque[PagesBack] = deque()
+        self._ask = asyncio.Event()
         self._offered: deque[tuple[int, Entry]] = deque()
         self._wake = asyncio.Event()
         on_gpu.on_idle = self._offer
@@ -57,14 +91,61 @@ class HostTier:
             if not self._offered:
                 self._wake.clear()
 
-    async def bring_back(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy held slots into pages in use."""
-        began = self._clock()
-        for start in range(0, len(slots), BATCH_PAGES):
-            part = slice(start, start + BATCH_PAGES)
-            await self._move(pages[part], slots[part], True)
-        self._back += len(slots)
-        self._back_s += self._clock() - began
+    def bring_back(self, slots: Sequence[int], pages: Sequence[int]) -> PagesBack:
+        """Begin to copy slots into pages, which stay in use until that is over."""
+        coming = PagesBack(pages, slots, self._layers, self._clock())
+        self.pool.retain(slots)
+        for page, slot in zip(pages, slots, strict=True):
+            entry = self.pool.entries.get(slot)
+            assert entry is not None
+            self._on_gpu.enter(page, entry)
+            self._coming[page] = coming
+        self._asked.append(coming)
+        self._ask.set()
+        return coming
+
+    def coming_to(self, pages: Sequence[int]) -> tuple[PagesBack, ...]:
+        """Return what is still being copied to any of these pages."""
+        if not self._coming:
+            return ()
+        return tuple(dict.fromkeys(self._coming[page] for page in pages if page in self._coming))
+
+    async def run_back(self) -> None:
+        """Copy what is asked for in turn, until cancelled."""
+        try:
+            while True:
+                await self._ask.wait()
+                await self._move_back(self._asked.popleft())
+                if not self._asked:
+                    self._ask.clear()
+        finally:
+            while self._coming:
+                self._end_back(next(iter(self._coming.values())), 0, "the decode worker is shutting down")
+
+    async def _move_back(self, coming: PagesBack) -> None:
+        """Copy the next layers: one, or as many as fill a batch."""
+        count = min(coming.left, max(1, BATCH_PAGES * self._layers // len(coming.pages)))
+        first = self._layers - coming.left
+        try:
+            await self._move(coming.runs, range(first, first + count), True)
+        except Exception as error:
+            self._end_back(coming, 0, str(error))
+            return
+        if count == coming.left:
+            self._back += len(coming.pages)
+            self._back_s += self._clock() - coming.began
+            self._end_back(coming, count)
+        else:
+            self._asked.append(coming)
+            coming.moved(count)
+
+    def _end_back(self, coming: PagesBack, count: int, error: str = "") -> None:
+        for page in coming.pages:
+            del self._coming[page]
+        if error:
+            self._on_gpu.drop(coming.pages)
+        self.pool.release(coming.slots)
+        coming.moved(count, error)
 
     def stats(self, bytes_per_page: int) -> TierStats:
         entries = self.pool.entries
@@ -112,7 +193,8 @@ class HostTier:
         slots = self.pool.allocate(len(batch))
         try:
             if batch:
-                await self._move([page for page, _ in batch], slots, False)
+                runs = page_runs([page for page, _ in batch], slots)
+                await self._move(runs, range(self._layers), False)
             for (page, entry), slot in zip(batch, slots, strict=True):
                 if self._on_gpu.get(page) is entry:  # else its page may have been written to meanwhile
                     self.pool.entries.enter(slot, entry)

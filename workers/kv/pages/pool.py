@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ....kernels.constants import PAGE_TOKENS
 from .entries import Entries
 
-__all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for", "paired_runs", "row_runs"]
+__all__ = [
+    "PAGE_TOKENS",
+    "OutOfPages",
+    "PagePool",
+    "first_of_run",
+    "page_runs",
+    "pages_for",
+    "paired_runs",
+    "row_runs",
+]
 
 
 class OutOfPages(Exception):
@@ -69,6 +78,18 @@ def paired_runs(
             left.appendleft((a + count, rows_a - count))
         if rows_b > count:
             right.appendleft((b + count, rows_b - count))
+
+
+def page_runs(pages: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Group pairs of a page and a slot that follow one another in both: (first page, first slot, count)."""
+    runs: list[tuple[int, int, int]] = []
+    for page, slot in zip(pages, slots, strict=True):
+        first, beside, count = runs[-1] if runs else (page, slot, 0)
+        if (page, slot) == (first + count, beside + count) and runs:
+            runs[-1] = first, beside, count + 1
+        else:
+            runs.append((page, slot, 1))
+    return runs
 
 
 class PagePool:

@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...messages.prompts import PromptKey
-from ...messages.requests import RefusalReason, Refused, Reservation, recompute_pages
-from .host_tier import HostTier
+from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, recompute_pages
+from .host_tier import HostTier, PagesBack
 from .leases import Lease, Leases
 from .pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
 
@@ -26,15 +27,16 @@ PageCopy = tuple[int, int]
 class RequestPages:
     """A request's page table.
 
-    held_tokens: tokens whose K/V is there from the start. session_ids: their little-endian uint32 ids, where
-    a session has them. key: names what the request leaves; None: nothing. exact: all of it is made by dense
-    attention. spare: a page for a kept session's partly filled last page. copy_in: the session's partly
-    filled page and the table's, to copy first. copy_out: the table's page and the spare, to copy once the
-    prompt is complete. own: pages for `divert`. slots: of `host_pool`, with the last `held_tokens` of them,
-    which are to be copied first. on_free: called once, when all is given back.
+    held_tokens: tokens whose K/V is there from the start, or once `coming` is over. session_ids: their
+    little-endian uint32 ids, where a session has them. key: names what the request leaves; None: nothing.
+    exact: all of it is made by dense attention. spare: a page for a kept session's partly filled last page.
+    copy_in: the session's partly filled page and the table's, to copy first. copy_out: the table's page and
+    the spare, to copy once the prompt is complete. own: pages for `divert`. coming: on their way from host
+    memory, for this request or another. host_tokens: so many come for this one. on_free: called once, when
+    all is given back. on_coming: called when layers have come, or will not.
 
-    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and the last of
-    `end` and all uses gives the pages back.
+    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, what is coming
+    counts as a use, and the last of `end` and all uses gives the pages back.
     """
 
     pool: PagePool
@@ -47,9 +49,10 @@ class RequestPages:
     copy_out: PageCopy | None = None
     session_ids: bytes = field(repr=False, default=b"")
     own: tuple[int, ...] = ()
-    host_pool: PagePool | None = None
-    slots: tuple[int, ...] = ()
+    coming: tuple[PagesBack, ...] = ()
+    host_tokens: int = 0
     on_free: Callable[[], None] = lambda: None
+    on_coming: Callable[[], None] = lambda: None
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _aside: tuple[int, ...] = ()
     """Pages that `divert` has replaced in the table."""
@@ -62,9 +65,13 @@ class RequestPages:
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self._looked = self.held_tokens // PAGE_TOKENS - len(self.slots)
+        self._looked = self.held_tokens // PAGE_TOKENS
         self.original_table = self.table
         """Before `divert`; sessions and entries are made of it."""
+        self._came = asyncio.Event()
+        for coming in self.coming:
+            self._users += 1
+            coming.watch(partial(self._has_come, coming))
 
     @property
     def count(self) -> int:
@@ -77,14 +84,29 @@ class RequestPages:
         return (*self.table, *self.spare, *self.own, *self._aside, *source)
 
     @property
-    def brought_back(self) -> tuple[int, ...]:
-        """The pages that `slots` are copied to."""
-        return self.table[self._looked :][: len(self.slots)]
+    def layers_coming(self) -> int:
+        """So many last layers of some of its pages are still to come."""
+        return max((coming.left for coming in self.coming), default=0)
 
-    def release_slots(self) -> None:
-        if self.host_pool is not None:
-            self.host_pool.release(self.slots)
-            self.slots = ()
+    @property
+    def lost(self) -> str:
+        """Why layers will not come; empty if they may."""
+        why = next((coming.error for coming in self.coming if coming.error), "")
+        return why and f"K/V did not come back from host memory: {why}"
+
+    async def come(self, left: int = 0) -> None:
+        """Wait until at most so many last layers are still to come. Raises DecodeFailed if they will not."""
+        while self.layers_coming > left and not self.lost:
+            await self._came.wait()
+        if self.lost:
+            raise DecodeFailed(self.lost)
+
+    def _has_come(self, coming: PagesBack) -> None:
+        came, self._came = self._came, asyncio.Event()
+        came.set()
+        if coming.over:
+            self._used()
+        self.on_coming()
 
     def divert(self, places: Sequence[int]) -> None:
         """Put own pages at these places. The replaced ones are not written to any more and are given back
@@ -108,10 +130,13 @@ class RequestPages:
         try:
             yield self.table
         finally:
-            self._users -= 1
-            if not self._users:
-                self._unused.set()
-            self._free_if_idle()
+            self._used()
+
+    def _used(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._unused.set()
+        self._free_if_idle()
 
     async def unused(self) -> None:
         while self._users:
@@ -143,7 +168,6 @@ class RequestPages:
             self.pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
             self.table, self.spare, self.own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
-            self.release_slots()
             self.freed.set()
             self.on_free()
 
@@ -258,13 +282,13 @@ class PageManager:
             return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=free)
         self.pool.retain((*shared, *source))  # before others are taken, which may be remembered ones
         taken = self.pool.allocate(needed)
-        host_pool = None if self.host is None else self.host.pool
-        if host_pool is not None:
-            host_pool.retain(held.slots)
+        coming = () if self.host is None else self.host.coming_to(shared)
+        if self.host is not None and held.slots:
+            coming += (self.host.bring_back(held.slots, taken[: len(held.slots)]),)
         return RequestPages(
             pool=self.pool,
-            host_pool=host_pool,
-            slots=held.slots,
+            coming=coming,
+            host_tokens=len(held.slots) * PAGE_TOKENS,
             table=shared + taken[:fresh],
             held_tokens=held.tokens,
             key=reservation.key,

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 from ...messages.prompts import LINK_BYTES, PromptKey
@@ -39,6 +40,15 @@ class StoreError(Exception):
     """A group is not there, or not as it was saved."""
 
 
+@dataclass
+class _Loading:
+    """A group on its way into host memory. slots: held once for each of `wanted`; none where it cannot be
+    loaded."""
+
+    slots: asyncio.Future[Sequence[int]]
+    wanted: int = 1
+
+
 class StoreTier:
     """saved: names of the groups that are there and how much longer each is to be retained, the first to be
     given up first. room: the most groups. clock: that of `host`."""
@@ -63,6 +73,7 @@ class StoreTier:
         self._numbers = itertools.count()
         self._offered: list[Entry] = []
         self._undated: list[tuple[bytes, float]] = []
+        self._loading: dict[bytes, _Loading] = {}
         self._wake = asyncio.Event()
         for name, retain_s in saved:
             self._groups.let_go([self._hold(name, retain_s)])
@@ -92,7 +103,8 @@ class StoreTier:
 
     async def load(self, key: PromptKey, on_gpu: int, pages: int) -> tuple[list[int], int]:
         """Load a prompt's first `pages` pages into host memory, as far as they are there and neither in host
-        memory nor among the first `on_gpu`.
+        memory nor among the first `on_gpu`. A group that is being loaded for another is waited for. Only a
+        worker's shutdown cancels it.
 
         Returns: slots of all that is in host memory then, held, and how many pages of the prompt were loaded.
         """
@@ -113,6 +125,30 @@ class StoreTier:
         return held, brought
 
     async def _load(self, free: asyncio.Semaphore, key: PromptKey, group: int, name: bytes) -> Sequence[int]:
+        """Return a group's slots, held; none where it cannot be loaded."""
+        loading = self._loading.get(name)
+        if loading is not None:
+            loading.wanted += 1
+            return await asyncio.shield(loading.slots)
+        slots: Sequence[int] = self._slots_of(name)
+        if len(slots) == GROUP_PAGES:  # behind a page that was not there, or another has just loaded it
+            self._host.pool.retain(slots)
+            return slots
+        loading = self._loading[name] = _Loading(asyncio.get_running_loop().create_future())
+        try:
+            slots = await self._read(free, key, group, name)
+        except BaseException as error:
+            loading.slots.set_exception(error)
+            loading.slots.exception()  # nobody may be waiting for it
+            raise
+        finally:
+            del self._loading[name]
+        for _ in range(loading.wanted - 1):
+            self._host.pool.retain(slots)
+        loading.slots.set_result(slots)
+        return slots
+
+    async def _read(self, free: asyncio.Semaphore, key: PromptKey, group: int, name: bytes) -> Sequence[int]:
         pool = self._host.pool
         async with free:
             try:
