@@ -47,6 +47,8 @@ class Setup:
         self.host = HostTier(pages.pool.entries, 1, slots, self.no_move, clock)
         self.on_host = [""] * slots
         self.files = {name_of(group): group for letters in prompts for group in groups_of(letters)}
+        self.letters = dict(self.files)
+        """Of all groups that were ever there."""
         self.damaged: set[bytes] = set()
         self.reading: dict[bytes, asyncio.Future[None]] = {}
         self.reads = 0
@@ -148,45 +150,50 @@ async def test_without_room_nobody_gets_anything() -> None:
 
 
 class Model:
-    """What a disk and loads amount to, where host memory has room for all."""
+    """What a disk and loads amount to, where host memory has room for all. Groups and pages are named by the
+    letters up to their ends."""
 
-    def __init__(self, files: Sequence[bytes]) -> None:
-        self.on_disk, self.in_memory, self.reading = set(files), set[bytes](), set[bytes]()
+    def __init__(self, on_disk: Sequence[str]) -> None:
+        self.on_disk, self.in_memory, self.reading = set(on_disk), set[str](), set[str]()
+        """Groups, pages, groups."""
         self.reads = 0
-        self.loads: list[tuple[asyncio.Task[Loaded], dict[bytes, bool | None]]] = []
-        """Each with its groups in order: whether they have come; None: not yet known."""
+        self.loads: list[tuple[asyncio.Task[Loaded], int, dict[str, bool | None]]] = []
+        """Each with how much was in memory, and its groups: whether they have come; None: not yet known."""
 
     def load(self, task: asyncio.Task[Loaded], letters: str) -> None:
-        groups, missing = dict[bytes, bool | None](), False
-        for name in map(name_of, groups_of(letters)):
-            missing = missing or name not in self.in_memory
-            if missing and name not in self.on_disk:
+        held = next((n for n in range(len(letters)) if letters[: n + 1] not in self.in_memory), len(letters))
+        groups = dict[str, bool | None]()
+        for group in list(groups_of(letters))[held // GROUP :]:
+            if group not in self.on_disk:
                 break
-            if not missing:
-                continue
-            groups[name] = True if name in self.in_memory else None
-            if groups[name] is None and name not in self.reading:
-                self.reading.add(name)
+            groups[group] = True if self.pages(group) <= self.in_memory else None
+            if groups[group] is None and group not in self.reading:
+                self.reading.add(group)
                 self.reads += 1
-        self.loads.append((task, groups))
+        self.loads.append((task, held, groups))
 
-    def read(self, name: bytes, well: bool) -> None:
-        self.reading.remove(name)
-        (self.in_memory.add if well else self.on_disk.discard)(name)
-        for _task, groups in self.loads:
-            if name in groups and groups[name] is None:
-                groups[name] = well
+    def pages(self, group: str) -> set[str]:
+        return {group[:-n] if n else group for n in range(GROUP)}
+
+    def read(self, group: str, well: bool) -> None:
+        self.reading.remove(group)
+        if well:
+            self.in_memory |= self.pages(group)
+        else:
+            self.on_disk.discard(group)
+        for _task, _held, groups in self.loads:
+            if group in groups and groups[group] is None:
+                groups[group] = well
 
     def check(self) -> list[asyncio.Task[Loaded]]:
         """Return the loads that have ended."""
-        ended = []
-        for task, groups in self.loads:
+        for task, held, groups in self.loads:
             assert task.done() == (None not in groups.values())
             if task.done():
-                came = list(groups.values())
-                assert task.result()[1] == GROUP * (came.index(False) if False in came else len(came))
-                ended.append(task)
-        self.loads = [(task, groups) for task, groups in self.loads if not task.done()]
+                came = [*groups.values(), False].index(False)
+                assert task.result()[1] == max(0, GROUP * came - held % GROUP)
+        ended = [task for task, _held, _groups in self.loads if task.done()]
+        self.loads = [load for load in self.loads if not load[0].done()]
         return ended
 
 
@@ -198,7 +205,7 @@ prompts = st.text(alphabet="ab", min_size=1, max_size=7)
 def test_loads_that_fall_together_read_what_the_model_reads(written: list[str], data: st.DataObject) -> None:
     async def run() -> None:
         setup = Setup(300, written)
-        model, held = Model(list(setup.files)), list[asyncio.Task[Loaded]]()
+        model, held = Model(list(setup.files.values())), list[asyncio.Task[Loaded]]()
         for _ in range(data.draw(st.integers(0, 25))):
             act = data.draw(st.sampled_from(["load", "load", "read", "read", "damage", "write", "end"]))
             if act == "load":
@@ -206,7 +213,7 @@ def test_loads_that_fall_together_read_what_the_model_reads(written: list[str], 
                 model.load(setup.load(letters), letters)
             elif act == "read" and setup.reading:
                 name = data.draw(st.sampled_from(sorted(setup.reading)))
-                model.read(name, name not in setup.damaged)
+                model.read(setup.letters[name], name not in setup.damaged)
                 await setup.finish(name)
             elif act == "damage" and setup.files:
                 setup.damaged.add(data.draw(st.sampled_from(sorted(setup.files))))
@@ -214,17 +221,18 @@ def test_loads_that_fall_together_read_what_the_model_reads(written: list[str], 
                 for group in groups_of(data.draw(prompts)):
                     name = name_of(group)
                     if name not in setup.reading:
-                        setup.files[name] = group
+                        setup.files[name] = setup.letters[name] = group
                         setup.damaged.discard(name)
                         setup.store._use(name)
-                        model.on_disk.add(name)
+                        model.on_disk.add(group)
             elif act == "end" and held:
                 setup.host.pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))).result()[0])
             await settled()
             held += model.check()
-            assert (setup.reads, setup.reading.keys()) == (model.reads, model.reading)
+            assert {setup.letters[name] for name in setup.reading} == model.reading
+            assert setup.reads == model.reads
         for name in list(setup.reading):
-            model.read(name, name not in setup.damaged)
+            model.read(setup.letters[name], name not in setup.damaged)
             await setup.finish(name)
         held += model.check()
         assert not model.loads and not setup.store._loading
