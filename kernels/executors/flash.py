@@ -33,8 +33,8 @@ def step_tile(
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """One tile: rows `col` of k and v. Those from `stop` on do not exist; those after seen_to are masked, and
-    those before the last WINDOW up to it."""
+    """One tile: rows `col` of k and v. Keys from `stop` on do not exist. A row sees keys up to seen_to, the
+    last WINDOW of them."""
     dim = tl.arange(0, D)
     valid = (col < stop)[:, None]
     k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=valid, other=0.0)

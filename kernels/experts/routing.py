@@ -23,7 +23,7 @@ _LEAST = tl.constexpr(-1.0e38)
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How tokens choose experts. Of equal ones they choose the first.
+    """How tokens choose experts, the first of equal ones.
 
     Args:
         normed: Divide the chosen experts' probabilities by their sum.

@@ -17,7 +17,7 @@ from ..messages.requests import Sampling
 _NARROWEST = 512
 """Columns of the narrowest table: 8,192 tokens."""
 _FACTOR = 4
-"""From one width of tables to the next. Every column costs time to score and rank."""
+"""Ratio of a table's width to the next narrower one. Every column costs time to score and rank."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from .requests import DecodeFailed, PrefillFailed
 
 
 class Rendezvous(NamedTuple):
-    """Where a group's stages or a decode worker's ranks meet. Whoever reaches the store can use it, so the
-    secret travels by Ray."""
+    """Where a group's stages or a decode worker's ranks meet. Any process that reaches the store can use
+    it, so the secret travels by Ray."""
 
     address: str
     port: int

@@ -85,7 +85,8 @@ def launch(
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
     """rounds: items that each program takes.
 
-    Longest rows first balances few items, but streams every key head's keys at once: their bytes decide.
+    The longest rows first balance few items. But then every key head's keys are streamed at once, so their
+    bytes decide.
     """
     if mask is not None and rounds < 48:
         return BY_LENGTH

@@ -147,7 +147,7 @@ class RequestRun:
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
     ) -> bool:
-        """Returns False if it is remembered no more, or has no room.
+        """Returns False if the worker no longer remembers the prefix, or has no room.
 
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """

@@ -113,7 +113,7 @@ class GgufSource:
 
     @property
     def _layers(self) -> int:
-        """Those that predict further tokens come behind them."""
+        """Layers that predict further tokens come behind them, and do not count."""
         return int(self.model_field("block_count")) - int(self.model_field(_PREDICTING, 0))
 
     @property

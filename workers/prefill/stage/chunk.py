@@ -91,8 +91,8 @@ class ChunkWork:
 
 @dataclass(kw_only=True)
 class OpenPrompt:
-    """states: what its method remembers of each layer whose queries it has all seen. first_page: of pages_N
-    if they are contiguous, else None. fetch_s: as in `ChunkWork`."""
+    """states: by layer, what the method remembers between chunks; without layers of which it has skipped
+    queries. first_page: of pages_N if they are contiguous, else None. fetch_s: as in `ChunkWork`."""
 
     request: OpenRequest
     method: Attention

@@ -34,7 +34,7 @@ def warm_up(
     longest: int = 0,
     tell: Tell = silent,
 ) -> None:
-    """Read a few prompts in chunks with each method. Of layers that run the same kernels only the first runs.
+    """Read a few prompts in chunks with each method. Layers that run the same kernels are run once.
 
     Args:
         longest: on a GPU, also meet all classes of length up to it; 0: none.
