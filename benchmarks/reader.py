@@ -20,7 +20,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateSpec, no_phase
 from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.kernels.layers.rope import KVRows
-from deltafront.kernels.methods import MethodSpec, method_spec
+from deltafront.kernels.methods import MethodSpec, method_spec, reads_whole_prompts
 from deltafront.workers.calibration.probes import EncodeAll, Text
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
@@ -259,6 +259,8 @@ def load_text(path: Path, tokenizer: Tokenizer) -> SpelledText:
 
 
 def warm_up(stack: LayerStack, methods: Sequence[str], chunk: int, profile: Profile | None = None) -> None:
-    """Compile what reading with these methods needs, where anything is compiled: on a GPU."""
+    """Compile what reading with these methods needs, where anything is compiled: on a GPU. Methods that need
+    a whole prompt are left out, since chunks are read: the first document compiles those."""
     if stack.device.type == "cuda":
-        prefill_warm_up.warm_up(stack, [parse_method(method) for method in methods], chunk, profile)
+        chunked = [spec for spec in map(parse_method, methods) if not reads_whole_prompts(spec.name)]
+        prefill_warm_up.warm_up(stack, chunked, chunk, profile)

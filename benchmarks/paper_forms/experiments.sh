@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs docs/experiments/0001 and 0002 on one GPU, a part at a time:
+# Runs docs/experiments/0001, 0002 and 0003 on one GPU, a part at a time:
 #   benchmarks/paper_forms/experiments.sh PART TEXTS OUT
 # PART of 0001: tiles, keys (untuned, 7,680 tokens), thresholds (before long-thresholds), long, long-thresholds
 # (130,500 tokens), decode, decay. PART of 0002: ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262,
-# far-524, ideas-7680, ideas-130500.
+# far-524, ideas-7680, ideas-130500. PART of 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long,
+# forms-decode, outputs (130,500 tokens).
 # TEXTS: a folder that these commands have written; far-* need three packages' sources to a file. `thresholds`
-# calibrates on SymPy's sources, which are of set B:
+# and `forms-decode` calibrate on SymPy's sources, which are of set B:
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS/calibration --packages sympy
 # OUT: for results, and for the profile that `thresholds` leaves. MINUTES (4): no document is begun later. A part
@@ -122,5 +123,45 @@ case $part in
   far-524) far 524288 33.5e6 3 ;;
   ideas-7680) ideas 0.25 0.26 "${untuned[@]}" ;;
   ideas-130500) ideas 0.06 0.07 "${whole[@]}" --tasks copies:16 needles:40 ;;
+  forms-keys)
+    thesis=delta_kv_thesis:min_tokens=0 anchors=delta_kv:min_tokens=0,means=0 packed=delta_xattention:$some
+    shards "${untuned[@]}" --methods $thesis,cos=0.88 $thesis $thesis,cos={0.8,0.78} \
+      $thesis,distance={8.8,10.6,12.1} delta_kv_periodic:min_tokens=0,every=3 \
+      delta_kv_random:min_tokens=0,keep=0.333 \
+      $anchors $anchors,counts=0 $anchors,critical={128,2048} "xattention:$some" $packed $packed,means=0 \
+      $packed,exact_share=0 $packed,means=0,exact_share=0 delta_xattention_all_packed:$some,means=0 \
+      xattention_skip:$some,means=0
+    ;;
+  forms-tiles)
+    streaming=min_tokens=0,window=768 lines=min_tokens=0,verticals=150,slashes=700
+    shards "${untuned[@]}" --methods xattention:min_tokens=0 "xattention:$some" "xattention:$some,stride=4" \
+      naive_cells:$some,every={3,4} xattention_paper:min_tokens=0,top={6,7} \
+      minference_block_sparse:min_tokens=0,top=7 sparge:min_tokens=0 sparge:min_tokens=0,tau=0.96,theta=0.3 \
+      flex:min_tokens=0,gamma_flex=0.81 vertical_slash:$lines vertical_slash+delta:$lines streaming:$streaming \
+      streaming+delta:$streaming,gamma={16,32,64,128,256} streaming_smoothed:$streaming,linear=1 \
+      streaming_smoothed:$streaming,alpha=0.5 \
+      streaming_smoothed:$streaming,alpha=0.2,beta=0.05,acceleration=0.0035 \
+      streaming_smoothed:$streaming,paper_end=1
+    ;;
+  forms-long)
+    shards "${whole[@]}" --chunk 131072 --tasks copies:16 needles:40 --methods streaming \
+      streaming+delta:gamma={32,128,256} streaming_smoothed:linear=1 streaming:sink=1024,window=4096 \
+      vertical_slash vertical_slash+delta flex xattention:share=0.07 delta_xattention:share=0.07 \
+      delta_xattention:share=0.07,means=0
+    ;;
+  forms-decode)
+    "$python" -m "$here.paper_forms.delta_layers" "${model[@]}" --text "$texts/calibration/sympy.txt" \
+      --layers 3 4 | tee "$out/delta_layers.out"
+    shifted=($(awk '/^[34] Δ-layers/ {print $3}' "$out/delta_layers.out"))
+    shards "${whole[@]}" --tasks needles:20 --decode-questions 20 --methods dense \
+      --decode 8,14,18,21:{64,128,256,512,1024} "${shifted[0]}:256" "${shifted[1]}:256" periodic:3:256 \
+      random:4:{1,2,3}:256 "${shifted[0]}:64:8"
+    ;;
+  outputs)
+    for before in 0 256; do
+      "$python" -m "$here.paper_forms.delta_outputs" "${model[@]}" --text "$texts"/{networkx,rich,transformers}.txt \
+        --tokens 130500 --before $before | tee "$out/outputs_$before.out"
+    done
+    ;;
   *) echo "no part $part" >&2 && exit 2 ;;
 esac

@@ -189,3 +189,24 @@ register(
     "changed_rows", ChangedRowsOptions, f"{_SELECTORS}.streaming:StreamingSelector",
     f"{_IDEAS}:ChangedRowsExecutor", source=_SOURCE,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StreamingSmoothedOptions(StreamingOptions):
+    """The Δ correction with smoothed differences (Δ Attention, appendices C and J)."""
+
+    gamma: int = option(64, 1, 4096, "every gamma-th query row is computed densely")
+    linear: bool = option(False, 0, 1, "mix each difference with the next one, in place of the filter")
+    alpha: float = option(1.0, 0.0, 1.0, "how far the filter follows a difference; its only number: EMA")
+    beta: float = option(0.0, 0.0, 1.0, "the same of its velocity")
+    acceleration: float = option(0.0, 0.0, 1.0, "the same of its acceleration")
+    paper_end: bool = option(
+        False, 0, 1, "dense rows at the end: only what makes the rest divisible by gamma; 0: a block and more"
+    )
+
+
+register(
+    "streaming_smoothed", StreamingSmoothedOptions, f"{_SELECTORS}.streaming:StreamingSelector",
+    f"{__package__}.delta_smoothed:SmoothedExecutor", source="Δ Attention, appendices C and J",
+    whole_prompt=True,
+)  # fmt: skip

@@ -163,3 +163,33 @@ def corrected_rows(
                 difference = dense_HTD[h, row].float() - sparse_HTD[h, row].float()
             out_HTD[h, row] = sparse_HTD[h, row].float() + difference
     return out_HTD
+
+
+def smoothed_rows(
+    sparse_TD: torch.Tensor,
+    dense_TD: torch.Tensor,
+    gamma: int,
+    *,
+    linear: bool = False,
+    numbers: tuple[float, float, float] = (1.0, 0.0, 0.0),
+) -> torch.Tensor:
+    """Δ Attention's appendix J from one head's rows, of which every `gamma`-th is dense: interpolation
+    (`linear`), else Algorithm 2 with its α, β and γ as `numbers`, row by row. fp32."""
+    terms = [(dense_TD[row] - sparse_TD[row]).double() for row in range(0, len(sparse_TD), gamma)]
+    alpha, beta, acceleration = numbers
+    p, v, a = terms[0], torch.zeros_like(terms[0]), torch.zeros_like(terms[0])
+    out = []
+    for row in range(len(sparse_TD)):
+        own, k = divmod(row, gamma)
+        following = terms[min(own + 1, len(terms) - 1)]
+        if linear:
+            mix = torch.linspace(0, 1, gamma, dtype=torch.float64)[k] if gamma > 1 else 0.0
+            out.append((1 - mix) * terms[own] + mix * following)
+        elif row == 0:
+            out.append(p)
+        else:
+            ahead, faster = p + v + 0.5 * a, v + a
+            r = terms[own] - ahead
+            p, v, a = ahead + alpha * r, faster + beta * r, a + acceleration * r
+            out.append(p)
+    return (sparse_TD.double() + torch.stack(out)).float()

@@ -42,8 +42,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NEEDS])]
 SPARSE = method_spec("dpxa", {"min_tokens": 0, "tau": 0.3, "window": 1})
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+HEADS = [64, pytest.param(256, marks=[pytest.mark.gpu, _NEEDS])]
+"""Channels. Gemma's have 256, for which kernels of a GPU have sizes of their own."""
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Gemma 3: two ropes, norms with an offset; its window is no multiple of a page or block."""
     torch.manual_seed(3)
     config = transformers.Gemma3TextConfig(
@@ -53,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=request.param,
         max_position_embeddings=4096,
         initializer_range=0.2,
         sliding_window=WINDOW,

@@ -19,8 +19,8 @@ from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float32, torch.float16]
-SHAPES = [(2, 2, 64), (9, 3, 64), (4, 1, 128), (16, 2, 64)]
-"""(query heads, key heads, D): groups of 1, 3, 4 and 8."""
+SHAPES = [(2, 2, 64), (9, 3, 64), (4, 1, 128), (16, 2, 64), (4, 2, 256)]
+"""(query heads, key heads, D): groups of 1, 3, 4, 8 and 2."""
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 
 

@@ -116,6 +116,19 @@ def test_groups_of_query_heads(name: str, q_heads: int, kv_heads: int) -> None:
     assert_rows_close(kernel_scores(selector, x), expected_BHNM, dtype=torch.float16)
 
 
+@pytest.mark.parametrize("name", ["antidiagonal", "naive", "block_pool", "anchors", "anchors_means"])
+def test_heads_of_256_channels(name: str) -> None:
+    """Gemma's. Their launches have sizes of their own."""
+    x = sample(300, torch.float16, q_heads=2, head_dim=256)
+    if name in IN_EIGHT_BITS:
+        x = replace(x, q_BHTD=eight_bits(x.q_BHTD), k_BGSD=eight_bits(x.k_BGSD))
+    selector, exact = SCORED[name](), wide(x)
+    expected_BHNM = selector.cpu_scores(exact, selector.new_state(spec_of(exact)), no_phase)
+    score_BHNM = kernel_scores(selector, x)
+    assert_rows_close(score_BHNM, expected_BHNM, dtype=torch.float16, factor=2)
+    assert tiles(kernel_mask(selector, x)) == tiles(rules.select(score_BHNM, selector.rule, 0))
+
+
 @pytest.mark.parametrize("name", ["antidiagonal", "naive", "block_pool", "anchors"])
 def test_chunks_select_what_the_whole_prompt_selects(name: str) -> None:
     x = sample(385, torch.float16, q_heads=2)
