@@ -79,7 +79,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-llama")
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")  # never read here, but a model directory has one
-    generator = torch.Generator().manual_seed(8)
+    generator = torch.Generator().manual_seed(9)
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.2
         for name, shape in read_config(directory).shapes().items()
