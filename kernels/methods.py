@@ -4,8 +4,6 @@ The package's own methods stand at the end. Modules outside it call `register` a
 `+delta` behind a name adds the Δ correction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ BHN.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ along the inputs.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ expert.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

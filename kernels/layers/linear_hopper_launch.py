@@ -1,7 +1,5 @@
 """Launches the Hopper product of many rows, where it is faster. Suffixes as in `linear.py`."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

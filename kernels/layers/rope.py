@@ -6,8 +6,6 @@ dimension, F = D / 2, R rows of a layer's K/V memory.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

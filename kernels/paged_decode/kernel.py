@@ -10,8 +10,6 @@ dtype's relative error.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 import math
 
 import triton

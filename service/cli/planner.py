@@ -1,7 +1,5 @@
 """Which configuration of one host's GPUs serves a model. Memory is counted as in `size`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

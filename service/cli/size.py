@@ -3,8 +3,6 @@
 Weights and K/V are counted as workers allocate them. All else is a flat reserve per process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Session, timings and density are under `deltafront`, named as in the gRPC contract.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -1,7 +1,5 @@
 """Ray, Serve and Deltafront on this machine, for as long as a block runs."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

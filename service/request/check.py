@@ -1,7 +1,5 @@
 """Checks that turn requests into calls. A refusal names the field as the gRPC contract does."""
 
-from __future__ import annotations
-
 import math
 import time
 import uuid

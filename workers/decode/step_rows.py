@@ -3,8 +3,6 @@
 Shape suffixes: R requests of the batch, P columns of the page table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A reservation that builds on it is answered when all of it is in the request's o
 is a hit in pages.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Messages inside a prefill group, and from its stages to decode workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

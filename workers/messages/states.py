@@ -1,7 +1,5 @@
 """Workers' names and states, as doors find and read them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .methods import PAGE_TOKENS

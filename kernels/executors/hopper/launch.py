@@ -1,7 +1,5 @@
 """Launches the Hopper attention kernel: descriptors, order of the items, grid."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

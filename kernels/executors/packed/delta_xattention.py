@@ -3,8 +3,6 @@
 Suffixes: J keys attended to.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

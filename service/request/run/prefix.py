@@ -5,8 +5,6 @@ model and the method with its options, so prompts share K/V only if all of these
 serves every method.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

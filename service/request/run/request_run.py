@@ -5,8 +5,6 @@ that a decode worker remembers; such a worker reads a short rest itself; or the 
 Then a decode worker answers, or keeps the K/V as a session for a Prefill (`max_tokens` 0).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

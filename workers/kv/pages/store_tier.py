@@ -5,8 +5,6 @@ saved from host memory once all of it is there, and comes back there when a prom
 Accounting on the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import OrderedDict, deque

@@ -4,8 +4,6 @@ NCCL's calls only queue work on the device, so a CUDA graph can hold them. Every
 the same order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

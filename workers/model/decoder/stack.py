@@ -6,8 +6,6 @@ calibration. Each step between matrix products is one kernel, and nothing waits 
 Shape suffixes also: X = H + 2 G.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -4,8 +4,6 @@ It covers the decoder's shape with overrides, and name, type, shape and first va
 adapter's too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """Configuration and weights of a GGUF file, under Hugging Face's names, and its conversion to a safetensors
 directory."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ q, k and v, its rows of gate and up, the columns of the output and down projecti
 rows of the head.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """A chunk on its way through a stage: K/V into the prompt's pages, hand-off and attention in each layer
 (`ChunkAttention`), and what all of it adds up to (`ChunkWork`)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

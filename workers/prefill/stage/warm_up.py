@@ -5,8 +5,6 @@ meet almost all forms. The rest depends on a prompt's length: widths that are po
 kernel's order of work. For those, a tile attends to keys of every class of length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
