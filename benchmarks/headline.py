@@ -1,7 +1,8 @@
 """README's table: what each saving makes of a time, and of answers, out of benchmarks/results/.
 
 Times are an 8B model's with random weights, answers a small model's. A row has both of one configuration;
-where they were measured at different densities, the row says at which.
+where they were measured at different densities, the row says at which. The first row's answers at its own
+density are of texts that nothing was tuned on (docs/experiments/0001); sets A and B stand beside them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ HEADER = ("what", "Deltafront", "compared with", "faster", "exact answers kept")
 TOKENS = 131_072
 LONGEST = "ttft_dpxa", 524_288
 """Case and tokens that several GPUs are shown with."""
+SHIPPED = "dpxa:density=0.075"
 
 
 def _plain(row: Row) -> bool:
@@ -27,7 +29,8 @@ def _plain(row: Row) -> bool:
     return row["tokens"] == TOKENS and row["gpus"] == 1 and not other
 
 
-def lines(engine_of_8b: Result, held_out: Result) -> list[Line]:
+def lines(engine_of_8b: Result, held_out: Result, untuned: Result, far: Result) -> list[Line]:
+    """untuned: answers to needles in texts that nothing was tuned on. far: KL beyond 131,072 tokens."""
     of = {row["case"]: row for row in engine_of_8b["rows"] if _plain(row)}
     longest = max(row["tokens"] for row in held_out["rows"])
     answers = {row["case"]: row for row in held_out["rows"] if row["tokens"] == longest}
@@ -37,18 +40,21 @@ def lines(engine_of_8b: Result, held_out: Result) -> list[Line]:
     bits = (sparse, "16 bits, the same density")
     pages, selected = (of["token_full"], "all pages"), answers["delta_256_pages"]
     return [
-        (*_timed(first, sparse, fa2, dense), _kept(answers, "dpxa_default_alone", "dpxa_alone")),
+        (
+            *_timed(first, sparse, fa2, dense),
+            f"{_untuned(untuned)}; {_kept(answers, 'dpxa_default_alone', 'dpxa_alone')}",
+        ),
         (
             *_timed("The same in 8 bits (FP8 weights and activations)", of["ttft_dpxa_fp8"], bits),
             _kept(answers, "dpxa_fp8"),
         ),
-        (*_on_several(engine_of_8b), "not measured at this length"),
+        (*_on_several(engine_of_8b), f"not measured at this length; {_far(far)}"),
         (
             "First token of a question to a session, eight blocks recomputed for it",
             _value(question),
             _value(of["ttft_question"], "none recomputed"),
             "",
-            f"{_kept(answers, 'dpxa_default')}; none recomputed: as in the first row",
+            f"{_kept(answers, 'dpxa_default')}; none recomputed: as in the first row on set B",
         ),
         (
             *_timed("Each further token, 256 selected pages", of["token_delta"], pages),
@@ -87,6 +93,23 @@ def _on_several(result: Result) -> tuple[str, str, str, str]:
 def _kept(answers: Mapping[str, Row], *cases: str) -> str:
     rows = [answers[case] for case in cases]
     return "; ".join(f"{kept(row)} at density {row['density']:.3f}, {_documents(row)}" for row in rows)
+
+
+def _untuned(result: Result) -> str:
+    (row,) = (row for row in result["rows"] if (row["case"], row["task"]) == (SHIPPED, "needles"))
+    return (
+        f"{kept(row)} at density {row['density']:.3f}, {row['documents']} documents that nothing was tuned on"
+    )
+
+
+def _far(result: Result) -> str:
+    """KL of the longest prompts beside that of the shortest."""
+    rows = sorted((row for row in result["rows"] if row["case"] == SHIPPED), key=lambda row: row["tokens"])
+    longest, shortest = rows[-1], rows[0]
+    return (
+        f"KL {longest['kl']:.2f} at density {longest['density']:.3f}, {longest['documents']} documents,"
+        f" {shortest['kl']:.2f} at {shortest['tokens']:,} tokens"
+    )
 
 
 def _documents(row: Row) -> str:

@@ -122,17 +122,25 @@ SESSIONS = Row(
             stacked=True,
         ),
         Panel(
-            "Pages remembered",
-            "By decode worker: pages that other prompts can find. Those that nobody holds are given up for "
-            "new documents.",
-            "short",
-            [Query(by_worker("kv_pages_remembered", DECODERS), "{{worker}}")],
+            "Remembered in pages",
+            "By decode worker: what other prompts can find. What nobody holds is given up for new documents.",
+            "bytes",
+            [
+                Query(
+                    f"{by_worker('kv_pages_remembered', DECODERS)} * {by_worker('kv_page_bytes', DECODERS)}",
+                    "{{worker}}",
+                )
+            ],
         ),
         Panel(
             "Remembered pages given up",
-            "By decode worker, since its start: for others' documents, the least recently used first.",
+            "By decode worker, since its start: for others' documents, the least recently used first. Those "
+            "to be retained (`retain_s`) go only where nothing else is left.",
             "short",
-            [Query(by_worker("kv_pages_evicted", DECODERS), "{{worker}}")],
+            [
+                Query(by_worker("kv_pages_evicted", DECODERS), "{{worker}}"),
+                Query(by_worker("kv_pages_evicted_retained", DECODERS), "{{worker}} to be retained"),
+            ],
         ),
         Panel(
             "Age of remembered pages when they are given up",
@@ -230,9 +238,13 @@ TIERS = Row(
         ),
         Panel(
             "Pages given up below the GPU",
-            "Since the worker's start, for others that were used later.",
+            "Since the worker's start, for others that were used later. Those to be retained go only where "
+            "nothing else is left.",
             "short",
-            [Query(_tier("evicted_pages"), _LEGEND)],
+            [
+                Query(_tier("evicted_pages"), _LEGEND),
+                Query(_tier("evicted_retained_pages"), f"{_LEGEND} to be retained"),
+            ],
         ),
         Panel(
             "Pages missed below the GPU",

@@ -264,6 +264,8 @@ class WorkerState(NamedTuple):
     draining: int = 0
     pages_remembered: int = 0
     pages_evicted: int = 0
+    pages_evicted_retained: int = 0
+    page_bytes: int = 0
     evicted_age_s: float = 0.0
     append_tokens_per_second: float = 0.0
     fetched_tokens_per_second: float = 0.0
@@ -294,6 +296,8 @@ class WorkerGauges:
             self._gauge("worker_draining", "1 for a worker that ends what it has and goes", "worker"),
             self._gauge("kv_pages_remembered", "K/V pages that other prompts can find", "worker"),
             self._gauge("kv_pages_evicted", "Remembered pages given up for others since the start", "worker"),
+            self._gauge("kv_pages_evicted_retained", "Those that were still to be retained", "worker"),
+            self._gauge("kv_page_bytes", "Bytes of a page of a decode worker", "worker"),
             self._gauge("kv_evicted_age_seconds", "Their ages since their last use, added up", "worker"),
             self._gauge(
                 "append_tokens_per_second", "How fast a decode worker reads a rest, lately", "worker"
@@ -301,11 +305,15 @@ class WorkerGauges:
             self._gauge("kv_fetch_tokens_per_second", "How fast K/V came back to stages, lately", "worker"),
         ]
         tier = "worker tier"
+        self._known_tiers: set[tuple[str, str]] = set()
         self._tiers = {
             "room": self._gauge("kv_tier_room_pages", "Pages that a tier below the GPU holds at most", tier),
             "pages": self._gauge("kv_tier_pages", "Pages that it remembers", tier),
             "evicted": self._gauge(
                 "kv_tier_evicted_pages", "Pages given up for others since the start", tier
+            ),
+            "evicted_retained": self._gauge(
+                "kv_tier_evicted_retained_pages", "Those that were still to be retained", tier
             ),
             "evicted_age_s": self._gauge(
                 "kv_tier_evicted_age_seconds", "Their ages since their last use, added up", tier
@@ -325,6 +333,7 @@ class WorkerGauges:
 
     def tiered(self, worker: str, tiers: Sequence[TierStats]) -> None:
         for tier in tiers:
+            self._known_tiers.add((worker, tier.tier))
             for name, gauge in self._tiers.items():
                 gauge.labels(worker, tier.tier).set(getattr(tier, name))
 
@@ -339,6 +348,10 @@ class WorkerGauges:
         for worker, state in {**gone, **workers}.items():
             for gauge, value in zip(self._gauges, state, strict=True):
                 gauge.labels(worker).set(value)
+        for worker, tier in self._known_tiers:
+            if worker in gone:
+                for gauge in self._tiers.values():
+                    gauge.labels(worker, tier).set(0)
         self._known |= workers.keys()
 
 

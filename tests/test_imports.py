@@ -39,7 +39,7 @@ ROOMS = {
     "workers.model.family_registry": "workers.model.families",
     "workers.model.layer_shares": "",
     "workers.model.directory": """workers.settings workers.model.families workers.model.family_registry
-        workers.model.layer_shares workers.model.weights.gguf_source""",
+        workers.model.layer_shares workers.model.weights.gguf_source workers.model.weights.tekken""",
     "workers.model.weights": """workers.settings workers.progress workers.model.family_registry
         workers.model.layer_shares workers.model.directory kernels""",
     "workers.model.decoder": """workers.settings workers.progress workers.model.directory

@@ -79,7 +79,7 @@ from deltafront.benchmarks.accuracy.questions import (
     by_subject,
 )
 from deltafront.benchmarks.accuracy.report import BASELINE, Outcome, line, parse_gate
-from deltafront.benchmarks.accuracy.tasks import TASKS
+from deltafront.benchmarks.accuracy.tasks import TASKS, parse_task
 from deltafront.benchmarks.arguments import told
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.reader import (
@@ -345,7 +345,7 @@ def _arguments() -> argparse.Namespace:
     add("--profile", help="the model's profile, for methods that ask for a density")
     add("--text", type=Path, nargs="+", default=[DEMO_TEXT])
     add("--documents", type=told(_counted_lengths), nargs="+", default=[(2, 4096)], metavar="COUNTxTOKENS")
-    add("--tasks", type=told(_task), nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
+    add("--tasks", type=told(parse_task), nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
     add("--methods", type=told(known_method), nargs="+", default=["dpxa"])
     add("--recompute", type=int, nargs="+", default=[], metavar="BLOCKS", help="for each question by itself")
     add("--decode", nargs="+", default=[], metavar="LAYERS:BUDGET[:RECENCY]|quest:BUDGET")
@@ -404,13 +404,6 @@ def _counted_lengths(given: str) -> tuple[int, int]:
     if match is None:
         raise ValueError(f"no documents {given!r}: COUNTxTOKENS")
     return int(match[1]), int(match[2])
-
-
-def _task(given: str) -> tuple[str, int]:
-    name, _, count = given.partition(":")
-    if name not in TASKS or not (count or "16").isdecimal():
-        raise ValueError(f"no task {given!r}: TASK or TASK:COUNT, of {', '.join(TASKS)}")
-    return name, int(count or 16)
 
 
 def _shard(given: str) -> tuple[int, int]:

@@ -2,24 +2,28 @@
 
     python -m deltafront.benchmarks.accuracy.served [--config deploy/config/demo.yaml] [--documents 3]
 
-Starts the service of --config. Each document, of --task, is read once with every prefill method and kept as
-a session; the questions are appended to it as tokens and answered greedily, several at once. A case
-NAME=METHOD[@full|delta] is a prefill method with its options and the page selection of decode; the first one
-is what the others are compared with. An answer is exact if its tokens are a right answer's; where several are
-right, it need be one of them. Prints a line for each case and document and a table; writes the JSON named by
---result: questions lost and won, the exact sign test, the interval drawn over documents, and how many answers
-are the first case's token for token. Ends with 1 when a --gate, such as `all_defaults:exact>=0.985`, is
-missed.
+Starts the service of --config. Document i of each of --tasks is made of text i (in turn), read once with
+every prefill method and kept as a session; the questions are appended to it as tokens and answered greedily,
+several at once. A case NAME=METHOD[@full|delta] is a prefill method with its options and the page selection
+of decode; the first one is what the others are compared with. Blocks are computed again for a question as the
+configuration says. An answer is exact if its tokens are a right answer's; where several are right, it need be
+one of them. --minutes: no document is begun later.
+
+Prints a line for each case and document and a table; writes the JSON named by --result: questions lost and
+won, the exact sign test, the interval drawn over documents, and how many answers are the first case's token
+for token. Ends with 1 when a --gate, such as `all_defaults:exact>=0.985`, is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import random
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +34,7 @@ from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, sign_test
 from deltafront.benchmarks.accuracy.report import Row, missed, parse_gate
 from deltafront.benchmarks.accuracy.tables import served
-from deltafront.benchmarks.accuracy.tasks import TASKS
+from deltafront.benchmarks.accuracy.tasks import TASKS, parse_task
 from deltafront.benchmarks.arguments import told
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.long_context import read
@@ -43,7 +47,6 @@ from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.calibration.probes import Document
 from deltafront.workers.messages.events import Token
 
-ASKING = [name for name in TASKS if name != "prose"]
 CASES = (
     "dense=dense",
     "dpxa_default=dpxa",
@@ -66,7 +69,8 @@ class Case:
 class Answers:
     """One case on one document. golds: the right answers to each prompt, in the order of the questions.
     tokens: what was answered. density: of causal tiles in prefill. page_share: of the pages of layers that
-    select. ttft_s: of reading the document."""
+    select. recomputed: tokens that were computed again for a question, the mean. ttft_s: of reading the
+    document."""
 
     case: Case
     document: str
@@ -75,6 +79,7 @@ class Answers:
     tokens: Sequence[tuple[int, ...]]
     density: float
     page_share: float
+    recomputed: float
     ttft_s: float
 
     @property
@@ -113,23 +118,26 @@ def answers(
 
             with ThreadPoolExecutor(at_once) as pool:
                 given = list(pool.map(asked, golds))
-            tokens, shares = zip(*given, strict=True)
-            density, ttft = reading.density.mean, reading.timings.ttft_seconds
-            share = statistics.mean(shares)
-            prompt = reading.usage.prompt_tokens
-            found.append(Answers(case, name, prompt, [*golds.values()], tokens, density, share, ttft))
+            tokens, shares, recomputed = zip(*given, strict=True)
+            ttft = reading.timings.ttft_seconds
+            found.append(
+                Answers(
+                    case, name, reading.usage.prompt_tokens, [*golds.values()], tokens, reading.density.mean,
+                    statistics.mean(shares), statistics.mean(recomputed), ttft,
+                )
+            )  # fmt: skip
             print(f"{name} {case.name}: {sum(found[-1].exact)} of {len(golds)}, {ttft:.1f} s", flush=True)
         client.release(session)
     return found
 
 
-_Answer = tuple[tuple[int, ...], float]
+_Answer = tuple[tuple[int, ...], float, int]
 
 
 def _ask(
     client: DeltafrontClient, session: str, prompt: Sequence[int], count: int, selection: str
 ) -> _Answer:
-    """So many tokens, and the share of pages read."""
+    """So many tokens, the share of pages read, and tokens computed again."""
     tokens: list[int] = []
     for event in client.generate(
         session_id=session,
@@ -141,7 +149,7 @@ def _ask(
         if isinstance(event, Token):
             tokens.append(event.token_id)
         elif isinstance(event, GenerateFinished):
-            return tuple(tokens), event.page_share
+            return tuple(tokens), event.page_share, event.recomputed_tokens
     raise RuntimeError("Generate ended without a finish event")
 
 
@@ -166,6 +174,7 @@ def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
         "documents": len(mine),
         "density": round(statistics.mean(one.density for one in mine), 4),
         "page_share": round(statistics.mean(one.page_share for one in mine), 4),
+        "recomputed_tokens": round(statistics.mean(one.recomputed for one in mine), 1),
         "ttft_s": round(statistics.median(one.ttft_s for one in mine), 2),
         "questions": len(exacts),
         "exact": sum(exacts),
@@ -181,18 +190,23 @@ def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
 def main() -> int:
     arguments = _arguments()
     model = load(arguments.config).model.path
-    text, found = load_text(arguments.text, load_tokenizer(model)), list[Answers]()
+    tokenizer, started = load_tokenizer(model), time.monotonic()
+    texts = {path.stem: load_text(path, tokenizer) for path in arguments.text}
+    found: dict[str, list[Answers]] = {task: [] for task, _ in arguments.tasks}
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
-        for index in range(arguments.documents):
-            rng = random.Random(f"{arguments.seed} {arguments.task} {arguments.tokens} {index}")
-            document = TASKS[arguments.task](rng, arguments.tokens, arguments.questions, text)
-            name = f"{arguments.text.stem}-{index}"
-            found += answers(client, name, document, arguments.cases, arguments.at_once)
+        for index, (task, questions) in itertools.product(range(arguments.documents), arguments.tasks):
+            if arguments.minutes is not None and time.monotonic() - started > 60 * arguments.minutes:
+                print(f"{arguments.minutes:g} minutes are over: the documents left are not read", flush=True)
+                break
+            text = list(texts)[index % len(texts)]
+            rng = random.Random(f"{arguments.seed} {task} {arguments.tokens} {index}")
+            document = TASKS[task](rng, arguments.tokens, questions, texts[text])
+            found[task] += answers(client, f"{text}-{index}", document, arguments.cases, arguments.at_once)
     result = {
         "hardware": arguments.hardware or f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "commit": commit_of(ROOT),
+        "commit": arguments.commit or commit_of(ROOT),
         "note": arguments.note,
-        "rows": rows(found, arguments.cases, arguments.task),
+        "rows": [row for task in found if found[task] for row in rows(found[task], arguments.cases, task)],
     }
     write_json(arguments.result, result)
     print(served(result))
@@ -210,11 +224,11 @@ def _arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--config", type=Path, default=ROOT / "deploy" / "config" / "demo.yaml")
-    add("--text", type=Path, default=DEMO_TEXT)
+    add("--text", type=Path, nargs="+", default=[DEMO_TEXT])
     add("--tokens", type=int, default=8192, help="of a document")
     add("--documents", type=int, default=3)
-    add("--task", choices=ASKING, default="needles", help="what documents are made of")
-    add("--questions", type=int, default=16, help="facts in a document, all asked for")
+    add("--tasks", type=told(_asking), nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
+    add("--minutes", type=float, help="after which no document is begun")
     add("--cases", type=told(parse_case), nargs="+", default=[*map(parse_case, CASES)], metavar="NAME=METHOD")
     add("--at-once", type=int, default=8, help="questions under way")
     add("--gate", type=told(parse_gate), nargs="+", default=[], metavar="NAME:exact>=NUMBER")
@@ -222,12 +236,20 @@ def _arguments() -> argparse.Namespace:
     add("--result", type=Path, default=RESULTS / "accuracy_served_cpu.json")
     add("--hardware", default="", help="what it ran on, for the record")
     add("--note", default="", help="for the record")
+    add("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
     cases = [case.name for case in arguments.cases]
     for gate in arguments.gate:
         if gate.case not in cases:
             parser.error(f"--gate: no case {gate.case!r}, but {', '.join(cases)}")
     return arguments
+
+
+def _asking(given: str) -> tuple[str, int]:
+    task, count = parse_task(given)
+    if task == "prose":
+        raise ValueError("prose asks nothing")
+    return task, count
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ def accuracy(result: Result) -> str:
 
 def kept(row: Mapping[str, Any]) -> str:
     """Exact answers as a share of the baseline's; where it was drawn, the interval over whole documents."""
+    if not row["exact_dense"]:
+        return "–"
     share = f"{row['exact'] / row['exact_dense']:.3f}"
-    if "ratio_95" not in row or not (row["lost"] or row["won"]):
+    if not row.get("ratio_95") or not (row["lost"] or row["won"]):
         return share
     low, high = row["ratio_95"]
     return f"{share} ({low:.3f} to {high:.3f})"
@@ -152,19 +154,22 @@ def _paired(
 def served(result: Result) -> str:
     """Answers through gRPC; lost and won against the first row."""
     header = (
-        "case", "method", "decode", "tokens", "density", "pages", "first token, s", "exact",
-        "lost, won; p over questions", "same answers",
+        "task", "case", "method", "decode", "tokens", "density", "pages", "computed again", "first token, s",
+        "exact", "of the first row's, 95% over documents", "lost, won; p over questions", "same answers",
     )  # fmt: skip
     rows = [
         [
+            row["task"],
             row["case"],
             f"`{row['method']}`",
             row["decode"],
             row["tokens"],
             f"{row['density']:.3f}",
             f"{row['page_share']:.3f}",
+            row.get("recomputed_tokens", ""),
             f"{row['ttft_s']:.1f}",
             f"{row['exact']} of {row['questions']}",
+            kept(row),
             f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}",
             row["same"],
         ]

@@ -110,3 +110,11 @@ TASKS: Mapping[str, Task] = {
     "names": names,
     **ruler.TASKS,
 }
+
+
+def parse_task(given: str) -> tuple[str, int]:
+    """`TASK` or `TASK:COUNT`, 16 by default. Raises ValueError."""
+    name, _, count = given.partition(":")
+    if name not in TASKS or not (count or "16").isdecimal():
+        raise ValueError(f"no task {given!r}: TASK or TASK:COUNT, of {', '.join(TASKS)}")
+    return name, int(count or 16)

@@ -39,6 +39,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel_size")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sessions", type=int, choices=(1, BATCH), default=BATCH, help="that decode at once")
     parser.add_argument("--kv-dtype", default="auto", help="kv_cache_dtype")
     parser.add_argument("--quantisation", help="as vLLM names it")
     parser.add_argument("--result", type=Path, required=True)
@@ -97,17 +98,18 @@ def main() -> None:
     about |= {"shape": given.shape} if given.shape != "8b" else {}
     about |= {"kv_dtype": given.kv_dtype} if given.kv_dtype != "auto" else {}
     mark = f"_{given.quantisation}" if given.quantisation else ""
-    found = [
-        row(f"vllm_ready{mark}", round(start, 1), "s", gpus=given.ranks),
-        row(f"vllm_ttft_dense{mark}", round(peer.first_token_s(), 4), "s", tokens=tokens, gpus=given.ranks),
-    ]
-    for batch in (1, BATCH):
-        name = f"vllm_token_full{mark}" if batch == 1 else f"vllm_batch{BATCH}_token_full{mark}"
-        found.append(row(name, round(peer.token_ms(batch), 3), "ms", tokens=tokens, gpus=given.ranks))
-    for one in found:
-        print({**one, **about}, flush=True)
-    commit = given.commit or commit_of(ROOT)
-    merge_into(given.result, [{**one, **about} for one in found], torch.cuda.get_device_name(), commit)
+    gpu, commit = torch.cuda.get_device_name(), given.commit or commit_of(ROOT)
+
+    def found(case: str, value: float, unit: str, **more: int) -> None:
+        measured = {**row(case + mark, value, unit, gpus=given.ranks, **more), **about}
+        print(measured, flush=True)
+        merge_into(given.result, [measured], gpu, commit)
+
+    found("vllm_ready", round(start, 1), "s")
+    found("vllm_ttft_dense", round(peer.first_token_s(), 4), "s", tokens=tokens)
+    for batch in (1, given.sessions) if given.sessions > 1 else (1,):
+        name = "vllm_token_full" if batch == 1 else f"vllm_batch{batch}_token_full"
+        found(name, round(peer.token_ms(batch), 3), "ms", tokens=tokens)
 
 
 if __name__ == "__main__":

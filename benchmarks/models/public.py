@@ -70,6 +70,15 @@ def _gemma3(layers: int, hidden: int, inner: int, **more: Any) -> dict[str, Any]
     }
 
 
+def _ministral3(layers: int, hidden: int, inner: int, **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "rope_theta": 1e6}
+    grown = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    text = _config("", layers, hidden, inner, 32, 8, 131072, 262144, head_dim=128, **_FULL, **more)
+    own: dict[str, Any] = {"architectures": None, "model_type": "ministral3"}
+    own["rope_parameters"] = rope | grown | {"llama_4_scaling_beta": 0.1}
+    return {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text | own}
+
+
 def _heads(query: int, key: int) -> dict[str, int]:
     return {"num_attention_heads": query, "num_key_value_heads": key}
 
@@ -196,6 +205,18 @@ SERVED = (
         2.53,
     ),
     Public(
+        "ibm-granite/granite-4.0-micro",
+        _config(
+            *("GraniteMoeHybrid", 40, 2560, 8192, 40, 8, 100352, 131072),
+            **_granite(0.015625, 10.0, 1e7),
+            shared_intermediate_size=8192,
+            num_local_experts=0,
+            position_embedding_type="rope",
+            layer_types=["attention"] * 40,
+        ),
+        3.4,
+    ),
+    Public(
         "HuggingFaceTB/SmolLM3-3B",
         _config("SmolLM3", 36, 2048, 11008, 16, 4, 128256, 65536, rope_theta=5e6),
         3.08,
@@ -260,6 +281,8 @@ SERVED = (
         _config("Mistral", 36, 4096, 12288, 32, 8, 131072, 32768, head_dim=128, sliding_window=32768),
         8.02,
     ),
+    Public("mistralai/Ministral-3-3B-Instruct-2512", _ministral3(26, 3072, 9216, **_TIED), 3.4),
+    Public("mistralai/Ministral-3-14B-Instruct-2512", _ministral3(40, 5120, 16384), 13.5),
     Public(
         "microsoft/Phi-3-mini-4k-instruct",
         _config("Phi3", 32, 3072, 8192, 32, 32, 32064, 4096, sliding_window=2047),
@@ -321,8 +344,8 @@ REFUSED = (
     ),
     Public(
         "openai/gpt-oss-20b",
-        _config("GptOss", num_local_experts=32, sliding_window=128),
-        reason=f"{_EXPERTS}, sliding windows",
+        _config("GptOss", num_local_experts=32, sliding_window=128, swiglu_limit=7.0),
+        reason=f"{_EXPERTS}, attention sinks, sliding windows",
     ),
     Public(
         "deepseek-ai/DeepSeek-V3",

@@ -56,6 +56,14 @@ ruler() { # TOKENS COUNT METHODS…
     common_words frequent_words; do tasks+=("ruler_$name:4"); done
   shards "${shipped[@]}" --documents "${count}x$tokens" --tasks ${TASKS:-"${tasks[@]}"} --seed 71 --chunk 65536 --methods "$@"
 }
+served() { # TOKENS COUNT TASK:COUNT…: the shipped configuration, or CONFIG
+  local tokens=$1 count=$2
+  shift 2
+  "$python" -m "$here.accuracy.served" --config "${CONFIG:-deploy/config/gpu.yaml}" --text "$texts"/*.txt \
+    --tokens "$tokens" --documents "$count" --tasks "$@" --seed 83 --minutes "${MINUTES:-4}" \
+    --cases dense=dense dpxa=dpxa delta=dense@delta shipped=dpxa@delta --hardware "${HARDWARE:-}" \
+    --result "$out/$part.json"
+}
 ideas() { # SHARE MORE ARGUMENTS…: rivals have a hundredth of the share more, which is more than the ideas cost
   local share=$1 more=$2
   shift 2
@@ -114,6 +122,8 @@ case $part in
     ruler "${part#ruler-}" 20 dpxa:density=0.075 dpxa xattention:share=0.1 streaming
     ;;
   ruler-130500) ruler 130500 6 dpxa:density=0.075 xattention:share=0.1 streaming ;;
+  served-8192) served 8192 20 ruler_{single_1,multikey_1,multikey_2}:4 ;;
+  served-130500) served 130500 20 needles:40 ruler_single_1:4 ;;
   time)
     shards "${whole[@]}" --tasks copies:16 --methods {dpxa,xattention}:share={0.03,0.06,0.12} \
       xattention:share={0.03,0.06,0.12},stride=16

@@ -29,6 +29,7 @@ from ...workers.model.calibrated.profile import (
 from ...workers.model.directory.digest import model_digest
 from ...workers.model.directory.json_files import ModelError
 from ...workers.model.directory.store import model_directory
+from ...workers.model.directory.tokenizer_files import tokenizer_json
 from ...workers.settings import DecodeConfig, Dtype, ModelSpec
 from ..wiring import shown_name
 from .terminal import err, fail, read_options, read_text
@@ -248,8 +249,9 @@ class _Documents:
 def _tokenizer(directory: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    path = directory / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_str(tokenizer_json(directory))
+    except ModelError:
+        raise
     except Exception as error:  # the library raises plain Exceptions
-        raise ModelError(f"{path} cannot be used as a tokenizer: {error}") from None
+        raise ModelError(f"{directory} cannot be used as a tokenizer: {error}") from None

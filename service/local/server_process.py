@@ -36,7 +36,7 @@ class LocalService:
     """
 
     def __init__(
-        self, config: Path | str, *, start_s: float = 240.0, environment: dict[str, str] | None = None
+        self, config: Path | str, *, start_s: float = 900.0, environment: dict[str, str] | None = None
     ) -> None:
         door = load(Path(config)).door
         self.address = joined(reachable(door.host), door.grpc_port)

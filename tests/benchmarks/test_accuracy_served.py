@@ -64,7 +64,17 @@ class FakeClient:
             yield Token(index=index, token_id=token, logprob=-0.1)
         share = 0.5 if page_selection == "delta" else 1.0
         usage = Usage(prompt_tokens=len(append), completion_tokens=max_tokens)
-        yield GenerateFinished(FinishReason.LENGTH, "", usage, TIMINGS, Density(), None, share, "")
+        yield GenerateFinished(
+            FinishReason.LENGTH,
+            "",
+            usage,
+            TIMINGS,
+            Density(),
+            None,
+            share,
+            "",
+            recomputed_tokens=128 * number,
+        )
 
     def release(self, session_id: str) -> None:
         self.held.remove(session_id)
@@ -81,11 +91,23 @@ def test_every_method_reads_once_and_cases_are_paired_with_the_first() -> None:
     assert sparse["lost"] == ["a question 1", "b question 1"] and sparse["won"] == []
     assert (sparse["p"], sparse["same"], sparse["density"]) == (0.5, 4, 0.25)
     assert (pages["exact"], pages["page_share"], pages["p"]) == (2, 0.5, 0.125)
-    assert pages["ratio_95"] == [0.3333, 0.3333]
+    assert pages["ratio_95"] == [0.3333, 0.3333] and pages["recomputed_tokens"] == 128
     gates = [parse_gate("sparse:exact>=0.6,density<=0.3"), parse_gate("pages:exact>=0.9")]
     assert missed(gates, [dense, sparse, pages]) == ["pages, needles, 40 tokens: exact is 0.3333, not >= 0.9"]
     table = served({"hardware": "here", "rows": [dense, sparse, pages]})
-    assert "| pages | `dpxa:tau=0.5` | delta | 40 | 0.250 | 0.500 | 2.0 | 2 of 6 | 4, 0; 0.12 | 2 |" in table
+    row = (
+        "| needles | pages | `dpxa:tau=0.5` | delta | 40 | 0.250 | 0.500 | 128 | 2.0 | 2 of 6"
+        " | 0.333 (0.333 to 0.333) | 4, 0; 0.12 | 2 |"
+    )
+    assert row in table
+
+
+def test_a_task_that_the_first_case_fails_has_no_share() -> None:
+    client = FakeClient()
+    wrong = [Question("q", (5, 7), (9, 9))]
+    found = answers(client, "a", Document([1] * 40, wrong), CASES, 1)  # type: ignore[arg-type]
+    table = served({"hardware": "here", "rows": rows(found, CASES, "needles")})
+    assert table.count("| 0 of 1 | – | 0, 0; 1 |") == 3
 
 
 def test_any_right_answer_to_a_prompt_counts_and_it_is_asked_once() -> None:

@@ -19,7 +19,8 @@ def results(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def lines() -> list[headline.Line]:
-    return headline.lines(results("engine_h200"), results("accuracy_h200"))
+    names = "engine_h200", "accuracy_h200", "accuracy_long_h100", "accuracy_far_h100"
+    return headline.lines(*map(results, names))
 
 
 def test_every_row_has_speed_and_answers(lines: list[headline.Line]) -> None:
@@ -28,6 +29,15 @@ def test_every_row_has_speed_and_answers(lines: list[headline.Line]) -> None:
 
 def test_sparse_prefills_answers_are_of_both_sets_of_documents(lines: list[headline.Line]) -> None:
     assert "set A" in lines[0][4] and "set B" in lines[0][4]
+
+
+def test_sparse_prefills_answers_begin_with_those_at_the_density_that_is_timed(
+    lines: list[headline.Line],
+) -> None:
+    what, answers = lines[0][0], lines[0][4]
+    timed = float(what.rpartition("density ")[2].rstrip(")"))
+    assert "nothing was tuned on" in answers.partition(";")[0]
+    assert float(answers.partition("at density ")[2].partition(",")[0]) == pytest.approx(timed, abs=0.002)
 
 
 def test_times_of_two_commits_give_no_ratio(lines: list[headline.Line]) -> None:

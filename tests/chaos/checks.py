@@ -111,7 +111,13 @@ def from_below(samples: Samples) -> str:
         source: total(samples, "deltafront_cached_tokens_total", f'source="{source}"')
         for source in ("host", "disk")
     }
-    return ", ".join(f"{count:g} tokens from {source}" for source, count in counts.items())
+    return ", ".join(f"{count:,.0f} tokens from {source}" for source, count in counts.items())
+
+
+def unfilled(samples: Samples) -> list[str]:
+    """Tiers that have given up nothing yet: they may still be filling."""
+    gone = "deltafront_kv_tier_evicted_pages"
+    return [f"{series} 0" for series, value in samples.items() if series.startswith(gone) and not value]
 
 
 def overfull(samples: Samples) -> list[str]:

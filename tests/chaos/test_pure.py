@@ -13,7 +13,19 @@ import pytest
 from deltafront.protos.v1 import deltafront_pb2 as pb
 
 from . import fuzz, results
-from .checks import Log, Reference, busy, differs, inconsistent, longest_wait, lost, parse, total
+from .checks import (
+    Log,
+    Reference,
+    busy,
+    differs,
+    inconsistent,
+    longest_wait,
+    lost,
+    overfull,
+    parse,
+    total,
+    unfilled,
+)
 from .growth import Sample, grown
 from .results import Row, merged
 from .schedule import Ask, Form, Kind, episode, prompt
@@ -119,6 +131,21 @@ def test_counters_add_up_with_what_clients_saw() -> None:
     untimed = {**after, 'deltafront_e2e_request_latency_seconds_count{method_rpc="Generate"}': 2.0}
     assert inconsistent({}, untimed, logs, 0) == ["3 outcomes, 2 times"]
     assert any("fell" in problem for problem in inconsistent(after, {}, [], 0))
+
+
+TIER = """deltafront_kv_tier_room_pages{tier="disk",worker="a"} 9.0
+deltafront_kv_tier_pages{tier="disk",worker="a"} 9.0
+deltafront_kv_tier_evicted_pages{tier="disk",worker="a"} 3.0
+"""
+
+
+def test_a_tier_is_full_once_it_has_given_something_up_and_never_holds_more_than_its_room() -> None:
+    assert not unfilled(parse(TIER)) and not overfull(parse(TIER))
+    other = TIER.replace('"a"', '"b"')
+    assert unfilled(parse(TIER + other.replace("} 3.0", "} 0.0"))) == [
+        'deltafront_kv_tier_evicted_pages{tier="disk",worker="b"} 0'
+    ]
+    assert overfull(parse(TIER + other.replace("} 9.0\n", "} 8.0\n", 1)))
 
 
 def test_growth_is_seen() -> None:

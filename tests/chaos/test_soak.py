@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from .checks import from_below, lost, overfull, parse
+from deltafront.kernels.constants import PAGE_TOKENS
+
+from .checks import from_below, lost, overfull, parse, total, unfilled
 from .conftest import Amount, Record
 from .growth import Sample, grown
 from .load import Clients
 from .running import Service
-from .schedule import Form, episode
+from .schedule import PROMPTS, Ask, Form, episode, prompt
 
 _REQUESTS = 6
 _EVERY_S = 5.0
+_FILLS = 2
+"""Documents that come before the first sample have so many times the tokens that all tiers have room for."""
+_BACK = 32
+"""A document that comes again is one of the last so many: in pages, in a tier below, or given up."""
 
 
 def sampled(service: Service, at: float) -> list[Sample]:
@@ -27,15 +36,40 @@ def sampled(service: Service, at: float) -> list[Sample]:
     ]
 
 
+def read(number: int) -> Ask:
+    """A document, odd numbers from PROMPTS on: nothing else asks for it."""
+    return Ask(Form.GREEDY, number, 8, 0)
+
+
+def fill(service: Service, numbers: Iterator[int]) -> int:
+    """Fill the tiers below the pages, whose memory becomes resident only with their first use. A tier is full
+    once it has given something up. Returns: how many tokens were read."""
+    room = PAGE_TOKENS * total(parse(service.scrape()), "deltafront_kv_tier_room_pages")
+    tokens = 0
+    while tokens < _FILLS * room:
+        asks = [read(next(numbers)) for _ in range(_REQUESTS)]
+        clients = Clients(service, asks)
+        clients.join()
+        assert not any(map(lost, clients.logs)), clients.logs
+        tokens += sum(len(prompt(ask.prompt)) for ask in asks)
+    assert not unfilled(parse(service.scrape())), f"after {tokens} tokens, {room:g} have room"
+    return tokens
+
+
 @pytest.mark.timeout(48 * 3600)
 def test_nothing_grows(service: Service, amount: Amount, record: Record) -> None:
-    """The first third warms up. Nothing dies here, so every process is there all the time."""
+    """The tiers are full before, and the first third warms up. Each episode brings a new document, and an
+    earlier one again. Nothing dies here, so every process is there all the time."""
+    numbers = itertools.count(PROMPTS + 1, 2)
+    tokens = fill(service, numbers)
     started, samples, problems, requests = time.monotonic(), list[Sample](), list[str](), 0
     seed = amount.seed
     while (now := time.monotonic()) < started + 60 * amount.minutes:
         if not samples or now > samples[-1].at + _EVERY_S:
             samples += sampled(service, now)
-        asks = episode(seed, _REQUESTS).asks
+        new = next(numbers)
+        again = max(PROMPTS + 1, new - 2 * random.Random(seed).randint(1, _BACK))
+        asks = (*episode(seed, _REQUESTS).asks, read(new), read(again))
         clients = Clients(service, [ask for ask in asks if service.http or ask.form is not Form.HTTP])
         clients.join()
         problems += filter(None, map(lost, clients.logs))
@@ -49,6 +83,7 @@ def test_nothing_grows(service: Service, amount: Amount, record: Record) -> None
     processes = len({sample.pid for sample in samples})
     note = (
         f"tries are processes; {amount.minutes:g} minutes, {requests} requests, {len(problems)} of them lost"
+        f"; after {tokens:,} tokens that filled the tiers"
         f"; {from_below(scraped)}"
     )
     record("soak", processes, len(found) + len(problems), "; ".join([note, *found]))

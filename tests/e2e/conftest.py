@@ -77,7 +77,7 @@ def service(
     settings["decode"] |= tiers
     config = tmp_path_factory.mktemp("service") / CONFIG.name
     config.write_text(yaml.safe_dump(settings))
-    with LocalService(config, start_s=900, environment=RAY_EXPORTS) as running:
+    with LocalService(config, environment=RAY_EXPORTS) as running:
         yield running
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,10 +47,55 @@ def whole(tmp_path: Path) -> Path:
         ),
         ("config.json", POINTER, "config.json is a Git LFS pointer, not the file itself"),
         ("generation_config.json", b'{"eos_token_id": true}', "something else than token ids: [True, 257]"),
+        ("config.json", None, "lacks config.json"),
+        ("tokenizer.json", None, "lacks tokenizer.json (or tekken.json)"),
+        ("model.safetensors", None, "lacks *.safetensors (or one .gguf)"),
+        ("config.json", {"num_hidden_layers": 9}, "the weights lack"),
+        (
+            "config.json",
+            {"num_hidden_layers": 3},
+            "the weights have a layer 3, but config.json says 3 layers",
+        ),
+        ("config.json", {"vocab_size": 7}, "model.embed_tokens.weight is"),
+        ("config.json", {"num_key_value_heads": 3}, "heads must divide evenly"),
+        ("config.json", {"head_dim": 80}, "config.json says"),
+        ("config.json", {"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ("config.json", {"attention_bias": True}, "the weights lack"),
+        ("config.json", {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 7.0}, "attention sinks"),
+        ("config.json", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+        (
+            "config.json",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}},
+            "mscale needs yarn",
+        ),
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "quantised by aqlm are not served",
+        ),
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "the weights hold no quantised matrix",
+        ),
+        (
+            "config.json",
+            {"dual_chunk_attention_config": {"chunk_size": 16}},
+            "attention by chunks, beyond 16",
+        ),
+        ("config.json", {"sliding_window": 64}, "sliding-window attention (64 of"),
     ],
 )
-def test_a_broken_file_stops_the_start_in_one_line(whole: Path, file: str, content: bytes, says: str) -> None:
-    (whole / file).write_bytes(content)
+def test_a_broken_file_stops_the_start_in_one_line(
+    whole: Path, file: str, content: bytes | dict[str, Any] | None, says: str
+) -> None:
+    """content: the file's, or what its keys are changed to; None: it is not there."""
+    if content is None:
+        (whole / file).unlink()
+    elif isinstance(content, dict):
+        (whole / file).write_text(json.dumps(json.loads((whole / file).read_text()) | content))
+    else:
+        (whole / file).write_bytes(content)
     result = CliRunner().invoke(app, ["serve", "--model", str(whole)])
     assert result.exit_code == 1, "before Ray starts"
     said = " ".join(result.stderr.split())

@@ -184,14 +184,16 @@ def test_promtool_has_nothing_to_say_of_what_a_door_exports(house: House, client
         pages=60,
         bytes_per_page=2048,
         evicted=3,
+        evicted_retained=1,
         evicted_age_s=1.5,
         missed=1,
         back=20,
         back_s=0.5,
     )
-    house.metrics.workers.tiered("decode:x", (tier,))
+    house.metrics.workers.tiered("decode:d0", (tier,))
     exported = house.metrics.expose()
-    assert value(house, "kv_tier_back_pages", worker="decode:x", tier="host") == 20
+    for name, expected in (("back_pages", 20), ("evicted_pages", 3), ("evicted_retained_pages", 1)):
+        assert value(house, f"kv_tier_{name}", worker="decode:d0", tier="host") == expected
     described = set(re.findall(rb"^# HELP deltafront_(\w+) \S", exported, re.MULTILINE))
     assert {name.decode() for name in described} == {name for _kind, name in declared()}
     assert promtool_says(exported) == ""

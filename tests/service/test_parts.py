@@ -8,6 +8,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -36,6 +37,7 @@ from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run.plan import plan_answer
 from deltafront.service.request.timings import REPLAY, TtftClock
 from deltafront.service.tracing import Interval
+from deltafront.workers.messages.states import TierStats
 
 from .inprocess import HANG_S
 
@@ -275,6 +277,20 @@ def test_sums_are_exact(tmp_path: Path) -> None:
     assert sum(seen[name] for name in slowest) == 50
 
 
+TIER = TierStats(
+    tier="host",
+    room=60,
+    pages=60,
+    bytes_per_page=2048,
+    evicted=3,
+    evicted_retained=1,
+    evicted_age_s=1.5,
+    missed=1,
+    back=0,
+    back_s=0.0,
+)
+
+
 def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
@@ -289,6 +305,8 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     assert seen["deltafront_replays_total"] == 2
     assert 'deltafront_kv_cache_usage_ratio{worker="decode:x"}' not in seen
     metrics.workers.update({"decode:x": WorkerState(0.5, running=1, up=1)})
+    for worker in ("decode:x", "decode:y"):
+        metrics.workers.tiered(worker, (TIER, replace(TIER, tier="disk")))
     metrics.workers.update({"decode:y": WorkerState(0.25, running=1, up=1)})
     seen = samples(metrics)
     assert seen['deltafront_num_requests_running{worker="decode:x"}'] == 0
@@ -297,6 +315,10 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     assert seen['deltafront_worker_up{worker="decode:y"}'] == 1
     assert seen['deltafront_kv_cache_usage_ratio{worker="decode:x"}'] == 0
     assert seen['deltafront_kv_cache_usage_ratio{worker="decode:y"}'] == 0.25
+    pages = {
+        worker: seen[f'deltafront_kv_tier_pages{{tier="disk",worker="decode:{worker}"}}'] for worker in "xy"
+    }
+    assert pages == {"x": 0, "y": 60}, "a tier that is full for ever would be said to do nothing"
 
 
 def test_two_doors_tell_of_a_worker_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ..kv.fetch import to_host
 from ..kv.handoff.inbox import KVInbox
 from ..kv.handoff.mapped import PageWriters
-from ..kv.host_memory import RanksMemory, make_host_memory, pages_of
+from ..kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
 from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
 from ..kv.peer_memory import ExportedObjects, export_objects
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
@@ -178,6 +178,8 @@ class DecodeEngine:
             append_tokens_per_second=self._scheduler.appended.tokens_per_second,
             pages_remembered=len(pool.entries),
             pages_evicted=pool.entries.evicted,
+            pages_evicted_retained=pool.entries.evicted_retained,
+            page_bytes=page_bytes(self._runner.cache.sides) * (1 + len(self._ranks)),
             evicted_age_s=pool.entries.evicted_age_s,
             tiers=() if self._tiers is None else self._tiers.stats(),
             decoding=self._scheduler.submitted,

@@ -57,7 +57,8 @@ class Tiers:
         self.store: StoreTier | None = None
         if memory.files is not None:
             groups = max(1, room // GROUP_PAGES)
-            self.store = StoreTier(self.host, memory.stored, memory.files.names(), groups, clock)
+            files = memory.files
+            self.store = StoreTier(self.host, memory.stored, files.date, files.saved(), groups, clock)
         requests.manager.host = self.host
         self.under_way = KeptTasks()
         self._loading: set[str] = set()

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,26 @@ class KVFiles:
             if path.stat().st_mtime < time.time() - _UNFINISHED_S:
                 path.unlink(missing_ok=True)
 
-    def names(self) -> Iterator[bytes]:
-        """The least recently used first."""
-        files = ((path.stat().st_mtime, path.name) for path in self._folder.glob(f"*{_SUFFIX}"))
-        for _used, file in sorted(files):
-            yield bytes.fromhex(file.removesuffix(_SUFFIX))
+    def saved(self) -> list[tuple[bytes, float]]:
+        """Return each group's name, and until when it is to be kept, in seconds from now: the first is to be
+        given up first. A time in the past is that of its last use."""
+        now = time.time()
+        files = sorted((path.stat().st_mtime, path.name) for path in self._folder.glob(f"*{_SUFFIX}"))
+        return [(bytes.fromhex(file.removesuffix(_SUFFIX)), date - now) for date, file in files]
+
+    def date(self, groups: Sequence[tuple[bytes, float]]) -> None:
+        """Note for `saved` until when each group is to be kept, in seconds from now, as its file's date.
+
+        A file that another worker has removed is left out. Raises StoreError.
+        """
+        now = time.time()
+        for name, seconds in groups:
+            try:
+                os.utime(self._path(name), (now, now + seconds))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise StoreError(str(error)) from error
 
     def save(self, name: bytes, sides: Sequence[torch.Tensor]) -> None:
         """Raises StoreError."""
@@ -65,7 +80,6 @@ class KVFiles:
         """
         path = self._path(name)
         try:
-            os.utime(path)
             content = self._read(path)
             start = 8 + int.from_bytes(content[:8], "little")
             about = json.loads(bytes(content[8:start]))

@@ -65,14 +65,16 @@ class OwnerUse:
 class TierStats:
     """A tier below the GPU: `host` memory or `disk`. Counts are of pages. room: the most that it holds.
     pages: those in it now. evicted, evicted_age_s: given up for others so far, and the seconds since their
-    last uses, added up. missed: gone before they were copied there, or not readable. back, back_s: brought
-    back to the GPU, and the seconds that it took."""
+    last uses, added up. evicted_retained: how many of them were still to be retained. missed: gone before
+    they were copied there, or not readable. back, back_s: brought back to the GPU, and the seconds that it
+    took."""
 
     tier: str
     room: int
     pages: int
     bytes_per_page: int
     evicted: int
+    evicted_retained: int
     evicted_age_s: float
     missed: int
     back: int
@@ -84,14 +86,17 @@ class DecodeStats(WorkerStats):
     """pages_free: also those that are only remembered. waiting: also requests whose prompt is being read.
     decoding: requests that run or lack only a place in the batch. draining: its sessions are still served.
     append_tokens_per_second: how fast it reads long appended text, lately; 0: unknown.
-    pages_remembered: entries, held or not. pages_evicted, evicted_age_s: entries given up for their pages so
-    far, and the seconds since their last uses, added up.
+    page_bytes: of a page on all ranks. pages_remembered: entries, held or not. pages_evicted, evicted_age_s:
+    entries given up for their pages so far, and the seconds since their last uses, added up.
+    pages_evicted_retained: how many of them were still to be retained.
     """
 
     sessions: int
     append_tokens_per_second: float = 0.0
     pages_remembered: int = 0
     pages_evicted: int = 0
+    pages_evicted_retained: int = 0
+    page_bytes: int = 0
     evicted_age_s: float = 0.0
     tiers: tuple[TierStats, ...] = ()
     page_tokens: int = PAGE_TOKENS

@@ -8,9 +8,9 @@ from .families.exaone import EXAONE, EXAONE4
 from .families.family import Family, GgufNames
 from .families.gemma3 import GEMMA3
 from .families.glm import GLM, GLM4, GLM4_MOE
-from .families.granite import GRANITE
+from .families.granite import GRANITE, GRANITE4
 from .families.llama import ARCEE, LLAMA
-from .families.mistral import MISTRAL
+from .families.mistral import MINISTRAL3, MISTRAL
 from .families.olmo2 import OLMO2, OLMO3
 from .families.phi3 import PHI3
 from .families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -18,8 +18,8 @@ from .families.seed_oss import SEED_OSS
 from .families.smollm3 import SMOLLM3
 
 _OURS = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
-    *(GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE, GEMMA3, OLMO3),
+    *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),
+    *(GRANITE4, GLM, GLM4, GLM4_MOE, EXAONE, EXAONE4, ARCEE, GEMMA3, OLMO3),
 )
 
 FAMILIES: dict[str, Family] = {}
@@ -38,6 +38,7 @@ _SIGNS: Mapping[str, str] = {
     "ssm_state_size": "state-space layers",
     "state_size": "state-space layers",
     "conv_L_cache": "convolutions",
+    "swiglu_limit": "attention sinks",
     "sliding_window": "sliding windows",
     "attn_logit_softcapping": "capped scores",
     "final_logit_softcapping": "capped logits",
@@ -50,7 +51,7 @@ _SIGNS: Mapping[str, str] = {
     "vision_config": "images",
     "audio_config": "sound",
 }
-"""Keys of a config.json whose family is not served → what it has that no family here has."""
+"""Keys of a config.json whose family is not served → what it has."""
 
 
 class FamilyError(ValueError):
@@ -80,9 +81,14 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
     return next((one for one in FAMILIES.values() if one.model_type == config.get("model_type")), None)
 
 
-def gguf_families() -> dict[str, tuple[Family, GgufNames]]:
-    """Return the families that have GGUF files, by llama.cpp's architecture."""
-    return {one.gguf.architecture: (one, one.gguf) for one in FAMILIES.values() if one.gguf is not None}
+def gguf_families() -> dict[str, list[tuple[Family, GgufNames]]]:
+    """Return the families that have GGUF files, by llama.cpp's architecture. One that its files tell from
+    another comes first."""
+    found: dict[str, list[tuple[Family, GgufNames]]] = {}
+    for one in FAMILIES.values():
+        if one.gguf is not None:
+            found.setdefault(one.gguf.architecture, []).append((one, one.gguf))
+    return {name: sorted(each, key=lambda pair: not pair[1].told_by) for name, each in found.items()}
 
 
 def unserved_features(config: Mapping[str, Any]) -> list[str]:

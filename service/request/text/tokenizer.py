@@ -19,8 +19,14 @@ from tokenizers import Tokenizer
 
 from ....workers.messages.requests import ID_BYTES
 from ....workers.model.directory.chat_template import OURS, ChatTemplate
-from ....workers.model.directory.json_files import ModelError, refuse_pointer
-from ....workers.model.directory.tokenizer_files import AddedToken, TokenizerFiles
+from ....workers.model.directory.json_files import ModelError
+from ....workers.model.directory.tokenizer_files import (
+    TOKENIZER,
+    AddedToken,
+    TokenizerFiles,
+    has_tokenizer,
+    tokenizer_json,
+)
 from ..calls import SpecialTokens, pack_ids
 from .control_tokens import TEMPLATE_READS_TOKENS, ControlTokens, MaskingError
 
@@ -82,10 +88,10 @@ class TextTokenizer:
     @classmethod
     def load(cls, directory: Path) -> TextTokenizer:
         """Raises FileNotFoundError or ModelError."""
-        path = directory / "tokenizer.json"
-        if not path.is_file():
+        path = directory / TOKENIZER
+        if not has_tokenizer(directory):
             raise FileNotFoundError(f"{path} does not exist: the model directory has no tokenizer")
-        files, tokenizer = TokenizerFiles.read(directory), _read(path)
+        files, tokenizer = TokenizerFiles.read(directory), _read(directory)
         _add(tokenizer, files.added, path)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -242,14 +248,14 @@ class TextTokenizer:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from None
 
 
-def _read(path: Path) -> Tokenizer:
+def _read(directory: Path) -> Tokenizer:
+    text = tokenizer_json(directory)
     try:
-        refuse_pointer(path)
-        return Tokenizer.from_file(str(path))
-    except ModelError:
-        raise
+        return Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ModelError(f"{path} cannot be read as a tokenizer: {error}: download it again") from None
+        raise ModelError(
+            f"{directory / TOKENIZER} cannot be read as a tokenizer: {error}: download it again"
+        ) from None
 
 
 def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> None:

@@ -177,6 +177,21 @@ async def test_no_more_is_kept_than_there_is_room_for(started: Any, tmp_path: Pa
     assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in range(4)] == [0, *[GROUP] * 3]
 
 
+async def test_a_prompt_that_is_to_be_retained_stays_on_disk_for_other_workers_too(started: Any) -> None:
+    run = await started()
+    run.engine._tiers.store._room = 2
+    await read(run, "0", prompt(GROUP + 20, seed=0), retain_s=1000.0)
+    for seed in (1, 2):
+        await read(run, f"{seed}", prompt(GROUP + 20, seed=seed))
+        await saved(run)
+    fresh = await started()
+    fresh.engine._tiers.store._room = 2
+    assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in range(3)] == [GROUP, 0, GROUP]
+    await read(fresh, "3", prompt(GROUP + 20, seed=3))
+    await saved(fresh)
+    assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in (0, 2)] == [GROUP, 0]
+
+
 async def test_a_disk_that_is_full_costs_no_answer(
     started: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +226,7 @@ def test_files_of_other_k_v_are_refused(tmp_path: Path) -> None:
     name, sides = bytes(32), [torch.randn(2, 3), torch.arange(6, dtype=torch.uint8)]
     ours.save(name, sides)
     assert all(map(torch.equal, ours.load(name), sides))
-    assert ([*ours.names()], [*theirs.names()]) == ([name], [])
+    assert ([name for name, _ in ours.saved()], theirs.saved()) == ([name], [])
     theirs._path(name).write_bytes(ours._path(name).read_bytes())
     with pytest.raises(StoreError, match="of other K/V: a model"):
         theirs.load(name)

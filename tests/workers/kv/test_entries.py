@@ -108,6 +108,11 @@ def test_what_is_to_be_retained_goes_last_until_its_time_is_over() -> None:
     held = pages.pool.allocate(4)
     assert (found(pages, "ab"), found(pages, "xy")) == (0, 2), "the older, now that its time is over"
     pages.pool.release(held)
+    entries = pages.pool.entries
+    read(pages, "ab", retain_s=10.0)
+    assert (entries.evicted, entries.evicted_retained) == (4, 0)
+    pages.pool.release(pages.pool.allocate(6))
+    assert (entries.evicted, entries.evicted_retained) == (8, 2), "nothing else was left"
 
 
 def test_the_pages_of_a_prefix_are_not_taken_for_its_own_rest() -> None:

@@ -39,6 +39,8 @@ class Entries:
         self._soonest = float("inf")
         """No page of `_retained` may be given up like others before."""
         self.evicted = 0
+        self.evicted_retained = 0
+        """How many of them were still to be retained: all others were gone or held."""
         self.evicted_age_s = 0.0
         self.on_idle: Callable[[Sequence[int]], None] = lambda _pages: None
         """Called with the pages that nobody holds any more, the first to be given up first."""
@@ -135,6 +137,7 @@ class Entries:
         self._end_retention()
         now, gone = self._clock(), list[int]()
         for _ in range(count):
+            self.evicted_retained += not self._idle
             page, _ = (self._idle or self._retained).popitem(last=False)
             self.evicted_age_s += now - self._entries[page].used
             gone.append(page)

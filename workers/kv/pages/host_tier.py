@@ -72,6 +72,7 @@ class HostTier:
             pages=len(entries),
             bytes_per_page=bytes_per_page,
             evicted=entries.evicted,
+            evicted_retained=entries.evicted_retained,
             evicted_age_s=entries.evicted_age_s,
             missed=self.too_late,
             back=self._back,

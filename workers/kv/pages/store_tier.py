@@ -1,19 +1,20 @@
 """The tier of remembered pages on disk: groups of pages in a row, which outlive the worker.
 
 A group is `GROUP_PAGES` pages of a prompt, from a multiple of that on, and has its last page's name. It is
-saved from host memory once all of it is there, and comes back there when a prompt is found on disk alone.
-Accounting on the event loop's thread.
+saved from host memory once all of it is there, and comes back there when a prompt is found on disk alone. The
+disk gives up groups as the GPU does pages, by `Entries`, and retains one as long as its last page. Accounting
+on the event loop's thread.
 """
 
 import asyncio
+import itertools
 import logging
-from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import takewhile
 
 from ...messages.prompts import LINK_BYTES, PromptKey
 from ...messages.states import TierStats
-from .entries import Entry
+from .entries import Entries, Entry
 from .host_tier import HostTier
 from .pool import OutOfPages
 
@@ -24,6 +25,11 @@ AT_ONCE = 8
 Stored = Callable[[str, bytes, Sequence[int]], Awaitable[None]]
 """`save`, `load` or `remove` of a group, with its slots, on every rank. Raises StoreError."""
 
+Date = Callable[[Sequence[tuple[bytes, float]]], None]
+"""Notes for a later worker until when each group is to be kept, in seconds from now. Raises StoreError."""
+_APART_S = 0.001
+"""Between the dates of two groups of a prompt, so that a later worker, too, gives up the last one first."""
+
 log = logging.getLogger(__name__)
 
 
@@ -32,27 +38,32 @@ class StoreError(Exception):
 
 
 class StoreTier:
-    """names: of the groups that are there, the least recently used first. room: the most groups."""
+    """saved: names of the groups that are there and how much longer each is to be retained, the first to be
+    given up first. room: the most groups. clock: that of `host`."""
 
     def __init__(
         self,
         host: HostTier,
         stored: Stored,
-        names: Iterable[bytes],
+        date: Date,
+        saved: Iterable[tuple[bytes, float]],
         room: int,
         clock: Callable[[], float],
     ) -> None:
         self._clock = clock
-        self._evicted, self._evicted_age_s = 0, 0.0
         self._back, self._back_s = 0, 0.0
         self.lost = 0
         """Groups that could not be saved, or not be loaded."""
-        self._host, self._stored, self._room = host, stored, room
-        now = clock()
-        self._groups: OrderedDict[bytes, float] = OrderedDict((name, now) for name in names)
-        """When each was last used, the least recently used first."""
-        self._offered: deque[bytes] = deque()
+        self._host, self._stored, self._date, self._room = host, stored, date, room
+        self._groups = Entries(clock)
+        """Each group has a number in place of a page."""
+        self._names: dict[int, bytes] = {}
+        self._numbers = itertools.count()
+        self._offered: list[Entry] = []
+        self._undated: list[tuple[bytes, float]] = []
         self._wake = asyncio.Event()
+        for name, retain_s in saved:
+            self._groups.let_go([self._hold(name, retain_s)])
         host.on_kept = self._offer
 
     def __len__(self) -> int:
@@ -70,9 +81,8 @@ class StoreTier:
         for group in range(first // GROUP_PAGES, len(key.chain) // (LINK_BYTES * GROUP_PAGES)):
             end = (group + 1) * GROUP_PAGES * LINK_BYTES
             link = key.chain[end - LINK_BYTES : end]
-            name = next(
-                (root + link for root in (key.root, key.exact_root) if root + link in self._groups), b""
-            )
+            named = (root + link for root in (key.root, key.exact_root))
+            name = next((one for one in named if self._groups.page_of(one) is not None), b"")
             if not name or (len(names) + 1) * GROUP_PAGES > self._host.pool.total:
                 break
             names.append(name)
@@ -92,6 +102,7 @@ class StoreTier:
         numbered = list(enumerate(names[: max(0, last)], start=first // GROUP_PAGES))
         free = asyncio.Semaphore(AT_ONCE)
         loaded = await asyncio.gather(*(self._load(free, key, *group) for group in numbered))
+        self._use([name for name, slots in zip(names, loaded, strict=False) if slots])
         held += [slot for slots in loaded for slot in slots]
         in_a_row = sum(len(slots) for slots in takewhile(bool, loaded))
         brought = max(0, min(in_a_row - first % GROUP_PAGES, pages - first))
@@ -116,57 +127,91 @@ class StoreTier:
             except BaseException:
                 pool.release(slots)
                 raise
-        self._use(name)
         root, start = name[:-LINK_BYTES], group * GROUP_PAGES
-        pool.entries.add(root, key.chain, (0,) * start + slots, 0.0, start)
+        pool.entries.add(root, key.chain, (0,) * start + slots, self._retain_s(name), start)
         return slots
 
     async def run(self) -> None:
-        """Save what is offered, until cancelled."""
+        """Save and date what is offered and used, until cancelled."""
         while True:
             await self._wake.wait()
-            while self._offered:
-                await self._save(self._offered.popleft())
+            while self._offered or self._undated:
+                offered = sorted(self._offered, key=lambda entry: entry.place)
+                self._offered = []
+                for entry in offered:
+                    await self._save(entry)
+                self._use([entry.name for entry in offered])
+                await self._date_used()
             self._wake.clear()
 
     def _offer(self, slots: Sequence[int]) -> None:
         entries = (self._host.pool.entries.get(slot) for slot in slots)
-        ends = [one.name for one in entries if one is not None and one.place % GROUP_PAGES == GROUP_PAGES - 1]
-        for name in ends:
-            if name in self._groups:
-                self._use(name)
-            else:
-                self._offered.append(name)
-                self._wake.set()
+        ends = [one for one in entries if one is not None and one.place % GROUP_PAGES == GROUP_PAGES - 1]
+        if ends:
+            self._offered += ends
+            self._wake.set()
 
-    async def _save(self, name: bytes) -> None:
-        slots = self._slots_of(name)
-        if name in self._groups or len(slots) < GROUP_PAGES:
+    async def _save(self, entry: Entry) -> None:
+        """Save a group unless it is there, and hold it. Where all others are held, it is not saved."""
+        slots, retain_s = self._slots_of(entry.name), entry.until - self._clock()
+        if self._groups.page_of(entry.name) is not None:
+            self._hold(entry.name, retain_s)
+            return
+        if len(slots) < GROUP_PAGES or not await self._make_room():
             return
         pool = self._host.pool
         pool.retain(slots)
         try:
-            await self._stored("save", name, slots)
+            await self._stored("save", entry.name, slots)
         except StoreError as error:
             self.lost += 1
             log.warning("K/V is not saved: %s", error)
             return
         finally:
             pool.release(slots)
-        self._use(name)
-        while len(self._groups) > self._room:
-            oldest, used = self._groups.popitem(last=False)
-            self._evicted += 1
-            self._evicted_age_s += self._clock() - used
-            await self._remove(oldest)
+        self._hold(entry.name, retain_s)
+
+    async def _make_room(self) -> bool:
+        """Give up groups until one more has room. Returns whether it has."""
+        excess = len(self._groups) - self._room + 1
+        for number in self._groups.evict(min(max(0, excess), self._groups.idle)):
+            await self._remove(self._names.pop(number))
+        return len(self._groups) < self._room
+
+    def _hold(self, name: bytes, retain_s: float) -> int:
+        """Remember a group, and do not give it up until `_use`. Returns its number."""
+        number = self._groups.page_of(name)
+        if number is None:
+            number, now = next(self._numbers), self._clock()
+            self._names[number] = name
+            self._groups.enter(number, Entry(name, now, now, 0, b""))
+        self._groups.take(number)
+        self._groups.retain([number], retain_s)
+        return number
+
+    def _use(self, names: Sequence[bytes]) -> None:
+        """These groups, in the order of their prompt, are the last to be given up, its last one first."""
+        held = [self._hold(name, 0.0) for name in names if self._groups.page_of(name) is not None]
+        self._groups.let_go(held[::-1])
+        used = (self._names[number] for number in held)
+        self._undated += [(name, self._retain_s(name) - n * _APART_S) for n, name in enumerate(used)]
+        self._wake.set()
+
+    async def _date_used(self) -> None:
+        dates, self._undated = self._undated, []
+        try:
+            await asyncio.to_thread(self._date, dates)
+        except StoreError as error:
+            log.warning("a later worker will not know when K/V was used: %s", error)
+
+    def _retain_s(self, name: bytes) -> float:
+        number = self._groups.page_of(name)
+        entry = None if number is None else self._groups.get(number)
+        return 0.0 if entry is None else max(0.0, entry.until - self._clock())
 
     def seconds(self, pages: int) -> float:
         """Return how long so many pages take to come back; 0 while nothing has."""
         return pages * self._back_s / self._back if self._back else 0.0
-
-    def _use(self, name: bytes) -> None:
-        self._groups[name] = self._clock()
-        self._groups.move_to_end(name)
 
     def stats(self, bytes_per_page: int) -> TierStats:
         return TierStats(
@@ -174,8 +219,9 @@ class StoreTier:
             room=self._room * GROUP_PAGES,
             pages=len(self) * GROUP_PAGES,
             bytes_per_page=bytes_per_page,
-            evicted=self._evicted * GROUP_PAGES,
-            evicted_age_s=self._evicted_age_s * GROUP_PAGES,
+            evicted=self._groups.evicted * GROUP_PAGES,
+            evicted_retained=self._groups.evicted_retained * GROUP_PAGES,
+            evicted_age_s=self._groups.evicted_age_s * GROUP_PAGES,
             missed=self.lost * GROUP_PAGES,
             back=self._back,
             back_s=self._back_s,
@@ -196,7 +242,11 @@ class StoreTier:
 
     async def _forget(self, name: bytes) -> None:
         self.lost += 1
-        self._groups.pop(name, None)
+        number = self._groups.page_of(name)
+        if number is not None:
+            self._groups.take(number)
+            self._groups.drop([number])
+            del self._names[number]
         await self._remove(name)
 
     async def _remove(self, name: bytes) -> None:

@@ -37,11 +37,21 @@ class Rope:
             self._magnitude = F.pad(magnitude_F, (0, still), value=self._still_magnitude).to(device)
             frequencies_F = F.pad(frequencies_F, (0, still))
         self._frequencies_F = frequencies_F.to(device)
+        self._beta = float(config.scaling.get("llama_4_scaling_beta", 0.0))
+        self._trained = float(config.scaling.get("original_max_position_embeddings", 0.0))
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, float32 [T, 1, F]."""
         angle_T1F = positions_T.to(torch.float32)[:, None, None] * self._frequencies_F
         return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
+
+    def query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
+        """Return what rotated queries are multiplied by, float32 [T, 1, 1]; None: by nothing. It grows with
+        each trained length (Llama 4's temperature, in transformers' Ministral 3)."""
+        if not self._beta:
+            return None
+        lengths_T = (positions_T.to(torch.float32) / self._trained).floor()
+        return (1.0 + self._beta * lengths_T.log1p())[:, None, None]
 
     def unrotated(self, angles: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of layers without rope, as many as `angles`."""
@@ -100,5 +110,12 @@ def _yarn(base_F: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> tup
     ramp_F = ((torch.arange(base_F.numel(), dtype=torch.float32) - start) / width).clamp(0.0, 1.0)
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
-        magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        mscale, all_dim = (float(scaling.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
+        has_both = mscale and all_dim
+        magnitude = _temperature(factor, mscale if has_both else 1.0)
+        magnitude /= _temperature(factor, all_dim) if has_both else 1.0
     return base_F * (1.0 - ramp_F) + base_F / factor * ramp_F, float(magnitude)
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

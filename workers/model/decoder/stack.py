@@ -273,12 +273,14 @@ class LayerStack:
         layers = self.layers if layers is None else layers
         with phase("projection"):
             residual, angles_of = Residual(hidden_TC, None, self.collectives), self._angles(positions_T)
+            grown_T11 = self._rope.query_scale(positions_T.to(self.device))
             if layers.start == self.layers.start and self._layers[0].attention is None:
                 self._layers[0].mlp(residual)  # the stack before computed its attention
         for layer in map(self.layer, layers):
             kv = attention.kv_rows(layer.number)
             with phase("projection"):
                 q_THD = layer.qkv(residual, angles_of(layer.number), kv)
+                q_THD = q_THD if grown_T11 is None else q_THD * grown_T11.to(q_THD.dtype)
             out_THD = attention.attend(layer.number, q_THD)
             if out_THD is None:
                 break

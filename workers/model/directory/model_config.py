@@ -377,6 +377,14 @@ def served_family(raw: Mapping[str, Any]) -> Family:
 
 
 def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
+    for key, served in family.only.items():
+        values = raw[key] if isinstance(raw[key], list) else [raw[key]]
+        if odd := [value for value in values if value not in served]:
+            raise ModelError(
+                f"{family.architecture} with {key} = {odd[0]!r} is not supported, only with "
+                f"{' or '.join(repr(value) for value in served if value is not None)} "
+                f"(it has {', '.join(unserved_features(raw)) or 'something else'})"
+            )
     act = raw.get("hidden_act", family.hidden_act)
     if act != family.hidden_act:
         raise ModelError(f"activation {act!r} is not supported, only {family.hidden_act!r}")

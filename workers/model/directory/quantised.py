@@ -1,7 +1,7 @@
 """Checkpoints whose matrices are quantised: how config.json says so, and which tensors stand for a matrix.
 
 Without torch; `weights/dequantise.py` computes the numbers. Scales of activations and K/V are not needed,
-because activations are quantised as they come and K/V has 16 bits.
+because activations are quantised as they come, and K/V has 16 bits or scales of its own (decision 0022).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -15,7 +15,7 @@ from .text_part import text_config
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Names of dtypes are those of safetensors."""
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
-_IGNORED = (*_KV_SCALES, "input_scale", "output_scale", "q_scale")
+_IGNORED = (*_KV_SCALES, "input_scale", "activation_scale", "output_scale", "q_scale")
 _SERVED = (
     "take the model in 16 bits, or in FP8 (compressed-tensors, ModelOpt, or blocks of 128 × 128), AWQ (gemm, "
     "4 bits), GPTQ or compressed-tensors (pack-quantized; 4 or 8 bits), or bitsandbytes nf4"

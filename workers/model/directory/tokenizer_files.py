@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import jinja2
 
+from ..weights import tekken
 from .chat_template import ChatTemplate
 from .json_files import ModelError, read_json, read_json_or_empty, refuse_pointer
 
+TOKENIZER = "tokenizer.json"
 _CONFIG, _ADDED, _TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
 _SAID = "\N{ASTERISM}said\N{ASTERISM}"
 
@@ -39,11 +42,36 @@ class TokenizerFiles:
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
         """Raises ModelError for a file that cannot be used; one may be missing."""
-        config = read_json_or_empty(directory / _CONFIG)
+        config = _of_tekken(directory) | read_json_or_empty(directory / _CONFIG)
         named = read_json_or_empty(directory / "special_tokens_map.json")
         special = _named(config if "added_tokens_decoder" in config else {**config, **named})
         special = {**_named(named), **special}
         return cls(special, _template(directory, config), _added(directory, config, special))
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return (directory / TOKENIZER).is_file() or (directory / tekken.FILE).is_file()
+
+
+def tokenizer_json(directory: Path) -> str:
+    """Return tokenizer.json, or the same of tekken.json where that is alone. Raises ModelError."""
+    path = directory / TOKENIZER
+    if is_tekken(directory):
+        return json.dumps(tekken.Tekken(directory).tokenizer_json())
+    return _read_text(path)
+
+
+def is_tekken(directory: Path) -> bool:
+    return not (directory / TOKENIZER).is_file() and (directory / tekken.FILE).is_file()
+
+
+def _of_tekken(directory: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json would say."""
+    if not is_tekken(directory):
+        return {}
+    names = {"bos_token": tekken.BOS, "eos_token": tekken.EOS}
+    template = {"chat_template": tekken.CHAT_TEMPLATE}
+    return names | (template if tekken.Tekken(directory).has_system_prompts else {})
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
@@ -118,10 +146,13 @@ def _added(
 def end_tokens(directory: Path) -> tuple[int, ...]:
     """Return the ids of tokens that end an answer: `eos_token`, and the one behind an assistant's message in
     the chat template. ChatML's `<|im_end|>` may be there alone. Raises ModelError."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    path = directory / TOKENIZER
+    if not has_tokenizer(directory):
         return ()
-    files, state = TokenizerFiles.read(directory), read_json(path)
+    files = TokenizerFiles.read(directory)
+    state = (
+        {"added_tokens": tekken.Tekken(directory).added_tokens()} if is_tekken(directory) else read_json(path)
+    )
     try:
         added = {token["content"]: int(token["id"]) for token in state.get("added_tokens") or []}
         beside = {token.content: id_ for id_, token in files.added.items()}

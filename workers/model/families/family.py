@@ -32,6 +32,7 @@ class GgufNames:
         keys: Metadata of numbers → keys of config.json.
         implied: Keys of config.json of which a file says nothing → llama.cpp's values.
         by_layers: A model's number of layers → such keys of it alone.
+        told_by: Metadata that files of this family have, where another one has the same architecture.
         adds_offset: Norms' weights have `ModelConfig.norm_offset` added.
     """
 
@@ -41,6 +42,7 @@ class GgufNames:
     keys: Mapping[str, str] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     by_layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    told_by: str = ""
     adds_offset: bool = False
 
 
@@ -55,6 +57,7 @@ class Family:
         hidden_act: The activation, which config.json must not contradict.
         rope_theta: Where config.json names none.
         implied: Keys of config.json → what transformers takes a missing one for. Of `OPTIONAL` it has these.
+        only: Keys of config.json → the values that are served, of a list's each.
         fixed: Fields of ModelConfig that no key tells.
         keys: Its names of config.json's keys → Llama's.
         layers: How its layers' tensors begin, before the layer's number.
@@ -72,6 +75,7 @@ class Family:
     hidden_act: str = "silu"
     rope_theta: float = 10_000.0
     implied: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers."
@@ -83,7 +87,8 @@ class Family:
 
     def own_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with Llama's names of keys and the values of missing ones."""
-        return {**self.implied, **{self.keys.get(key, key): value for key, value in raw.items()}}
+        renamed = {own: raw[key] for key, own in self.keys.items() if key in raw}
+        return {**self.implied, **raw, **renamed}
 
     def own_name(self, stored: str) -> str:
         """Return our name of a tensor in its checkpoints."""

@@ -30,6 +30,11 @@ OLMO3 = replace(
         "sliding_window_pattern": 4,
         "layer_types": None,
     },
-    gguf=None,
+    gguf=GgufNames(
+        architecture="olmo2",
+        tensors={"post_attention_norm": "self_attn.post_norm", "post_ffw_norm": "mlp.post_norm"},
+        keys={"attention.sliding_window": "sliding_window"},
+        told_by="attention.sliding_window",
+    ),
     note="Three of four layers have windows, whose rope is not scaled.",
 )

@@ -62,6 +62,7 @@ _GATING = {"softmax": 1, "sigmoid": 2}
 """Values of expert_gating_func."""
 
 _PREDICTING = "nextn_predict_layers"
+_PATTERN = "attention.sliding_window_pattern"
 _FREQUENCIES, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _ROPE_FACTORS = (_FREQUENCIES, _SHORT, _LONG)
 
@@ -101,7 +102,11 @@ class GgufSource:
         if self._architecture not in families:
             known = ", ".join(families)
             raise ModelError(f"{self.path}: GGUF architecture {self._architecture!r} is not one of {known}")
-        self._family, self._gguf = families[self._architecture]
+        self._family, self._gguf = next(
+            (family, names)
+            for family, names in families[self._architecture]
+            if not names.told_by or self.has_field(f"{self._architecture}.{names.told_by}")
+        )
         self._keys = {**self._gguf.keys, **(_EXPERT_KEYS if self._has_experts else {})}
         blocks = {**_BLOCK, **(_EXPERTS if self._has_experts else {}), **self._gguf.tensors}
         self._names = dict(self._places(blocks))
@@ -205,12 +210,26 @@ class GgufSource:
         config |= {key: f"blk.0.{name}" in self._tensors for key, name in self._told()}
         config |= self._gguf.implied
         config |= self._gguf.by_layers.get(config["num_hidden_layers"], {})
+        config |= self._window_layers()
         for key, own in self._keys.items():
             has = self.has_field(f"{self._architecture}.{key}")
             config[own] = _number(self.model_field(key)) if has else config.get(own)
         if self.has_field("tokenizer.ggml.bos_token_id"):
             config["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
         return config
+
+    def _window_layers(self) -> dict[str, Any]:
+        """A list says which layers have windows, a number that every so many have none."""
+        pattern = self.model_field(_PATTERN, 0) if self._has_windows else 0
+        if isinstance(pattern, list):
+            return {
+                "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]
+            }
+        return {"sliding_window_pattern": int(pattern)} if pattern else {}
+
+    @property
+    def _has_windows(self) -> bool:
+        return "attention.sliding_window" in self._keys
 
     def _told(self) -> Iterator[tuple[str, str]]:
         for key, name in _TOLD_BY.items():
@@ -236,6 +255,8 @@ class GgufSource:
             if prefix != self._architecture or key in _READ or key in self._keys:
                 continue
             value = self.field(name)
+            if key == _PATTERN and self._has_windows:
+                continue
             if key == "attention.sliding_window" and value >= self.model_field("context_length"):
                 continue
             if not _is_inert(value, inert.get(key, 0)):
@@ -275,15 +296,20 @@ class GgufSource:
     def _yarn(self, factor: float, attention: float) -> dict[str, float]:
         """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product,
         yarn_attn_factor, which llama.cpp ignores: both must agree."""
+        if self.has_field(self._yarn_key("log_multiplier")):  # as in DeepSeek-V2, where mscale is 1
+            return {"mscale": 1.0, "mscale_all_dim": self._rope_number("yarn_log_multiplier")} | self._betas()
         temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         stated = self._rope_number("yarn_attn_factor", temperature)
         if not math.isclose(stated, temperature, rel_tol=1e-6):
             self._refuse_rope("yarn_attn_factor", stated)
-        options = {"attention_factor": attention * temperature}
-        for key in ("beta_fast", "beta_slow"):
-            if self.has_field(f"{self._architecture}.rope.scaling.yarn_{key}"):
-                options[key] = self._rope_number(f"yarn_{key}")
-        return options
+        return {"attention_factor": attention * temperature} | self._betas()
+
+    def _betas(self) -> dict[str, float]:
+        stated = (key for key in ("beta_fast", "beta_slow") if self.has_field(self._yarn_key(key)))
+        return {key: self._rope_number(f"yarn_{key}") for key in stated}
+
+    def _yarn_key(self, key: str) -> str:
+        return f"{self._architecture}.rope.scaling.yarn_{key}"
 
     def _rope_number(self, key: str, default: float | None = None) -> float:
         return _shortest_float(self.model_field(f"rope.scaling.{key}", default))

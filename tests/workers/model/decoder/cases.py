@@ -28,6 +28,8 @@ from deltafront.workers.model.weights.stack_weights import StackSpec
 
 TOKENS = 150
 CUTS = {"whole": (TOKENS,), "chunks": (48, 16, 64, 22), "ragged": (7, 100, 1, 42)}
+ASKED = 48, 52, 21
+"""A document in two chunks, and a question that is appended to it."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -57,6 +59,8 @@ MULTIPLIERS = {
     "logits_scaling": 3.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+MINISTRAL3 = YARN | {"factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3}
+"""Queries grow four times within the prompt."""
 MIXTURE = {
     "moe_intermediate_size": 32,
     "num_experts": 8,
@@ -68,6 +72,11 @@ GLM_MIXTURE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 2.5,
+}
+FP8_FILES = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
 }
 WINDOW = 37
 """Tokens: no multiple of a page or a block, and a quarter of the prompt."""
@@ -127,6 +136,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=14
         ),
     ),
+    "ministral3": lambda: transformers.Ministral3Config(**SHAPE, rope_parameters=MINISTRAL3),
+    "ministral3-multimodal": lambda: transformers.Mistral3Config(
+        text_config=transformers.Ministral3Config(
+            **SHAPE, rope_parameters=MINISTRAL3, tie_word_embeddings=True
+        ),
+        vision_config=transformers.PixtralVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=14
+        ),
+        tie_word_embeddings=True,
+    ),
     "seed-oss-all-biases": lambda: transformers.SeedOssConfig(
         **SHAPE, attention_out_bias=True, mlp_bias=True
     ),
@@ -141,6 +160,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "granite": lambda: transformers.GraniteConfig(
         **SHAPE | WITHOUT_HEAD_DIM, tie_word_embeddings=True, **MULTIPLIERS
     ),
+    "granite4": lambda: transformers.GraniteMoeHybridConfig(
+        **SHAPE | WITHOUT_HEAD_DIM,
+        **MULTIPLIERS,
+        num_local_experts=0,
+        shared_intermediate_size=80,
+        layer_types=["full_attention"] * SHAPE["num_hidden_layers"],
+        position_embedding_type="rope",
+        mamba_n_heads=4,
+    ),
     "smollm3": lambda: transformers.SmolLM3Config(**SHAPE, **PADDING, rope_parameters=YARN),
     "smollm3-listed": lambda: transformers.SmolLM3Config(
         **SHAPE, **PADDING, no_rope_layers=[0, 1, 1, 0, 0, 1], attention_bias=True
@@ -151,9 +179,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "exaone4": lambda: transformers.Exaone4Config(
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * SHAPE["num_hidden_layers"]
     ),
-    "exaone4-windows": lambda: transformers.Exaone4Config(
-        **SHAPE, sliding_window=WINDOW, sliding_window_pattern=4
-    ),
+    "exaone4-windows": lambda: transformers.Exaone4Config(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
     "mistral-windows": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW),
     "mistral-mixed": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
     "qwen2-windows": lambda: transformers.Qwen2Config(
@@ -163,7 +189,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SHAPE | WITHOUT_HEAD_DIM, **PADDING, sliding_window=WINDOW
     ),
     "olmo3": lambda: transformers.Olmo3Config(
-        **SHAPE | WITHOUT_HEAD_DIM, sliding_window=WINDOW, rope_parameters={"full_attention": YARN}
+        **SHAPE | WITHOUT_HEAD_DIM,
+        sliding_window=WINDOW,
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": YARN["rope_theta"]},
+        },
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA3, rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0}}
@@ -207,6 +238,14 @@ def expected_logits(directory: Path, ids_T: torch.Tensor, dtype: torch.dtype = t
     model = model_class(config).from_pretrained(directory, dtype=dtype).eval()
     with torch.no_grad():
         return model(ids_T[None]).logits[0].float()
+
+
+def likeliest(directory: Path, asked_T: torch.Tensor, answer: list[int]) -> list[int]:
+    """What transformers finds most likely in the place of each token of an answer. If it is the answer, it is
+    what transformers would generate."""
+    logits_TV = expected_logits(directory, torch.cat([asked_T, torch.tensor(answer)]))
+    found: list[int] = logits_TV[len(asked_T) - 1 : -1].argmax(-1).tolist()
+    return found
 
 
 def make_case(family: str, directory: Path) -> Case:

@@ -31,6 +31,8 @@ GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool]] = {
     "gemma3": (gguf.MODEL_ARCH.GEMMA3, False),
     "exaone4-windows": (gguf.MODEL_ARCH.EXAONE4, False),
     "phi3-windows": (gguf.MODEL_ARCH.PHI3, False),
+    "olmo3": (gguf.MODEL_ARCH.OLMO2, False),
+    "ministral3": (gguf.MODEL_ARCH.MISTRAL3, True),
     "arcee": (gguf.MODEL_ARCH.ARCEE, True),
 }
 """A case, llama.cpp's architecture, and whether its converter interleaves the halves of q's and k's heads."""
@@ -63,6 +65,11 @@ def add_glm4_moe(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
 def _add_scales(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
     if raw.get("sliding_window"):
         writer.add_sliding_window(raw["sliding_window"])
+        if raw["model_type"] in ("exaone4", "olmo3"):
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in raw["layer_types"]])
+    if beta := raw["rope_parameters"].get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
+        writer.add_rope_scaling_yarn_log_mul(raw["rope_parameters"]["mscale_all_dim"])
     if (local := raw["rope_parameters"].get("sliding_attention", {}).get("rope_theta", 1e4)) != 1e4:
         writer.add_rope_freq_base_swa(local)
     if "embedding_multiplier" in raw:

@@ -35,6 +35,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (1e6, YARN),
         (1e6, YARN | {"attention_factor": 1.25, "beta_fast": 16, "beta_slow": 2}),
         (1e6, YARN | {"truncate": False}),
+        (1e6, YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
     ],
 )
 def test_frequencies_equal_transformers(head_dim: int, theta: float, scaling: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import TINY
 from deltafront.benchmarks.in_ranks import parts
@@ -24,23 +24,29 @@ from deltafront.benchmarks.testing import row_errors
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import SHARED, ModelConfig, read_config
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
+from deltafront.workers.model.directory.text_part import own_names
+from deltafront.workers.model.family_registry import FAMILIES as SERVED
 from deltafront.workers.model.family_registry import gguf_families
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 
 from .cases import (
+    ASKED,
     CUTS,
     FAMILIES,
+    FP8_FILES,
     SHAPE,
     TOKENS,
     Case,
     Pages,
     expected_logits,
+    likeliest,
     load_shares,
     load_stages,
     make_case,
@@ -138,21 +144,22 @@ def test_decode_steps_of_a_batch_equal_prefill(case: Case) -> None:
 
 
 def test_greedy_tokens_equal_transformers(case: Case) -> None:
-    """A document in chunks through two stages, a question appended to it, and 64 tokens one by one. Each is
-    what transformers finds most likely behind those before it, so they are what it generates."""
-    document, question, tokens = 100, 21, 64
-    end, stages = document + question, load_stages(case, 2)
+    """Through two stages, one by one."""
+    found, asked_T = answered(case, load_stages(case, 2)), case.ids_T[: sum(ASKED)]
+    assert found == likeliest(case.theirs or case.directory, asked_T, found)
+
+
+def answered(case: Case, stages: list[LayerStack], tokens: int = 64) -> list[int]:
+    end = sum(ASKED)
     pages, found = Pages(case.config, [table_of(end + tokens)]), list[int]()
-    logits_TV = prefill(stages, case.ids_T[:end], (48, 52, question), pages)
+    logits_TV = prefill(stages, case.ids_T[:end], ASKED, pages)
     for position in range(end, end + tokens):
         found.append(int(logits_TV[-1].argmax()))
         hidden_TC = stages[0].embed(torch.tensor(found[-1:]))
         for stage in stages:
             hidden_TC = stage.forward(hidden_TC, torch.tensor([position]), pages.step([position]))
         logits_TV = stages[-1].logits(hidden_TC)
-    ids_T = torch.cat([case.ids_T[:end], torch.tensor(found)])
-    wanted_TV = expected_logits(case.theirs or case.directory, ids_T)
-    assert found == wanted_TV[end - 1 : -1].argmax(-1).tolist()
+    return found
 
 
 def widths(config: ModelConfig, name: str) -> list[int]:
@@ -211,15 +218,43 @@ def test_a_gguf_gives_the_same_logits(case: Case, tmp_path: Path, request: pytes
     write_gguf(tmp_path / "model.gguf", raw, tensors, *GGUF[kind])
     (tmp_path / "config.json").write_text(json.dumps(GgufSource(tmp_path / "model.gguf").config()))
     found = Case(tmp_path, read_config(tmp_path), case.ids_T, case.logits_TV)
-    logits_TV = prefill(
-        load_stages(found, 2), case.ids_T, CUTS["chunks"], Pages(found.config, [table_of(TOKENS)])
-    )
+    stages = load_stages(found, 2)
+    logits_TV = prefill(stages, case.ids_T, CUTS["chunks"], Pages(found.config, [table_of(TOKENS)]))
     assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
+    assert answered(found, stages) == answered(case, load_stages(case, 2))
+
+
+def test_its_fp8_files_give_the_logits_of_their_numbers(case: Case, tmp_path: Path) -> None:
+    """Whatever a family's tensors are called and however they are fused."""
+    raw = json.loads((case.directory / "config.json").read_text())
+    plain = load_file(case.directory / "model.safetensors")
+    stored = dict(plain)
+    for own, name in own_names(plain, raw).items():
+        if ".layers." in own and plain[name].dim() == 2 and not own.endswith("mlp.gate.weight"):
+            scales_O1 = plain[name].abs().amax(1, keepdim=True) / 448
+            stored[name] = (plain[name] / scales_O1).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"], plain[name] = scales_O1, stored[name].float() * scales_O1
+    logits = []
+    for kind, tensors in (("plain", plain), ("fp8", stored)):
+        (directory := tmp_path / kind).mkdir()
+        said = {"quantization_config": FP8_FILES} if kind == "fp8" else {}
+        (directory / "config.json").write_text(json.dumps(raw | said))
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        config = read_config(directory)
+        check_weights(directory, config)
+        stages = load_stages(replace(case, directory=directory, config=config), 2)
+        logits.append(prefill(stages, case.ids_T, CUTS["chunks"], Pages(config, [table_of(TOKENS)])))
+    assert torch.equal(*logits)
 
 
 def test_every_family_with_a_gguf_has_a_case() -> None:
     written = {gguf.MODEL_ARCH_NAMES[architecture] for architecture, _permuted in GGUF.values()}
     assert written == gguf_families().keys()
+
+
+def test_every_family_has_a_case() -> None:
+    made = {*(config().model_type for config in FAMILIES.values()), "exaone"}
+    assert {family.model_type for family in SERVED.values()} <= made
 
 
 def held(weights: Any) -> dict[int, int]:

@@ -235,7 +235,25 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0 is not a number above 0"),
         ({"rope_scaling": {"type": "yarn", "factor": "4x"}}, "factor = '4x' is not a number above 0"),
         ({"rope_scaling": {"rope_type": "factors", "factors": [1.0, -1.0]}}, "is not a number above 0"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale needs yarn"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta with rope scaling 'yarn' is not supported for LlamaForCausalLM",
+        ),
+        (
+            {"architectures": ["Ministral3ForCausalLM"], "llama_4_scaling_beta": 0.1, "rope_scaling": None},
+            "llama_4_scaling_beta with rope scaling 'default'",
+        ),
+        (
+            {
+                "architectures": ["GraniteMoeHybridForCausalLM"],
+                "position_embedding_type": "rope",
+                "num_local_experts": 0,
+                "layer_types": ["attention", "mamba"],
+                "mamba_d_state": 128,
+            },
+            r"layer_types = 'mamba' is not supported, only with 'attention' or .* \(it has state-space",
+        ),
         (
             {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "full_attention",

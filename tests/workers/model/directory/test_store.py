@@ -247,7 +247,7 @@ def test_concurrent_conversions_end_in_one_directory(
 def test_a_local_directory_is_checked(prepared: Path, tmp_path: Path) -> None:
     assert model_store.model_directory(str(prepared)) == prepared
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"lacks tokenizer\.json, \*\.safetensors"):
+    with pytest.raises(ModelError, match=r"lacks tokenizer\.json \(or tekken\.json\), \*\.saf"):
         model_store.model_directory(str(tmp_path))
 
 

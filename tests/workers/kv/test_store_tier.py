@@ -1,0 +1,254 @@
+"""Remembered pages on disk: what is saved, given up, and found by a later worker; against a list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltafront.workers.kv.kv_files import KVFiles
+from deltafront.workers.kv.pages.entries import Entries
+from deltafront.workers.kv.pages.host_tier import HostTier
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS
+from deltafront.workers.kv.pages.store_tier import GROUP_PAGES, StoreTier
+from deltafront.workers.messages.prompts import PromptKey
+
+from ..keys import key_of
+from ..prompts import Clock
+
+SLOTS = 14 * GROUP_PAGES
+"""All groups of prompts of two letters, three long: host memory gives up none of them by itself."""
+
+
+def key(letters: str) -> PromptKey:
+    """A group for each letter."""
+    return key_of([ord(letter) for letter in letters for _ in range(GROUP_PAGES * PAGE_TOKENS)])
+
+
+def name_of(letters: str) -> bytes:
+    return key(letters).root + key(letters).chain[-16:]
+
+
+def beginnings(letters: str) -> list[str]:
+    return [letters[:end] for end in range(1, len(letters) + 1)]
+
+
+class Disk:
+    """What the tier has written, and one tier after the other that works on it."""
+
+    def __init__(self, room: int) -> None:
+        self.clock, self.room = Clock(), room
+        self.files: dict[bytes, list[str]] = {}
+        self.dates: dict[bytes, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        now = self.clock.now
+        saved = sorted((self.dates[name], name) for name in self.files)
+        self.host = HostTier(Entries(self.clock), SLOTS, self.move, self.clock)
+        self.on_host = [""] * SLOTS
+        self.store = StoreTier(
+            self.host,
+            self.stored,
+            self.date,
+            [(name, date - now) for date, name in saved],
+            self.room,
+            self.clock,
+        )
+
+    async def move(self, pages: Sequence[int], slots: Sequence[int], back: bool) -> None:
+        raise AssertionError("nothing comes from pages here")
+
+    async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+        await asyncio.sleep(0)
+        if work == "save":
+            self.files[name] = [self.on_host[slot] for slot in slots]
+        elif work == "load":
+            for slot, letters in zip(slots, self.files[name], strict=True):
+                self.on_host[slot] = letters
+        else:
+            del self.files[name]
+        assert len(self.files) <= self.room
+
+    def date(self, groups: Sequence[tuple[bytes, float]]) -> None:
+        self.dates |= {name: self.clock.now + seconds for name, seconds in groups}
+
+    async def keep(self, letters: str, retain_s: float) -> None:
+        """A prompt's pages come to host memory, as `HostTier` brings them."""
+        pool, chain = self.host.pool, key(letters).chain
+        known = list(self.host.find(key(letters), 0)[0])
+        pool.retain(known)
+        slots = [*known, *pool.allocate(len(letters) * GROUP_PAGES - len(known))]
+        for place, slot in enumerate(slots):
+            self.on_host[slot] = f"{letters[: place // GROUP_PAGES + 1]}{place}"
+        pool.entries.add(key(letters).root, chain, slots, retain_s)
+        pool.entries.retain(slots, retain_s)
+        self.host.on_kept(slots)
+        pool.release(slots)
+        await self.settle()
+
+    async def load(self, letters: str) -> None:
+        slots, _brought = await self.store.load(key(letters), 0, len(letters) * GROUP_PAGES)
+        held = [self.on_host[slot] for slot in slots]
+        assert held == [f"{letters[: n // GROUP_PAGES + 1]}{n}" for n in range(len(slots))]
+        self.host.pool.release(slots)
+        await self.settle()
+        assert self.host.pool.used == 0
+
+    async def settle(self) -> None:
+        run = asyncio.create_task(self.store.run())
+        while self.store.busy:
+            await asyncio.sleep(0)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+    def found(self, letters: str) -> int:
+        return len(self.store.find(key(letters), 0)[0])
+
+
+async def test_what_is_to_be_retained_is_given_up_last_until_its_time_is_over() -> None:
+    disk = Disk(room=2)
+    await disk.keep("a", 10.0)
+    for letters in ("b", "c"):
+        disk.clock.now += 1
+        await disk.keep(letters, 0.0)
+    assert [disk.found(letters) for letters in "abc"] == [1, 0, 1]
+    disk.clock.now += 9
+    await disk.keep("d", 0.0)
+    assert [disk.found(letters) for letters in "acd"] == [0, 1, 1]
+
+
+async def test_a_later_worker_retains_what_an_earlier_one_was_asked_to() -> None:
+    disk = Disk(room=2)
+    await disk.keep("a", 10.0)
+    await disk.keep("b", 0.0)
+    disk.clock.now += 5
+    disk.start()
+    disk.clock.now += 1
+    await disk.keep("c", 0.0)
+    assert [disk.found(letters) for letters in "abc"] == [1, 0, 1]
+    disk.clock.now += 6
+    await disk.keep("d", 0.0)
+    assert [disk.found(letters) for letters in "acd"] == [0, 1, 1]
+
+
+async def test_what_comes_back_to_host_memory_is_retained_there_for_the_rest_of_its_time() -> None:
+    disk = Disk(room=2)
+    await disk.keep("a", 10.0)
+    until = disk.clock.now + 10
+    disk.clock.now += 4
+    disk.start()
+    await disk.load("a")
+    slots, _exact = disk.host.find(key("a"), 0)
+    entries = [disk.host.pool.entries.get(slot) for slot in slots]
+    assert [entry and entry.until for entry in entries] == [until] * GROUP_PAGES
+
+
+async def test_what_is_left_of_a_prompt_is_a_beginning() -> None:
+    """Also of one that is longer than there is room for, and for a later worker."""
+    disk = Disk(room=3)
+    await disk.keep("abcd", 0.0)
+    assert disk.found("abcd") == 3
+    for restart in (False, True):
+        disk.clock.now += 1
+        if restart:
+            disk.start()
+        await disk.keep("xy"[restart], 0.0)
+        assert disk.found("abcd") == 2 - restart
+
+
+@dataclass
+class Group:
+    """As the list has it. place: in the order in which groups are given up."""
+
+    place: tuple[float, int]
+    until: float
+    date: float
+
+
+class Brute:
+    """Looks at everything, each time."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.groups = room, dict[str, Group]()
+
+    def keep(self, letters: str, retain_s: float, now: float) -> None:
+        held: list[str] = []
+        for name in beginnings(letters):
+            if name not in self.groups:
+                others = sorted(
+                    (group.until > now, group.place, other)
+                    for other, group in self.groups.items()
+                    if other not in held
+                )
+                if len(self.groups) == self.room:
+                    if not others:
+                        continue
+                    del self.groups[others[0][2]]
+                self.groups[name] = Group((0, 0), now, 0)
+            self.groups[name].until = max(self.groups[name].until, now + retain_s)
+            held.append(name)
+        self.use(held, now)
+
+    def use(self, names: Sequence[str], now: float) -> None:
+        for n, name in enumerate(names):
+            group = self.groups[name]
+            group.place, group.date = (now, -n), max(group.until, now) - n / 1000
+
+    def restart(self, now: float) -> None:
+        dates = sorted((group.date, name) for name, group in self.groups.items())
+        for n, (date, name) in enumerate(dates):
+            self.groups[name] = Group((now, n - len(dates)), date, date)
+
+    def found(self, letters: str) -> list[str]:
+        names = beginnings(letters)
+        return next((names[:n] for n, name in enumerate(names) if name not in self.groups), names)
+
+
+words = st.text("ab", min_size=1, max_size=3)
+works = st.sampled_from(["keep", "keep", "load", "forget", "restart"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 6), st.lists(st.tuples(works, words, st.sampled_from([0.0, 0.0, 3.5, 8.5])), max_size=20)
+)
+def test_the_disk_holds_what_a_list_does(room: int, steps: list[tuple[str, str, float]]) -> None:
+    async def run() -> None:
+        disk, brute = Disk(room), Brute(room)
+        for work, letters, retain_s in steps:
+            disk.clock.now += 1
+            now = disk.clock.now
+            if work == "keep":
+                await disk.keep(letters, retain_s)
+                brute.keep(letters, retain_s, now)
+            elif work == "load":
+                near = len(disk.host.find(key(letters), 0)[0]) // GROUP_PAGES
+                names = beginnings(letters)[near:]
+                here = next((names[:n] for n, name in enumerate(names) if name not in brute.groups), names)
+                await disk.load(letters)
+                brute.use(here, now)
+            elif work == "forget":
+                disk.host.pool.forget_entries()
+            else:
+                disk.start()
+                brute.restart(now)
+            assert set(disk.files) == {name_of(name) for name in brute.groups}
+            assert disk.found(letters) == len(brute.found(letters))
+
+    asyncio.run(run())
+
+
+def test_dates_of_files_say_how_long_each_is_to_be_kept(tmp_path: Path) -> None:
+    files, sides = KVFiles(tmp_path, "a model"), [torch.zeros(2)]
+    names = [bytes([n]) * 32 for n in range(3)]
+    for name in names:
+        files.save(name, sides)
+    files.date([(names[0], 1000.0), (names[1], -5.0), (names[2], -6.0), (bytes(31), 1.0)])
+    assert [name for name, _ in files.saved()] == [names[2], names[1], names[0]]
+    assert 900 < files.saved()[-1][1] <= 1000 and all(seconds < 0 for _, seconds in files.saved()[:2])
