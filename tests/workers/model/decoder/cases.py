@@ -262,9 +262,7 @@ def make_case(family: str, directory: Path) -> Case:
     model.save_pretrained(directory)
     ids_T = torch.randint(0, SHAPE["vocab_size"], (TOKENS,))
     ours = save_as_exaone(directory) if family == "exaone" else directory
-    with torch.no_grad():
-        logits_TV = model.eval()(ids_T[None]).logits[0]
-    return Case(ours, read_config(ours), ids_T, logits_TV, directory)
+    return Case(ours, read_config(ours), ids_T, expected_logits(directory, ids_T), directory)
 
 
 def save_as_exaone(directory: Path) -> Path:
