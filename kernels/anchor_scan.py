@@ -7,8 +7,6 @@ following it finds the anchors.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

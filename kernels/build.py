@@ -1,7 +1,5 @@
 """Turns a `MethodSpec` into something that runs: selector × executor × correction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module

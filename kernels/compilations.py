@@ -1,8 +1,6 @@
 """Counts kernels that Triton compiles in this process, or loads from disk, before and after the worker is
 ready."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Numbers that every layer shares. Free of torch."""
 
-from __future__ import annotations
-
 BLOCK = 128
 """Rows and columns of a tile, in tokens. Tiles are aligned to absolute positions."""
 

@@ -5,8 +5,6 @@ Suffixes: R dense rows of the chunk.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Launches a Triton kernel again without Triton's look-up, which takes the host longer than the launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any

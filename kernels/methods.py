@@ -4,8 +4,6 @@ The package's own methods stand at the end. Modules outside it call `register` a
 `+delta` behind a name adds the Δ correction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -143,9 +141,9 @@ def resume_step(spec: MethodSpec) -> int:
 
 
 def lasting_tokens(spec: MethodSpec, tokens: int) -> int:
-    """Count the first tokens of a prompt of `tokens` tokens whose keys and values are those that they have in
-    every longer prompt that is read with the same thresholds and not densely for being short. Raises
-    MethodError.
+    """Count a prompt's first tokens whose keys and values do not depend on how the prompt goes on. Longer
+    prompts that begin alike have the same ones, if they have the same thresholds and are not dense for being
+    short. Raises MethodError.
 
     A selector sees the queries of a whole block. The Δ correction computes the prompt's last whole block and
     the rows after it densely. Nothing is known of methods that are not registered `from_keys`.

@@ -1,8 +1,6 @@
 """Options of attention methods: frozen dataclasses whose fields, made with `option`, carry bounds. Free of
 torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar

@@ -3,8 +3,6 @@
 Importing it loads no torch. Workers load it in their own processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -66,8 +66,8 @@ class DoorConfig:
     per_node: Count | None = None
     node_labels: Labels = dataclasses.field(default_factory=dict)
     drain_s: NonNegative = 0.0
-    """How long a removed door may take to finish its requests, beyond five seconds. Python clients of those
-    that break off go on at another door.
+    """How long a removed door may take to finish its requests, beyond five seconds. A Python
+    client whose request breaks off goes on at another door.
     """
     cpus: NonNegative = 0.1
     host: Host = "127.0.0.1"
@@ -112,23 +112,23 @@ class DoorConfig:
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     reasoning: Literal["think", "off"] = "off"
-    """`think` gives what chat answers of OpenAI's API mark with <think>…</think> as `reasoning_content`."""
+    """`think`: chat answers of OpenAI's API give the text within <think>…</think> as `reasoning_content`."""
     sampling_defaults: Literal["model", "neutral"] = "neutral"
-    """`model` takes temperature, top_p and top_k of requests that leave them out from the model's
-    generation_config.json, as vLLM does; `neutral` is greedy.
+    """For requests that leave out temperature, top_p or top_k. `model`: they are those of the model's
+    generation_config.json, as in vLLM. `neutral`: the request is greedy.
     """
     default_session_ttl_s: Positive = 600.0
     prefix_reuse: bool = True
-    """Decode workers remember prompts, and prompts go on from what is remembered of their beginning: of the
-    same owner, method and options, or read densely. Without tokens_file everybody is one owner.
+    """Decode workers remember prompts. A prompt goes on from a remembered one that begins alike, of the same
+    owner, and of the same method and options or read densely. Without tokens_file everybody is one owner.
     """
     prefix_scope: Literal["owner", "all"] = "owner"
-    """`all`: callers share what is remembered. Who guesses a prompt's beginning can then see by the time, and
-    by `cached_tokens`, that somebody has sent it.
+    """`all`: callers share what is remembered. Then a caller who guesses a prompt's beginning can see from
+    the time and from `cached_tokens` that somebody has sent it.
     """
     prefix_rest_tokens: Count = 2048
-    """While their rates are unknown: the most tokens after such a beginning that a decode worker reads
-    (densely); a prefill group reads more.
+    """Where the workers' rates are unknown: a decode worker reads (densely) at most so many tokens after a
+    remembered beginning. A prefill group reads a longer rest.
     """
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries of a request after its worker died."""

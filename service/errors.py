@@ -1,7 +1,5 @@
 """The exceptions of door and client. Messages say what is wrong and what to do."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The scrape port that all doors of a node share."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import socket

@@ -6,8 +6,6 @@ ends (docs/log/2026-11-22.md). It corrects addresses, and adds refusals in the d
 (`haproxy_config.py`).
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The program of `haproxy.py` runs this file, so it imports only the standard library.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

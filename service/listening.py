@@ -11,8 +11,6 @@ import.
 Worker processes import this, so it loads neither Ray nor gRPC.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

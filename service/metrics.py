@@ -4,8 +4,6 @@ prometheus_client in multiprocess mode keeps exact sums in files that outlive a 
 share a directory. The one that has the scrape port reports all, and dead ones' counts.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

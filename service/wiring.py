@@ -1,7 +1,5 @@
 """Makes a door's parts from the configuration, without Ray."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -55,6 +55,7 @@ TOGETHER = {
     "tests/workers/kv/test_exported_pages_deaths.py": "actors",
     "tests/kernels/test_compile_sm90.py": "compiler",
     "tests/workers/test_specialisations.py": "specialisations",
+    "tests/workers/model/decoder/test_stack.py": "families",
 }
 """What runs in one process, one test after the other, because it shares what takes long to start; the longest
 first. Each group has ports of its own, so they stand beside each other. One process may get several, in this

@@ -1,7 +1,5 @@
 """How fast a worker has been lately."""
 
-from __future__ import annotations
-
 
 class Recent:
     """A rate. Each newer piece of work makes older ones count a tenth less."""

@@ -1,7 +1,5 @@
 """Reports how far a worker has loaded: a line on stderr, which Ray brings to the service's log."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

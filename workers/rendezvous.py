@@ -1,7 +1,5 @@
 """Where processes that compute one model together meet, before torch.distributed links them."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from datetime import timedelta

@@ -10,8 +10,6 @@ Plain classes play them; `remote` makes one that is an actor. A method's form te
 - `def … -> None`: a notice. It overtakes commands, and nobody hears how it ended.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from enum import Enum

@@ -4,8 +4,6 @@ The classes are sections of the configuration file (`service/config.py`), which 
 class made in code is not checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal

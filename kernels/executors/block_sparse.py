@@ -1,7 +1,5 @@
 """Attention over the tiles of a mask. Suffixes: J keys of a row of tiles."""
 
-from __future__ import annotations
-
 import torch
 
 from ..constants import BLOCK

@@ -1,7 +1,5 @@
 """Exact causal attention over every key. Suffixes: R rows."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -10,8 +10,6 @@ BHN.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -33,8 +31,8 @@ def step_tile(
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """One tile: rows `col` of k and v. Those from `stop` on do not exist; those after seen_to are masked, and
-    those before the last WINDOW up to it."""
+    """One tile: rows `col` of k and v. Keys from `stop` on do not exist. A row sees keys up to seen_to, the
+    last WINDOW of them."""
     dim = tl.arange(0, D)
     valid = (col < stop)[:, None]
     k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=valid, other=0.0)

@@ -3,8 +3,6 @@
 Suffixes: R rows of a launch, P packed rows, C pack chunks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Launches the attention kernel that a device and its inputs take: plain Triton or Hopper."""
 
-from __future__ import annotations
-
 from ..interface import AttentionInput, TileMask
 from .flash import launch_plain
 from .hopper import launch as hopper

@@ -3,8 +3,6 @@
 Suffixes: T tokens, C hidden size, E experts, K experts of a token, M = T K, I an expert's width, J = 2 I.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -9,8 +9,6 @@ along the inputs.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +140,7 @@ def kernel_product(
     Args:
         x: If gated a row of each token, else of each assignment in the experts' order.
         weight: All experts' matrices one below the other; if gated, each gate and then up.
-        dtype: Of the outputs.
+        dtype: The outputs' type.
         tile: None for the one that fits the number of rows.
 
     Returns:

@@ -6,8 +6,6 @@ expert.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +21,7 @@ _LEAST = tl.constexpr(-1.0e38)
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How tokens choose experts. Of equal ones they choose the first.
+    """How tokens choose experts, the first of equal ones.
 
     Args:
         normed: Divide the chosen experts' probabilities by their sum.

@@ -1,8 +1,6 @@
 """Launches of Hopper kernels ask here about the device, and get descriptors of tensors for
 the copy engine (TMA)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

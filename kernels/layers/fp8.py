@@ -6,8 +6,6 @@ Suffixes: T rows (tokens), I input width, O output width.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -9,8 +9,6 @@ Suffixes: R rows of a layer's K/V memory, G key/value heads, D head dimension, S
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

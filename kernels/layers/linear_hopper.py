@@ -9,8 +9,6 @@ each. Weights come in two pieces of 128 output channels: side by side, or (GATED
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental import gluon

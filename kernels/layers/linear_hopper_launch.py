@@ -1,7 +1,5 @@
 """Launches the Hopper product of many rows, where it is faster. Suffixes as in `linear.py`."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
@@ -16,7 +14,8 @@ _ROWS = WARPGROUPS.value * WARPGROUP_ROWS
 _FEWEST_ROWS = 1024
 """Below, cuBLAS's smaller tiles are faster."""
 _FILLED = {False: 0.94, True: 0.88}
-"""The least useful part of the GPU's time, by whether gate and up are multiplied (docs/log/2026-11-25.md)."""
+"""The least part of the GPU's time that must be useful, by whether gate and up are multiplied
+(docs/log/2026-11-25.md)."""
 
 
 def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:

@@ -10,8 +10,6 @@ be a call ahead, so a flag says the number of its last call.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ dimension, F = D / 2, R rows of a layer's K/V memory.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -126,7 +124,7 @@ def _check(
 
 
 _TOKENS, _HEADS = 4, 8
-"""A program's."""
+"""Tokens and heads of one program."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -176,7 +174,7 @@ def rope_kernel(
         )
         kept_low = low
         kept_high = high
-        if INT8:  # of the numbers that 16-bit pages would hold
+        if INT8:  # 8 bits of the rounded numbers that 16-bit pages would hold
             kept_low, kept_high, scale = quantised_halves(low.to(tl.float32), high.to(tl.float32))
         is_k = inside & (head >= Q_HEADS) & turns
         k_place = k_ptr + row + (head - Q_HEADS) * D

@@ -2,8 +2,6 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

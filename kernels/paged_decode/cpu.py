@@ -3,8 +3,6 @@
 Suffixes: T tokens and N pages of one request, Q query heads of one key head.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..constants import PAGE_TOKENS

@@ -1,7 +1,5 @@
 """Paged decode attention: torch on the CPU, Triton on a GPU."""
 
-from __future__ import annotations
-
 import torch
 
 from ..constants import PAGE_TOKENS

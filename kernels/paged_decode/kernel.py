@@ -10,8 +10,6 @@ dtype's relative error.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 import math
 
 import triton
@@ -34,10 +32,10 @@ def _assigned(
 ):  # fmt: skip
     """A slot's request r, its split, r's number of splits (0: no request is left), tokens and selected pages.
 
-    Splits are in proportion to tokens, so that programs end together. Each request has one of its at most
-    max_splits splits, and max_splits - 1 are shared out; a slot is below requests + max_splits - 1. No split
-    is shorter than STEP tokens. Lengths are read on the device, so a CUDA graph stays valid. A scalar loop:
-    scalars stay out of vector registers.
+    Every request has one split. A further max_splits - 1 are shared out in proportion to tokens, so that
+    programs end together; slots are below requests + max_splits - 1. No split is shorter than STEP tokens.
+    Lengths are read on the device, so a CUDA graph stays valid. The loop is over scalars, which stay out of
+    vector registers.
     """
     total = 0
     for n in range(requests):
@@ -54,7 +52,7 @@ def _assigned(
     for n in range(requests):
         length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE, WINDOW)
         read += steps
-        until = read * (max_splits - 1) // total  # rounded so, nothing of what is shared out is lost
+        until = read * (max_splits - 1) // total  # cumulative, so that rounding loses no split
         splits_n = tl.minimum(1 + until - shared, steps)
         shared = until
         is_own = (first_slot <= slot) & (slot < first_slot + splits_n)
@@ -92,8 +90,9 @@ def _split_of(
     lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr,
     BLOCK: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A slot's request, split and number of splits, the tokens begin .. end of its split, of the selected
-    ones where there is a selection, the first one seen, and whether there is a selection."""
+    """Returns: the slot's request, its split and number of splits, where the split's tokens begin and end
+    (counted among the selected ones if there is a selection), the first token that is seen, and whether there
+    is a selection."""
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
     r, split, splits, tokens, count = _assigned(
         lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE, WINDOW

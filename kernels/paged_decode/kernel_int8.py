@@ -12,8 +12,6 @@ measure what a token adds to the output.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -116,7 +116,7 @@ def _attend(
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")
     _, m_REHW = scratch
-    # As many for each of equal requests: no program is left without work.
+    # Equal requests get equally many splits, and no program is left without work.
     max_splits = max(1, plan.splits - plan.splits % requests - requests + 1)
     splits = (requests, heads, max_splits)
     acc_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)

@@ -5,8 +5,6 @@ tokens), K pages selected at most. P counts pages: of the pool in k and v, of on
 scores.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The base of selectors that rank tiles by a score."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace

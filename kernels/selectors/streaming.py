@@ -1,7 +1,5 @@
 """Sink and window (StreamingLLM), without a look at q or k."""
 
-from __future__ import annotations
-
 import torch
 
 from ..constants import BLOCK

@@ -4,8 +4,6 @@ The document is read once and kept as a session. Each question goes to it with t
 which failed and stopped questions are dropped.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any

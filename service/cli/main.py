@@ -3,8 +3,6 @@
 Only answers go to standard output. An error is one line that says what to do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Which configuration of one host's GPUs serves a model. Memory is counted as in `size`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -88,13 +86,13 @@ def uses(demand: Demand) -> Iterator[HostUse]:
 
 
 def best(demand: Demand) -> HostPlan | None:
-    """The first use that fits. A stage then has room for two contexts where decode holds as many."""
+    """The plan of the first use that fits, with room for two contexts in a stage if decode can hold two."""
     plans = (plan(demand, use, held) for use in uses(demand) for held in (2, 1))
     return next((found for found in plans if found is not None), None)
 
 
 def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
-    """Fill the GPUs. prompts: contexts in the stages' room. None: decode has no room for as many."""
+    """Fill the GPUs. prompts: contexts that stages have room for. None: decode has no room for so many."""
     context = cache_tokens(demand.tokens)
     how = demand.dtype, use.quantisation, demand.kv_dtype
     stage = _stage_bytes(demand, use, prompts * context)
@@ -142,7 +140,7 @@ def cache_tokens(tokens: int) -> int:
 
 
 def missing_bytes(demand: Demand) -> int:
-    """Return how much the fullest GPU lacks in the use that lacks least; 0 if one fits."""
+    """Return the bytes that the fullest GPU lacks, in the use that lacks least; 0 if one fits."""
     return min((max(_excess(demand, use), 0) for use in uses(demand)), default=0)
 
 

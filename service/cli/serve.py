@@ -1,7 +1,5 @@
 """`deltafront serve`: the service on this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import signal

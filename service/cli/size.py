@@ -3,8 +3,6 @@
 Weights and K/V are counted as workers allocate them. All else is a flat reserve per process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -119,7 +117,7 @@ def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | 
 
 
 def brought_back_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """One layer's K/V in `dtype`, which a stage makes of 8 bits to attend."""
+    """The copy of one layer's 8-bit K/V in `dtype` that a stage attends to."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     return 0 if kv_dtype is None else tokens * kv_bytes(model, 1, dtype)
 
@@ -270,7 +268,7 @@ def row(sized: Sizing) -> dict[str, str]:
 
 
 def named(sized: Sizing) -> str:
-    """A model, and what of it has 8 bits."""
+    """A model's name, and which of its parts have 8 bits."""
     parts = [sized.model, sized.quantisation, sized.kv_dtype and f"K/V {sized.kv_dtype}"]
     return ", ".join(part for part in parts if part)
 

@@ -1,7 +1,5 @@
 """`deltafront size`: what a model takes, or which configuration to use on given GPUs."""
 
-from __future__ import annotations
-
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace

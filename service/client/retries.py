@@ -1,7 +1,5 @@
 """Retries of requests whose connection was lost."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field

@@ -1,7 +1,5 @@
 """Bearer tokens from a file, with each caller's limits."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging

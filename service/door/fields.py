@@ -1,7 +1,5 @@
 """Reads protobuf messages without decoding them, because each field takes more memory than its bytes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from itertools import islice

@@ -3,8 +3,6 @@
 Session, timings and density are under `deltafront`, named as in the gRPC contract.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time
@@ -75,7 +73,7 @@ class Reply:
     reasoning: ReasoningSplitter | None = None
 
     def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
-        """parts: what was told before the request finished."""
+        """parts: those before the last one, which `finish` has."""
         parts = [*parts, *self.parts(finish.text, finish.usage.completion_tokens, last=True)]
         whole = AnswerPart("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
         choice = _choice(self.endpoint.answer(whole), _reason(finish))

@@ -4,8 +4,6 @@ A field is refused by name if it is unknown or asks for something that this serv
 change nothing (`n: 1`) and labels (`user`) are accepted. The service's own fields stand beside OpenAI's.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import secrets

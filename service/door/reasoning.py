@@ -1,7 +1,5 @@
 """Tells a model's reasoning, marked `<think>…</think>` at an answer's beginning, from its content."""
 
-from __future__ import annotations
-
 from enum import Enum, auto
 from typing import NamedTuple
 

@@ -46,7 +46,7 @@ _RECEIVING_BYTES = 256 << 20
 _ROOM_TIMEOUT_S = 10.0
 _RECEIVE_TIMEOUT_S = 60.0
 _CANCEL_WAIT_S = 0.1
-"""A call without a request waits so long for its answer: gRPC may be about to cancel it."""
+"""How long to wait with the answer to a call without a request, which gRPC may be about to cancel."""
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
 
@@ -108,7 +108,7 @@ class ReceiveLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class _Handler:
-    """gRPC's `RpcMethodHandler`. All requests and answers are streams here, of one message too.
+    """gRPC's `RpcMethodHandler`. All requests and answers are streams here, even of one message.
 
     Args:
         rpc: for the audit log; empty for health checks, which have no line.

@@ -1,7 +1,5 @@
 """Errors as gRPC statuses and back, for the door and the Python client."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

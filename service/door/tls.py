@@ -3,8 +3,6 @@
 Doors of a node share it by SO_REUSEPORT. New certificates are for new connections.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import ssl

@@ -4,8 +4,6 @@ A newer peer may send unknown values: an event becomes None, a reason FinishReas
 InvalidArgument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import partial

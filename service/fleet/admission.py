@@ -4,8 +4,6 @@ States may be a second old. So they order the candidates, and only refuse what n
 Workers themselves say that they are full. Nobody is refused for time without a recent rate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A door's view of the workers, and its requests on them. Free of Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Finds workers as Ray actors, by name. Calls do not pass through Serve."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Serve's own policy counts requests through replicas, but doors call the actors. 
 workers' states for these policies (`workers/replica.py`). Serve applies bounds and delays.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

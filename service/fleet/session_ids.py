@@ -1,7 +1,5 @@
 """Session ids, `<worker>.<random>`, by which every door finds the worker."""
 
-from __future__ import annotations
-
 import re
 
 from ...workers.messages.states import DECODE_PREFIX

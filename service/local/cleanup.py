@@ -7,8 +7,6 @@ which runs this file without the package, does so at once. If it was killed too,
 Environment variables do not identify the processes, since Ray's write their titles over them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Ray, Serve and Deltafront on this machine, for as long as a block runs."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -45,7 +43,7 @@ _DEFAULTS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.2",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
-    # A node retries its own object store after 50 ms, not 1000, but as long in all.
+    # A node asks for its own object store every 50 ms instead of every second, for as long in all.
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
     "RAY_raylet_client_num_connect_attempts": "200",
     # Ray's own are 5 s (proxy), 30 s (HAProxy, control store), 60 s (worker).

@@ -1,7 +1,5 @@
 """The log file that Ray, Serve and HAProxy write to while `deltafront serve` runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

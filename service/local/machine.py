@@ -1,7 +1,5 @@
 """Checks that this machine has the libraries and GPUs of a configuration."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from pathlib import Path

@@ -3,8 +3,6 @@
 Those without a key in the configuration form a block that follows from the gRPC port.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

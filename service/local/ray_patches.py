@@ -1,7 +1,5 @@
 """Replaces private functions of Ray 2.60 while a service starts (docs/decisions/0002)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

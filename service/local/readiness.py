@@ -3,8 +3,6 @@
 Serve reports a replica's error as nested tracebacks in a text. The last error in it is the reason.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import socket

@@ -1,7 +1,5 @@
 """Events that answer a request, for the door and the Python client."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage

@@ -1,7 +1,5 @@
 """One log line for each request that ended, without any content."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Requests, and calls, which are checked requests."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Checks that turn requests into calls. A refusal names the field as the gRPC contract does."""
 
-from __future__ import annotations
-
 import math
 import time
 import uuid
@@ -264,7 +262,7 @@ def _ttl(seconds: float, limits: Limits) -> float:
 
 
 def _retain_s(seconds: float | None) -> float | None:
-    """None stands for 0, which is the default of calls; 0 of requests for None."""
+    """A request says None for calls' default, 0 s; its 0 (do not remember) is None in calls."""
     if seconds is None:
         return 0.0
     _require(0 <= seconds <= _MAX_RETAIN_S, "retain_s", f"{seconds:g} s must be 0 to {_MAX_RETAIN_S:g} s")

@@ -1,7 +1,5 @@
 """A run's context: the parts of its door, and its own request's state."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

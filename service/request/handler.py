@@ -8,8 +8,6 @@ An edge (a protocol) does three things:
 client leaves, which cancels the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

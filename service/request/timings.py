@@ -4,8 +4,6 @@ A *lap* is work of the door itself. A *span* is a call to a worker, which report
 `transport`, there and back.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from deltafront.benchmarks.in_ranks import followers, parts
 from deltafront.workers.decode.engine import DecodeEngine
@@ -58,25 +60,31 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved random Llama, 6 layers, 4 query heads on 2 of dimension 16, 1024 positions, fp32."""
-    import transformers
-
-    torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=199,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        eos_token_id=198,
-        bos_token_id=1,
-    )
+    """A random Llama on disk, 6 layers, 4 query heads on 2 of dimension 16, 1024 positions, fp32."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 199,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "eos_token_id": 198,
+        "bos_token_id": 1,
+    }
     directory = tmp_path_factory.mktemp("tiny-llama")
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")  # never read here, but a model directory has one
+    generator = torch.Generator().manual_seed(9)
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.2
+        for name, shape in read_config(directory).shapes().items()
+    }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

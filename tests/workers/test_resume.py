@@ -201,9 +201,11 @@ def read_job(name: str, ids: list[int], method: MethodSpec, start: int = 0) -> P
     return PrefillJob(request_id=name, start=start, **given)
 
 
-async def answer(run: Any, group: PrefillController, name: str, ids: list[int], method: MethodSpec) -> Any:
+async def answer(
+    run: Any, group: PrefillController, name: str, ids: list[int], method: MethodSpec, salt: str
+) -> Any:
     """Read by a group, from where the worker remembers; (tokens not read, K/V of the prompt, answer)."""
-    key = key_of(ids, method=method)
+    key = key_of(ids, method=method, salt=salt)
     found = await run.engine.find_prefix(key)
     start = resume_at(found.tokens if found else 0, len(ids), method)
     await run.reserve(name, len(ids) - start, SAMPLING.max_tokens, key=key, prefix_tokens=start)
@@ -222,17 +224,16 @@ async def test_behind_what_a_shorter_prompt_left_everything_is_as_in_a_cold_read
     bench: Callable[..., Any], tiny_llama: Path, method: MethodSpec
 ) -> None:
     """For every method that is served: its choices may depend on where the prompt ends, but not what is
-    remembered of them. The shorter prompt ends at a block's boundary, and a token before and behind it."""
+    remembered of them. The shorter prompt ends at a block's boundary, and a token before and behind it. Each
+    has a salt of its own, so that the longer prompt finds what that one has left."""
     run, cold = await bench(reader=InProcessReader), await bench(reader=InProcessReader)
-    most = len(LONG_IDS)
     async with group(tiny_llama, Line(run.engine), 2) as near, group(tiny_llama, Line(cold.engine), 2) as far:
         starts = []
-        for place, end in enumerate((639, 640, 641, 767, 769)):
-            first = [place + 1, *LONG_IDS[1:end]]
-            await answer(run, near, f"short {end}", first, method)
-            longer = [*first, *LONG_IDS[end:most]]
-            start, kv, ids = await answer(run, near, f"long {end}", longer, method)
-            _, wanted_kv, wanted = await answer(cold, far, f"cold {end}", longer, method)
+        _, wanted_kv, wanted = await answer(cold, far, "cold", LONG_IDS, method, "")
+        for end in (639, 640, 641, 767, 769):
+            salt = f"after {end}"
+            await answer(run, near, f"short {end}", LONG_IDS[:end], method, salt)
+            start, kv, ids = await answer(run, near, f"long {end}", LONG_IDS, method, salt)
             starts.append(start)
             assert ids == wanted
             assert all(np.array_equal(one, other) for one, other in zip(kv, wanted_kv, strict=True))

@@ -1,7 +1,5 @@
 """Gives each head a quota under one mean density, by marginal gain on the curves of `curves.py`."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from itertools import pairwise

@@ -7,8 +7,6 @@ they are few, and answers depend on them alone.
 Shape suffixes also: I quotas, R rows of a query block; N, M query and key blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

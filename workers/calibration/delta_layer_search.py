@@ -8,8 +8,6 @@ dense ones.
 Shape suffixes also: R rows, J = H / G.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise

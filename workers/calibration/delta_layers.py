@@ -9,8 +9,6 @@ SmolLM2.
 Shape suffixes also: L twice (choosing layer, reading layer), Q queries, J = H / G.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

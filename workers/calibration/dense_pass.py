@@ -1,7 +1,5 @@
 """Reads a text densely, in one piece, and shows each layer's attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Makes the levels of a profile: curves and costs of documents, allocated to mean densities."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 

@@ -1,8 +1,6 @@
 """Needle-in-a-haystack prompts, in the form that our 128K adapter was trained to answer, after RULER's NIAH
 tasks (Hsieh et al. 2024)."""
 
-from __future__ import annotations
-
 import random
 import re
 import uuid

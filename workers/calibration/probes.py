@@ -4,8 +4,6 @@ The kinds are RULER's (Hsieh et al. 2024): needles, several values for a key, va
 does not list all values or variables, so any value is right, and a chain is asked for link by link.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import string

@@ -5,8 +5,6 @@ of the divergence.
 Shape suffixes also: R rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ tenth off a threshold. Heads' losses stand for performance here.
 Shape suffixes also: I measured quotas, J adjustments of one head, M of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ correction and Delta-KV's packed rest do not show.
 Shape suffixes also: N query blocks, M key blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

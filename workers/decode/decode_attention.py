@@ -7,8 +7,6 @@ them. Other layers are dense. Each step selects anew, for each request by itself
 Shape suffixes also: K selected pages, P columns of the page table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto

@@ -4,8 +4,6 @@ The event loop's thread owns all bookkeeping. A compute thread runs `scheduler`'
 and a hand-off thread writes received K/V. So renewing and cancelling wait for neither.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ So all ranks make the same calls in the same order, and meet in the collectives 
 number on all ranks. K/V is handed over to each rank apart: it reads the heads that it keeps.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

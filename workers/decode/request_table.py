@@ -3,8 +3,6 @@
 Only the event loop's thread uses it. It computes and receives nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter

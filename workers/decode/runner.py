@@ -4,8 +4,6 @@ A step's inputs lie at fixed addresses and its launches depend on the batch's sh
 step's forward pass is a CUDA graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A turn admits requests, samples first tokens, reads one step of one request and 
 that run. Cancelling takes effect between these. Only tensor work leaves the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter, deque

@@ -3,8 +3,6 @@
 Shape suffixes: R requests of the batch, P columns of the page table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +15,7 @@ from ..messages.requests import Sampling
 _NARROWEST = 512
 """Columns of the narrowest table: 8,192 tokens."""
 _FACTOR = 4
-"""From one width of tables to the next. Every column costs time to score and rank."""
+"""Ratio of a table's width to the next narrower one. Every column costs time to score and rank."""
 
 
 @dataclass(frozen=True)

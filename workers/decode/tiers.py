@@ -4,8 +4,6 @@ A reservation that builds on it is answered once it is in host memory. It comes 
 by layer meanwhile, and whoever reads a layer waits for it (`RequestPages.come`).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace

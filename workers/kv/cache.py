@@ -6,8 +6,6 @@ So K/V has two sides, k and v, or four, with k's scales and v's; whoever moves K
 they are. Shape suffixes also: R slots of all pages.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

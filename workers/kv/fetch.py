@@ -1,8 +1,6 @@
 """K/V on its way back, from a decode worker's pages to a stage that goes on where another died. All
 transports use host arrays, in pieces of bounded size."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Pages of K/V in host memory: their slots, and copies between them and the cache's pages."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor

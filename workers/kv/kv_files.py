@@ -4,8 +4,6 @@ A file is complete or not there: it is written under another name first. It says
 of each tensor. All workers of one model and configuration may share a directory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ A process sees mapped memory as its own device's, whichever GPUs Ray shows it. M
 owner until it is unmapped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

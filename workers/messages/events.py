@@ -1,7 +1,5 @@
 """Workers' answers to a door while a request runs and when it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum

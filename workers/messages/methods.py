@@ -1,7 +1,5 @@
 """The registry of attention methods, as the service imports it."""
 
-from __future__ import annotations
-
 from ...kernels.constants import BLOCK, DECODE_HEAD_DIMS, PAGE_TOKENS, PREFILL_HEAD_DIMS
 from ...kernels.methods import (
     PRESETS,

@@ -4,8 +4,6 @@ A link is made from the link before and its page's token ids, so equal links hav
 says nothing of whose K/V it is: an entry is found by a root and a link.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

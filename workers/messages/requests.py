@@ -1,7 +1,5 @@
 """A door's requests to prefill groups and decode workers, and how these refuse or fail."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum

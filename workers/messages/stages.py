@@ -1,7 +1,5 @@
 """Messages inside a prefill group, and from its stages to decode workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,8 +9,8 @@ from .requests import DecodeFailed, PrefillFailed
 
 
 class Rendezvous(NamedTuple):
-    """Where a group's stages or a decode worker's ranks meet. Whoever reaches the store can use it, so the
-    secret travels by Ray."""
+    """Where a group's stages or a decode worker's ranks meet. Any process that reaches the store can use
+    it, so the secret travels by Ray."""
 
     address: str
     port: int

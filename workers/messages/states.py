@@ -1,7 +1,5 @@
 """Workers' names and states, as doors find and read them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .methods import PAGE_TOKENS
@@ -65,10 +63,11 @@ class OwnerUse:
 
 @dataclass(frozen=True, kw_only=True)
 class TierStats:
-    """A tier below the GPU: `host` memory or `disk`. room, pages: the most, and so many are there. evicted,
-    evicted_age_s: given up for others so far, and the seconds since their last uses, added up.
-    evicted_retained: how many of them were still to be retained. missed: gone before they were copied there,
-    or not readable. back, back_s: came back, in so many seconds."""
+    """A tier below the GPU: `host` memory or `disk`. Counts are of pages. room: the most that it holds.
+    pages: those in it now. evicted, evicted_age_s: given up for others so far, and the seconds since their
+    last uses, added up. evicted_retained: how many of them were still to be retained. missed: gone before
+    they were copied there, or not readable. back, back_s: brought back to the GPU, and the seconds that it
+    took."""
 
     tier: str
     room: int

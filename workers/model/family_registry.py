@@ -1,7 +1,5 @@
 """Finds a model's family. Modules outside the package may register theirs."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any

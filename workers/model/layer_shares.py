@@ -4,8 +4,6 @@ A layer has two halves, attention and MLP. A stage computes halves that follow o
 stream is as wide between halves as between layers.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache, lru_cache

@@ -13,8 +13,6 @@ together (FlashAttention-3, section 3.2), and takes exponentials while the matri
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental import gluon

@@ -1,7 +1,5 @@
 """Compile-time choices of the Hopper attention kernel, and why."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -7,8 +7,6 @@ order: *masked* ones (at the diagonal), other exact ones, (PACKED) packed ones.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental import gluon

@@ -1,7 +1,5 @@
 """Launches the Hopper attention kernel: descriptors, order of the items, grid."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -85,7 +83,8 @@ def launch(
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
     """rounds: items that each program takes.
 
-    Longest rows first balances few items, but streams every key head's keys at once: their bytes decide.
+    The longest rows first balance few items. But then every key head's keys are streamed at once, so their
+    bytes decide.
     """
     if mask is not None and rounds < 48:
         return BY_LENGTH

@@ -5,8 +5,6 @@ Scores and weights are (64, 128); a thread has 32 columns of two rows.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental import gluon

@@ -4,8 +4,6 @@ section 4.1).
 Suffixes: J keys that a query block attends to.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

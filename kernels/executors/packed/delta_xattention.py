@@ -3,8 +3,6 @@
 Suffixes: J keys attended to.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -96,7 +94,7 @@ def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
 def cpu_attend(
     x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float, means: bool
 ) -> torch.Tensor:
-    """Kept tiles: `exact_share` of them and the diagonal exact, the rest over their runs."""
+    """Attend exactly to `exact_share` of the kept tiles and the diagonal, over packed runs to the others."""
     exact_BHNM = cpu_exact_table(mask, exact_share)
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()

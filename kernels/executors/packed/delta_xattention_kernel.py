@@ -5,8 +5,6 @@ Suffixes: N query blocks, M entries of a block's list.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Anchor scores on the CPU. Suffixes: R runs of a block."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

@@ -8,8 +8,6 @@ Suffixes: X query slots of a warpgroup, Y key slots of a tile, W its blocks, S t
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental import gluon

@@ -1,7 +1,5 @@
 """Launches the Hopper kernel of anchor scores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -1,7 +1,5 @@
 """DPXA: query anchors against key anchors, in our bounded form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ Suffixes: R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

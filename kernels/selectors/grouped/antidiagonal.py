@@ -3,8 +3,6 @@
 Suffixes: I, J groups of `stride` query or key rows, S = stride in grouped tensors.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

@@ -7,8 +7,6 @@ from L2 bound it, so antidiagonals (slots = step) of 16-bit inputs are multiplie
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

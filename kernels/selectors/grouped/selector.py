@@ -3,8 +3,6 @@
 Suffixes: I, J query and key groups.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

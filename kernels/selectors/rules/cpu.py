@@ -1,7 +1,5 @@
 """The selection rules in torch."""
 
-from __future__ import annotations
-
 import torch
 
 from ...interface import TileMask

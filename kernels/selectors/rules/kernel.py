@@ -6,8 +6,6 @@ keep their order), rounded up to a power of two.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

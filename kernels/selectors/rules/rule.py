@@ -1,7 +1,5 @@
 """The definition of a selection rule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

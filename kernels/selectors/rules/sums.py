@@ -3,8 +3,6 @@
 Suffixes: R rows of logarithms of one query block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

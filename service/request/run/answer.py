@@ -1,7 +1,5 @@
 """A client's part of one answer. It outlives attempts and workers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where an attempt runs. The client hears of a refusal only after all workers have refused."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 A decode worker reads what was streamed before, because a sparse prefill would make other K/V of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ model and the method with its options, so prompts share K/V only if all of these
 serves every method.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +26,7 @@ _MIN_TOKENS = 128
 _ANSWER_WAIT_S = 0.5
 """Slow workers are left out, because the prompt can be read."""
 _MUCH_FULLER = 0.5
-"""A worker whose pages in use are by this share more than another's is left alone."""
+"""A worker is passed over if its share of pages in use exceeds another one's by so much."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +84,19 @@ def usable_prefix(found: int, tokens: int) -> int:
 
 
 def resume_at(found: int, tokens: int, method: MethodSpec) -> int:
-    """The last of the `found` tokens behind which a group reads a prompt as if it had read it from the
-    beginning; 0: nowhere."""
+    """How many of the `found` tokens a group can skip, and still compute what it would from the beginning."""
     step = resume_step(method)
     usable = min(usable_prefix(found, tokens), lasting_tokens(method, tokens))
     return usable // step * step if step else 0
 
 
 def rest_is_long(prefix: int, start: int, tokens: int, most_rest: int, rates: Rates) -> bool:
-    """Whether a prefill group is the sooner to have read the rest of a prompt.
+    """Whether a prefill group would read the rest of a prompt sooner than a decode worker.
 
     Args:
-        prefix: tokens behind which a decode worker would read.
-        start: tokens behind which a group would.
-        most_rest: where the rates are unknown, a decode worker reads no more.
+        prefix: tokens that the decode worker would skip.
+        start: tokens that the group would skip.
+        most_rest: tokens that a decode worker reads at most, where the rates are unknown.
     """
     rest = tokens - prefix
     if not (rates.append and rates.read):
@@ -108,13 +105,13 @@ def rest_is_long(prefix: int, start: int, tokens: int, most_rest: int, rates: Ra
 
 
 def group_seconds(start: int, tokens: int, rates: Rates) -> float:
-    """The seconds for a group to read a prompt behind `start`. Without a rate, fetching counts nothing."""
+    """The seconds for a group to read a prompt from `start` on. Fetching counts if its rate is known."""
     fetching = start / rates.fetch if rates.fetch else 0.0
     return (rates.queued + tokens - start) / rates.read + fetching
 
 
 def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
-    """Leave out what a group reads sooner than a disk brings it back."""
+    """Leave out the tokens on disk if a group reads them sooner than the disk brings them back."""
     if not rates.read or prefix.disk_s <= prefix.disk_tokens / rates.read:
         return prefix
     return replace(prefix, tokens=prefix.tokens - prefix.disk_tokens, disk_tokens=0, disk_s=0.0)

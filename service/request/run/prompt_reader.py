@@ -4,8 +4,6 @@ If the group dies, the next one goes on after the last chunk that arrived. A met
 over.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ that a decode worker remembers; such a worker reads a short rest itself; or the 
 Then a decode worker answers, or keeps the K/V as a session for a Prefill (`max_tokens` 0).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -147,7 +145,7 @@ class RequestRun:
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
     ) -> bool:
-        """Returns False if it is remembered no more, or has no room.
+        """Returns False if the worker no longer remembers the prefix, or has no room.
 
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """

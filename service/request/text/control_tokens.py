@@ -8,8 +8,6 @@ To find the template's, messages are rendered again with masked contents, withou
 tokens begin and end with.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Token ids to text while they arrive: whole characters, and nothing past a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 

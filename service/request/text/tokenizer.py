@@ -75,13 +75,14 @@ class TextTokenizer:
         self, tokenizer: Tokenizer, template: ChatTemplate | None, special: Mapping[str, str]
     ) -> None:
         self._tokenizer = tokenizer
-        self._divisible = _splits_at_spaces(tokenizer)
+        state = json.loads(tokenizer.to_str())
+        self._divisible = _splits_at_spaces(tokenizer, state)
         self._special = dict(special)
         self._template = template
         self._variables: Mapping[str, Any] = {}
         self._limit = TokenLimit()
         self._control = ControlTokens(tokenizer, self._template_tokens())
-        self.longest_token = _longest_token(tokenizer)
+        self.longest_token = _longest_token(tokenizer, state)
         """Bytes of text that one token can stand for."""
 
     @classmethod
@@ -313,22 +314,20 @@ def _check_piece(tokenizer: Tokenizer, piece: str, tokens: int) -> None:
             raise TextTooLong(f"is more than {tokens} tokens: shorten it")
 
 
-def _longest_token(tokenizer: Tokenizer) -> int:
+def _longest_token(tokenizer: Tokenizer, state: Mapping[str, Any]) -> int:
     """Bound the bytes of text that a token stands for. A normaliser may turn four bytes into one."""
-    state = json.loads(tokenizer.to_str())
     kinds = {part["type"] for part in _components(state["pre_tokenizer"], "pretokenizers")}
     size = len if "ByteLevel" in kinds else lambda token: len(token.encode())
     longest = max(map(size, tokenizer.get_vocab()), default=1)
     return longest * (4 if _components(state["normalizer"], "normalizers") else 1)
 
 
-def _splits_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether pieces that are cut at seams have the ids of the whole text.
+def _splits_at_spaces(tokenizer: Tokenizer, state: Mapping[str, Any]) -> bool:
+    """Whether pieces that are cut at seams have the ids of the whole text. state: tokenizer.json's content.
 
     True for byte-level BPE, whose words begin with their space, if neither normaliser, added tokens nor BOS
     reach across a seam. Unknown parts make it False.
     """
-    state = json.loads(tokenizer.to_str())
     normalizers = {part["type"] for part in _components(state["normalizer"], "normalizers")}
     splitters = _components(state["pre_tokenizer"], "pretokenizers")
     kinds = {part["type"] for part in splitters}

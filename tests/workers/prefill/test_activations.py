@@ -28,17 +28,16 @@ from deltafront.workers.rendezvous import host_store
 
 from ...strangers import Opened, listeners
 
-RANK = """
-import sys, time, torch
+RANKS = """
+import os, sys, time, torch
 from deltafront.workers.messages.stages import Rendezvous
 from deltafront.workers.prefill.stage.activations import GroupActivations, PeerActivations
 from deltafront.workers.rendezvous import join_store
 
-rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-secret = bytes.fromhex(sys.argv[5])
+stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+secret = bytes.fromhex(sys.argv[4])
 torch.set_num_threads(1)
 torch.multiprocessing.set_sharing_strategy("file_system")
-store = join_store(Rendezvous("127.0.0.1", port, secret), stages + 1)
 dtype = torch.bfloat16
 
 class SharedMemory:
@@ -53,28 +52,38 @@ class SharedMemory:
         return None
 
 like = torch.empty(0, 24, dtype=dtype)
-if kind == "group":
-    ends = GroupActivations(store, rank, stages, like, timeout_s=60)
-else:
-    ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), secret=secret, timeout_s=60)
 sizes = [128, 128, 1, 77, 128, 128, 128, 5]
 
 def sent(chunk):
     return torch.randn(sizes[chunk], 24, generator=torch.Generator().manual_seed(chunk)).to(dtype)
 
-for chunk, tokens in enumerate(sizes):
-    x = sent(chunk) if rank == 0 else ends.receive(tokens)
-    assert x.shape == (tokens, 24) and x.dtype is dtype
-    assert torch.equal(x, sent(chunk) * 2**rank), (rank, chunk)
-    if rank < stages - 1:
-        y = x * 2
-        ends.send(y[:, :].t().contiguous().t() if chunk % 2 else y)
-if rank == stages - 1:
-    print("ok")
-store.add("done", 1)
-while store.add("done", 0) < stages:  # what was sent must have arrived before this process ends
-    time.sleep(0.01)
-ends.abort()
+def run(rank):
+    store = join_store(Rendezvous("127.0.0.1", port, secret), stages + 1)
+    if kind == "group":
+        ends = GroupActivations(store, rank, stages, like, timeout_s=60)
+    else:
+        ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), secret=secret, timeout_s=60)
+    for chunk, tokens in enumerate(sizes):
+        x = sent(chunk) if rank == 0 else ends.receive(tokens)
+        assert x.shape == (tokens, 24) and x.dtype is dtype
+        assert torch.equal(x, sent(chunk) * 2**rank), (rank, chunk)
+        if rank < stages - 1:
+            y = x * 2
+            ends.send(y[:, :].t().contiguous().t() if chunk % 2 else y)
+    os.write(1, f"ok {rank}\\n".encode())
+    store.add("done", 1)
+    while store.add("done", 0) < stages:  # what was sent must have arrived before this process ends
+        time.sleep(0.01)
+    ends.abort()
+
+# Each rank is a process of its own. They are forked behind the imports, which take most of the time.
+process = torch.multiprocessing.get_context("fork").Process
+ranks = [process(target=run, args=(rank,)) for rank in range(stages)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+sys.exit(max(abs(rank.exitcode) for rank in ranks))
 """
 SECRET = b"known to all stages"
 
@@ -83,22 +92,10 @@ SECRET = b"known to all stages"
 def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
     """Over gloo, and by copies from each other's memory."""
     _store, (_, port, secret) = host_store("127.0.0.1", processes=stages + 1)
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(stages), str(port), kind, secret.hex()],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(stages)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * stages
-    assert outputs[-1].strip() == "ok"
+    command = [sys.executable, "-W", "ignore", "-c", RANKS, str(stages), str(port), kind, secret.hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"ok {rank}" for rank in range(stages)]
 
 
 def test_the_store_listens_at_its_address_alone() -> None:

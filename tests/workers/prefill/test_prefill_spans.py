@@ -24,7 +24,8 @@ from ..spans import PARENT, Recorder
 from ..timeless import timeless
 from ..tiny_model import make_tiny_model, random_ids
 from .fake_stages import FakeStage, assert_clean, collect, controller_of, job, no_trouble
-from .test_prefill_stage import Collector, stage_of
+from .test_prefill_stage import Collector
+from .test_stage import stage_of
 
 
 def traced(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,31 +14,24 @@ import numpy as np
 import pytest
 import torch
 
-from deltafront.benchmarks.in_process import DeviceKV, InProcessSender, local_controller, run_in_process
+from deltafront.benchmarks.in_process import DeviceKV, local_controller, run_in_process
 from deltafront.benchmarks.testing import assert_rows_close, row_errors
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
-from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
 from deltafront.workers.messages.stages import (
-    ChunkCommand,
     FirstLogits,
-    HandoffFailed,
     KVAnnouncement,
-    OpenRequest,
-    RequestFailed,
 )
 from deltafront.workers.model.decoder.load import torch_dtype
 from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.prefill.stage import chunk as chunk_module
 from deltafront.workers.prefill.stage import stage as prefill_stage
-from deltafront.workers.prefill.stage.chunk import ChunkAttention, ChunkWork
-from deltafront.workers.prefill.stage.phases import PhaseTimer
-from deltafront.workers.prefill.stage.stage import PrefillStage, load_stage
+from deltafront.workers.prefill.stage.chunk import ChunkWork
+from deltafront.workers.prefill.stage.stage import PrefillStage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
-from deltafront.workers.tracing import NO_TRACER, Tracer
 
 from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_tiny_model, random_ids, whole_prompt
 
@@ -244,194 +237,6 @@ async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
         running = [prefill(controller, name, random_ids(600)) for name in "ab"]
         outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 60)
         assert {str(error) for error in outcomes} == {"prefill group local is lost: an illegal memory access"}
-
-
-def stage_of(model: ModelSpec, sink: Collector, tracer: Tracer = NO_TRACER) -> PrefillStage:
-    config = PrefillConfig(stages=1, cache_tokens=1024)
-    return load_stage(model, config, 0, None, lambda _cache: InProcessSender(sink), tracer=tracer)
-
-
-def test_a_stage_by_hand(model: ModelSpec) -> None:
-    stage = stage_of(model, Collector())
-    command = ChunkCommand(
-        request_id="r", start=0, tokens=128, last=False, wants_logits=True, token_ids=random_ids(128)
-    )
-    with pytest.raises(RequestFailed, match="r is not open"):
-        stage.run_chunk(command)
-    stage.open(
-        OpenRequest(
-            request_id="r",
-            pages=tuple(range(40, 49)),
-            prompt_tokens=130,
-            method=DENSE,
-            decode_worker="decode:x",
-        )
-    )
-    assert stage.pages_used() == 9
-    report = stage.run_chunk(command)()
-    assert sum(report.phases.values()) <= report.wall
-    assert (report.stage, report.start, report.request_id) == (0, 0, "r")
-    with pytest.raises(RequestFailed, match="token ids"):
-        stage.run_chunk(replace(command, start=128, token_ids=b""))
-    assert stage.pages_used() == 0, "a request that failed is closed"
-    stage.close("r")
-    stage.close("unknown")
-
-
-def test_a_hand_off_that_failed_is_called_so(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_: object, **__: object) -> None:
-        raise HandoffError("K/V of r is lost")
-
-    stage = stage_of(model, Collector())
-    stage.open(
-        OpenRequest(
-            request_id="r",
-            pages=tuple(range(40, 49)),
-            prompt_tokens=130,
-            method=DENSE,
-            decode_worker="decode:x",
-        )
-    )
-    monkeypatch.setattr(stage._streams["r"], "end_chunk", lambda: lost)
-    begun = stage.run_chunk(
-        ChunkCommand(
-            request_id="r", start=0, tokens=128, last=False, wants_logits=True, token_ids=random_ids(128)
-        )
-    )
-    with pytest.raises(HandoffFailed, match="K/V of r is lost"):
-        begun()
-
-
-@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
-def test_scattered_pages_give_what_a_run_of_pages_gives(model: ModelSpec, method: MethodSpec) -> None:
-    """A run is read in place, scattered pages are gathered: the same numbers, also beside each other."""
-    sink, ids = Collector(), random_ids(300)
-    stage = stage_of(model, sink)
-    scattered = (60, *range(40, 50), *range(21, 29))
-    for name, pages in (("run", tuple(range(1, 20))), ("scattered", scattered)):
-        stage.open(
-            OpenRequest(
-                request_id=name, pages=pages, prompt_tokens=300, method=method, decode_worker="decode:x"
-            )
-        )
-    for start, end in ((0, 128), (128, 256), (256, 300)):
-        part = ids[4 * start : 4 * end]
-        for name in ("run", "scattered"):
-            stage.run_chunk(
-                ChunkCommand(
-                    request_id=name,
-                    start=start,
-                    tokens=end - start,
-                    last=end == 300,
-                    wants_logits=True,
-                    token_ids=part,
-                )
-            )()
-    assert_rows_close(*(torch.from_numpy(sink.logits[name])[None] for name in ("run", "scattered")))
-    for name in ("run", "scattered"):
-        stage.close(name)
-
-
-@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
-def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: MethodSpec) -> None:
-    sink, ids = Collector(), random_ids(300)
-    stage = stage_of(replace(model, dtype="float16"), sink)
-    token = int(np.frombuffer(ids, dtype="<u4")[70])
-    stage.stack._weights.embedding_VC[token] *= 1e7  # beyond 65,504
-    stage.open(
-        OpenRequest(
-            request_id="r", pages=tuple(range(19)), prompt_tokens=300, method=method, decode_worker="decode:x"
-        )
-    )
-    begun = stage.run_chunk(
-        ChunkCommand(request_id="r", start=0, tokens=300, last=True, wants_logits=True, token_ids=ids)
-    )
-    with pytest.raises(RequestFailed, match=r"not finite numbers in torch\.float16"):
-        begun()
-    assert not sink.logits
-    stage.close("r")
-    assert stage.pages_used() == 0
-
-
-def test_every_linear_layer_counts_as_projection_and_attention_does_not(
-    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    products: list[list[str]] = []
-    attended: list[list[str]] = []
-
-    class Phases(PhaseTimer):
-        @contextmanager
-        def phase(self, name: str) -> Iterator[None]:
-            inside.append(name)
-            with super().phase(name):
-                yield
-            inside.pop()
-
-    class Products(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.nn.functional.linear:
-                products.append(list(inside))
-            return func(*args, **(kwargs or {}))
-
-    def attend(self: ChunkAttention, *arguments: Any) -> torch.Tensor:
-        attended.append(list(inside))
-        return original(self, *arguments)
-
-    original, inside = ChunkAttention.attend, list[str]()
-    monkeypatch.setattr(ChunkAttention, "attend", attend)
-    monkeypatch.setattr(prefill_stage, "phase_timer", lambda _device: Phases())
-    stage = stage_of(model, Collector())
-    stage.open(
-        OpenRequest(
-            request_id="r", pages=tuple(range(8)), prompt_tokens=128, method=DENSE, decode_worker="decode:x"
-        )
-    )
-    with Products():
-        stage.run_chunk(
-            ChunkCommand(
-                request_id="r", start=0, tokens=128, last=True, wants_logits=True, token_ids=random_ids(128)
-            )
-        )
-    assert products == [["projection"]] * (4 * LAYERS + 1)
-    assert attended == [[]] * LAYERS
-
-
-def test_an_abandoned_chunk_stops_at_the_next_layer(
-    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = stage_of(model, Collector())
-    written: list[int] = []
-    view = stage._cache.view_run
-
-    def abandoning(layer: int, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        written.append(layer)
-        if layer == 2:
-            stage.abandon(7)
-        return view(layer, *rest)
-
-    monkeypatch.setattr(stage._cache, "view_run", abandoning)
-    command = ChunkCommand(
-        request_id="r", start=0, tokens=128, last=True, wants_logits=True, token_ids=random_ids(128)
-    )
-    order = OpenRequest(
-        request_id="r",
-        pages=tuple(range(8)),
-        prompt_tokens=128,
-        method=DENSE,
-        decode_worker="decode:x",
-        serial=7,
-    )
-    stage.open(order)
-    with pytest.raises(RequestFailed, match="abandoned"):
-        stage.run_chunk(command)
-    assert written == [0, 1, 2]
-    assert stage.pages_used() == 0 and not stage._abandoned
-    stage.close("r")
-    stage.abandon(7)  # too late: a later request of the same id is another one
-    stage.open(replace(order, serial=8))
-    stage.run_chunk(command)
-    assert written[3:] == list(range(LAYERS))
-    stage.close("r")
 
 
 def test_run_in_process_returns_report_and_logits(model: ModelSpec) -> None:

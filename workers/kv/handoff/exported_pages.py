@@ -1,8 +1,6 @@
 """A stage's exported pages, which a decode worker reads in place. `MessageStream.close` says when they go to
 another request; each transport tells the reader."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar

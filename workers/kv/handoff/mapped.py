@@ -6,8 +6,6 @@ closed them, once its device writes no more, or its process is gone. A stage end
 memory it maps, or as soon as it is sent to another one (docs/decisions/0024).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor

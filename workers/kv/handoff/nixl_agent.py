@@ -1,8 +1,6 @@
 """The part of NIXL that the transport uses. Its UCX takes RDMA where there is some, else shared memory or
 TCP. Nothing here needs a GPU."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The hand-off through Ray's object store. A stage puts host copies and sends the decode actor their
 reference. bfloat16 travels as uint16, since numpy has no such type."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Messages from a stage to decode actors, and the answers that these owe."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -1,8 +1,6 @@
 """The two sides of a hand-off: a stage puts tensors into a stream, a decode worker reads them into pages.
 Only a transport's two ends know its payload."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The transports by name. Another one is a file with a `KVSender` and a `KVReader`, a line here, and its name
 in `HandoffConfig`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass

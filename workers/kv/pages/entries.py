@@ -5,8 +5,6 @@ prompt the last page first, so that what is left is still a beginning. Those to 
 others. Pure accounting on the event loop's thread.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

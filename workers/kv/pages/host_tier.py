@@ -5,8 +5,6 @@ up without waiting. What is found there alone is copied back into pages of the r
 layer. Host memory gives up pages as the GPU does, by `Entries`. Accounting on the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence

@@ -4,8 +4,6 @@ A lease holds one reference on each of its pages and never writes to them. When 
 entries are still remembered. Pure accounting on the event loop's thread; times are seconds since the epoch.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ partly filled last page is copied, and recomputed blocks get pages of their own.
 loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

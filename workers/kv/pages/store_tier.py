@@ -6,8 +6,6 @@ disk gives up groups as the GPU does pages, by `Entries`, and retains one as lon
 on the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

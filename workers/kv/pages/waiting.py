@@ -1,8 +1,6 @@
 """Reservations that wait for pages: first come, first served, for a bounded time, so that small ones do not
 starve a big one. Used on the event loop's thread."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from collections import Counter, deque

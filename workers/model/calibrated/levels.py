@@ -1,7 +1,5 @@
 """Chooses a request's thresholds from a model's profile."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

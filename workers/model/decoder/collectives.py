@@ -4,9 +4,7 @@ NCCL's calls only queue work on the device, so a CUDA graph can hold them. Every
 the same order.
 """
 
-from __future__ import annotations
-
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +13,18 @@ from ....kernels.layers.norm import LinearInput, add_norm
 from ....kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce
 
 
-class Collectives(Protocol):
-    rank: int
-    ranks: int
+class Collectives:
+    """Those of a single rank, which has all of every layer."""
+
+    rank, ranks = 0, 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks. x: contiguous; it may be overwritten."""
+        return x
 
     def max(self, x: torch.Tensor) -> torch.Tensor:
         """Return the largest value over ranks. x: contiguous; it may be overwritten."""
+        return x
 
     def add_norm(
         self,
@@ -34,38 +35,17 @@ class Collectives(Protocol):
         fp8: bool,
     ) -> tuple[torch.Tensor, LinearInput]:
         """`norm.add_norm` of an update that every rank has a part of. update_TC: contiguous."""
-
-    def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
-        """Put the ranks' columns side by side, in their order."""
-
-
-class SingleRank:
-    rank, ranks = 0, 1
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def max(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def add_norm(
-        self,
-        hidden_TC: torch.Tensor,
-        update_TC: torch.Tensor | None,
-        weight_C: torch.Tensor,
-        eps: float,
-        fp8: bool,
-    ) -> tuple[torch.Tensor, LinearInput]:
         return add_norm(hidden_TC, update_TC, weight_C, eps, fp8)
 
     def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
+        """Put the ranks' columns side by side, in their order."""
         return x_TO
 
 
-SINGLE_RANK = SingleRank()
+SINGLE_RANK = Collectives()
 
 
-class GroupCollectives:
+class GroupCollectives(Collectives):
     """Over a process group, NCCL or gloo, once it is connected. one_shots: for what is small, on GPUs."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -100,11 +80,11 @@ class GroupCollectives:
         eps: float,
         fp8: bool,
     ) -> tuple[torch.Tensor, LinearInput]:
-        if update_TC is None:
-            return add_norm(hidden_TC, None, weight_C, eps, fp8)
-        if self._add_norm is not None and self._add_norm.takes(update_TC):
-            return self._add_norm(hidden_TC.contiguous(), update_TC, weight_C, eps, fp8)
-        return add_norm(hidden_TC, self.sum(update_TC), weight_C, eps, fp8)
+        if update_TC is not None:
+            if self._add_norm is not None and self._add_norm.takes(update_TC):
+                return self._add_norm(hidden_TC.contiguous(), update_TC, weight_C, eps, fp8)
+            update_TC = self.sum(update_TC)
+        return add_norm(hidden_TC, update_TC, weight_C, eps, fp8)
 
     def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x_TO) for _ in range(self.ranks)]

@@ -6,8 +6,6 @@ Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4) of wha
 Shape suffixes also: M blocks of BLOCK keys, J = H / G, X = J x T, P rows of B recomputed blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """Rotary position embedding with its scalings. Shape suffixes also: F = D / 2
 frequencies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ calibration. Each step between matrix products is one kernel, and nothing waits 
 Shape suffixes also: X = H + 2 G.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,7 +52,7 @@ class AttentionCalls:
 
 @dataclass
 class Residual:
-    """The residual stream. Of `update_TC` every rank has a part. The next norm adds it up on its way."""
+    """The residual stream, and the update that the next norm adds to it. Each rank has a part of that."""
 
     hidden_TC: torch.Tensor
     update_TC: torch.Tensor | None = None
@@ -159,7 +157,7 @@ def _norm_all_heads(
 
 
 def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quantised: bool) -> LinearInput:
-    """Add up the stream and return its norm, quantised or not; without one the stream."""
+    """Add the update to the stream. Return its norm, quantised or not; without weights the stream itself."""
     if weight_C is None:
         residual.hidden_TC, residual.update_TC = residual.total(), None
         return residual.hidden_TC

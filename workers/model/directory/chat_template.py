@@ -1,7 +1,5 @@
 """A model's chat template, in such templates' dialect of Jinja."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

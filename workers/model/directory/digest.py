@@ -1,10 +1,8 @@
-"""Whatever changes a model's numbers changes its digest, and nothing else does.
+"""A model's digest, which changes with its numbers and with nothing else.
 
 It covers the decoder's shape with overrides, and name, type, shape and first values of each tensor, an
 adapter's too.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Compares weights with a configuration by their files' headers alone, in milliseconds."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -16,7 +16,7 @@ class MixtureConfig:
 
     Args:
         sigmoid: The router's probabilities are sigmoids, and it has a bias for the choice; else a softmax.
-        shared_width: Of an MLP beside the experts, which all tokens take; 0: there is none.
+        shared_width: The width of an MLP beside the experts, which all tokens take; 0: there is none.
         dense_layers: Layers whose MLP is an ordinary one, `dense_width` wide.
     """
 

@@ -1,4 +1,4 @@
-"""Reads config.json, the shape of a decoder. What differs between families is in `families`."""
+"""Reads config.json, the shape of a decoder. `families` has the differences between families."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MULTIPLIERS = ("_multiplier", "_scaling")
 _SPLIT_TOKENS = 512
 """Tokens per row of the LM head."""
 _SPLIT_KEYS = 5_700
-"""Keys of each query: half of 131,072, times 0.087, `dpxa`'s share of dense attention's time."""
+"""Keys that count for a query: half of 131,072, times `dpxa`'s share of dense attention's time, 0.087."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ModelConfig:
     """A decoder's sizes and features. The fields after `eos_ids` cost a family without them nothing.
 
     Args:
-        intermediate: Of an MLP, or of each of its experts.
+        intermediate: The width of an MLP, or of each of its experts.
         positions: They bound a prompt with its answer.
         sliding_window: Tokens that a row of `window_layers` sees, its own included; None: there are none.
         norms: Whether layers norm what attention and MLP take, what they give, or both.

@@ -4,8 +4,6 @@ Without torch; `weights/dequantise.py` computes the numbers. Scales of activatio
 because activations are quantised as they come, and K/V has 16 bits or scales of its own (decision 0022).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads rotary embedding and positions from config.json, in all its spellings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A GGUF file takes each process seconds to read, so it is converted once, into a 
 become bf16, which rounds an order of magnitude finer than 4 to 6 bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

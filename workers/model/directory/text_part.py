@@ -1,7 +1,5 @@
 """The language model of a checkpoint, multimodal or not, and our names of its tensors. Without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which layers attend to a window of the last tokens, as config.json says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The numbers that a quantised matrix's parts stand for, in float32. `directory/quantised.py` has their names
 and shapes. O outputs, I inputs, N groups of inputs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

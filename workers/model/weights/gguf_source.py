@@ -1,8 +1,6 @@
 """Configuration and weights of a GGUF file, under Hugging Face's names, and its conversion to a safetensors
 directory."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -118,7 +116,7 @@ class GgufSource:
 
     @property
     def _layers(self) -> int:
-        """Those that predict further tokens come behind them."""
+        """Layers that predict further tokens come behind them, and do not count."""
         return int(self.model_field("block_count")) - int(self.model_field(_PREDICTING, 0))
 
     @property

@@ -4,8 +4,6 @@
 sentencepiece's BPE: the pair that makes the best-scored piece merges first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Source: LoRA (Hu et al. 2021), section 4.1: W + B·A·alpha/r; rsLoRA (Kalajdzievski 2023): alpha/sqrt(r).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

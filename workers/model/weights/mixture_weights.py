@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +17,8 @@ class MixtureWeights:
         router_EC: Not quantised in any case: a rounded router would choose other experts. In float32 where
             there is a bias_E.
         gate_up, down: All experts' matrices, one below the other; each gate is followed by its up.
-        bias_E: Of the choice, in float32.
-        shared_gate_up, shared_down: Of an MLP that all tokens take.
+        bias_E: Added to probabilities for the choice, in float32.
+        shared_gate_up, shared_down: The matrices of an MLP that all tokens take.
     """
 
     config: MixtureConfig

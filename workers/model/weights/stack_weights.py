@@ -5,8 +5,6 @@ q, k and v, its rows of gate and up, the columns of the output and down projecti
 rows of the head.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence
@@ -203,7 +201,7 @@ class _Reader:
         return replace(half, **matrices)
 
     def refuse_left_over(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
-        """Without a bias, say, the model would be another. elsewhere: another stage checks these."""
+        """A bias left out, say, would make another model. elsewhere: tensors that another stage checks."""
         left = {name for name in self.source.names() if name.startswith(prefix)} - self._shapes.keys()
         left = {name for name in left if not name.removeprefix(prefix).startswith(elsewhere)}
         left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # in old checkpoints; the config implies it

@@ -2,8 +2,6 @@
 storage or bus could, so several fill two pinned buffers each in turn, and a full one goes to the GPU
 meanwhile."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import deque

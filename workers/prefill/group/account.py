@@ -1,8 +1,6 @@
 """Adds stages' chunk reports up to one `PrefillReport`. Times are seconds of the controller's clock. A chunk
 whose report came at `ended` counts as run in [ended - wall, ended]. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ stages without headers.
 A request holds nothing until its first turn (`schedule`). Its chunks in flight end within a layer's time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ One chunk a stage is in flight at most, and one more waits on the first stage, s
 report. So a request waits for few chunks of others.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """A prefill group's requests: who waits, who runs, whose pages are whose, and who is refused. It sends no
 command and ends no request. Only the event loop's thread uses it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import secrets

@@ -7,8 +7,6 @@ credit, so an aged document goes on at about `ageing` tokens a second.
 A prompt that is too big for the free pages holds back those behind it, but not those that have their pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

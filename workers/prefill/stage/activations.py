@@ -49,7 +49,7 @@ class Activations(Protocol):
         """Return before it has arrived. Nobody may write to hidden_TC afterwards."""
 
     def abort(self) -> None:
-        """Close at once. What is on its way is lost, and whoever waits for it gets an error."""
+        """Close at once. Chunks on their way are lost, and a stage that waits for one gets an error."""
 
 
 class NoActivations:

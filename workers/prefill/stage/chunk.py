@@ -1,8 +1,6 @@
 """A chunk on its way through a stage: K/V into the prompt's pages, hand-off and attention in each layer
 (`ChunkAttention`), and what all of it adds up to (`ChunkWork`)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -91,8 +89,8 @@ class ChunkWork:
 
 @dataclass(kw_only=True)
 class OpenPrompt:
-    """states: what its method remembers of each layer whose queries it has all seen. first_page: of pages_N
-    if they are contiguous, else None. fetch_s: as in `ChunkWork`."""
+    """states: by layer, what the method remembers between chunks; without layers of which it has skipped
+    queries. first_page: of pages_N if they are contiguous, else None. fetch_s: as in `ChunkWork`."""
 
     request: OpenRequest
     method: Attention

@@ -4,8 +4,6 @@ Phases nest: the Δ correction runs a whole method inside. Time counts for the i
 for the layer that was current when it began. So phases are disjoint and lie within the chunk.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 travels on as zeros and is reported at the chunk's end as `RequestFailed`. Any other exception ends the
 group."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

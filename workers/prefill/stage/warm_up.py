@@ -5,8 +5,6 @@ meet almost all forms. The rest depends on a prompt's length: widths that are po
 kernel's order of work. For those, a tile attends to keys of every class of length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +32,7 @@ def warm_up(
     longest: int = 0,
     tell: Tell = silent,
 ) -> None:
-    """Read a few prompts in chunks with each method. Of layers that run the same kernels only the first runs.
+    """Read a few prompts in chunks with each method. Layers that run the same kernels are run once.
 
     Args:
         longest: on a GPU, also meet all classes of length up to it; 0: none.

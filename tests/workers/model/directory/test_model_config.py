@@ -1,25 +1,19 @@
-"""config.json in the shapes that real models have, what is refused, and layer splits against brute force."""
+"""config.json in the shapes that real models have, and what is refused."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
-from deltafront.service.cli.size import SHAPES
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.directory.rope_config import RopeConfig
-from deltafront.workers.model.layer_shares import LayerShare, balanced
 from deltafront.workers.prefill.group.chunks import ModelWork
 
 LLAMA31: dict[str, Any] = {
@@ -47,18 +41,6 @@ LLAMA31: dict[str, Any] = {
     "eos_token_id": [128001, 128008, 128009],
 }
 MISTRAL = LLAMA31 | {"architectures": ["MistralForCausalLM"], "rope_scaling": None, "sliding_window": None}
-
-GEMMA3: dict[str, Any] = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "text_config": {
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "sliding_window": 1024,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    },
-}
 
 
 def read(tmp_path: Path, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
@@ -326,245 +308,9 @@ def test_what_would_be_computed_wrongly_is_refused(
         read(tmp_path, LLAMA31 | change)
 
 
-def test_windows_are_those_of_transformers(tmp_path: Path) -> None:
-    windowed = MISTRAL | {"sliding_window": 4096, "max_position_embeddings": 32768}
-    config = read(tmp_path, windowed)
-    assert (config.sliding_window, config.window_layers) == (4096, tuple(range(32)))
-    assert config.windows == dict.fromkeys(range(32), 4096)
-    shorter = read(tmp_path, windowed, {"max_position_embeddings": 4096})
-    assert (shorter.sliding_window, shorter.window_layers, shorter.windows) == (None, (), {})
-    unsaid = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
-    assert read(tmp_path, unsaid).sliding_window == 4096
-    mixed = windowed | {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 8}
-    assert read(tmp_path, mixed).window_layers == tuple(layer for layer in range(32) if layer % 4)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, "4096 of 131072 positions. is not supported for Llama"),
-        (
-            EXPERTS | {"use_sliding_window": True, "sliding_window": 4096},
-            "is not supported for Qwen3MoeForCausalLM: use a model with full attention",
-        ),
-        ({"layer_types": ["sliding_attention"] * 31}, "must be 32 of sliding_attention and full_attention"),
-        ({"layer_types": ["chunked_attention"] * 32}, "must be 32 of"),
-        ({"sliding_window": "4k"}, "sliding_window"),
-        (
-            {"architectures": ["Exaone4ForCausalLM"], "sliding_window_pattern": "LLLG"},
-            "sliding_window_pattern = 'LLLG': name all layers in layer_types",
-        ),
-        (GEMMA3 | {"final_logit_softcapping": 30.0}, "sets final_logit_softcapping"),
-        (GEMMA3 | {"use_bidirectional_attention": True}, "sets use_bidirectional_attention"),
-    ],
-    ids=str,
-)
-def test_windows_that_no_layer_here_has_are_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ModelError, match=message):
-        read(tmp_path, MISTRAL | {"sliding_window": 4096} | change)
-
-
-def test_gemma_3_as_published(tmp_path: Path) -> None:
-    """Few keys; its older spelling of rope and transformers 5's read the same."""
-    config = read(tmp_path, GEMMA3)
-    assert (config.q_heads, config.kv_heads, config.head_dim, config.vocab) == (8, 4, 256, 262208)
-    assert config.windows == {layer: 1024 for layer in range(34) if layer not in (5, 11, 17, 23, 29)}
-    assert config.rope == RopeConfig(1e6, {"rope_type": "linear", "factor": 8.0})
-    assert config.window_rope == RopeConfig(1e4)
-    assert (config.tied_embeddings, config.embedding_scale, config.attention_scale) == (True, 2560**0.5, 1.0)
-    theirs = transformers.Gemma3Config(text_config=dict(GEMMA3["text_config"]))
-    theirs.architectures = GEMMA3["architectures"]
-    theirs.save_pretrained(tmp_path)
-    assert read_config(tmp_path) == replace(config, eos_ids=(1,))
-    config = read(tmp_path, GEMMA3 | {"text_config": GEMMA3["text_config"] | {"query_pre_attn_scalar": 64}})
-    assert config.attention_scale == 2.0
-
-
-QWEN = MISTRAL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sliding_window": 8192},
-        {"sliding_window": 8192, "max_window_layers": 31},
-        {"sliding_window": 8192, "max_window_layers": 32},
-        {"sliding_window": None},
-        {"sliding_window": 8192, "layer_types": ["full_attention"] * 32},
-        {"sliding_window": 8192, "layer_types": ["full_attention"] * 31 + ["sliding_attention"]},
-        {"sliding_window": 8192, "use_sliding_window": False},
-        {},
-        {"max_window_layers": 32},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
-def test_a_qwen_slides_where_transformers_lets_it(tmp_path: Path, change: dict[str, Any], kind: str) -> None:
-    """Without a window it assumes one of 4,096."""
-    raw = {key: value for key, value in QWEN.items() if key != "sliding_window"} | change
-    raw |= {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    window = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
-    config = read(tmp_path, raw)
-    assert config.sliding_window == window
-    slides = [kind == "sliding_attention" for kind in theirs.layer_types]
-    assert [layer in config.windows for layer in range(config.layers)] == slides
-
-
-def test_dual_chunk_attention_is_refused_beyond_its_chunk(tmp_path: Path) -> None:
-    """Qwen2.5-1M's key; transformers computes another attention than the model was made for."""
-    chunks = {"chunk_size": 65536, "local_size": 8192, "original_max_position_embeddings": 65536}
-    raw = QWEN | {"use_sliding_window": False, "dual_chunk_attention_config": chunks}
-    with pytest.raises(ModelError, match=r"dual_chunk_attention_config: .*beyond 65536 tokens"):
-        read(tmp_path, raw)
-    assert read(tmp_path, raw, {"max_position_embeddings": 65536}).positions == 65536
-    with pytest.raises(ModelError, match="chunk_size"):
-        read(tmp_path, raw | {"dual_chunk_attention_config": {"local_size": 8192}})
-
-
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json does not exist"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):
         read_config(tmp_path)
-
-
-def shape(layers: int, hidden: int, intermediate: int, vocab: int) -> ModelConfig:
-    rope = RopeConfig(1e4)
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        q_heads=4,
-        kv_heads=2,
-        head_dim=16,
-        vocab=vocab,
-        positions=512,
-        rms_eps=1e-5,
-        rope=rope,
-    )
-
-
-def costs_of(config: ModelConfig) -> list[int]:
-    """Multiplications per token of A0, M0, A1, M1 …, written out: q, k, v and output, and for each of 5,700
-    keys a score and a value; gate, up, down. The last layer is q, k and v alone, and the head."""
-    qkv = config.hidden * config.head_dim * (config.q_heads + 2 * config.kv_heads)
-    attention = qkv + config.hidden * config.q_heads * config.head_dim
-    attention += 5_700 * 2 * config.q_heads * config.head_dim
-    mlp = 3 * config.hidden * config.intermediate
-    head = config.vocab * config.hidden // 512
-    return [attention, mlp] * (config.layers - 1) + [qkv + head, 0]
-
-
-def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Where to cut A0 M0 A1 M1 … so that each part has an A, which are at the even places."""
-    for cuts in itertools.combinations(range(1, 2 * layers), stages - 1):
-        bounds = [0, *cuts, 2 * layers]
-        if all(any(half % 2 == 0 for half in range(*pair)) for pair in itertools.pairwise(bounds)):
-            yield tuple(bounds)
-
-
-def cuts_of(parts: tuple[LayerShare, ...]) -> tuple[int, ...]:
-    """Such bounds, of parts that must follow one another without gaps."""
-    bounds = [0]
-    for part in parts:
-        halves = sorted([2 * layer for layer in part.layers] + [2 * layer + 1 for layer in part.mlps])
-        assert len(part.layers) > 0 and halves == list(range(bounds[-1], halves[-1] + 1))
-        assert part.layers.start - part.mlps.start in (0, 1) and part.layers.stop - part.mlps.stop in (0, 1)
-        bounds.append(halves[-1] + 1)
-    return tuple(bounds)
-
-
-def shares_of(costs: Sequence[int], bounds: tuple[int, ...]) -> list[int]:
-    return [sum(costs[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
-@pytest.mark.parametrize("layers", [1, 2, 5, 8])
-@pytest.mark.parametrize("vocab", [100, 4_000_000, 400_000_000])
-@pytest.mark.parametrize("intermediate", [128, 4096, 40_000])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_split_is_the_best_of_all(layers: int, vocab: int, intermediate: int, stages: int) -> None:
-    config = shape(layers, 64, intermediate, vocab)
-    if stages > layers:
-        with pytest.raises(ModelError, match="stages"):
-            config.split(stages)
-        return
-    costs, found = costs_of(config), cuts_of(config.split(stages))
-    every = list(every_cut(layers, stages))
-    assert found in every
-    least = min(max(shares_of(costs, bounds)) for bounds in every)
-    assert max(shares_of(costs, found)) == least
-    best = [bounds for bounds in every if max(shares_of(costs, bounds)) == least]
-    inside = min(sum(bound % 2 for bound in bounds) for bounds in best)
-    assert sum(bound % 2 for bound in found) == inside, "layers are cut in two only where that gains"
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("first", [0, 1, 3])
-def test_layers_with_windows_and_mlps_without_experts_cost_what_they_compute(first: int, stages: int) -> None:
-    """Dense MLPs in the first layers, experts behind them, windows in two of three layers."""
-    layers, hidden, width, dense, window = 6, 64, 48, 4096, 100
-    mixture = MixtureConfig(
-        experts=32,
-        per_token=4,
-        normed=True,
-        shared_width=80,
-        dense_layers=tuple(range(first)),
-        dense_width=dense,
-    )
-    windows = {"sliding_window": window, "window_layers": tuple(n for n in range(layers) if n % 3)}
-    config = replace(shape(layers, hidden, width, 100), mixture=mixture, **windows)
-    costs = []
-    for layer in range(layers):
-        keys = window if layer % 3 else 5_700
-        costs += [hidden * 16 * (4 + 2 * 2) + hidden * 16 * 4 + keys * 2 * 4 * 16]
-        costs += [3 * hidden * (dense if layer < first else 4 * width + 80) + 32 * hidden * (layer >= first)]
-    costs[-2:] = hidden * 16 * 8 + 100 * hidden // 512, 0
-    least = min(max(shares_of(costs, bounds)) for bounds in every_cut(layers, stages))
-    assert max(shares_of(costs, cuts_of(config.split(stages)))) == least
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_any_costs_are_shared_out_best(seed: int) -> None:
-    """Feed-forward networks, the first layer and the last may cost what they will."""
-    rng = random.Random(seed)
-    layers = rng.randint(1, 7)
-    costs = [rng.randint(1, 9), rng.randint(0, 9)] * layers
-    costs[-2:] = rng.randint(1, 20), 0
-    for stages in range(1, layers + 1):
-        found = cuts_of(balanced(tuple(costs), stages))
-
-        def worth(bounds: tuple[int, ...]) -> tuple[int, int, int]:
-            shares = shares_of(costs, bounds)
-            return max(shares), sum(bound % 2 for bound in bounds), sum(share**2 for share in shares)
-
-        assert worth(found) == min(worth(bounds) for bounds in every_cut(layers, stages))
-
-
-def test_two_stages_of_llama_8b_share_a_layer() -> None:
-    """The first would have 16 layers else, and the second 15 and what is left of the last."""
-    config = SHAPES["8b"]
-    assert config.split(2) == (LayerShare(range(16), range(15)), LayerShare(range(16, 32), range(15, 32)))
-    first, last = shares_of(costs_of(config), cuts_of(config.split(2)))
-    layer = sum(costs_of(config)[:2])
-    assert max(first, last) < 15.8 * layer
-
-
-def test_layers_stay_whole_where_a_cut_gains_nothing() -> None:
-    """Of four stages one has eight layers' worth whatever is done."""
-    for name, stages in (("8b", 4), ("8b", 8), ("70b", 4), ("70b", 8)):
-        parts = SHAPES[name].split(stages)
-        each = SHAPES[name].layers // stages
-        assert [len(part.layers) for part in parts] == [each] * stages
-        assert all(part.layers == part.mlps for part in parts)
-
-
-def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
-    light, heavy = shape(12, 64, 128, 1000).split(3), shape(12, 64, 128, 40_000_000).split(3)
-    assert [len(part.layers) for part in light] == [4, 4, 4]
-    assert len(heavy[-1].layers) < len(heavy[0].layers)

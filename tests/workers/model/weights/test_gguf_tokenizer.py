@@ -56,6 +56,11 @@ def ours(name: str) -> Tokenizer:
     return made(family(name).metadata)
 
 
+@functools.cache
+def encoder(name: str) -> TextTokenizer:
+    return TextTokenizer(ours(name), None, {})
+
+
 def made(metadata: dict[str, Any]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(tokenizer_json(Metadata(metadata))))
 
@@ -69,7 +74,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_the_ids_are_those_of_the_models_own_tokenizer(name: str, text: str) -> None:
     said = TEXTS[text]()
     wanted = list(family(name).encode(said))
-    found = np.frombuffer(TextTokenizer(ours(name), None, {}).encode(said, add_bos=False), dtype="<u4")
+    found = np.frombuffer(encoder(name).encode(said, add_bos=False), dtype="<u4")
     assert len(wanted) > 3000 and found.tolist() == wanted
 
 
