@@ -5,6 +5,7 @@ The two share no code below the tokenizer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from unittest import mock
 import gguf
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import TINY
