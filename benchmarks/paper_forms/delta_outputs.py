@@ -9,9 +9,9 @@ cosine: between a head's output and dense attention's.
 ranks: Spearman's correlation of a query's logits over the keys before those rows with dense attention's. The
 queries and keys are those of that reading, as in the paper.
 
-Of the dense reading's rows, Lemma 1 for the keys that `streaming` keeps and for as many best ones: the mean
-of what the difference of outputs misses of the dropped keys' part, the mean of its bound, and the largest
-share of the bound that is reached.
+Lemma 1 is looked at for the dense reading's rows, with the keys that `streaming` keeps and with as many best
+ones: the mean of what the difference of outputs misses of the dropped keys' part, the mean of its bound, and
+the largest share of the bound that is reached.
 
 --before: the rows end so many tokens before the document does. The correction's dense end is at most 255
 rows, which are dense whatever came before. Shape suffixes as in `kernels.interface`; R rows, X kept keys.

@@ -47,7 +47,7 @@ class DecodeRequest:
     deadline: float | None = None
     reads: deque[Step] = field(default_factory=deque)
     layers_read: int = 0
-    """Of the first of `reads`."""
+    """Layers that are computed of the first of `reads`."""
     known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
     """Ids of all tokens before the answer, where blocks may be computed again."""
     blocks: Sequence[int] = ()

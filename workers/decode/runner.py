@@ -210,8 +210,8 @@ class DecodeRunner:
         Args:
             last: whether to return the last logits.
             copy: pages to copy first.
-            part: the layers to read; None: all. What comes out of the last but one part is kept here, and
-                the last part gives the result.
+            part: the layers to read; None: all. Hidden states are kept here between parts, and the last
+                part gives the result.
         """
         cache, device, start, tokens = self.cache, self.stack.device, step.start, len(step.ids)
         windows, layers = self.stack.config.windows, self.stack.layers if part is None else part.layers

@@ -1,1 +1,1 @@
-"""Who holds which pages of K/V: plain accounting, without tensors."""
+"""Pages of K/V and their holders: plain accounting, without tensors."""

@@ -74,7 +74,7 @@ class Entries:
     def add(
         self, root: bytes, chain: bytes, pages: Sequence[int], retain_s: float, first: int = 0
     ) -> Iterable[int]:
-        """Remember held pages, from the chain's link `first` on. What is here already stays as it is.
+        """Remember held pages, from the chain's link `first` on. Those already here stay as they are.
 
         Returns: the new ones.
         """

@@ -1,8 +1,9 @@
 """The tier of remembered pages in host memory.
 
 Each entry that nobody holds any more is copied to host memory at once, so that a page on the GPU can be given
-up without waiting. What is found there alone is copied back into pages of the request that finds it, layer by
-layer. Host memory gives up pages as the GPU does, by `Entries`. Accounting on the event loop's thread.
+up without waiting. A page that only host memory has is copied back into pages of the request that finds it,
+layer by layer. Host memory gives up pages as the GPU does, by `Entries`. Accounting on the event loop's
+thread.
 """
 
 import asyncio

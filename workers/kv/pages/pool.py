@@ -148,7 +148,7 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page; a page without any is free. Of entries the last is given up first.
+        """Drop one reference of each page; a page without any is free. The last entry is given up first.
 
         Raises: ValueError, having changed nothing, for a page with too few references: a double release would
         give one page to two requests.

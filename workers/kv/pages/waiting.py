@@ -80,7 +80,7 @@ class ReservationQueue:
     Args:
         take: reserves behind so many others, or says why not.
         expected: seconds until so many pages are free, behind reservations of so many each; None: unknown.
-        max_wait_s: the longest wait. Who is expected to wait longer is refused at once.
+        max_wait_s: the longest wait. A request that is expected to wait longer is refused at once.
         wall: seconds since the epoch.
     """
 

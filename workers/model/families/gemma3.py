@@ -39,5 +39,5 @@ GEMMA3 = Family(
         by_layers={62: {"query_pre_attn_scalar": 168}},
         adds_offset=True,
     ),
-    note="Of a multimodal checkpoint the language model is served. Five of six layers have windows.",
+    note="The language model of a multimodal checkpoint is served. Five of six layers have windows.",
 )

@@ -6,7 +6,7 @@ MISTRAL = Family(
     model_type="mistral",
     wrappers=("Mistral3ForConditionalGeneration",),
     implied={"sliding_window": 4096, "layer_types": None},
-    note="GGUF files of it say llama, or mistral3. Of a multimodal checkpoint the language model is served.",
+    note="GGUF files of it say llama, or mistral3. The language model of a multimodal checkpoint is served.",
 )
 MINISTRAL3 = Family(
     name="Ministral 3, Devstral Small 2",
@@ -29,5 +29,5 @@ MINISTRAL3 = Family(
             "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
         },
     ),
-    note="Queries grow with their position. Of a multimodal checkpoint the language model is served.",
+    note="Queries grow with their position. The language model of a multimodal checkpoint is served.",
 )
