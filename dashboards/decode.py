@@ -139,7 +139,7 @@ SESSIONS = Row(
             "short",
             [
                 Query(by_worker("kv_pages_evicted", DECODERS), "{{worker}}"),
-                Query(by_worker("kv_pages_evicted_retained", DECODERS), "{{worker}} to be retained"),
+                Query(by_worker("kv_pages_evicted_retained", DECODERS), "{{worker}} retained"),
             ],
         ),
         Panel(
@@ -243,7 +243,7 @@ TIERS = Row(
             "short",
             [
                 Query(_tier("evicted_pages"), _LEGEND),
-                Query(_tier("evicted_retained_pages"), f"{_LEGEND} to be retained"),
+                Query(f"sum({_tier('evicted_retained_pages')})", "retained, all workers"),
             ],
         ),
         Panel(

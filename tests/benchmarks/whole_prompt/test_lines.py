@@ -237,7 +237,8 @@ def test_equals_are_kept_from_the_first_on() -> None:
 
 @pytest.mark.parametrize("name", FULL)
 def test_full_budget_is_dense_and_the_default_builds(name: str) -> None:
-    assert set(FULL) == {name for name in PRESETS if reads_whole_prompts(name)}
+    whole = {name for name in PRESETS if reads_whole_prompts(name)}
+    assert set(FULL) == whole - {"streaming_smoothed"}, "whose dense rows are never all"
     x = sample(700, head_dim=64)
     method = build(method_spec(name, {**FULL[name], "min_tokens": 0}))
     out_BHTD, coverage = method.attend(x, method.new_state(spec_of(x)))
