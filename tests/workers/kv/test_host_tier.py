@@ -37,7 +37,7 @@ class Setup:
         self.host = HostTier(self.manager.pool.entries, LAYERS, slots, self.move, clock)
         self.manager.host = self.host
         self.moved_back: list[tuple[str, int]] = []
-        """What has come back of which layer, in order."""
+        """Layers that have come back, in order."""
         self.moves_fail = False
         self.let_go: list[str] = []
         offer = self.host._offer

@@ -39,7 +39,7 @@ def beginnings(letters: str) -> list[str]:
 
 
 class Disk:
-    """What the tier has written, and one tier after the other that works on it."""
+    """Files on disk, and one tier after the other that works on them."""
 
     def __init__(self, room: int) -> None:
         self.clock, self.room = Clock(), room
@@ -164,7 +164,7 @@ async def test_what_is_left_of_a_prompt_is_a_beginning() -> None:
 
 @dataclass
 class Group:
-    """As the list has it. place: in the order in which groups are given up."""
+    """A group in the list. place: in the order in which groups are given up."""
 
     place: tuple[float, int]
     until: float

@@ -48,7 +48,7 @@ class Setup:
         self.on_host = [""] * slots
         self.files = {name_of(group): group for letters in prompts for group in groups_of(letters)}
         self.letters = dict(self.files)
-        """Of all groups that were ever there."""
+        """Letters of each group that was ever there."""
         self.damaged: set[bytes] = set()
         self.reading: dict[bytes, asyncio.Future[None]] = {}
         self.reads = 0
@@ -154,7 +154,7 @@ async def test_without_room_nobody_gets_anything() -> None:
 
 
 class Model:
-    """What a disk and loads amount to, where host memory has room for all. Groups and pages are named by the
+    """A model of a disk and its loads, where host memory has room for all. Groups and pages are named by the
     letters up to their ends."""
 
     def __init__(self, on_disk: Sequence[str]) -> None:

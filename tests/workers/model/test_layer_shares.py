@@ -140,7 +140,7 @@ def test_two_stages_of_llama_8b_share_a_layer() -> None:
 
 
 def test_layers_stay_whole_where_a_cut_gains_nothing() -> None:
-    """Of four stages one has eight layers' worth whatever is done."""
+    """One of four stages has eight layers' worth whatever is done."""
     for name, stages in (("8b", 4), ("8b", 8), ("70b", 4), ("70b", 8)):
         parts = SHAPES[name].split(stages)
         each = SHAPES[name].layers // stages

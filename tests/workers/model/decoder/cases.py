@@ -241,8 +241,8 @@ def expected_logits(directory: Path, ids_T: torch.Tensor, dtype: torch.dtype = t
 
 
 def likeliest(directory: Path, asked_T: torch.Tensor, answer: list[int]) -> list[int]:
-    """What transformers finds most likely in the place of each token of an answer. If it is the answer, it is
-    what transformers would generate."""
+    """The ids that transformers finds most likely in the place of each token of an answer. If they are the
+    answer's, transformers would generate the same."""
     logits_TV = expected_logits(directory, torch.cat([asked_T, torch.tensor(answer)]))
     found: list[int] = logits_TV[len(asked_T) - 1 : -1].argmax(-1).tolist()
     return found

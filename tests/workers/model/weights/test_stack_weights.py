@@ -1,4 +1,4 @@
-"""What is read from disk, and only that: shards, adapters, and files that do not fit."""
+"""Weights are read from disk as far as they are needed: shards, adapters, and files that do not fit."""
 
 from __future__ import annotations
 
