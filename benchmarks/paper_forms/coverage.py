@@ -22,9 +22,9 @@ import torch
 from deltafront.benchmarks.paper_forms.levels import (
     documents_of,
     level_of,
+    levels_parser_of,
     method_of,
     model_of,
-    parser_of,
     write_profile,
 )
 from deltafront.benchmarks.recall import true_masses
@@ -72,7 +72,7 @@ def least_thresholds(coverage_LHI: torch.Tensor, wanted: float) -> list[list[flo
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__ or "", "dpxa_thesis")
+    parser = levels_parser_of(__doc__ or "", "dpxa_thesis")
     parser.add_argument("--coverage", type=float, nargs="+", default=[0.75, 0.90])
     arguments = parser.parse_args(given)
     method = method_of(arguments)

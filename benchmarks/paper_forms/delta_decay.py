@@ -18,17 +18,14 @@ Rows that the method reads whole are left out. Perplexity by γ (Figure 6a) is `
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from deltafront.benchmarks import DEMO_TEXT
-from deltafront.benchmarks.paper_forms.levels import METHODS, documents_of, model_of
-from deltafront.benchmarks.reader import MODEL, known_method, parse_method
+from deltafront.benchmarks.paper_forms.levels import METHODS, documents_of, model_of, parser_of
+from deltafront.benchmarks.reader import known_method, parse_method
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.methods import load, method_spec
@@ -109,19 +106,9 @@ def row(gamma: int, each: Sequence[Held]) -> str:
 
 def main(given: Sequence[str] | None = None) -> None:
     load(METHODS)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--model", default=MODEL.path)
-    parser.add_argument("--no-adapter", action="store_true", help="the model without the 128K adapter")
+    parser = parser_of(__doc__ or "", questions=40)
     parser.add_argument("--method", type=known_method, default="streaming")
     parser.add_argument("--gamma", type=int, nargs="+", default=[8, 16, 64, 256])
-    parser.add_argument("--text", type=Path, nargs="+", default=[DEMO_TEXT], help="a document of each")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--questions", type=int, default=40, help="facts hidden in each document")
-    parser.add_argument("--dtype", default="float16" if cuda else "float32")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     arguments = parser.parse_args(given)
     stack, documents = load_model(model_of(arguments), arguments.device), documents_of(arguments)
     lengths = [len(fact) for document in documents for fact in document.facts]

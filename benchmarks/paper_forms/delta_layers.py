@@ -13,17 +13,13 @@ Shape suffixes as in `kernels.interface`; L layers, Q queries.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
-from deltafront.benchmarks import DEMO_TEXT
-from deltafront.benchmarks.paper_forms.levels import documents_of, model_of
-from deltafront.benchmarks.reader import MODEL
+from deltafront.benchmarks.paper_forms.levels import documents_of, model_of, parser_of
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers.calibration.delta_layers import query_positions
 from deltafront.workers.calibration.dense_pass import embedded, read_densely
@@ -86,18 +82,8 @@ def _parts(layers: int, count: int) -> list[range]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--model", default=MODEL.path)
-    parser.add_argument("--no-adapter", action="store_true", help="the model without the 128K adapter")
-    parser.add_argument("--text", type=Path, nargs="+", default=[DEMO_TEXT], help="a document of each")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--questions", type=int, default=16)
+    parser = parser_of(__doc__ or "")
     parser.add_argument("--layers", type=int, nargs="+", default=[3], help="how many Δ-layers")
-    parser.add_argument("--dtype", default="float16" if cuda else "float32")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     arguments = parser.parse_args(given)
     stack, each = load_model(model_of(arguments), arguments.device), []
     for document in documents_of(arguments):

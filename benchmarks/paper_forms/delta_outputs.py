@@ -19,18 +19,15 @@ rows, which are dense whatever came before. Shape suffixes as in `kernels.interf
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.markdown import markdown
 from deltafront.benchmarks.paper_forms.delta_xattention import listed
-from deltafront.benchmarks.paper_forms.levels import METHODS, documents_of, model_of
-from deltafront.benchmarks.reader import MODEL, known_method, parse_method
+from deltafront.benchmarks.paper_forms.levels import METHODS, documents_of, model_of, parser_of
+from deltafront.benchmarks.reader import known_method, parse_method
 from deltafront.kernels.build import build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, no_phase
@@ -155,19 +152,9 @@ def best(logit_RS: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
 
 def main(given: Sequence[str] | None = None) -> None:
     load(METHODS)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--model", default=MODEL.path)
-    parser.add_argument("--no-adapter", action="store_true", help="the model without the 128K adapter")
+    parser = parser_of(__doc__ or "", questions=40)
     parser.add_argument("--methods", type=known_method, nargs="+", default=METHODS_SHOWN)
     parser.add_argument("--before", type=int, default=0)
-    parser.add_argument("--text", type=Path, nargs="+", default=[DEMO_TEXT], help="a document of each")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--questions", type=int, default=40, help="facts hidden in each document")
-    parser.add_argument("--dtype", default="float16" if cuda else "float32")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     arguments = parser.parse_args(given)
     stack, documents = load_model(model_of(arguments), arguments.device), documents_of(arguments)
     bounds = {"streaming": Bound(), "best keys": Bound()}

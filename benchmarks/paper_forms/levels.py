@@ -32,19 +32,26 @@ from deltafront.workers.settings import ModelSpec
 METHODS = "deltafront.benchmarks.paper_forms.methods"
 
 
-def parser_of(description: str, method: str) -> argparse.ArgumentParser:
+def parser_of(description: str, questions: int = 16) -> argparse.ArgumentParser:
+    """Arguments of a model and its documents, for `model_of` and `documents_of`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cuda = torch.cuda.is_available()
     parser.add_argument("--model", default=MODEL.path)
     parser.add_argument("--no-adapter", action="store_true", help="the model without the 128K adapter")
-    parser.add_argument("--method", default=method, help="with options, such as xattention_paper:stride=16")
     parser.add_argument("--text", type=Path, nargs="+", default=[DEMO_TEXT], help="a document of each")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--questions", type=int, default=questions, help="facts hidden in each document")
     parser.add_argument("--dtype", default="float16" if cuda else "float32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    return parser
+
+
+def levels_parser_of(description: str, method: str) -> argparse.ArgumentParser:
+    """Also of a method, whose levels go to a profile."""
+    parser = parser_of(description)
+    parser.add_argument("--method", default=method, help="with options, such as xattention_paper:stride=16")
     parser.add_argument("--profile", type=Path, required=True, help="levels are added, or it is written")
     return parser
 

@@ -25,9 +25,9 @@ from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.paper_forms.levels import (
     documents_of,
     level_of,
+    levels_parser_of,
     method_of,
     model_of,
-    parser_of,
     write_profile,
 )
 from deltafront.kernels.build import build
@@ -125,7 +125,7 @@ def head_losses(measured: Sequence[Performance], layers: int, heads: int) -> tor
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__ or "", "xattention_paper")
+    parser = levels_parser_of(__doc__ or "", "xattention_paper")
     parser.add_argument("--density", type=float, nargs="+", required=True)
     arguments = parser.parse_args(given)
     method = method_of(arguments)
