@@ -30,7 +30,6 @@ from ..collector import Collector
 from .wire import Wire
 
 CONFIG = Path(__file__).parent / "service.yaml"
-HOST_CACHE_GIB = 0.2
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,11 @@ def service(
     settings = yaml.safe_load(CONFIG.read_text())
     settings["prefill"]["chunk_tokens"] = sizes.chunk
     settings["door"]["tracing"] = collector.url
-    tiers = {
-        "host_cache_gib": HOST_CACHE_GIB,
-        "store": str(tmp_path_factory.mktemp("store")),
-        "store_gib": 1.0,
-    }
+    tiers = {"host_cache_gib": 0.2, "store": str(tmp_path_factory.mktemp("store")), "store_gib": 1.0}
     settings["decode"] |= tiers
     config = tmp_path_factory.mktemp("service") / CONFIG.name
     config.write_text(yaml.safe_dump(settings))
-    with LocalService(config, environment=RAY_EXPORTS) as running:
+    with LocalService(config, start_s=900, environment=RAY_EXPORTS) as running:
         yield running
 
 
