@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ from .setup import ANSWER_ROOM
 
 GROUP_TOKENS = GROUP_PAGES * PAGE_TOKENS
 _PATIENCE_S = 120.0
+_ROUNDS, _ANSWER = 3, 384
+_EVERY_S = 0.75
+"""A question is asked every so often while another session's tokens are timed."""
 _READERS = 4
 _CHUNK = 8 << 20
 
@@ -61,10 +64,15 @@ def measured(
     gpus: int,
     store: Path,
 ) -> Iterator[Row]:
-    """`ttft_cached_host`, `token_while_moving` (a session's token over what it takes else), and of services
-    started anew `ttft_cached_disk`, `disk_read` (the same files, read and thrown away) and their ratio."""
+    """Yields `ttft_cached_host`, `token_while_moving`, and of services started anew `ttft_cached_disk`,
+    `disk_read` (the same files, read and thrown away) and their ratio.
+
+    `token_while_moving` divides two times of a session's answer. Questions are asked meanwhile, equally
+    often: in the first their documents come from host memory, in the second one document stays on the GPU.
+    So the ratio holds what moving costs, and not what reading a question does.
+    """
     documents = [made(tokens - APPENDED, 400 + n) for n in range(2)]
-    pages = tokens // PAGE_TOKENS
+    pages, least = tokens // PAGE_TOKENS, tokens - 3 * ANSWER_ROOM
 
     def ask(client: DeltafrontClient, n: int, seed: int) -> GenerateFinished:
         question = made(APPENDED, 500 + seed)
@@ -75,11 +83,15 @@ def measured(
             ask(client, n, n)
             _wait_for_pages(client, "host", pages * (n + 1) * 0.99)
         results = [ask(client, n, 10 + n) for n in range(2 * repeats)]
-        yield cached_row("ttft_cached_host", results, tokens, gpus, tokens - 3 * ANSWER_ROOM, "host_tokens")
-        still = measure.token_ms(client, asked, "full", 192)
-        with _asking(lambda n: ask(client, n, 100 + n)):
-            moving = measure.token_ms(client, asked, "full", 192)
-        yield row("token_while_moving", round(moving / still, 3), "ratio", tokens=tokens, gpus=gpus)
+        yield cached_row("ttft_cached_host", results, tokens, gpus, least, "host_tokens")
+        seeds = itertools.count(100)
+        stay, move = list[float](), list[float]()
+        for _ in range(_ROUNDS):
+            ask(client, 0, next(seeds))
+            stay.append(_answer_s(client, asked, lambda _n: ask(client, 0, next(seeds)), (0, ANSWER_ROOM)))
+            move.append(_answer_s(client, asked, lambda n: ask(client, n, next(seeds)), (least, tokens)))
+        ratio = round(sum(move) / sum(stay), 3)
+        yield row("token_while_moving", ratio, "ratio", tokens=tokens, gpus=gpus)
         _wait_for_pages(client, "disk", pages * 2 * 0.98)
     results, reads = [], list[float]()
     for n in range(2):
@@ -95,24 +107,41 @@ def measured(
     yield row("ttft_cached_disk_over_read", ratio, "ratio", tokens=tokens, gpus=gpus)
 
 
-@contextmanager
-def _asking(ask: Callable[[int], object]) -> Iterator[None]:
-    """Ask one question after another meanwhile."""
-    stop = threading.Event()
+def _answer_s(
+    client: DeltafrontClient,
+    asked: Sequence[str],
+    ask: Callable[[int], GenerateFinished],
+    from_host: tuple[int, int],
+) -> float:
+    """Return the seconds of a session's answer while questions about documents are asked.
+
+    Args:
+        ask: asks the nth question.
+        from_host: the fewest and the most tokens that must come from host memory for a question.
+
+    Raises:
+        RuntimeError: more or fewer came.
+    """
+    stop, questions = threading.Event(), list[GenerateFinished]()
 
     def run() -> None:
-        for number in itertools.count():
-            if stop.is_set():
+        for number in itertools.count(1):
+            begun = time.monotonic()
+            questions.append(ask(number))
+            if stop.wait(max(0.0, begun + _EVERY_S - time.monotonic())):
                 return
-            ask(number)
 
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(run)
         try:
-            yield
+            (times,) = measure.answers(client, asked, "full", _ANSWER)
         finally:
             stop.set()
             asking.result()
+    found, (fewest, most) = [one.usage.host_tokens for one in questions], from_host
+    if not all(fewest <= count <= most for count in found):
+        raise RuntimeError(f"{found} tokens came from host memory for questions, not {fewest} to {most}")
+    return times[-1] - times[0]
 
 
 def tier_pages(metrics: str, tier: str) -> float:
