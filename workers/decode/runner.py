@@ -5,7 +5,7 @@ step's forward pass is a CUDA graph.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,9 +66,15 @@ class ReadPart:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A read whose last layers are still to come."""
+    """A read whose last layers are still to come.
+
+    Its tensors stay on the device, since every upload would wait there behind K/V from host memory. table_N:
+    the page table. rows_T: of the cache, for the tokens that are read.
+    """
 
     hidden_TC: torch.Tensor
+    table_N: torch.Tensor
+    rows_T: torch.Tensor
     select_blocks: BlockAttention | None
 
 
@@ -213,15 +219,16 @@ class DecodeRunner:
             part: the layers to read; None: all. Hidden states are kept here between parts, and the last
                 part gives the result.
         """
-        cache, device, start, tokens = self.cache, self.stack.device, step.start, len(step.ids)
-        windows, layers = self.stack.config.windows, self.stack.layers if part is None else part.layers
-        if copy is not None:
-            self.cache.copy_page(*copy)
-        table_N = torch.tensor(pages, dtype=torch.int64, device=device)
-        positions_T = torch.arange(start, step.end, device=device)
-        rows_T = cache.rows_of(table_N, start, tokens)
-        begun = self._first_hidden(step) if part is None or not layers.start else self._begun.pop(part.key)
-        select_blocks = begun.select_blocks
+        cache, start, windows = self.cache, step.start, self.stack.config.windows
+        layers = self.stack.layers if part is None else part.layers
+        if part is None or not layers.start:
+            if copy is not None:
+                cache.copy_page(*copy)
+            begun = self._begin(pages, step)
+        else:
+            begun = self._begun.pop(part.key)
+        table_N, rows_T, select_blocks = begun.table_N, begun.rows_T, begun.select_blocks
+        positions_T = torch.arange(start, step.end, device=self.stack.device)
 
         def kv_rows(layer: int) -> KVRows:
             return cache.kv_rows(layer, rows_T)
@@ -238,7 +245,7 @@ class DecodeRunner:
         calls = AttentionCalls(kv_rows, attend)
         hidden_TC = self.stack.run(begun.hidden_TC, positions_T, calls, layers=layers)
         if part is not None and layers.stop < self.stack.layers.stop:
-            self._begun[part.key] = _Begun(hidden_TC, select_blocks)
+            self._begun[part.key] = replace(begun, hidden_TC=hidden_TC)
             self._wait()
             return ReadResult()
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
@@ -250,12 +257,15 @@ class DecodeRunner:
         """Give up a read that was begun; an unknown one is fine."""
         self._begun.pop(key, None)
 
-    def _first_hidden(self, step: Read) -> _Begun:
-        ids_T = torch.tensor(step.ids, dtype=torch.int64, device=self.stack.device)
+    def _begin(self, pages: Sequence[int], step: Read) -> _Begun:
+        device = self.stack.device
+        table_N = torch.tensor(pages, dtype=torch.int64, device=device)
+        ids_T = torch.tensor(step.ids, dtype=torch.int64, device=device)
         select_blocks = None
         if step.select_blocks:
             select_blocks = BlockAttention(step.select_among, self.stack.collectives)
-        return _Begun(self.stack.embed(ids_T), select_blocks)
+        rows_T = self.cache.rows_of(table_N, step.start, len(step.ids))
+        return _Begun(self.stack.embed(ids_T), table_N, rows_T, select_blocks)
 
     @torch.inference_mode()
     def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
