@@ -4,10 +4,10 @@
     python -m deltafront.benchmarks.paper_forms.parity FOLDER --tokens 16384           # with one
 
 FOLDER holds checkouts by their own names, those that are there are compared: x-attention (mit-han-lab),
-FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza). MInference builds its index
-in a CUDA extension that must be compiled, so it has no row. Prints for each: rows that are the same, of the
-others' entries the share that both keep, and how many entries each keeps. docs/papers.md names the
-differences. Shape suffixes as in `kernels.interface`.
+FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza), MInference (microsoft; its
+CUDA kernel is compiled for the host, with g++). Prints for each: rows that are the same, of the others'
+entries the share that both keep, and how many entries each keeps. docs/papers.md names the differences. Shape
+suffixes as in `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from deltafront.benchmarks.accuracy.quest import page_bounds
 from deltafront.benchmarks.paper_forms.levels import METHODS
+from deltafront.benchmarks.paper_forms.parity_minference import minference
 from deltafront.benchmarks.paper_forms.parity_rows import (
     Compared,
     Rows,
@@ -172,6 +173,7 @@ CHECKOUTS: dict[str, Callable[[Path, AttentionInput], Iterator[Compared]]] = {
     "SpargeAttn": sparge_attn,
     "Quest": quest,
     "DELTA": delta,
+    "MInference": minference,
 }
 
 
