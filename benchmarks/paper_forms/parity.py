@@ -4,24 +4,19 @@
     python -m deltafront.benchmarks.paper_forms.parity FOLDER --tokens 16384           # with one
 
 FOLDER holds checkouts by their own names, those that are there are compared: x-attention (mit-han-lab),
-FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza). MInference builds its index
-in a CUDA extension that must be compiled, so it has no row. Prints for each: rows that are the same, and of
-the others' entries the share that both keep. docs/papers.md names the differences.
-
-Their modules are loaded file by file, and packages that only their other parts need are replaced by empty
-ones. Shape suffixes as in `kernels.interface`.
+FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza), MInference (microsoft; its
+CUDA kernel is compiled for the host, with g++). Prints for each: rows that are the same, of the others'
+entries the share that both keep, and how many entries each keeps. docs/papers.md names the differences. Shape
+suffixes as in `kernels.interface`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -29,88 +24,24 @@ import torch
 
 from deltafront.benchmarks.accuracy.quest import page_bounds
 from deltafront.benchmarks.paper_forms.levels import METHODS
+from deltafront.benchmarks.paper_forms.parity_minference import minference
+from deltafront.benchmarks.paper_forms.parity_rows import (
+    Compared,
+    Rows,
+    compared,
+    file_module,
+    on_cpu,
+    ours,
+    repeated,
+    rows_of,
+    without,
+)
 from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import spec_of, tiles
-from deltafront.kernels.build import options_for, part_of
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
-from deltafront.kernels.interface import AttentionInput, no_phase
-from deltafront.kernels.methods import load, method_spec, registered
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.methods import load
 from deltafront.kernels.paged_decode.cpu import select_pages
 from deltafront.kernels.selectors.grouped.selector import tile_scores
-
-Rows = list[set[int]]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """name: what was compared. same, rows: rows alike, and all. shared: of what either keeps in rows that
-    differ, the share that both keep."""
-
-    name: str
-    same: int
-    rows: int
-    shared: float
-
-
-def compared(name: str, ours: Rows, theirs: Rows) -> Compared:
-    """Raises ValueError for different numbers of rows."""
-    differ = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
-    either = sum(len(a | b) for a, b in differ)
-    both = sum(len(a & b) for a, b in differ)
-    return Compared(name, len(ours) - len(differ), len(ours), both / either if either else 1.0)
-
-
-def rows_of(kept_HNM: torch.Tensor) -> Rows:
-    return [set(row.nonzero()[:, 0].tolist()) for row in kept_HNM.flatten(0, -2)]
-
-
-def ours(x: AttentionInput, name: str, **options: float) -> Rows:
-    """Tiles of our method, by head and query block."""
-    spec = method_spec(name, options)
-    selector_path = registered(spec).selector
-    assert selector_path is not None
-    selector = part_of(selector_path)(options_for(spec))
-    return [set(row) for row in tiles(selector.select(x, selector.new_state(spec_of(x)), no_phase))]
-
-
-# --- their code --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def without(*packages: str) -> Iterator[None]:
-    """Empty modules of these names, so that a file can be imported whose other parts need them."""
-    with mock.patch.dict(sys.modules, {name: mock.MagicMock(name=name) for name in packages}):
-        yield
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Code that moves tensors to "cuda" leaves them where they are if there is none."""
-    if torch.cuda.is_available():
-        yield
-        return
-    move = torch.Tensor.to
-
-    def stay(x: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
-        if where == ("cuda",):
-            return x
-        return move(x, *where, **how)
-
-    with mock.patch.object(torch.Tensor, "to", stay):
-        yield
-
-
-def file_module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"parity_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def repeated(x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k with a key head for each query head: their code takes no groups."""
-    return x.q_BHTD, x.k_BGSD.repeat_interleave(x.group, dim=1)
 
 
 def x_attention(folder: Path, x: AttentionInput) -> Iterator[Compared]:
@@ -242,6 +173,7 @@ CHECKOUTS: dict[str, Callable[[Path, AttentionInput], Iterator[Compared]]] = {
     "SpargeAttn": sparge_attn,
     "Quest": quest,
     "DELTA": delta,
+    "MInference": minference,
 }
 
 
@@ -258,13 +190,15 @@ def main(given: Sequence[str] | None = None) -> None:
     x = structured_input(
         arguments.tokens, q_heads=4, kv_heads=2, head_dim=64, device=arguments.device, dtype=torch.float32
     )
-    print("| authors' code, selection | rows alike | shared in other rows |\n|---|---|---|")
+    print("| authors' code, selection | rows alike | shared in other rows | entries, ours and theirs |")
+    print("|---|---|---|---|")
     for name, compare in CHECKOUTS.items():
         if not (arguments.folder / name).is_dir():
-            print(f"| {name} is not in {arguments.folder} | | |")
+            print(f"| {name} is not in {arguments.folder} | | | |")
             continue
         for row in compare(arguments.folder / name, x):
-            print(f"| {row.name} | {row.same} of {row.rows} | {row.shared:.3f} |", flush=True)
+            alike, kept = f"{row.same} of {row.rows}", f"{row.ours}, {row.theirs}"
+            print(f"| {row.name} | {alike} | {row.shared:.3f} | {kept} |", flush=True)
 
 
 if __name__ == "__main__":

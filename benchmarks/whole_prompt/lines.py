@@ -38,12 +38,18 @@ def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
 
 def line_masses(mass_BHLS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mass of each key block and of each band of distances 128 d .. 128 d + 127, both float32 (B, H, M)."""
+    vertical_BHS, slash_BHS = single_line_masses(mass_BHLS)
+    return by_block(vertical_BHS), by_block(slash_BHS)
+
+
+def single_line_masses(mass_BHLS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mass of each key and of each distance from a query, both float32 (B, H, S)."""
     batch, heads, taken, keys = mass_BHLS.shape
     slash_BHS = torch.zeros((batch, heads, keys), device=mass_BHLS.device)
     for row in range(taken):
         seen = keys - taken + row + 1
         slash_BHS[..., :seen] += mass_BHLS[:, :, row, :seen].flip(-1)
-    return by_block(mass_BHLS.sum(2)), by_block(slash_BHS)
+    return mass_BHLS.sum(2), slash_BHS
 
 
 def by_block(mass_BHS: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltafront.benchmarks.paper_forms.parity import as_x_attention, compared, main, ours, rows_of
+from deltafront.benchmarks.paper_forms.parity import as_x_attention, main
+from deltafront.benchmarks.paper_forms.parity_rows import compared, ours, rows_of
 from deltafront.benchmarks.reference.structured import structured_input
 from deltafront.kernels.methods import load
 
@@ -17,6 +18,7 @@ load("deltafront.benchmarks.paper_forms.methods")
 def test_rows_that_differ_are_counted_with_what_they_share() -> None:
     found = compared("x", [{0}, {0, 1}, {0, 2, 3}], [{0}, {0, 1}, {0, 3, 4, 5}])
     assert (found.same, found.rows, found.shared) == (2, 3, 2 / 5)
+    assert (found.ours, found.theirs) == (6, 7)
     assert compared("x", [{0}], [{0}]).shared == 1.0
     with pytest.raises(ValueError):
         compared("x", [{0}], [])
@@ -40,4 +42,4 @@ def test_their_rule_keeps_one_tile_more_by_hand() -> None:
 def test_checkouts_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path), "--tokens", "256"])
     told = capsys.readouterr().out
-    assert told.count("is not in") == 5 and "x-attention is not in" in told
+    assert told.count("is not in") == 6 and "x-attention is not in" in told

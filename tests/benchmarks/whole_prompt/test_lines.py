@@ -89,6 +89,21 @@ def test_the_cpu_form_equals_the_oracle(tokens: int, queries: int) -> None:
         assert_rows_close(mass_BHM.cpu()[..., None], expected_BHM[..., None], dtype=torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [150, 40])
+def test_single_lines_are_sums_over_pairs(tokens: int) -> None:
+    mass_BHLS = lines.last_attention(sample(tokens, head_dim=16), 64)
+    vertical_BHS, slash_BHS = lines.single_line_masses(mass_BHLS)
+    first = tokens - mass_BHLS.shape[2]
+    for h in range(2):
+        columns, distances = torch.zeros(tokens), torch.zeros(tokens)
+        for row, mass_S in enumerate(mass_BHLS[0, h].cpu()):
+            for key in range(first + row + 1):
+                columns[key] += mass_S[key]
+                distances[first + row - key] += mass_S[key]
+        torch.testing.assert_close(vertical_BHS[0, h].cpu(), columns)
+        torch.testing.assert_close(slash_BHS[0, h].cpu(), distances)
+
+
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 40, 63, 64, 65, 127, 128, 129, 192, 256, 383])
 def test_every_alignment_of_the_last_queries(tokens: int, queries: int) -> None:

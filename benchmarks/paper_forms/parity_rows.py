@@ -1,0 +1,98 @@
+"""Rows of two selections, and what every comparison with the authors' code needs. See `parity`.
+
+Their modules are loaded file by file, and packages that only their other parts need are replaced by empty
+ones. Shape suffixes as in `kernels.interface`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from deltafront.benchmarks.testing import spec_of, tiles
+from deltafront.kernels.build import options_for, part_of
+from deltafront.kernels.interface import AttentionInput, no_phase
+from deltafront.kernels.methods import method_spec, registered
+
+Rows = list[set[int]]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """name: what was compared. same, rows: rows alike, and all. shared: of what either keeps in rows that
+    differ, the share that both keep. ours, theirs: entries of all rows."""
+
+    name: str
+    same: int
+    rows: int
+    shared: float
+    ours: int
+    theirs: int
+
+
+def compared(name: str, ours: Rows, theirs: Rows) -> Compared:
+    """Raises ValueError for different numbers of rows."""
+    differ = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
+    either = sum(len(a | b) for a, b in differ)
+    both = sum(len(a & b) for a, b in differ)
+    entries = sum(map(len, ours)), sum(map(len, theirs))
+    return Compared(name, len(ours) - len(differ), len(ours), both / either if either else 1.0, *entries)
+
+
+def rows_of(kept_HNM: torch.Tensor) -> Rows:
+    return [set(row.nonzero()[:, 0].tolist()) for row in kept_HNM.flatten(0, -2)]
+
+
+def ours(x: AttentionInput, name: str, **options: float) -> Rows:
+    """Tiles of our method, by head and query block."""
+    spec = method_spec(name, options)
+    selector_path = registered(spec).selector
+    assert selector_path is not None
+    selector = part_of(selector_path)(options_for(spec))
+    return [set(row) for row in tiles(selector.select(x, selector.new_state(spec_of(x)), no_phase))]
+
+
+@contextmanager
+def without(*packages: str) -> Iterator[None]:
+    """Empty modules of these names, so that a file can be imported whose other parts need them."""
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock(name=name) for name in packages}):
+        yield
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Code that moves tensors to "cuda" leaves them where they are if there is none."""
+    if torch.cuda.is_available():
+        yield
+        return
+    move = torch.Tensor.to
+
+    def stay(x: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+        if where == ("cuda",):
+            return x
+        return move(x, *where, **how)
+
+    with mock.patch.object(torch.Tensor, "to", stay):
+        yield
+
+
+def file_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"parity_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def repeated(x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k with a key head for each query head: their code takes no groups."""
+    return x.q_BHTD, x.k_BGSD.repeat_interleave(x.group, dim=1)
