@@ -104,29 +104,34 @@ def switch(amount: Amount, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture
-def service(
-    switch: Switch, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Service:
-    """Two of everything; with --chaos-mapped one stage that maps one decode worker's memory, with
-    --chaos-tiers host memory and files below the pages."""
+def tiers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a decode worker's configuration: with --chaos-tiers host memory and files below the pages."""
+    if not request.config.getoption("--chaos-tiers"):
+        return {}
+    return {**TIERS, "store": str(tmp_path_factory.getbasetemp() / "store")}
+
+
+@pytest.fixture
+def service(switch: Switch, request: pytest.FixtureRequest, tiers: dict[str, Any]) -> Service:
+    """Two of everything; with --chaos-mapped one stage that maps one decode worker's memory."""
     option = request.config.getoption
     name = "_".join(one for one in _FORMS if option(f"--chaos-{one}")) or "whole"
     sections = {key: dict(keys) for key, keys in MAPPED.items()} if option("--chaos-mapped") else {}
-    if option("--chaos-tiers"):
-        store = tmp_path_factory.getbasetemp() / "store"
-        sections["decode"] = {**sections.get("decode", {}), **TIERS, "store": str(store)}
+    if tiers:
+        sections["decode"] = {**sections.get("decode", {}), **tiers}
         if "prefill" in sections:
             sections["prefill"]["cache_tokens"] = TIERS["cache_tokens"]
     return switch.to(name, **sections)
 
 
 @pytest.fixture
-def alone(switch: Switch) -> Service:
-    """Two doors, and nothing to spare behind them: one group with a short queue, one decode worker."""
+def alone(switch: Switch, tiers: dict[str, Any]) -> Service:
+    """Two doors, and nothing to spare behind them: one group with a short queue, one decode worker. It
+    remembers only with --chaos-tiers."""
     sections: dict[str, dict[str, Any]] = {
         "prefill": {"groups": 1, "max_waiting": 4, "cache_tokens": 4096},
-        "decode": {"workers": 1, "cache_tokens": 8192},
-        "door": {"prefix_reuse": False},
+        "decode": {**tiers, "workers": 1, "cache_tokens": 8192},
+        "door": {"prefix_reuse": bool(tiers)},
     }
     return switch.to("alone", **sections)
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,12 @@ def redis(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def cluster(amount: Amount, switch: Switch, tmp_path: Path, redis: str) -> Iterator[LocalCluster]:
+def cluster(
+    amount: Amount, switch: Switch, tmp_path: Path, redis: str, tiers: dict[str, Any]
+) -> Iterator[LocalCluster]:
     """A head, and a node of everything else."""
     switch.off()
-    content = merge(configuration(write_model(tmp_path / MODEL)), ALONE)
+    content = merge(merge(configuration(write_model(tmp_path / MODEL)), ALONE), {"decode": tiers})
     made = LocalCluster(("head", "all"), parse(content), redis)
     try:
         made.deploy(serve_config(content))

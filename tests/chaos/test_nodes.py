@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,10 +44,11 @@ class OnNodes(Service):
 
 
 @pytest.fixture
-def cluster(amount: Amount, switch: Switch, tmp_path: Path) -> Iterator[LocalCluster]:
+def cluster(amount: Amount, switch: Switch, tmp_path: Path, tiers: dict[str, Any]) -> Iterator[LocalCluster]:
     switch.off()
     labels = {section: {"node_labels": {LABEL: section}} for section in ("door", "prefill", "decode")}
     content = merge(merge(configuration(write_model(tmp_path / MODEL)), labels), ALONE)
+    content = merge(content, {"decode": tiers})
     made = LocalCluster(NODES, parse(content))
     try:
         made.deploy(serve_config(content))
