@@ -258,9 +258,8 @@ class DecodeRunner:
         self._begun.pop(key, None)
 
     def _begin(self, pages: Sequence[int], step: Read) -> _Begun:
-        device = self.stack.device
-        table_N = torch.tensor(pages, dtype=torch.int64, device=device)
-        ids_T = torch.tensor(step.ids, dtype=torch.int64, device=device)
+        both = torch.tensor([*pages, *step.ids], dtype=torch.int64, device=self.stack.device)
+        table_N, ids_T = both[: len(pages)], both[len(pages) :]
         select_blocks = None
         if step.select_blocks:
             select_blocks = BlockAttention(step.select_among, self.stack.collectives)
