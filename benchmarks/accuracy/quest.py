@@ -2,7 +2,8 @@
 
 Every layer but the first two chooses pages for each query head by itself: those with the largest upper bound
 of q·k, which each page's least and largest key of every channel give. The page being written is always read.
-Shape suffixes as in `workers.decode.decode_attention`; S tokens of a request.
+Shape suffixes as in `workers.decode.decode_attention`; S tokens of a page or a request, K query heads of a
+key head, C chosen pages, T their tokens.
 """
 
 from __future__ import annotations
@@ -47,26 +48,51 @@ class QuestAttention:
         if layer < FULL_LAYERS:
             args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
             return paged_attention(*args, scale=self._scale)[0]
-        out_RHD = torch.empty_like(q_RHD)
-        for row, length in enumerate(rows.lengths_R.tolist()):
-            table_P = rows.table_RP[row, : pages_for(length)].long()
-            group = q_RHD.shape[1] // k_PSGD.shape[2]
-            k_SHD, v_SHD = (
-                x[table_P].flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
-                for x in (k_PSGD, v_PSGD)
-            )
-            out_RHD[row] = self._attend_row(q_RHD[row].float(), k_SHD, v_SHD)
-        return out_RHD
+        lengths_R = rows.lengths_R.long()
+        held = pages_for(int(lengths_R.max()))
+        table_RP = rows.table_RP[:, :held].long()
+        bound_RHP = _bounds(q_RHD.float(), k_PSGD, table_RP)
+        last_R = (lengths_R - 1) // PAGE_TOKENS
+        place_P = torch.arange(held, device=q_RHD.device)
+        bound_RHP.masked_fill_((place_P > last_R[:, None])[:, None], -torch.inf)
+        bound_RHP.masked_fill_((place_P == last_R[:, None])[:, None], torch.inf)
+        chosen_RHC = bound_RHP.topk(min(self._plan.budget, held), dim=-1).indices
+        return self._read(q_RHD, k_PSGD, v_PSGD, table_RP, chosen_RHC, lengths_R)
 
-    def _attend_row(self, q_HD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor) -> torch.Tensor:
-        bound_PH = page_bounds(q_HD, k_SHD)
-        bound_PH[-1] = float("inf")
-        budget = min(self._plan.budget, bound_PH.shape[0])
-        chosen_PH = torch.zeros_like(bound_PH, dtype=torch.bool)
-        chosen_PH.scatter_(0, bound_PH.topk(budget, dim=0).indices, True)
-        read_SH = chosen_PH.repeat_interleave(PAGE_TOKENS, dim=0)[: k_SHD.shape[0]]
-        score_SH = (torch.einsum("hd,shd->sh", q_HD, k_SHD) * self._scale).masked_fill(~read_SH, -torch.inf)
-        return torch.einsum("sh,shd->hd", score_SH.softmax(0), v_SHD)
+    def _read(
+        self,
+        q_RHD: torch.Tensor,
+        k_PSGD: torch.Tensor,
+        v_PSGD: torch.Tensor,
+        table_RP: torch.Tensor,
+        chosen_RHC: torch.Tensor,
+        lengths_R: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend to the chosen pages' tokens alone. chosen_RHC: places in the table."""
+        heads, group = q_RHD.shape[1], q_RHD.shape[1] // k_PSGD.shape[2]
+        pages_RHC = table_RP[:, None].expand(-1, heads, -1).gather(2, chosen_RHC)
+        kv_head_H11 = (torch.arange(heads, device=q_RHD.device) // group).view(-1, 1, 1)
+        slot_S = torch.arange(PAGE_TOKENS, device=q_RHD.device)
+        k_RHTD, v_RHTD = (
+            x[pages_RHC[..., None], slot_S, kv_head_H11].flatten(2, 3).float() for x in (k_PSGD, v_PSGD)
+        )
+        at_RHT = (chosen_RHC[..., None] * PAGE_TOKENS + slot_S).flatten(2)
+        unread_RHT = at_RHT >= lengths_R[:, None, None]
+        score_RHT = torch.einsum("rhd,rhtd->rht", q_RHD.float(), k_RHTD) * self._scale
+        weight_RHT = score_RHT.masked_fill(unread_RHT, -torch.inf).softmax(-1)
+        v_RHTD = v_RHTD.masked_fill(unread_RHT[..., None], 0.0)  # what a page had before may be no number
+        return torch.einsum("rht,rhtd->rhd", weight_RHT, v_RHTD).to(q_RHD.dtype)
+
+
+def _bounds(q_RHD: torch.Tensor, k_PSGD: torch.Tensor, table_RP: torch.Tensor) -> torch.Tensor:
+    """bound_RHP: `page_bounds` of the table's whole pages. A positive channel of q meets the page's largest
+    key, a negative one its least."""
+    group = q_RHD.shape[1] // k_PSGD.shape[2]
+    q_RGKD = q_RHD.unflatten(1, (-1, group))
+    least_RPGD, most_RPGD = (x_PGD.float()[table_RP] for x_PGD in (k_PSGD.amin(1), k_PSGD.amax(1)))
+    up_RGKP = torch.einsum("rgkd,rpgd->rgkp", q_RGKD.clamp(min=0), most_RPGD)
+    down_RGKP = torch.einsum("rgkd,rpgd->rgkp", q_RGKD.clamp(max=0), least_RPGD)
+    return (up_RGKP + down_RGKP).flatten(1, 2)
 
 
 def page_bounds(q_HD: torch.Tensor, k_SHD: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 #   benchmarks/paper_forms/experiments.sh PART TEXTS OUT
 # PART of 0001: tiles, keys (untuned, 7,680 tokens), thresholds (before long-thresholds), long, long-thresholds
 # (130,500 tokens), decode, decay. PART of 0002: ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262,
-# far-524, ideas-7680, ideas-130500. PART of 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long,
+# far-524, ideas-7680, ideas-130500, code, plays (TEXTS: a folder of plays; 4,096 tokens). PART of 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long,
 # forms-decode, outputs (130,500 tokens).
 # TEXTS: a folder that these commands have written; far-* need three packages' sources to a file. `thresholds`
 # and `forms-decode` calibrate on SymPy's sources, which are of set B:
@@ -63,6 +63,11 @@ served() { # TOKENS COUNT TASK:COUNT…: the shipped configuration, or CONFIG
     --tokens "$tokens" --documents "$count" --tasks "$@" --seed 83 --minutes "${MINUTES:-4}" \
     --cases dense=dense dpxa=dpxa delta=dense@delta shipped=dpxa@delta --hardware "${HARDWARE:-}" \
     --result "$out/$part.json"
+}
+short() { # COUNT TASK:COUNT: untuned, at 4,096 tokens
+  shards --no-adapter --documents "$1x4096" --tasks "$2" --seed 61 --chunk 4096 --key-tokens 1024 --methods \
+    "xattention:$some" "xattention:$some,stride=16" "naive:$some" "block_pool:$some" "dpxa_thesis:$some" \
+    "dpxa:$some,window=128" streaming:min_tokens=0,window=768
 }
 ideas() { # SHARE MORE ARGUMENTS…: rivals have a hundredth of the share more, which is more than the ideas cost
   local share=$1 more=$2
@@ -131,6 +136,8 @@ case $part in
   far-131) far 131000 8e6 6 ;;
   far-262) far 262144 16.4e6 6 ;;
   far-524) far 524288 33.5e6 3 ;;
+  code) short 21 copies:8 ;;
+  plays) short 37 names:8 ;;
   ideas-7680) ideas 0.25 0.26 "${untuned[@]}" ;;
   ideas-130500) ideas 0.06 0.07 "${whole[@]}" --tasks copies:16 needles:40 ;;
   forms-keys)

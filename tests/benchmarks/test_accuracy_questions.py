@@ -213,8 +213,13 @@ def test_quest_reads_the_pages_of_the_largest_bounds(
     """By the paper's definition, one head after the other; few pages are a smaller share."""
     generator = torch.Generator().manual_seed(5)
     q_HD, k_SHD, v_SHD = (torch.randn(*n, 8, generator=generator) for n in ((3,), (75, 3), (75, 3)))
-    rows = BatchRows(torch.arange(5)[None].int(), torch.tensor([75]), None)
-    found_HD = QuestAttention(QuestPlan(5, 2), rows, 0.3)._attend_row(q_HD, k_SHD, v_SHD)
+    table_RP = torch.tensor([[6, 2, 5, 0, 3, 1]])
+    pages_PSHD = torch.full((2, 7, 16, 3, 8), torch.nan)
+    for pages, x_SHD in zip(pages_PSHD, (k_SHD, v_SHD), strict=True):
+        for first in range(0, 75, 16):
+            pages[table_RP[0, first // 16], : 75 - first] = x_SHD[first : first + 16]
+    rows = BatchRows(table_RP.int(), torch.tensor([75]), None)
+    (found_HD,) = QuestAttention(QuestPlan(5, 2), rows, 0.3).attend(2, q_HD[None], *pages_PSHD)
     for h in range(3):
         pages = [range(first, min(first + 16, 75)) for first in range(0, 75, 16)]
         bounds = [
