@@ -2,9 +2,9 @@
 # Runs docs/experiments/0001, 0002 and 0003 on one GPU, a part at a time:
 #   benchmarks/paper_forms/experiments.sh PART TEXTS OUT
 # PART of 0001: tiles, keys (untuned, 7,680 tokens), thresholds (before long-thresholds), long, long-thresholds
-# (130,500 tokens), decode, decay. PART of 0002: ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262,
-# far-524, ideas-7680, ideas-130500, code, plays (TEXTS: a folder of plays; 4,096 tokens). PART of 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long,
-# forms-decode, outputs (130,500 tokens).
+# (130,500 tokens), decode, decay. PART of 0002: code, plays (untuned, 4,096 tokens; TEXTS of plays: a folder of
+# them), ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262, far-524, ideas-7680, ideas-130500. PART of
+# 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long, forms-decode, outputs (130,500 tokens).
 # TEXTS: a folder that these commands have written; far-* need three packages' sources to a file. `thresholds`
 # and `forms-decode` calibrate on SymPy's sources, which are of set B:
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
