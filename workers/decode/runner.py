@@ -258,7 +258,8 @@ class DecodeRunner:
         self._begun.pop(key, None)
 
     def _begin(self, pages: Sequence[int], step: Read) -> _Begun:
-        both = torch.tensor([*pages, *step.ids], dtype=torch.int64, device=self.stack.device)
+        packed = torch.tensor([*pages, *step.ids], dtype=torch.int32, device=self.stack.device)
+        both = packed.to(torch.int64)  # few bytes may go with the commands, past the copies under way
         table_N, ids_T = both[: len(pages)], both[len(pages) :]
         select_blocks = None
         if step.select_blocks:
