@@ -327,9 +327,12 @@ async def test_copies_that_fail_are_the_workers_fault(
     rest = Reservation(request_id="rest", prompt_tokens=22, max_tokens=NEW, **given)
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(go_on(run, "again", DOCUMENT, 144))]
     copies.go_on(4)
+    await copies.until_moved(4)
     while not copies.parts:
         await asyncio.sleep(0.001)
     tasks.append(asyncio.create_task(run.engine.reserve(rest)))
+    while run.engine._requests.find("rest") is None:
+        await asyncio.sleep(0.001)
 
     async def fails(_runs: Runs, _layers: range, _back: bool) -> None:
         raise RuntimeError("no such memory")
