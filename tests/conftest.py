@@ -56,6 +56,9 @@ TOGETHER = {
     "tests/kernels/test_compile_sm90.py": "compiler",
     "tests/workers/test_specialisations.py": "specialisations",
     "tests/workers/model/decoder/test_stack.py": "families",
+    "tests/workers/model/weights/test_gguf_tokenizer.py": "vocabularies",
+    "tests/workers/model/weights/test_tekken.py": "vocabularies",
+    "tests/service/door/test_reasoning.py": "vocabularies",
 }
 """What runs in one process, one test after the other, because it shares what takes long to start; the longest
 first. Each group has ports of its own, so they stand beside each other. One process may get several, in this
