@@ -3,6 +3,7 @@ what pytest-xdist must keep in one process."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -84,6 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return next((n for n, start in enumerate(starts) if item.nodeid.startswith(start)), len(starts))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """The tests and their modules are there until the end: no garbage collection looks through them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
