@@ -3,6 +3,7 @@ what pytest-xdist must keep in one process."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,9 @@ TOGETHER = {
     "tests/kernels/test_compile_sm90.py": "compiler",
     "tests/workers/test_specialisations.py": "specialisations",
     "tests/workers/model/decoder/test_stack.py": "families",
+    "tests/workers/model/weights/test_gguf_tokenizer.py": "vocabularies",
+    "tests/workers/model/weights/test_tekken.py": "vocabularies",
+    "tests/service/door/test_reasoning.py": "vocabularies",
 }
 """What runs in one process, one test after the other, because it shares what takes long to start; the longest
 first. Each group has ports of its own, so they stand beside each other. One process may get several, in this
@@ -83,6 +87,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
+def pytest_collection_finish() -> None:
+    """The tests and their modules are there until the end: no garbage collection looks through them again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The groups of TOGETHER first; every other file is a piece of its own, so that what its tests share is
@@ -101,5 +111,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # torch.manual_seed would keep a stack trace for the day CUDA starts, from every test
+        torch.default_generator.manual_seed(0)
     yield

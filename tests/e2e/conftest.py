@@ -109,16 +109,26 @@ class Haystack:
     tokens: int
 
 
-@pytest.fixture(scope="session")
-def haystack(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
-    """Real prose of about `document` tokens with needles in it (a little less, never more)."""
+def haystack_of(tokenizer: Tokenizer, tokens: int, needles: list[hay.Needle]) -> Haystack:
+    """Real prose of about so many tokens with needles in it (a little less, never more)."""
 
     def count(value: str) -> int:
         return len(tokenizer.encode(value).ids)
 
-    needles = hay.make_needles(sizes.needles, seed=11)
-    value = document_with(DEMO_TEXT.read_text(), needles, sizes.document - 64, count, seed=11)
+    value = document_with(DEMO_TEXT.read_text(), needles, tokens - 64, count, seed=11)
     return Haystack(value, needles, count(value))
+
+
+@pytest.fixture(scope="session")
+def haystack(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
+    """Of `document` tokens."""
+    return haystack_of(tokenizer, sizes.document, hay.make_needles(sizes.needles, seed=11))
+
+
+@pytest.fixture(scope="session")
+def middling(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
+    """Of `mid` tokens, with a single needle."""
+    return haystack_of(tokenizer, sizes.mid, hay.make_needles(1, seed=11))
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one(
 ) -> None:
     """It is read between the long one's chunks, whose account says so. Tried again where a busy machine has
     read all of the long one before the short one comes."""
-    ids = tokenizer.encode(haystack.text).ids * (1 if sizes.timed else 4)
+    ids = tokenizer.encode(haystack.text).ids * (1 if sizes.timed else 3)
     long, short = pb.Prompt(token_ids=packed(ids)), pb.Prompt(token_ids=packed(ids[: sizes.short]))
     alone = [wire.generate(one_token(short)) for _ in range(3 if sizes.timed else 1)]
     for _ in range(3):

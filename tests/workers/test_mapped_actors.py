@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 from ray.exceptions import RayError
 
+from deltafront.benchmarks.in_process import InProcessReader
+from deltafront.benchmarks.in_ranks import part
+from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.decode.worker import DecodeReplica
 from deltafront.workers.messages.events import PrefillDone, Token
 from deltafront.workers.messages.methods import BLOCK, method_spec
@@ -25,6 +28,7 @@ from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, 
 
 from .keys import key_of
 from .prompts import packed
+from .test_resume import Line, group
 from .tiny_model import make_tiny_model, random_ids
 
 TOKENS, NEW, CHUNK = 600, 6, 128
@@ -113,20 +117,24 @@ def pair(cluster: Any, model: ModelSpec) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def expected(cluster: Any, model: ModelSpec) -> tuple[bytes, list[int]]:
-    """A prompt, and its answer where K/V is handed over."""
-    ids = random_ids(TOKENS)
-    copied = Pair(cluster, DecodeReplica(model, DECODE), PrefillGroup(model, PREFILL))
+def expected(model: ModelSpec) -> tuple[bytes, list[int]]:
+    """A prompt, and its answer where K/V is handed over, in this process."""
+    ids, directory = random_ids(TOKENS), Path(model.path)
 
     async def answer() -> list[int]:
-        await copied.reserve("a")
-        await copied.read("a", ids)
-        return await copied.answer("a")
+        engine = DecodeEngine("decode:here", part(directory, 0, 1), DECODE, reader=InProcessReader)
+        await engine.start()
+        await engine.reserve(Reservation(request_id="a", owner="me", prompt_tokens=TOKENS, max_tokens=NEW))
+        async with group(directory, Line(engine), stages=1) as controller:
+            asked = {"method": method_spec("dense"), "decode_worker": "decode:here"}
+            async for _ in controller.prefill(PrefillJob(request_id="a", token_ids=ids, **asked)):
+                pass
+        job = GenerateJob(request_id="a", sampling=Sampling(max_tokens=NEW, ignore_eos=True))
+        events = [event async for event in engine.generate(job)]
+        await engine.close()
+        return [event.token_id for event in events if isinstance(event, Token)]
 
-    found = asyncio.run(answer())
-    copied.group.stop()
-    copied.worker.stop()
-    return ids, found
+    return ids, asyncio.run(answer())
 
 
 async def test_the_answer_is_that_of_handed_over_kv_and_nothing_moves(

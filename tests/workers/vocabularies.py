@@ -4,6 +4,7 @@ of each says about its tokenizer, and the ids that the family's own tokenizer gi
 from __future__ import annotations
 
 import base64
+import functools
 import importlib
 import json
 import sys
@@ -183,7 +184,7 @@ def _sentencepiece(file: str) -> Vocabulary:
 
 
 FAMILIES: Mapping[str, Callable[[], Vocabulary]] = {
-    make.__name__: make
+    make.__name__: functools.cache(make)
     for make in (llama_3, llama_4, qwen_2, qwen_35, tekken, deepseek, gpt_2, mistral_1, mistral_3)
 }
 

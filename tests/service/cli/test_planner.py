@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
-from deltafront.service.cli import planner
+from deltafront.service.cli import planner, size
 from deltafront.service.cli.planner import Demand, best
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.service.config import load
@@ -24,6 +26,30 @@ from .test_main import run
 SMALL = replace(SHAPES["8b"], layers=3, kv_heads=6, q_heads=12, intermediate=96, hidden=64, vocab=999)
 Choice = tuple[bool, int, int, bool, int]
 """In the order of preference: 16 bits, stages, ranks, apart, prompts read at once."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counted_once() -> Iterator[None]:
+    """The shares of a model and their weights, which thousands of plans have in common."""
+    with (
+        mock.patch.object(ModelConfig, "split", once(ModelConfig.split)),
+        mock.patch.object(ModelConfig, "of_rank", once(ModelConfig.of_rank)),
+        mock.patch.object(size, "weight_bytes", once(size.weight_bytes)),
+    ):
+        yield
+
+
+def once(count: Callable[..., Any]) -> Callable[..., Any]:
+    """A model cannot be hashed: its id is the key, and the model is kept."""
+    known: dict[Any, Any] = {}
+
+    def counted(model: ModelConfig, *args: Any, **named: Any) -> Any:
+        key = id(model), args, tuple(named.items())
+        if key not in known:
+            known[key] = model, count(model, *args, **named)
+        return known[key][1]
+
+    return counted
 
 
 def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:

@@ -1,6 +1,6 @@
 """`deltafront serve` as a process: what it prints, what its log has, and what is left when it is killed.
 
-Two starts, of a tiny model: one dies with Ray's control store, the other by itself.
+Two starts, of a tiny model: one dies with Ray's control store, the other, in `make test-long`, by itself.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def test_a_person_sees_where_it_is_and_its_log_has_every_request_until_rays_cont
     nothing_is_left(config, of, folder)
 
 
+@pytest.mark.long
 def test_a_service_that_is_killed_leaves_nothing(service: LocalService, config: Path) -> None:
     of = descendants(service)
     folder = folder_of(of)

@@ -57,7 +57,7 @@ def test_ranks_choose_what_one_rank_chooses(tmp_path: Path, ranks: int, heads: i
     stacks = parts(directory, ranks)
     with followers(stacks, CONFIG, unused) as others:
         lead = LeadRunner(stacks[0], plan_layers(CONFIG, 5), others, **runner_sizes(CONFIG, stacks[0].config))
-        theirs, ours = churn(alone, 3, 80, lambda free: None), churn(lead, 3, 80, lambda free: None)
+        theirs, ours = (churn(runner, 3, 40, lambda free: None) for runner in (alone, lead))
     assert [request.answer for request in ours] == [request.answer for request in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)

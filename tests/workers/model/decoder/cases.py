@@ -201,8 +201,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gemma3-multimodal": lambda: transformers.Gemma3Config(
         text_config=transformers.Gemma3TextConfig(
-            **GEMMA3 | {"query_pre_attn_scalar": 40, "layer_types": MIXED, "vocab_size": 300_000}
+            **GEMMA3 | {"query_pre_attn_scalar": 40, "layer_types": MIXED, "vocab_size": 601}
         ),
+        image_token_index=600,
         vision_config=transformers.SiglipVisionConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28
         ),
@@ -215,7 +216,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A saved model, what it is, token ids and the logits transformers gives for them. theirs: the same
     model where transformers reads it, if not there."""
@@ -234,10 +235,14 @@ def model_class(config: Any) -> Any:
 
 
 def expected_logits(directory: Path, ids_T: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    config = transformers.AutoConfig.from_pretrained(directory)
-    model = model_class(config).from_pretrained(directory, dtype=dtype).eval()
     with torch.no_grad():
-        return model(ids_T[None]).logits[0].float()
+        return transformers_model(directory, dtype)(ids_T[None]).logits[0].float()
+
+
+@functools.lru_cache(maxsize=1)
+def transformers_model(directory: Path, dtype: torch.dtype) -> Any:
+    config = transformers.AutoConfig.from_pretrained(directory)
+    return model_class(config).from_pretrained(directory, dtype=dtype).eval()
 
 
 def likeliest(directory: Path, asked_T: torch.Tensor, answer: list[int]) -> list[int]:
@@ -350,6 +355,7 @@ def table_of(tokens: int, seed: int = 0) -> list[int]:
     return torch.randperm(pages_for(tokens) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@functools.lru_cache(maxsize=4)
 def load_stages(
     case: Case, stages: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> list[LayerStack]:

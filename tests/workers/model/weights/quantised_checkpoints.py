@@ -63,9 +63,8 @@ def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return scales.reshape(()).expand(shape)
     if scales.shape[-1] == 1 or scales.dim() == 1:
         return scales.reshape(-1, 1).expand(shape)
-    return torch.stack(
-        [torch.stack([scales[o // BLOCK, i // BLOCK] for i in range(shape[1])]) for o in range(shape[0])]
-    )
+    outputs, inputs = (torch.arange(length) for length in shape)
+    return scales[outputs[:, None] // BLOCK, inputs // BLOCK]
 
 
 def fp8(scale_name: str, make_scales: Callable[[torch.Tensor], torch.Tensor]) -> Store:
@@ -192,13 +191,13 @@ def nf4(*, nested: bool) -> Store:
             state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
             map_, most = torch.linspace(-1, 1, 256), torch.rand(-(-blocks // 256), generator=draw) / 5 + 0.1
             indices = torch.randint(256, (blocks,), generator=draw)
-            scales = torch.stack([map_[one] * most[n // 256] + 0.25 for n, one in enumerate(indices)])
+            scales = map_[indices] * most[torch.arange(blocks) // 256] + 0.25
             parts |= {"weight.absmax": indices.to(torch.uint8), "weight.nested_absmax": most}
             parts["weight.nested_quant_map"] = map_
-        numbers = torch.randint(16, (weight_OI.numel(),), generator=draw).tolist()
-        pairs = [16 * first + second for first, second in zip(numbers[::2], numbers[1::2], strict=True)]
-        meant = torch.stack([codes[one] * scales[n // NF4_BLOCK] for n, one in enumerate(numbers)])
-        parts["weight"] = torch.tensor(pairs, dtype=torch.uint8).reshape(-1, 1)
+        numbers = torch.randint(16, (weight_OI.numel(),), generator=draw)
+        meant = codes[numbers] * scales[torch.arange(len(numbers)) // NF4_BLOCK]
+        pairs = 16 * numbers[::2] + numbers[1::2]
+        parts["weight"] = pairs.to(torch.uint8).reshape(-1, 1)
         written = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         parts["weight.quant_state.bitsandbytes__nf4"] = written
         return parts, meant.view(weight_OI.shape)

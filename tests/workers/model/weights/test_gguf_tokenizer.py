@@ -17,7 +17,7 @@ from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.weights.gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json
 
-from ...vocabularies import FAMILIES, Metadata, Vocabulary
+from ...vocabularies import FAMILIES, Metadata
 
 ROOT = Path(__file__).resolve().parents[4]
 PARTS = """ab cd It's 'LL 12 12345 . (x (y) é e\u0301 Ω 🙂 👩\u200d👩\u200d👧 漢字 日本語の 한국어 ไทย
@@ -47,13 +47,8 @@ TEXTS = {make.__name__: make for make in (prose, code, unicode)}
 
 
 @functools.cache
-def family(name: str) -> Vocabulary:
-    return FAMILIES[name]()
-
-
-@functools.cache
 def ours(name: str) -> Tokenizer:
-    return made(family(name).metadata)
+    return made(FAMILIES[name]().metadata)
 
 
 @functools.cache
@@ -73,7 +68,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_ids_are_those_of_the_models_own_tokenizer(name: str, text: str) -> None:
     said = TEXTS[text]()
-    wanted = list(family(name).encode(said))
+    wanted = list(FAMILIES[name]().encode(said))
     found = np.frombuffer(encoder(name).encode(said, add_bos=False), dtype="<u4")
     assert len(wanted) > 3000 and found.tolist() == wanted
 
@@ -102,7 +97,7 @@ R1_TEMPLATE = (
 
 def test_a_deepseek_distillations_template_is_single_ids(tmp_path: Path) -> None:
     """DeepSeek-R1-Distill-Llama: Llama 3's vocabulary with DeepSeek's markers, most of them user-defined."""
-    llama = family("llama_3").metadata
+    llama = FAMILIES["llama_3"]().metadata
     first = llama["token_type"].index(3)
     tokens, types = list(llama["tokens"]), list(llama["token_type"])
     for at, (text, kind) in enumerate(R1, first):

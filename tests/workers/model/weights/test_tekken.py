@@ -15,7 +15,7 @@ from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.model.directory.tokenizer_files import end_tokens, tokenizer_json
 
-from ...vocabularies import _file, tekken
+from ...vocabularies import FAMILIES, _file
 from ..directory.tokenizers_of_models import write_tokenizer
 from .test_gguf_tokenizer import code, prose, unicode
 
@@ -96,6 +96,6 @@ def test_ids_are_those_of_mistrals_own(tmp_path: Path) -> None:
     raw = json.loads(_file("mistral_common/data/tekken_240911.json").read_text(encoding="utf-8"))
     (tmp_path / "tekken.json").write_text(json.dumps(raw | {"special_tokens": SPECIAL}))
     tokenizer = Tokenizer.from_str(tokenizer_json(tmp_path))
-    own = tekken().encode
+    own = FAMILIES["tekken"]().encode
     for text in (prose()[:100_000], code(), unicode()):
         assert tokenizer.encode(text, add_special_tokens=False).ids == own(text)
