@@ -158,8 +158,7 @@ def test_greedy_tokens_equal_transformers(case: Case) -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def answered(case: Case, tokens: int = 40) -> list[int]:
-    """The answer begins three pages."""
+def answered(case: Case, tokens: int = 64) -> list[int]:
     end, stages = sum(ASKED), load_stages(case, 2)
     pages, found = Pages(case.config, [table_of(end + tokens)]), list[int]()
     logits_TV = prefill(stages, case.ids_T[:end], ASKED, pages)

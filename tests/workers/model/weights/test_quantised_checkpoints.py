@@ -50,8 +50,8 @@ def test_a_matrix_is_its_numbers_times_their_scales(tmp_path: Path, form: str) -
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_computes_with_what_is_meant(tmp_path: Path, form: str) -> None:
-    """In chunks through two stages, then single tokens, a chunk that is appended, and greedy tokens."""
-    meant, tokens = write(tmp_path / "quantised", form), 32
+    """In chunks through two stages, then single tokens, a chunk that is appended, and 64 greedy tokens."""
+    meant, tokens = write(tmp_path / "quantised", form), 64
     save_file(meant, make_tiny_model(tmp_path / "plain") / "model.safetensors", metadata={"format": "pt"})
     ids_T = torch.randint(0, VOCAB, (80,), generator=torch.Generator().manual_seed(1))
     wanted_TV = expected_logits(tmp_path / "plain", ids_T)
