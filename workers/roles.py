@@ -7,7 +7,7 @@ travel:
 - `def … -> AsyncIterator`: a stream; closing it early ends its work.
 - `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in order.
 - `def … -> Deferred`: a command of two parts. The first runs as other commands do and returns a function,
-which waits for the result beside the commands that follow.
+  which waits for the result beside the commands that follow.
 - `def … -> None`: a notice. It overtakes commands, and nobody hears how it ended.
 """
 

@@ -228,7 +228,7 @@ class HandoffConfig:
             host. `nixl`: across hosts, from GPU to GPU or host to host, by RDMA if there is any; it needs its
             package. `mapped`: a stage and a decode worker on one GPU share weights and pages, and nothing is
             handed over.
-        max_unanswered_bytes: Bytes that decode workers may still have to copy; a stage with more waits.
+        max_unanswered_bytes: Bytes of copies that decode workers have not taken yet; a stage with more waits.
         ack_timeout_s: A decode worker that takes longer for K/V has failed.
     """
 

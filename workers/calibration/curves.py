@@ -125,7 +125,6 @@ def _selected(
 def _block_error(
     x: AttentionInput, block: int, selected_IHM: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out_HRD of a query block over all tiles, and each quota's error_IHRD."""
     first, last = block * BLOCK, min((block + 1) * BLOCK, x.q_BHTD.shape[2])
     rows, tiles = last - first, block + 1
     outs, errors = [], []

@@ -61,7 +61,6 @@ def make_needles(count: int, seed: int) -> list[Needle]:
 
 
 def _words(count: int, rng: random.Random) -> tuple[list[str], list[str]]:
-    """Return pairs of words. Up to 102 pairs share no word."""
     every = min(len(_ADJECTIVES), len(_NOUNS))
     if count > every**2:
         raise ValueError(f"at most {every**2} needles, {count} asked for")

@@ -144,7 +144,6 @@ def hidden_in(
 
 
 def _mixed(rng: random.Random, lists: Sequence[Sequence[Item]]) -> list[Item]:
-    """Shuffle items, but keep each list's order."""
     turns = [which for which, items in enumerate(lists) for _ in items]
     rng.shuffle(turns)
     left = [iter(items) for items in lists]

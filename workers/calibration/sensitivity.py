@@ -77,6 +77,5 @@ def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tenso
 
 
 def _rows(x: AttentionInput, first: int, last: int) -> AttentionInput:
-    """Keep queries first .. last - 1, which see all keys before `last`."""
     q_BHTD = x.q_BHTD[:, :, first:last]
     return AttentionInput.of(q_BHTD, x.k_BGSD[:, :, :last], x.v_BGSD[:, :, :last], q_start=first)

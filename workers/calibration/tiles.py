@@ -102,7 +102,7 @@ def tiles_read(
 
 
 def _listed(mask: TileMask, blocks: int) -> torch.Tensor:
-    """Return bool_HNM. What follows a list is undefined, and is read as block 0, which is in every list."""
+    """Return bool_HNM. A list's undefined rest is read as block 0, which is in every list."""
     index_HNM, count_HN = mask.index_BHNM[0].long().cpu(), mask.count_BHN[0].cpu()
     listed_HNM = torch.arange(index_HNM.shape[-1]) < count_HN[..., None]
     read_HNM = torch.zeros(*count_HN.shape, blocks, dtype=torch.bool)

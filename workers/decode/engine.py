@@ -455,10 +455,8 @@ def load_engine(
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
-    """Load rank 0's part of the model and make the engine. Raises ModelError, and what `DecodeEngine` raises.
-
-    `ranks` are the other ranks.
-    """
+    """Load rank 0's part of the model and make the engine. Raises ModelError, and what `DecodeEngine`
+    raises."""
     stack = load_part(model, config, 0, tell)
     digest = store_digest(model, config)
     return DecodeEngine(name, stack, config, reader=reader, ranks=ranks, digest=digest, tracer=tracer)

@@ -51,7 +51,7 @@ ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
 def device_of_rank(config: DecodeConfig, rank: int) -> str:
     """Return the device of a rank.
 
-    Ray shows all GPUs to a process that asks for none. Each rank then takes the GPU of its own number.
+    Ray shows all GPUs to a process that asks for none. Each rank then takes that of its number.
     """
     shared = config.device == "cuda" and config.gpus == 0 and config.tensor_parallel > 1
     return f"cuda:{rank}" if shared else config.device
@@ -186,7 +186,6 @@ class FollowerRank:
             self.fault = f"{work} failed: {type(error).__name__}: {error}"
 
     def _launch(self, rows: Sequence[Row] | None) -> None:
-        """Launch a step. `rows` is None if they are those of the last step."""
         if rows is not None:
             self._rows = rows
         self._runner.launch(self._rows)

@@ -1,8 +1,8 @@
-"""Plans what a decode worker reads (prefills) itself, before a request's first token. Pure.
+"""Plans what a decode worker itself reads before a request's first token. Pure.
 
-It reads appended text in chunks. After sparse prefill, the end of the question selects the blocks that it
-attends to most. These blocks are computed again, and then the end of the question is read again over them.
-Without appended text, the prompt's last tokens count as the question.
+It reads appended text in chunks. After sparse prefill, the question's end selects the blocks that it attends
+to most. They are computed again, and then the question's end is read again over them. Without appended text,
+the prompt's last tokens count as the question.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..messages.requests import TAIL_TOKENS, GenerateJob, Reservation, recompute
 
 @dataclass(frozen=True)
 class Read:
-    """Read tokens from position `start` on, with these ids.
+    """Read these ids from position `start` on.
 
     Attributes:
         select_blocks: How many blocks to select for `Recompute`; 0: none.
-        select_among: They are selected among the blocks of this many first tokens.
+        select_among: They are selected among this many first tokens' blocks.
     """
 
     start: int

@@ -130,7 +130,6 @@ class DecodeScheduler:
             await self._computed("giving up a read", [], forget)
 
     def _admit(self) -> list[DecodeRequest]:
-        """Admit waiting requests. Returns those whose first token can be sampled at once."""
         firsts: list[DecodeRequest] = []
         while self._waiting and self.running + len(firsts) < self._config.max_batch:
             request = self._waiting.popleft()
@@ -143,7 +142,6 @@ class DecodeScheduler:
         return firsts
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
-        """Sample first tokens, and copy the partly filled pages of kept sessions."""
         logits, rows = [request.logits for request in requests], [request.row for request in requests]
         copies = [request.pages.copy_out for request in requests if request.pages.copy_out is not None]
         chosen = await self._computed(
@@ -247,7 +245,6 @@ class DecodeScheduler:
     async def _computed(
         self, kind: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
     ) -> T | None:
-        """Run `work` on the compute thread, with the requests' pages in use. Returns None if it raised."""
         with _use_pages(requests):
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -159,7 +159,6 @@ def sampling_rows(rows: Sequence[Sampling], vocab: int, device: torch.device) ->
 
 
 def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vocab: int) -> None:
-    """Write the rows' parameters. A greedy row gets values that change nothing."""
     for target, values in (
         (made.drawn_R, [row.temperature > 0 for row in rows]),
         (made.temperature_R1, [[row.temperature if row.temperature > 0 else 1.0] for row in rows]),

@@ -105,7 +105,8 @@ class Tiers:
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Load a request's prefix into host memory, then reserve its pages.
 
-        If a stage uses these pages in place, all layers come first: its group would wait for them.
+        If a stage uses these pages in place, all layers come first. Otherwise its whole group would wait for
+        them.
 
         Raises:
             DecodeFailed: The request was cancelled while it waited, or K/V did not come back.

@@ -76,7 +76,7 @@ class KVArrival:
         return max(set(points).intersection(*ends), default=self._held)
 
     def until(self, tokens: int) -> KVArrival:
-        """Make an account of what was written before a resume point."""
+        """Make an account of the ranges written before a resume point."""
         rest = KVArrival(self._layers, self._tokens, self._held)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():

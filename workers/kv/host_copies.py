@@ -56,7 +56,7 @@ class HostCopies:
         return tuple(as_numpy(x) for sides_T in layers for x in sides_T)
 
     def revoke(self) -> bool:
-        """Return True at once: readers have copies, and nobody reads the pages themselves."""
+        """Return True: nobody reads the pages themselves."""
         return True
 
 

@@ -127,6 +127,5 @@ def _tensor(content: memoryview, start: int, about: Mapping[str, Any]) -> torch.
 
 
 def _checksum(x: torch.Tensor) -> int:
-    """Return a checksum of the data, shape and dtype. The last two stand in the file's header."""
     form = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode())
     return zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data, form)

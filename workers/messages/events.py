@@ -7,7 +7,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDensity:
-    """The tiles of one layer, summed over heads, and what they took.
+    """The tiles of one layer, summed over heads, and their time.
 
     Attributes:
         computed, causal: Tiles.
@@ -39,7 +39,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport:
-    """What it took to read a prompt.
+    """The time and the tiles that a prompt took.
 
     Attributes:
         queue: Seconds from arrival to the first chunk's start.

@@ -1,4 +1,4 @@
-"""What a door asks of prefill groups and decode workers, and how these refuse or fail."""
+"""A door's requests to prefill groups and decode workers, and how these refuse or fail."""
 
 import sys
 from dataclasses import dataclass, field

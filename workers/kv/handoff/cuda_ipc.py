@@ -160,7 +160,6 @@ class CudaIpcReader:
         layers: Sequence[int],
         pages: Sequence[int],
     ) -> None:
-        """Copy the rows. Raises HandoffError if the stage may have reused them meanwhile."""
         start, heads, first_layer = announcement.start, self._cache.heads, kv.cache.layers.start
         for first, count in kv.rows:
             parts = {}

@@ -82,7 +82,7 @@ class NixlExporter:
 
     def __init__(self, cache: PagedKVCache, agent: Agent) -> None:
         self._cache = cache
-        self._agent = agent  # which nobody reaches any more once it is collected
+        self._agent = agent  # kept alive, so that other processes can reach it
         self._leases = RegisteredWords(agent, cache.pages)
         self._serials = itertools.count(1)
         _register(cache, agent)
@@ -223,7 +223,7 @@ class NixlReader:
         remote = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
         local = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
         handle = self._agent.initialize_xfer("READ", local, remote, stage)
-        self._agent.transfer(handle)  # how that went, `_ended` tells
+        self._agent.transfer(handle)  # `_ended` tells how it went
         return handle
 
     def _ended(self, handle: Any) -> bool:

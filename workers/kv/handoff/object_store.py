@@ -29,7 +29,7 @@ class ObjectStoreOutbox(ActorOutbox):
         size = sum(x_TGD.nbytes for x_TGD in announcement.payload)
         try:
             reference = self._ray.put(announcement.payload)
-        except Exception as error:  # the store may be full: this request's trouble, not the group's
+        except Exception as error:  # a full store fails this request, not the group
             delivery.fail(f"the object store did not take K/V: {plain(error)}")
             return
         self._call(KVReceiver.announce, delivery, replace(announcement, payload=reference), size)

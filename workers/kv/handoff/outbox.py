@@ -68,8 +68,8 @@ class _Unanswered:
 class ActorOutbox:
     """An `Outbox` to Ray actors.
 
-    At most `max_bytes` of announcements are unanswered, so that a slow decode worker slows prefill down
-    instead of filling a store.
+    At most `max_bytes` of copies are unanswered, so that a slow decode worker slows prefill down instead of
+    filling a store.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ class HostTier:
         self.too_late = 0
         """Entries that were given up on the GPU before they were copied."""
         self.on_kept: Callable[[Sequence[int]], None] = lambda _slots: None
-        """Called with the slots of entries that were copied, or offered again while here. They are held
-        during the call."""
+        """Called with the slots of entries that were copied, or were there already. They are held during the
+        call."""
         self._back, self._back_s = 0, 0.0
         self._clock = clock
         self._on_gpu = on_gpu

@@ -94,7 +94,6 @@ class Leases:
         return len(gone)
 
     def tokens_by_lease(self) -> list[tuple[str, int]]:
-        """Return each lease's owner and tokens."""
         return [(lease.owner, lease.tokens) for lease in self._leases.values()]
 
     def clear(self) -> None:

@@ -160,7 +160,7 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page. Of entries that become free, the last is given up first.
+        """Drop one reference of each page. The last entry that becomes free is given up first.
 
         Raises:
             ValueError: A page has too few references: a second release would give it to two requests. Nothing

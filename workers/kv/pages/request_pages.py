@@ -34,12 +34,13 @@ class RequestPages:
         key: The key under which its pages stay findable; None: they are not remembered.
         exact: Whether dense attention makes all of its K/V.
         spare: A page for the partly filled last page of a kept session.
-        copy_in: A session's partly filled page and its copy, made before the first append.
-        copy_out: The table's partly filled page and `spare`, to copy once the prompt is complete.
+        copy_in: (source, target): a session's partly filled page and the table's, copied before the first
+            append.
+        copy_out: The table's partly filled page and `spare`, copied once the prompt is complete.
         session_ids: Ids of a session's tokens, little-endian uint32; empty if unknown.
         own: Unused pages for `divert`.
         coming: Copies from host memory into the table's pages, begun for this request or another.
-        host_tokens: Tokens that are copied from host memory for this request.
+        host_tokens: Tokens copied from host memory for this request.
         on_free: Called once, when the pages are given back.
         on_coming: Called when layers have come from host memory, or will not.
     """
@@ -310,7 +311,7 @@ class PageManager:
         if needed > free:
             message = str(OutOfPages(needed, free))
             return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=free)
-        self.pool.retain((*shared, *source))  # before others are taken, which may be remembered ones
+        self.pool.retain((*shared, *source))  # first, since `allocate` may give up remembered pages
         taken = self.pool.allocate(needed)
         coming = () if self.host is None else self.host.coming_to(shared)
         if self.host is not None and held.slots:

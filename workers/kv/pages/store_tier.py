@@ -143,7 +143,7 @@ class StoreTier:
             loading.wanted += 1
             return await asyncio.shield(loading.slots)
         slots: Sequence[int] = self._slots_of(name)
-        if len(slots) == GROUP_PAGES:  # behind a page that was not there, or another has just loaded it
+        if len(slots) == GROUP_PAGES:  # the group is behind a missing page, or has just been loaded
             self._host.pool.retain(slots)
             return slots
         loading = self._loading[name] = _Loading(asyncio.get_running_loop().create_future())
@@ -202,7 +202,6 @@ class StoreTier:
             self._wake.set()
 
     async def _save(self, entry: Entry) -> None:
-        """Save an entry's group unless it is there, and hold it."""
         slots, retain_s = self._slots_of(entry.name), entry.until - self._clock()
         if self._groups.page_of(entry.name) is not None:
             self._hold(entry.name, retain_s)
@@ -239,8 +238,7 @@ class StoreTier:
         return number
 
     def _use(self, names: Sequence[bytes]) -> None:
-        """Make these groups of a prompt the last to be given up. Of these, the prompt's last group goes
-        first."""
+        """Make a prompt's groups the last to be given up. Its last group goes before the others."""
         held = [self._hold(name, 0.0) for name in names if self._groups.page_of(name) is not None]
         self._groups.let_go(held[::-1])
         used = (self._names[number] for number in held)

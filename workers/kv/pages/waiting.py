@@ -132,7 +132,7 @@ class ReservationQueue:
 
     def serve(self) -> None:
         while self._waiters:
-            if self._waiters[0].answer.done():  # whoever asked has been cancelled, and is about to leave
+            if self._waiters[0].answer.done():  # its caller was cancelled, and is about to leave
                 self._waiters.popleft()
                 continue
             answer = self._take(self._waiters[0].reservation, 0)

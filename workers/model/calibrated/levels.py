@@ -44,7 +44,6 @@ def lengths_of_thresholds(profile: Profile | None, spec: MethodSpec, tokens: int
 
 
 def _around(profile: Profile | None, spec: MethodSpec, asked: float) -> tuple[list[Level], list[Level]]:
-    """Return the levels of the next lower and next higher density. Raises MethodError."""
     where = f"method_options.density = {asked}"
     if profile is None:
         raise MethodError("method_options.density", f"{where}: the model has no profile (model.profile)")

@@ -202,7 +202,6 @@ def _key(levels: MethodLevels) -> tuple[Any, ...]:
 
 
 def _seconds(keys: Sequence[Any]) -> Iterator[int]:
-    """Return the indices of repeated keys."""
     return (place for place, key in enumerate(keys) if key in keys[:place])
 
 
@@ -234,7 +233,6 @@ def _shape_problems(where: str, level: Level, config: ModelConfig) -> Iterator[s
 
 
 def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
-    """Describe a validation error. `loc` is empty for the whole file."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
     if kind == "missing":
         return f"key {where!r} is missing"

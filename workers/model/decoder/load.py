@@ -15,7 +15,7 @@ from .collectives import SINGLE_RANK, Collectives
 from .stack import LayerStack
 
 _YIELD = 5
-"""Niceness that is added: the thread then gets a third of an ordinary thread's processor time."""
+"""Added niceness: a third of an ordinary thread's processor time."""
 _LOWEST = 19
 
 

@@ -295,7 +295,6 @@ class LayerStack:
             return residual.total()
 
     def _angles(self, positions_T: torch.Tensor) -> Callable[[int], Angles]:
-        """Return a function from a layer to its angles."""
         config, positions_T = self.config, positions_T.to(self.device)
         angles, own = self._rope.angles(positions_T), dict[int, Angles]()
         if config.window_rope is not None:

@@ -107,7 +107,6 @@ def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:
 
 
 def _is_rescaled(stored: Mapping[str, Stored], form: Quantised) -> bool:
-    """Return whether any FP8 scale covers more than one output."""
     scales = [one for name, one in stored.items() if name.endswith(("weight_scale", "weight_scale_inv"))]
     return form.block is not None or any(math.prod(one.shape) == 1 for one in scales)
 

@@ -177,7 +177,6 @@ class ModelConfig:
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """The width of each kind of MLP."""
         others = (self.mixture.shared_width, self.mixture.dense_width) if self.mixture else ()
         return self.intermediate, *filter(None, others)
 

@@ -30,7 +30,7 @@ Kind = Literal["FP8", "AWQ", "GPTQ", "compressed-tensors", "bitsandbytes nf4"]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a quantised matrix X.weight. It is called X. and one of `names`.
+    """A tensor that a quantised matrix X.weight is computed from. Its name is `X.` and one of `names`.
 
     Args:
         shapes: The shapes that fit; empty: all do.
@@ -227,7 +227,6 @@ def _form(given: Mapping[str, Any]) -> Quantised:
 
 
 def _detail(given: Mapping[str, Any], method: str) -> str:
-    """Return a method's layout or number format."""
     if method == "bitsandbytes":
         return "int8" if given.get("load_in_8bit") else str(given.get("bnb_4bit_quant_type", "fp4"))
     if method == "gptq" and given.get("is_marlin_format"):

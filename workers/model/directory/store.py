@@ -41,12 +41,11 @@ _NOT_HUB_FILES = ("consolidated*", "*/*")
 
 
 def model_directory(model: str, cache: Path | None = None) -> Path:
-    """Return the directory of a model, which is converted or downloaded if need be. Raises ModelError.
+    """Return a model's directory, converted or downloaded if need be. Raises ModelError.
 
     Args:
         model: A local directory or .gguf file (any of several parts), DEFAULT_MODEL, or a hub id.
-        cache: The folder of converted GGUF files; by default deltafront/models in XDG_CACHE_HOME, or in
-            ~/.cache.
+        cache: For converted GGUF files; by default deltafront/models in XDG_CACHE_HOME, or in ~/.cache.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -172,7 +171,6 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
 
 
 def _sweep(root: Path) -> None:
-    """Remove conversions of older formats, and those that a killed process left unfinished."""
     with contextlib.suppress(OSError):  # no cache, no permission, or another process does it
         for path in root.iterdir():
             if _is_old(path.name) and time.time() - _last_read(path) > _UNREAD_S:

@@ -33,7 +33,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What these files say.
+    """The content of these files.
 
     Attributes:
         special: Special tokens by name, such as `bos_token`.

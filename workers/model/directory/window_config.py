@@ -34,7 +34,6 @@ def read_windows(
 
 
 def _kinds(raw: Mapping[str, Any], family: Family, layers: int) -> list[str]:
-    """Name each layer's attention, from a list or from the pattern of older files."""
     named = raw.get("layer_types") if "layer_types" in family.implied else None
     if named is not None:
         if not isinstance(named, list) or len(named) != layers or not {_SLIDING, _FULL}.issuperset(named):

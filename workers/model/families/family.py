@@ -56,7 +56,8 @@ class Family:
         wrappers: Multimodal architectures whose language model it is.
         hidden_act: The activation, which config.json must not contradict.
         rope_theta: Used if config.json names none.
-        implied: Keys of config.json → transformers' values for missing ones. Of `OPTIONAL` it has these.
+        implied: Keys of config.json → transformers' values for missing ones. The family has only these keys
+            of `OPTIONAL`.
         only: Keys of config.json → the values that are served, for each element of a list.
         fixed: Fields of ModelConfig that no key tells.
         keys: Its names of config.json's keys → Llama's.

@@ -39,7 +39,6 @@ def _awq(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tens
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """Unpack each row of words into eight rows."""
     rows = [(words >> 4 * place & 15).to(torch.uint8) for place in _AWQ_ORDER]
     return torch.stack(rows, 1).flatten(0, 1)
 

@@ -239,7 +239,6 @@ class GgufSource:
                 yield key, name
 
     def _vocab(self) -> int:
-        """Return the embedding's rows, of which there may be more than tokens."""
         if "token_embd.weight" not in self._tensors:
             raise ModelError(f"{self.path} has no tensor token_embd.weight: it is not a whole model")
         rows = int(self._tensors["token_embd.weight"].shape[1])
@@ -353,7 +352,6 @@ def _own_name(name: str, blocks: Mapping[str, str]) -> str:
 
 
 def _to_torch(tensor: Any, expert: int | None = None) -> torch.Tensor:
-    """Dequantise a tensor, or one expert's matrix of it."""
     shape, data = tuple(int(size) for size in reversed(tensor.shape)), tensor.data
     if expert is not None:
         shape, data = shape[1:], data[expert]

@@ -21,11 +21,11 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """Reads tensors of safetensors files. A file is opened when one of its tensors is first read.
+    """Reads safetensors files. A file is opened when one of its tensors is first read.
 
     Args:
-        files: The file of each stored name.
-        stored_names: The stored name of each tensor that can be read, by our name.
+        files: By the tensors' names in the files.
+        stored_names: These names, by ours.
     """
 
     def __init__(self, files: Mapping[str, Path], stored_names: Mapping[str, str]) -> None:

@@ -134,7 +134,6 @@ class _Reader:
         return whole
 
     def norm(self, module: str) -> torch.Tensor | None:
-        """Return a norm's weights; None if the family has no such norm."""
         return self.norm_weight(f"{module}.weight") if f"{module}.weight" in self._shapes else None
 
     def norm_weight(self, name: str, split: int | None = None) -> torch.Tensor:
@@ -145,7 +144,6 @@ class _Reader:
         return self.part(self._read(name).float() + offset, split).to(self.spec.device)
 
     def _parts(self, name: str) -> Sequence[torch.Tensor]:
-        """Return the parts of a fused tensor, each of which ranks share."""
         tensor, config, module = self._read(name), self.spec.config, name.split(".")[-2]
         if module == "gate_up_proj":
             return tensor.chunk(2)
@@ -210,9 +208,9 @@ class _Reader:
         return replace(half, **matrices)
 
     def refuse_left_over(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
-        """Refuse tensors without a place: a bias left out, for example, would make another model.
+        """Refuse tensors without a place: a bias left out would make another model.
 
-        `elsewhere` are beginnings of names that another stage checks.
+        Names that begin with one of `elsewhere` are left to another stage.
         """
         left = {name for name in self.source.names() if name.startswith(prefix)} - self._shapes.keys()
         left = {name for name in left if not name.removeprefix(prefix).startswith(elsewhere)}
@@ -287,7 +285,6 @@ def _tables_are_equal(read: _Reader) -> bool:
 def _read_layers(
     read: _Reader, tell: Tell
 ) -> tuple[tuple[AttentionWeights, ...], tuple[MlpWeights | MixtureWeights, ...]]:
-    """Read the layers. A CPU needs no threads, since it mostly uses the files' own memory."""
     share, threads = read.spec.share, 1 if read.spec.device.type == "cpu" else THREADS
     attentions: list[AttentionWeights] = []
     mlps: list[MlpWeights | MixtureWeights] = []

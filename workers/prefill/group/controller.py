@@ -3,8 +3,8 @@
 It decides without awaiting, and then tells all stages (`pipeline`), so all get the same commands in the same
 order. Cancelling is safe only because of that: tensors travel between stages without headers.
 
-A request takes no pages before its first turn (`schedule`). After it was ended, its chunks in flight stop
-within the time of a layer.
+A request takes no pages before its first turn (`schedule`). Once it was ended, its chunks in flight stop
+within a layer's time.
 """
 
 import asyncio
@@ -147,10 +147,8 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
-        """End the request unless it is renewed during its lease.
-
-        The lease is checked twice, because a process that stood still hears renewals late.
-        """
+        """End the request if its lease runs out. It is checked twice, because a process that stood still
+        hears renewals late."""
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
         grace = _LEASE_GRACE * lease

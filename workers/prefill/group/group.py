@@ -269,7 +269,7 @@ def _exported_memory(wanted: str) -> Any:
     asked: dict[str, Any] = {}
     while True:
         for name in _decode_workers() - asked.keys():
-            with contextlib.suppress(ValueError):  # it is gone
+            with contextlib.suppress(ValueError):  # the actor is gone
                 asked[name] = ray.get_actor(name, namespace=NAMESPACE).exported_memory.remote(wanted)
         for name in _answered(asked):
             with contextlib.suppress(RayError):

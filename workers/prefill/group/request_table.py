@@ -44,7 +44,7 @@ class Request:
         self.done = job.start
         """Tokens before `sent` have entered the pipeline; those before `done` have left it."""
         self.pace: float | None = None
-        """What its last chunk took on the slowest stage, in seconds per token."""
+        """Seconds per token of its last chunk, on the slowest stage."""
         self.in_flight = 0
         self.closing: asyncio.Task[None] | None = None
         self._next_sizes: deque[int] = deque()

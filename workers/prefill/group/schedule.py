@@ -2,8 +2,8 @@
 
 A question of 256 tokens overtakes a document of 512K between two chunks. While no chunk of the document runs,
 it earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk of t tokens costs 2t of
-credit. So `remaining` falls by t and credit by 2t: an aged document's rank worsens by t tokens, which take t
-/ ageing seconds to earn back. So it goes on at about `ageing` tokens a second.
+credit: since `remaining` falls by t, too, the document's rank worsens by t. It takes t / ageing seconds to
+earn that back, so an aged document goes on at about `ageing` tokens a second.
 
 A prompt that is too big for the free pages holds back those behind it, but not those that have their pages.
 """
@@ -18,9 +18,9 @@ class Waiting:
 
     Attributes:
         remaining, credit: Tokens.
-        idle_since: When its last chunk in flight ended; None while one is.
-        pages: The number of pages that its first chunk takes or took.
-        opened: Whether its first chunk was sent.
+        idle_since: Since when no chunk of it runs; None while one does.
+        pages: Pages that its first chunk takes or took.
+        opened: Whether it runs: its first chunk was sent.
     """
 
     request_id: str

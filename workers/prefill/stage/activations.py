@@ -151,7 +151,7 @@ class _Link:
     def _send(self, event: Any, number: int) -> None:
         if event is not None:
             event.synchronize()
-        with contextlib.suppress(OSError):  # whoever waits for the neighbour hears that it is gone
+        with contextlib.suppress(OSError):  # `receive_count` reports that the neighbour is gone
             self._connection.send(number)
 
 
@@ -227,8 +227,6 @@ class PeerActivations:
 
 
 def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
-    """Connect to the stage before. Raises LinkClosed unless one that knows the secret is where the store
-    says."""
     try:
         return Client(json.loads(store.get(f"ring/{rank}")), "AF_UNIX", secret)
     except (ValueError, TypeError, OSError, EOFError, AuthenticationError) as error:

@@ -1,8 +1,7 @@
-"""A stage of a prefill group, without Ray.
+"""A stage of a prefill group.
 
 Stages must stay in step, so a stage receives once and sends once for every chunk. If a request fails, zeros
-travel on in its place, and `RequestFailed` is reported at the chunk's end. Any other exception ends the
-group.
+travel on, and `RequestFailed` is reported at the chunk's end. Any other exception ends the group.
 """
 
 import time

@@ -114,7 +114,6 @@ def _compile_for_lengths(
 
 
 def _compile_for_one_row(stack: LayerStack) -> None:
-    """Run one row: products of few rows use other kernels than those of many."""
     hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)
     position_T = torch.zeros(1, dtype=torch.int64, device=stack.device)
     stack.forward(hidden_TC, position_T, lambda _layer, q_THD, _k, _v: torch.zeros_like(q_THD))
