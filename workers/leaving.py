@@ -6,13 +6,16 @@ from typing import Any
 
 
 class Leaving(ABC):
-    """An actor that doors speak to and that may drain. Doors see `draining` and send new prompts to others;
-    what is under way is served. Doors that know no other worker go on, and say so by renewing."""
+    """Base of actors that doors call and that may drain.
+
+    Doors see `draining` and send new prompts to other workers; requests under way are served. Doors that know
+    no other worker go on, and show it by renewing.
+    """
 
     hosted: Any
 
     settled_s = 2.5
-    """An actor must have been idle for so long: doors check once a second, so a request may still come."""
+    """How long an actor must have been idle. Doors check once a second, so a request may still come."""
     draining = False
     _renewed = False
 
@@ -27,8 +30,10 @@ class Leaving(ABC):
     async def check(self) -> str: ...
 
     async def drain(self, within_s: float) -> None:
-        """Return when nothing runs, waits or is kept, pages are free, and no door renews; within_s seconds
-        later at the latest, and at once if it is broken."""
+        """Return when nothing runs, waits or is kept, pages are free, and no door renews.
+
+        It returns after within_s seconds at the latest, and at once if the worker is broken.
+        """
         self.draining = True
         clock = asyncio.get_running_loop().time
         idle_since: float | None = None
@@ -44,5 +49,5 @@ class Leaving(ABC):
     async def _idle(self) -> bool:
         renewed, self._renewed = self._renewed, False
         state = vars(await self.stats())
-        in_use = state["pages_free"] < state["pages_total"]  # a prompt that is read may still be handed over
+        in_use = state["pages_free"] < state["pages_total"]  # K/V may still be handed over
         return not (renewed or in_use or any(state.get(name) for name in ("running", "waiting", "sessions")))

@@ -1,8 +1,8 @@
-"""How fast a worker has been lately."""
+"""Measures how fast a worker has been lately."""
 
 
 class Recent:
-    """A rate. Each newer piece of work makes older ones count a tenth less."""
+    """A rate of tokens. Each new piece of work makes older ones count a tenth less."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

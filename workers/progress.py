@@ -1,4 +1,4 @@
-"""Reports how far a worker has loaded: a line on stderr, which Ray brings to the service's log."""
+"""Reports how far a worker has loaded: a line on stderr, which Ray copies to the service's log."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ def silent(what: str) -> None:
 
 
 def progress(who: str, now: Callable[[], float] = time.monotonic) -> Tell:
-    """Tells what `who` has done, and how many seconds after it began."""
+    """Return a function that prints what `who` has done, and after how many seconds."""
     began = now()
 
     def tell(what: str) -> None:

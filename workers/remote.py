@@ -1,5 +1,7 @@
-"""Roles as Ray actors: hosts a plain class in one, and calls an actor from afar. A proxy raises what its
-caller makes of a `Failure`, never Ray's exceptions."""
+"""Roles as Ray actors: hosts a plain class in an actor, and calls an actor like the plain class.
+
+A proxy never raises Ray's exceptions. It raises the exception that its caller makes of a `Failure`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from .roles import Form, Role, forms, stand_in
 
 COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
-"""Concurrency groups of an actor that takes commands: commands' first parts and their ends, one thread each,
-and notices. A call without one would block all."""
+"""Concurrency groups of an actor that takes commands: commands (their first parts), the ends of two-part
+commands, and notices, one thread each. Any other call would block all."""
 _THREADS = {COMMANDS: 1, ENDS: 1, NOTICES: 1}
 _CALLS = 1000
-"""Most calls under way on any other actor; every stream is one."""
+"""The most calls under way on any other actor. A stream is one call."""
 REPLICA_CPUS = 0.1
-"""A replica asks for so much; its actors do the work."""
+"""CPUs that a replica asks for. Its actors do the work."""
 
 Role_co = TypeVar("Role_co", covariant=True)
 
@@ -34,14 +36,14 @@ Role_co = TypeVar("Role_co", covariant=True)
 
 
 class Host(Protocol[Role_co]):
-    """An actor's class. It makes what plays the role in the actor's process."""
+    """An actor's class, whose `hosted` is the plain object that plays the role."""
 
     @property
     def hosted(self) -> Role_co: ...
 
 
 def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
-    """Give an actor's class the role's missing methods, each forwarded to `hosted`."""
+    """Decorate an actor's class with the role's missing methods, each forwarded to `hosted`."""
 
     def complete(actor_class: Any) -> Any:
         for name, form in forms(role).items():
@@ -75,7 +77,7 @@ def _forwarding(name: str, form: Form) -> Callable[..., Any]:
 
 
 class DeferredWork:
-    """Two-part commands that an actor has begun, by key. An end that is asked for early waits."""
+    """The two-part commands that an actor has begun, by key. An end that is asked for early waits."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -114,17 +116,21 @@ def _end_begun(self: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an actor gave no answer. cause: what the method raised; None if the actor is gone or out of reach.
-    message: words that follow its name."""
+    """Why an actor gave no answer.
+
+    Attributes:
+        message: Words that follow the actor's name.
+        cause: What the method raised; None if the actor is gone or cannot be reached.
+    """
 
     message: str
     cause: BaseException | None = None
 
 
 def remote(role: Callable[..., Role], name: str, actor: Any, meaning: Callable[[Failure], Exception]) -> Role:
-    """Call an actor that hosts `role` as if it were here. meaning: makes the exception of a failure.
+    """Make a proxy of an actor that hosts `role`. `meaning` makes the exception of a failure.
 
-    Commands are sent outside their caller's context, because `ray.cancel` of one request's stream would
+    Commands are sent outside their caller's context: otherwise `ray.cancel` of a request's stream would
     remove them from the actor's queue.
     """
     return stand_in(role, name, _Caller(actor, meaning).method)
@@ -202,7 +208,7 @@ def failure_of(error: RayError) -> Failure:
 def start_actor(
     actor_class: Any, cpus: float, gpus: float, options: dict[str, Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Start an actor of a class that `hosts` has completed. Ray never restarts it."""
+    """Start an actor of a class that `hosts` has decorated. Ray never restarts it."""
     commanded = Form.COMMAND in actor_class.forms.values()
     lanes = {"concurrency_groups": _THREADS} if commanded else {"max_concurrency": _CALLS}
     made = ray.remote(max_restarts=0, **lanes)(actor_class)
@@ -210,7 +216,7 @@ def start_actor(
 
 
 def placement_of(cpus: float, gpus: float, actors: int) -> tuple[list[dict[str, float]], str]:
-    """Return bundles (0: the replica, then `actors`) and strategy. PACK, since stages may need several
+    """Return bundles (0: the replica, then `actors`) and the strategy PACK, since stages may need several
     one-GPU nodes."""
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus > 0 else {})
     return [{"CPU": REPLICA_CPUS}, *(dict(bundle) for _ in range(actors))], "PACK"

@@ -1,4 +1,4 @@
-"""Where processes that compute one model together meet, before torch.distributed links them."""
+"""Lets processes that compute one model together find one another, before torch.distributed links them."""
 
 import secrets
 import socket
@@ -14,9 +14,9 @@ _meet = partial(TCPStore, timeout=timedelta(seconds=120), wait_for_workers=False
 
 
 def host_store(address: str, processes: int) -> tuple[TCPStore, Rendezvous]:
-    """Make the first process's store on a free port of `address`."""
+    """Make the store in the first process, on a free port of `address`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, 0), family=family)  # by itself it would listen everywhere
+    listening = socket.create_server((address, 0), family=family)  # TCPStore would listen on all addresses
     port, handed_over = listening.getsockname()[1], listening.detach()
     store = _meet(address, port, processes, is_master=True, master_listen_fd=handed_over)
     return store, Rendezvous(address, port, secrets.token_bytes(16))

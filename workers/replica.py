@@ -16,42 +16,44 @@ from .remote import failure_of, start_actor
 log = logging.getLogger(__name__)
 
 HEAD_PATIENCE_S = 10.0
-"""A silent head counts as lost after so long."""
+"""A head that does not answer for this long counts as lost."""
 REBUILD_PATIENCE_S = 600.0
 """If replacing lost actors takes longer, Serve builds a new replica."""
 
 
 class Replica:
-    """Base of the Serve deployments that own actors, which die with it. Only health is served through them:
-    doors find the actors by name.
+    """Base of the Serve deployments that own actors. The actors die with it.
 
-    When `head` is lost, the health check replaces dead actors in place (`_build`), and the others keep what
-    they have loaded. Only if that fails does the check fail, and Serve builds a new replica.
+    Only health is served through a replica: doors find the actors by name. When `head` is lost, the health
+    check replaces dead actors in place (`_build`), and the others keep what they have loaded. Only if that
+    fails does the check fail, and Serve builds a new replica.
 
     Deploy one with its module's `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The
     constructor returns once all actors have loaded. It raises what loading raises, inside Ray's error.
-    Outside Serve, `stop()` it.
+    Outside Serve, call `stop()` at the end.
     """
 
     head: Any
-    """The actor under the replica's name."""
+    """The actor that has the replica's name."""
 
     def __init__(self, prefix: str, drain_s: float = 0.0) -> None:
         self._prefix = prefix
         self._drain_s = drain_s
-        # Asked without a Ray, it would start one, or join the last that was on this host.
+        # Without Ray running, the call would start one, or join the last that was on this host.
         self._bundles = get_current_placement_group() if ray.is_initialized() else None
         self._actors: list[Any] = []
         self._rebuilding: asyncio.Future[None] | None = None
         self._began = 0.0
 
     def _build(self) -> None:
-        """Start every missing actor, `head` last, on a thread of its own."""
+        """Start every missing actor, `head` last. Runs on a thread of its own."""
         raise NotImplementedError
 
     async def check_health(self) -> None:
-        """Serve calls this every second. It returns while actors are replaced, since loading takes longer
-        than Serve waits."""
+        """Check the actors, every second, for Serve.
+
+        It returns while actors are being replaced, since loading takes longer than Serve waits.
+        """
         if self._rebuilding is not None and not self._rebuilding.done():
             if time.monotonic() - self._began > REBUILD_PATIENCE_S:
                 raise RuntimeError(f"{self.name} could not be replaced in {REBUILD_PATIENCE_S:g} s")
@@ -78,7 +80,7 @@ class Replica:
         self._build()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve reads the worker's state by name when it chooses the number of replicas."""
+        """Return the worker's state by name. Serve chooses the number of replicas by it."""
         state = vars(await self.head.stats.remote())
         return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
 

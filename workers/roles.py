@@ -1,6 +1,7 @@
 """One protocol for each role: stage, prefill group, decode worker. Free of torch and Ray.
 
-Plain classes play them; `remote` makes one that is an actor. A method's form tells how it travels:
+Plain classes implement them; `remote` makes a proxy of an actor. The form of a method tells how its calls
+travel:
 
 - `async def`: a call; calls run side by side.
 - `def … -> AsyncIterator`: a stream; closing it early ends its work.
@@ -21,36 +22,39 @@ T = TypeVar("T")
 Role = TypeVar("Role")
 
 Answer: TypeAlias = T | Awaitable[T]
-"""A value from the plain class, awaitable from afar. `settled` takes either."""
+"""The value from a plain class, an awaitable from a proxy. `settled` takes either."""
 Deferred: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "deferred"]
-"""Callable from the plain class, awaitable from afar."""
+"""A callable from a plain class, an awaitable from a proxy. `finished` takes either."""
 
 PrefillEvent = events.ChunkRead | events.PrefillDone | requests.Refused
 GenerateEvent = events.FirstTokenTimings | events.Token | events.FinishEvent
 
 
 class Stage(Protocol):
-    """As its controller sees it. RequestFailed concerns one request; any other error of a command ends the
-    group."""
+    """A stage, as its controller sees it.
+
+    RequestFailed concerns one request. Any other error of a command ends the group.
+    """
 
     def open(self, request: stages.OpenRequest) -> Answer[None]:
-        """Prepare for a request's chunks. A resumed one gets back the K/V of earlier chunks."""
+        """Prepare for a request's chunks. For a resumed one, fetch the K/V of earlier chunks back."""
 
     def run_chunk(self, command: stages.ChunkCommand) -> Deferred[stages.ChunkReport]:
-        """The first part ends when everything is launched, so that the next chunk's launches need not
-        wait."""
+        """Run a chunk. The first part ends when everything is launched, so that the next chunk's launches
+        need not wait."""
 
     def close(self, request_id: str) -> Answer[bool]:
         """Forget a request, if it is known. Nothing of it may run here afterwards.
 
-        Returns: whether its pages are free. If not, a decode worker still reads them: ask again.
+        Returns:
+            Whether its pages are free. If not, a decode worker still reads them: call again later.
         """
 
     def pages_used(self) -> Answer[int]: ...
 
     def abandon(self, serial: int) -> None:
-        """Let this request's chunks fail with RequestFailed within a layer's time. It is closed all the
-        same."""
+        """Make this request's chunks fail with RequestFailed within a layer's time. It must still be
+        closed."""
 
 
 class Leased(Protocol):
@@ -60,26 +64,29 @@ class Leased(Protocol):
     def name(self) -> str: ...
 
     async def cancel(self, request_id: str) -> None:
-        """Return when the request's pages are free; unknown ids are fine."""
+        """Cancel a request, and return when its pages are free. Unknown ids are ignored."""
 
     async def renew(self, request_ids: Sequence[str]) -> None:
-        """Extend leases; unknown ids are fine. For an ended request it says that the door knows of its
-        session."""
+        """Extend the requests' leases; unknown ids are ignored. Renewing an ended request confirms that the
+        door knows of its session."""
 
 
 class Group(Leased, Protocol):
     def prefill(self, job: requests.PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Returns: ChunkRead …, then one PrefillDone; or one Refused. The stream ends when every stage has
-        freed its pages.
-        Raises: PrefillFailed, or PrefillCancelled.
+        """Read a prompt: yield ChunkRead for each chunk, then one PrefillDone; or one Refused.
+
+        The stream ends when every stage has freed the request's pages.
+
+        Raises:
+            PrefillFailed, PrefillCancelled: The prompt was not read.
         """
 
     async def queue_refusal(self, tokens: int) -> requests.Refused | None:
-        """Say why the queue does not take a prompt of so many tokens now; None if it has a place. Raises
+        """Return why the queue does not take a prompt of `tokens` tokens now; None if it does. Raises
         PrefillFailed."""
 
     async def stats(self) -> states.GroupStats:
-        """Raises PrefillFailed once the group is lost."""
+        """Return the group's state. Raises PrefillFailed once the group is lost."""
 
 
 class KVReceiver(Protocol):
@@ -103,27 +110,27 @@ class Rank(Protocol):
     """A rank of a decode worker other than 0, as rank 0 sees it."""
 
     def compute(self, work: str, *arguments: Any) -> None:
-        """Send a call of `DecodeRunner`. It is made after those sent before. If it fails, the other ranks
-        wait until the worker is replaced."""
+        """Send a call of `DecodeRunner`. It runs after those sent before. If it fails, the other ranks wait
+        until the worker is replaced."""
 
     async def read(
         self, announcement: stages.KVAnnouncement, layers: Sequence[int], pages: Sequence[int]
     ) -> int:
-        """Read its heads of announced K/V into its pages. Returns bytes. Raises HandoffError."""
+        """Read this rank's heads of announced K/V into its pages. Returns bytes. Raises HandoffError."""
 
     async def kv(self, wanted: stages.KVRange, pages: Sequence[int]) -> stages.HostKV:
-        """Return its heads of K/V that has arrived."""
+        """Return this rank's heads of K/V that has arrived."""
 
     async def move(self, runs: Sequence[tuple[int, int, int]], layers: range, back: bool) -> None:
-        """Copy its heads of pages to slots of its host memory, in some layers; `back`: of slots to pages.
-        runs: (first page, first slot, count)."""
+        """Copy pages of some layers to slots of host memory, or slots to pages if `back`, as
+        `HostMemory.copy` does."""
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """`save` its heads of a group of slots, `load` or `remove` them. Raises StoreError."""
+        """Save, load or remove a group of slots, as `HostMemory.stored` does. Raises StoreError."""
 
 
 class DecodeWorker(Leased, KVReceiver, Protocol):
-    """As doors and stages see it."""
+    """A decode worker, as doors and stages see it."""
 
     async def reserve(self, reservation: requests.Reservation) -> requests.Reserved | requests.Refused: ...
 
@@ -131,25 +138,31 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
         """Begin another attempt to read a prompt whose group is gone. K/V after the returned point is
         forgotten, and only the new attempt's messages are taken.
 
-        Returns: the last of these points, in tokens, before which all K/V is here, else 0.
-        Raises: DecodeFailed for a request whose prompt is not being read.
+        Returns:
+            The last of these points, in tokens, before which all K/V is here; the number of held tokens if
+                there is none.
+        Raises:
+            DecodeFailed: The request's prompt is not being read.
         """
 
     def generate(self, job: requests.GenerateJob) -> AsyncIterator[GenerateEvent]:
-        """Yield FirstTokenTimings, Token …, one FinishEvent."""
+        """Yield one FirstTokenTimings, each Token, and one FinishEvent."""
 
     async def keep(self, job: requests.KeepSession) -> events.SessionKept | requests.Refused:
         """Turn a prefilled request into a session once all its K/V is here.
 
-        Returns: Refused for an unknown or cancelled request and for a passed deadline.
-        Raises: HandoffFailed if K/V cannot come any more; ValueError for ids of another prompt.
+        Returns:
+            Refused if the request is unknown or cancelled, or its deadline has passed.
+        Raises:
+            HandoffFailed: K/V cannot come any more.
+            ValueError: The ids are those of another prompt.
         """
 
     async def find_prefix(self, key: prompts.PromptKey) -> events.Prefix | None:
-        """Say how much of a prompt is remembered here; None: not a page."""
+        """Return how much of a prompt is remembered here; None if that is less than a page."""
 
     async def release_session(self, session_id: str, owner: str) -> bool:
-        """False if the owner has no such session."""
+        """End a session. Returns False if the owner has no such session."""
 
     async def stats(self) -> states.DecodeStats: ...
 
@@ -166,7 +179,7 @@ class Form(Enum):
 
 
 def forms(role: Callable[..., object]) -> Mapping[str, Form]:
-    """A protocol passes as what it would construct."""
+    """Return the form of each method of a role."""
     methods = inspect.getmembers(role, inspect.isfunction)
     return {name: _form(method) for name, method in methods if not name.startswith("_")}
 
@@ -189,12 +202,13 @@ class _StandIn:
 
 
 def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form], Callable[..., Any]]) -> Role:
-    """Make an object that plays `role`, on trust. method: makes each method from name and form."""
+    """Make an object that plays `role`; nothing checks that. `method` makes each method from its name and
+    form."""
     return cast(Role, _StandIn(name, {each: method(each, form) for each, form in forms(role).items()}))
 
 
 def sent(actor: Any, method: Callable[[Any, T], Awaitable[Any]], argument: T) -> Any:
-    """Return Ray's reference to an actor's answer, for threads that wait for many."""
+    """Call an actor, and return Ray's reference to its answer, for threads that wait for many."""
     return getattr(actor, method.__name__).remote(argument)
 
 

@@ -21,15 +21,15 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Room = Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)]
-"""Tokens whose K/V a worker has room for: whole pages."""
+"""The tokens whose K/V a worker has room for, in whole pages."""
 Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
-"""Tokens of a prefill chunk: whole attention tiles."""
+"""The tokens of a prefill chunk, in whole attention tiles."""
 MAX_RECOMPUTE_BLOCKS = 64
 Blocks = Annotated[int, Field(ge=0, le=MAX_RECOMPUTE_BLOCKS)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
 Directory = Annotated[str, Field(pattern="^/")]
-"""An absolute path on every node."""
+"""An absolute path, on every node."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantisation = Literal["fp8"]
 KVDtype = Literal["int8"]
@@ -50,11 +50,14 @@ WarmedUp = Annotated[
 class ModelSpec:
     """A model, and changes to it.
 
-    path: a model directory, the embedded default's name, a .gguf file or a hub id. adapter: a PEFT LoRA
-    directory merged at load. family_modules: modules outside the package that register families.
-    rope_theta, max_position_embeddings: replace the model's. profile: its calibration file. quantisation:
-    `fp8` holds and multiplies the layers' matrices in 8 bits on GPUs, with a factor for each output channel
-    and token; head, attention and K/V stay in `dtype`.
+    Attributes:
+        path: A model directory, the embedded default's name, a .gguf file or a hub id.
+        adapter: A PEFT LoRA directory that is merged at load.
+        family_modules: Modules outside the package that register families.
+        rope_theta, max_position_embeddings: Replace the model's.
+        profile: Its calibration file.
+        quantisation: `fp8` holds and multiplies the layers' matrices in 8 bits on GPUs, with a scale for each
+            output channel and token. Output head, attention and K/V stay in `dtype`.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -81,50 +84,55 @@ class WorkerConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     drain_s: NonNegative = 0.0
-    """Seconds for a worker that goes to end what it reads, its requests and sessions; 0: none."""
+    """Seconds in which a worker that is taken away ends its prompts, requests and sessions; 0: none."""
     surge: bool = False
-    """On a cluster, new workers start before old ones go, one after the other. It needs room for one more."""
+    """On a cluster, start new workers before old ones go, one after the other. That needs room for one
+    more."""
     device: Device = "cpu"
     threads: Count = 1
     node_labels: Labels = field(default_factory=dict)
-    """Where stages or decode workers may run; none: anywhere."""
+    """Labels of nodes where stages or decode workers may run; empty: anywhere."""
     stream_lease_s: Positive = 5.0
-    """A request that its door has not renewed for so long is cancelled."""
+    """A request is cancelled when its door has not renewed it for this long."""
     kernel_cache: Directory | None = None
     """Where compiled kernels are kept for the next start. None: where Triton keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
-    """A prefill group. cache_tokens: each stage's room for K/V. chunk_tokens: of the longest chunk; several
-    GPU stages get shorter ones."""
+    """A prefill group.
+
+    Attributes:
+        chunk_tokens: Tokens of the longest chunk. Several GPU stages get shorter ones.
+        cache_tokens: Room for K/V in each stage.
+    """
 
     groups: Count = 1
     max_groups: Count | None = None
-    """On a cluster, most groups, for which the backlog asks. None: always `groups`."""
+    """On a cluster, the most groups, started when the backlog needs them. None: always `groups`."""
     backlog_s: Positive = 30.0
-    """With max_groups: seconds in which groups should read what waits."""
+    """With max_groups: seconds in which groups should read the waiting prompts."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     activations: Literal["copied", "distributed"] = "copied"
     """`copied`: the next stage copies from its neighbour's memory if all stages have GPUs of one host.
-    Otherwise torch.distributed sends, as always with `distributed`."""
+    Otherwise, and always with `distributed`, torch.distributed sends."""
     cache_tokens: Room = 32_768
     cpus_per_stage: NonNegative = 0.5
     gpus_per_stage: NonNegative = 0.0
     max_waiting: Count = 64
     """Prompts that may wait in a group."""
     ageing_tokens_per_second: NonNegative = 256.0
-    """A waiting request counts as so many tokens shorter for each second."""
+    """A waiting request counts as this many tokens shorter for each second."""
     chunk_slack_s: Positive = 1.0
-    """A stage whose chunk takes so much longer than twice the request's last one is asked for a sign of life.
-    It is replaced if it gives none in 3 s."""
+    """A stage is asked for a sign of life when a chunk takes this much longer than twice the request's last
+    one. It is replaced if it gives none in 3 s."""
     stall_s: Positive = 300.0
-    """A stage that lives is replaced once a chunk has taken so long."""
+    """Even a stage that gives signs of life is replaced once a chunk has taken this long."""
     method_modules: tuple[str, ...] = ()
     """Modules outside the package that register methods."""
     method_options: MethodOptions = field(default_factory=dict)
-    """This service's defaults of methods' options: `{dpxa: {density: 0.08}}`."""
+    """This service's defaults for methods' options: `{dpxa: {density: 0.08}}`."""
     warm_up: tuple[WarmedUp, ...] = ()
     """Methods that every stage runs before it takes requests, because a GPU compiles at first use. Some
     options are compiled in, such as `{dpxa: {q_anchors: 32}}`."""
@@ -135,7 +143,7 @@ class PrefillConfig(WorkerConfig):
         return [item for entry in given for item in entry.items()]
 
     def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
-        """Add this service's defaults to a method's options. Raises MethodError naming the field."""
+        """Add this service's defaults to a method's options. Raises MethodError, which names the field."""
         base = name.partition("+")[0]
         return method_spec(name, {**self.method_options.get(base, {}), **(options or {})})
 
@@ -144,15 +152,18 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     """A decode worker and its page selection (DELTA, Algorithm 2).
 
-    tensor_parallel: ranks of a worker, each on a GPU of its own with its share of heads and matrices.
-    page_selection: the default of requests. page_budget: K, pages that a sparse layer reads. recency: L, last
-    pages always among them. full_layers: dense, without scoring. delta_layers: dense and scoring; without
-    any, `delta` is refused.
+    Attributes:
+        tensor_parallel: Ranks of a worker, each on its own GPU with its share of heads and matrices.
+        page_selection: The default of requests.
+        page_budget: K, the pages that a sparse layer reads.
+        recency: L, the number of last pages that are always among them.
+        full_layers: Dense layers without scoring.
+        delta_layers: Dense layers with scoring; without any, `delta` is refused.
     """
 
     workers: Count = 1
     max_workers: Count | None = None
-    """On a cluster, most workers, for which pages and requests ask. None: always `workers`."""
+    """On a cluster, the most workers, started when pages and requests need them. None: always `workers`."""
     usage: Fraction = 0.8
     """With max_workers: the largest share of pages that should be in use."""
     tensor_parallel: Count = 1
@@ -161,20 +172,20 @@ class DecodeConfig(WorkerConfig):
     """`int8` keeps K/V in 8 bits, in this worker's pages and in those of the stages that fill them. None: in
     model.dtype."""
     host_cache_gib: NonNegative = 0.0
-    """Host memory of a worker for prompts that are remembered: their K/V is copied there, and back when it
-    is found there alone. Pinned where the worker is on a GPU. 0: none."""
+    """A worker's host memory for remembered prompts; 0: none. K/V is copied there, and back when it is found
+    only there. It is pinned if the worker is on a GPU."""
     store: Directory | None = None
-    """A directory where a worker saves what is in its host memory, in groups of 256 tokens: it outlives the
+    """A directory where a worker saves its host memory's K/V, in groups of 256 tokens. It outlives the
     worker. Workers of one model may share it. None: nothing is saved."""
     store_gib: Positive = 100.0
-    """A worker saves at most so much, and removes the least recently used."""
+    """The most that a worker saves. It removes the least recently used."""
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
     """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""
     append_chunk_tokens: Count = 256
     recompute_blocks: Blocks = 0
-    """Before the first token, so many blocks of a sparsely read prompt are computed again with dense
-    attention: those that the question attends to most. The default of requests."""
+    """How many blocks of a sparsely read prompt are computed again with dense attention before the first
+    token: those that the question attends to most. The default of requests."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8
@@ -182,9 +193,10 @@ class DecodeConfig(WorkerConfig):
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
     cpus: NonNegative = 0.5
-    """Each rank asks for so many, and for so many `gpus`."""
+    """Each rank asks for this many, and for `gpus` GPUs."""
     gpus: NonNegative = 0.0
-    """0 with `device: cuda`: rank i takes GPU i of its host, beside the stage that Ray has put there."""
+    """With `device: cuda`, 0 means that rank i takes GPU i of its host, beside the stage that Ray has put
+    there."""
     warm_up: bool = False
     """Decode made-up requests first: a GPU compiles at first use, and only then are decode steps CUDA
     graphs."""
@@ -198,7 +210,7 @@ class DecodeConfig(WorkerConfig):
             yield f"full_layers and delta_layers share {both}"
 
     def layer_problems(self, layers: int, windows: Collection[int] = ()) -> Iterator[str]:
-        """Yield what is wrong, key first. windows: layers that have one."""
+        """Yield what is wrong, the key first. `windows` are layers with a window."""
         if among := sorted({*windows} & {*self.delta_layers}):
             yield f"delta_layers names {among}, which attend to a window: such layers choose no pages"
         for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):
@@ -211,11 +223,13 @@ class DecodeConfig(WorkerConfig):
 class HandoffConfig:
     """How K/V gets from prefill stages to decode workers.
 
-    transport: `object_store`: Ray's shared memory. `cuda_ipc`: from GPU to GPU, in one container of one host.
-    `nixl`: across hosts, from GPU to GPU or host to host, by RDMA where there is some; needs its package.
-    `mapped`: a stage and a decode worker on one GPU share weights and pages, and nothing is handed over.
-    max_unanswered_bytes: of copies for decode workers; a stage waits at so much. ack_timeout_s: a decode
-    worker that takes K/V slower has failed.
+    Attributes:
+        transport: `object_store`: Ray's shared memory. `cuda_ipc`: from GPU to GPU, in one container of one
+            host. `nixl`: across hosts, from GPU to GPU or host to host, by RDMA if there is any; it needs its
+            package. `mapped`: a stage and a decode worker on one GPU share weights and pages, and nothing is
+            handed over.
+        max_unanswered_bytes: Bytes of copies that decode workers have not taken yet; a stage with more waits.
+        ack_timeout_s: A decode worker that takes longer for K/V has failed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -226,6 +240,9 @@ class HandoffConfig:
 
 
 def pairing(model: ModelSpec, handoff: HandoffConfig, kv_dtype: KVDtype | None) -> str:
-    """Name the K/V and its way. Groups and decode workers of equal names can serve a prompt together while
-    one configuration replaces another."""
+    """Name the form of K/V and its transport.
+
+    While one configuration replaces another, groups and decode workers with equal names can serve a prompt
+    together.
+    """
     return repr((replace(model, profile=None), handoff.transport, kv_dtype))

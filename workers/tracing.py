@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, in whichever process works on a request.
+"""OpenTelemetry spans, in each process that works on a request.
 
 Their context comes with the message, as a W3C `traceparent`. Without it, or without a provider, nothing is
 recorded and OpenTelemetry is not imported. A span begins by its host's wall clock and is timed by the
@@ -22,23 +22,32 @@ if TYPE_CHECKING:
 CONSOLE = "console"
 _NS = 1_000_000_000
 _DELAY_MS = 1000.0
-"""A killed process loses the spans of so long."""
+"""How long spans wait before they are sent. A killed process loses these."""
 
 Clock = Callable[[], float]
-"""Seconds; it never goes back."""
+"""Returns seconds, and never goes back."""
 
 
 @dataclass(frozen=True)
 class SpanSink:
-    """target: a collector's OTLP URL over HTTP, CONSOLE, or empty. model: the name that spans tell."""
+    """Where spans go.
+
+    Attributes:
+        target: A collector's OTLP URL over HTTP, CONSOLE, or empty: nowhere.
+        model: The model's name in spans.
+    """
 
     target: str = ""
     model: str = ""
 
 
 class Span:
-    """A piece of a request's work. Without arguments it does nothing. clock: of all its moments. since: when
-    it began."""
+    """A piece of a request's work. Without arguments it does nothing.
+
+    Args:
+        clock: The clock of all its moments.
+        since: When it began.
+    """
 
     def __init__(
         self,
@@ -69,13 +78,13 @@ class Span:
         return Span(self._tracer, span, self._clock, since)
 
     def part(self, name: str, begin: float | None, end: float | None) -> None:
-        """Record a part between two moments of its clock, if both came."""
+        """Record a part between two moments of the span's clock, if both have come."""
         if self._tracer is not None and begin is not None and end is not None and end > begin:
             span = self._tracer.start_span(name, self._below(), start_time=self._moment(begin))
             span.end(self._moment(end))
 
     def end(self, finish: str, error: str = "", **attributes: Any) -> None:
-        """finish: how, in a word. error: what the service failed in, in a line."""
+        """End the span. `finish` says how, in a word, and `error` what the service failed in, in a line."""
         if self._span is not None:
             self._span.set_attributes(_named({"finish": finish, **attributes}))
             if error:
@@ -113,7 +122,7 @@ class Tracer:
     def done(
         self, name: str, parent: str, seconds: float, error: str = "", finish: str = "", **attributes: Any
     ) -> None:
-        """Record work that took so long and ends now."""
+        """Record work that took `seconds` and ends now."""
         self.begin(name, parent, lambda: seconds, 0.0, **attributes).end(finish, error)
 
 
@@ -121,13 +130,15 @@ NO_TRACER = Tracer()
 
 
 def wall_ns(ago: float) -> int:
-    """Nanoseconds since the epoch."""
+    """Return the time of `ago` seconds before now, in nanoseconds since the epoch."""
     return time.time_ns() - round(ago * _NS)
 
 
 def provider(sink: SpanSink, instance: str) -> TracerProvider | None:
-    """Make what sends this process's spans; None: there are none. instance: the process's name. Raises
-    ImportError."""
+    """Make the provider that sends this process's spans; None if there is no target.
+
+    `instance` is the process's name. Raises ImportError.
+    """
     if not sink.target:
         return None
     from opentelemetry.sdk.resources import Resource

@@ -1,5 +1,5 @@
 """Measures a model once, on texts with facts hidden in them (`probes`), for its profile.
 
-Prefill: `method_levels` makes thresholds for each head. Decode: `delta_layers`, then `delta_layer_search`.
-`tiles` shows what a method reads.
+For prefill, `method_levels` makes thresholds for each head. For decode, run `delta_layers`, then
+`delta_layer_search`. `tiles` shows the tiles that a method reads.
 """

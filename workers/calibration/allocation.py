@@ -41,7 +41,7 @@ def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:
 
 
 def lower_hull(points: Sequence[Point]) -> list[Point]:
-    """Return corners from the least density to the least error."""
+    """Return the hull's corners, from the least density to the least error."""
     hull: list[Point] = []
     for point in sorted(points):
         if hull and point[1] >= hull[-1][1]:

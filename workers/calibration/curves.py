@@ -1,8 +1,8 @@
 """Measures what sparse prefill loses in each head: density and output error at each quota.
 
 At sampled query blocks of one dense pass, attention over the tiles that a quota keeps is compared with
-attention over all, behind the output projection, where heads and layers compare. Rows with facts count apart:
-they are few, and answers depend on them alone.
+attention over all. The comparison is made behind the output projection, where heads and layers are
+comparable. Rows with facts count apart: they are few, and answers depend on them alone.
 
 Shape suffixes also: I quotas, R rows of a query block; N, M query and key blocks.
 """
@@ -24,17 +24,17 @@ QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 """Thresholds of the cumulative rule, outside sink and window."""
 
 SAMPLED_BLOCKS, FACT_BLOCKS = 24, 16
-"""Query blocks of a text that are compared, and those that hold facts."""
+"""The number of a text's query blocks that are compared, and of those that hold facts."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves of all heads and of layers without windows, at `quotas`.
+    """The curves of all heads in layers without windows, at `quotas`.
 
     Args:
         density_LHI: Share of the causal tiles that is kept.
         error_LHI: Mean square of the change of the layer's attention output, over that of the output.
-        fact_error_LHI: The same at facts; error_LHI for a text without.
+        fact_error_LHI: The same at facts; error_LHI for a text without facts.
     """
 
     density_LHI: torch.Tensor
@@ -89,7 +89,7 @@ def layer_curve(
 
 
 def sampled_blocks(count: int) -> list[int]:
-    """Pick query blocks, each in the middle of a part with as many causal tiles."""
+    """Pick query blocks, each from the middle of a part. All parts have equally many causal tiles."""
     parts = (torch.arange(SAMPLED_BLOCKS) + 0.5) / SAMPLED_BLOCKS
     return sorted(set((parts.sqrt() * count).long().tolist()))
 
@@ -125,7 +125,6 @@ def _selected(
 def _block_error(
     x: AttentionInput, block: int, selected_IHM: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out_HRD of a query block over all tiles, and each quota's error_IHRD."""
     first, last = block * BLOCK, min((block + 1) * BLOCK, x.q_BHTD.shape[2])
     rows, tiles = last - first, block + 1
     outs, errors = [], []

@@ -1,9 +1,9 @@
-"""Searches Δ-layers by what page selection does to answers.
+"""Searches Δ-layers by the effect of page selection on answers.
 
 Layers of equal losses (`delta_layers.py`) cost answers very differently, so those choices only begin a
 search. Each document is read densely once. Then the rows that a decode step computes for answers go through
-the layers again, with the pages that a choice of Δ-layers selects, and their predictions are compared with
-dense ones.
+the layers again, with the pages that a choice of Δ-layers selects. Their predictions are compared with dense
+ones.
 
 Shape suffixes also: R rows, J = H / G.
 """
@@ -24,7 +24,7 @@ from .probes import Document, with_answers
 from .sensitivity import divergence
 
 ROWS = 96
-"""Rows of a text that are read with each choice."""
+"""The most rows of a text that are read with each choice."""
 
 Layers = tuple[int, ...]
 
@@ -32,7 +32,7 @@ Layers = tuple[int, ...]
 class DecodedRows:
     @torch.inference_mode()
     def __init__(self, stack: LayerStack, text: Document) -> None:
-        """Raises ValueError for a text without an answer of two tokens or more."""
+        """Read a text densely. Raises ValueError if no answer has two tokens or more."""
         ids, answers = with_answers(text)
         later = [row for before, row in pairwise(answers) if row == before + 1]
         if not later:
@@ -57,8 +57,11 @@ class DecodedRows:
     @torch.inference_mode()
     def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
         """Return the rows' mean KL(dense | selected pages) of next-token distributions, over dense K/V of
-        earlier tokens. dense: layers behind the first Δ-layer that attend to everything too. budget, recency:
-        in pages.
+        earlier tokens.
+
+        Args:
+            dense: Further layers behind the first Δ-layer that attend to everything.
+            budget, recency: Pages.
         """
         first = delta_layers[0]
         selected_RS: torch.Tensor | None = None
@@ -112,10 +115,10 @@ def refine(
 ) -> Calibration:
     """Replace Δ-layers by those of a `search` with these options. All texts' K/V stays on the device.
 
-    dense_layers: beside those with windows.
+    `dense_layers` does not count layers with windows.
     """
     read, windows = [DecodedRows(stack, text) for text in texts], stack.config.window_layers
-    options["full_layers"] = {*options["full_layers"], *windows}  # both are never sparse
+    options["full_layers"] = {*options["full_layers"], *windows}  # layers with windows are never sparse
     loss_LL = torch.tensor(calibration.losses, dtype=torch.float64)
     delta_layers, cost = search(read, loss_LL, dense_layers + len(windows), **options)
     return replace(calibration, delta_layers=delta_layers, divergence=cost)
@@ -134,9 +137,13 @@ def search(
     """Search Δ-layers that leave `dense_layers` layers dense: those before the first Δ-layer, the Δ-layers,
     and `full_layers` behind it.
 
-    Each first Δ-layer has a start (`choose`). From the best, one Δ-layer at a time moves to the least
-    divergence, until no move helps. Returns Δ-layers and the mean divergence of texts. Raises ValueError if
-    no choice has so many dense layers.
+    Each first Δ-layer has a start (`choose`). From the best start, one Δ-layer at a time moves to the least
+    divergence, until no move helps.
+
+    Returns:
+        The Δ-layers, and the texts' mean divergence.
+    Raises:
+        ValueError: No choice leaves this number of layers dense.
     """
     layers = loss_LL.shape[0]
 

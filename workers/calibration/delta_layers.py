@@ -1,12 +1,12 @@
 """Chooses Δ-layers: layers whose page selection serves the layers behind them best.
 
-A sparse layer reads the pages that the Δ-layer before it chose, and loses the attention outside them. One
-dense pass gives all layers' page scores and so each layer's loss for each layer that may choose; dynamic
+A sparse layer reads the pages that the Δ-layer before it has selected, and loses the attention outside them.
+One dense pass gives all layers' page scores, and so each layer's loss for each layer that may select. Dynamic
 programming finds the least sum. If a text has answers, only the queries that give them count: layers chosen
-on prose miss what is retrieved, and so do DELTA's, those of the largest 1 - cos between attention maps, on
-SmolLM2.
+on prose miss what is retrieved. So do DELTA's on SmolLM2, which have the largest 1 - cos between attention
+maps.
 
-Shape suffixes also: L twice (choosing layer, reading layer), Q queries, J = H / G.
+Shape suffixes also: L twice (selecting layer, reading layer), Q queries, J = H / G.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,8 +26,13 @@ QUERIES = 64
 
 @dataclass(frozen=True)
 class Calibration:
-    """losses: [a][b]: mean page score that layer b loses, against its best pages, if layer a chooses. tokens:
-    of each text. divergence: of answers decoded with these layers, if measured."""
+    """The chosen Δ-layers.
+
+    Attributes:
+        losses: [a][b]: the mean page score that layer b loses, against its best pages, if layer a selects.
+        tokens: Tokens of each text.
+        divergence: That of answers decoded with these layers, if measured.
+    """
 
     delta_layers: tuple[int, ...]
     losses: tuple[tuple[float, ...], ...]
@@ -50,7 +55,7 @@ def calibrate(
         budget, recency: K and L of the selection, in pages. Good texts have four times the budget.
 
     Raises:
-        ValueError: A text is too short or too long, or numbers do not fit together.
+        ValueError: A text is too short or too long, or arguments contradict one another.
     """
     if not 0 < recency < budget:
         raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
@@ -68,12 +73,13 @@ def calibrate(
 
 
 def shortest_text(budget: int) -> int:
-    """Return the tokens that a budget, in pages, needs."""
+    """Return the number of tokens that a budget, in pages, needs."""
     return max(2 * QUERIES, 2 * (budget * PAGE_TOKENS + 1))
 
 
 def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
-    """Pick at most QUERIES positions, evenly, of the answers or else the second half. Raises ValueError."""
+    """Pick at most QUERIES positions, evenly, of the answers or else of the second half. Raises
+    ValueError."""
     if not answers and tokens < 2 * QUERIES:
         raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * QUERIES}")
     among = answers or range(tokens // 2, tokens)
@@ -98,7 +104,7 @@ def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[in
 
 
 def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recency: int) -> torch.Tensor:
-    """Return loss_LL[a, b] (see `Calibration`). Raises ValueError if all pages would be chosen."""
+    """Return loss_LL[a, b] (see `Calibration`). Raises ValueError if all pages would be selected."""
     positions_Q = torch.tensor(positions)
     tokens = maps_LQS.shape[2]
     if tokens // 2 <= budget * PAGE_TOKENS:
@@ -115,7 +121,7 @@ def selected_pages(
     map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int
 ) -> torch.Tensor:
     """Return bool_XQP: the last `recency` pages up to the query's own and the best others, `budget` in all
-    (DELTA, Algorithm 2). X: any dimensions."""
+    (DELTA, Algorithm 2). X is any dimensions."""
     score_XQP = _page_scores(map_XQS)
     page_P = torch.arange(score_XQP.shape[-1], device=map_XQS.device)
     last_Q1 = positions_Q[:, None] // PAGE_TOKENS
@@ -133,10 +139,10 @@ def _page_scores(map_XQS: torch.Tensor) -> torch.Tensor:
 def choose(
     loss_LL: torch.Tensor, count: int, full_layers: Collection[int], first: int | None = None
 ) -> tuple[int, ...]:
-    """Return the `count` layers that lose least if each chooses for sparse layers up to the next.
+    """Return the `count` layers that lose least if each selects for sparse layers up to the next.
 
-    Layers before the first are dense, so it is `first`, or in the first quarter of the candidates. The last
-    layer is none: nothing behind it would use its selection.
+    Layers before the first are dense, so the first is `first`, or in the first quarter of the candidates. The
+    last layer is never chosen: nothing behind it would use its selection.
     """
     layers = loss_LL.shape[0]
     candidates = [layer for layer in range(layers - 1) if layer not in full_layers]
@@ -144,7 +150,7 @@ def choose(
         raise ValueError(f"{count} Δ-layers cannot be chosen among {len(candidates)} layers")
     sparse_L = torch.tensor([layer not in full_layers for layer in range(layers)])
     until_LL = torch.cumsum((loss_LL * sparse_L).triu(1), dim=1).tolist()
-    # plans[layer]: least loss with n layers from `layer` on, `layer` the first of them, and which.
+    # plans[layer]: the least loss of n layers of which `layer` is the first, and these layers.
     plans: dict[int, tuple[float, tuple[int, ...]]] = {
         layer: (until_LL[layer][-1], (layer,)) for layer in candidates
     }

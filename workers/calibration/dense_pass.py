@@ -1,4 +1,4 @@
-"""Reads a text densely, in one piece, and shows each layer's attention."""
+"""Reads a text densely, in one piece, and shows each layer's attention to a hook."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from ...kernels.methods import method_spec
 from ..model.decoder.stack import LayerStack
 
 AttentionHook = Callable[[int, AttentionInput], torch.Tensor | None]
-"""hook(layer, x) -> out_BHTD instead of dense attention's, or None."""
+"""hook(layer, x) -> out_BHTD that replaces dense attention's, or None."""
 
 
 def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
@@ -35,7 +35,7 @@ def read_densely(
 
 
 def attended(method: Attention, x: AttentionInput, layer: int) -> torch.Tensor:
-    """Return out_BHTD of a prompt's only chunk."""
+    """Return out_BHTD of a prompt that is one chunk."""
     out_BHTD, _coverage = method.attend(x, method.new_state(state_spec(x, layer)))
     return out_BHTD
 

@@ -27,8 +27,8 @@ COSTED_AT = 0.5
 """The quota at which layers' costs are measured: a mean density of about 8% at 128K."""
 
 GROWTH = 0.4
-"""A level of density d, made for the longest documents, means d (longest / tokens)^GROWTH for others: a row's
-tiles grow."""
+"""A level of density d, made for the longest documents, means d (longest / tokens)^GROWTH for others, because
+a row's tiles grow in number."""
 
 Told = Callable[[str], None]
 
@@ -48,7 +48,7 @@ def method_levels(
 
     Args:
         probes: Length in tokens → documents. Each is read densely once for each layer, and once more.
-        profile: Its levels count when the longest prompts are sought, at which a density means itself.
+        profile: Its levels count, too, for the longest length, at which a density means itself.
 
     Raises:
         ValueError: The method ranks no tiles by a score, or the least possible density is above a density.
@@ -80,7 +80,7 @@ def method_levels(
 
 
 def placed(thresholds: Sequence[tuple[float, ...]], stack: LayerStack) -> tuple[tuple[float, ...], ...]:
-    """Put ones, which nobody reads, where layers have windows."""
+    """Insert rows of ones, which nobody reads, for layers with windows."""
     config, rest = stack.config, iter(thresholds)
     unread = (1.0,) * config.q_heads
     return tuple(unread if layer in config.window_layers else next(rest) for layer in range(config.layers))
@@ -97,7 +97,7 @@ def require_thresholds(method: MethodSpec) -> None:
 
 
 def least_density(measured: Sequence[Curves], allocation: Allocation) -> float:
-    """Return what sink and window, or the least thresholds, take on average."""
+    """Return the mean density of sink and window, or of the least thresholds."""
     density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
     if allocation == "threshold":
         least = least_adjusted(density_LHI.flatten(0, 1), measured[0].quotas)

@@ -29,7 +29,7 @@ _KINDS = ("uuid", "number", "word")
 
 @dataclass(frozen=True)
 class Needle:
-    """kind: `uuid`, `number` or `word`."""
+    """A fact to hide. `kind` is `uuid`, `number` or `word`."""
 
     key: str
     value: str
@@ -61,7 +61,6 @@ def make_needles(count: int, seed: int) -> list[Needle]:
 
 
 def _words(count: int, rng: random.Random) -> tuple[list[str], list[str]]:
-    """Up to 102 pairs share no word."""
     every = min(len(_ADJECTIVES), len(_NOUNS))
     if count > every**2:
         raise ValueError(f"at most {every**2} needles, {count} asked for")

@@ -1,7 +1,7 @@
-"""Documents with questions whose answers they hold, as token ids, without torch.
+"""Makes documents with questions whose answers they hold, as token ids, without torch.
 
 The kinds are RULER's (Hsieh et al. 2024): needles, several values for a key, variable chains. SmolLM2-135M
-does not list all values or variables, so any value is right, and a chain is asked for link by link.
+does not list all values or variables. So any value is right, and a chain is asked for link by link.
 """
 
 import random
@@ -18,7 +18,7 @@ EncodeAll = Callable[[Sequence[str]], list[list[int]]]
 """Token ids of each text, without special tokens."""
 Item = TypeVar("Item")
 VALUES = 4
-"""Numbers of a key, and assignments of a chain."""
+"""Values of a key, and assignments of a chain."""
 ANSWER_WEIGHT = 2.0
 """Default weight of the divergence at answers' tokens, beside the tail's."""
 
@@ -32,7 +32,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """facts: places of what is asked for, in order; empty if unknown."""
+    """A document and its questions. `facts` are the places of the answers, in order; empty if unknown."""
 
     ids: list[int]
     questions: list[Question]
@@ -40,7 +40,7 @@ class Document:
 
 
 class Text:
-    """A text cut before white space behind sentences, which no token reaches across."""
+    """A text, cut into sentences before white space. No token reaches across a cut."""
 
     def __init__(self, text: str, encode_all: EncodeAll) -> None:
         cuts = [match.start() for match in re.finditer(r"(?<=[.!?])\s", text)]
@@ -49,7 +49,8 @@ class Text:
         self.encode_all = encode_all
 
     def take(self, rng: random.Random, tokens: int) -> list[list[int]]:
-        """Return `tokens` tokens of sentences from a random place. Raises ValueError for a short text."""
+        """Return `tokens` tokens of sentences from a random place. Raises ValueError if the text is
+        shorter."""
         left, last_start = tokens, len(self.sentences)
         while left > 0 and last_start > 0:
             last_start -= 1
@@ -72,7 +73,7 @@ def needles(rng: random.Random, tokens: int, count: int, text: Text) -> Document
 
 
 def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Return as many needles as fit, one a line, and nothing else; `count` are asked for."""
+    """Return a document of only needles, one a line, as many as fit. `count` of them are asked for."""
     every = hay.make_needles(min(10_000, tokens // 10), rng.getrandbits(32))
     rng.shuffle(every)
     ids: list[int] = []
@@ -87,7 +88,7 @@ def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Documen
 
 
 def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Return keys of several numbers each, in text."""
+    """Return a document with keys of several numbers each, hidden in text."""
     made = hay.make_needles(count, rng.getrandbits(32))
     keyed = [[(n.key, str(rng.randint(1_000_000, 9_999_999))) for _ in range(VALUES)] for n in made]
     hidden = [hay.Needle(key, number, "number") for key, number in _mixed(rng, keyed)]
@@ -96,7 +97,7 @@ def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
 
 
 def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Return chains of assignments between variables. Each is asked for."""
+    """Return a document with chains of assignments between variables. Each assignment is asked for."""
     names = set[str]()
     while len(names) < count * (VALUES + 1):
         names.add("".join(rng.choices(string.ascii_uppercase, k=5)))
@@ -124,7 +125,8 @@ def with_answers(probe: Document) -> tuple[list[int], list[int]]:
 def hidden_in(
     rng: random.Random, tokens: int, facts: Sequence[str], text: Text
 ) -> tuple[list[int], list[range]]:
-    """Return `tokens` tokens of text with the facts in order, evenly spread with jitter, and their places."""
+    """Return `tokens` tokens of text with the facts in order, evenly spread with jitter, and the facts'
+    places."""
     encoded = text.encode_all([f" {fact}" for fact in facts])
     room = tokens - sum(map(len, encoded))
     if room < 0:
@@ -142,7 +144,6 @@ def hidden_in(
 
 
 def _mixed(rng: random.Random, lists: Sequence[Sequence[Item]]) -> list[Item]:
-    """Shuffle items, but keep each list's order."""
     turns = [which for which, items in enumerate(lists) for _ in items]
     rng.shuffle(turns)
     left = [iter(items) for items in lists]

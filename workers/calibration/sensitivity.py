@@ -1,6 +1,8 @@
 """Measures what a layer's error costs in predictions: one layer after the other is read sparsely, the rest
-densely. Errors of heads (`curves.py`) are weighed by it: in SmolLM2-135M two of 30 layers make more than half
-of the divergence.
+densely.
+
+Errors of heads (`curves.py`) are weighted by it: in SmolLM2-135M two of 30 layers make more than half of the
+divergence.
 
 Shape suffixes also: R rows.
 """
@@ -25,8 +27,10 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Mean KL(dense | one layer sparse) of next tokens, over the document's tail and over answers' tokens
-    (float64, CPU), for each layer without a window."""
+    """Mean KL(dense | one layer sparse) of next tokens, for each layer without a window (float64, CPU).
+
+    `tail_L` is over the document's tail, `answer_L` over answers' tokens.
+    """
 
     tail_L: torch.Tensor
     answer_L: torch.Tensor
@@ -34,7 +38,8 @@ class LayerCosts:
 
 @torch.inference_mode()
 def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerCosts:
-    """Questions and answers behind the document are read densely."""
+    """Return what each layer's sparse reading of the document costs. Questions and answers behind it are read
+    densely."""
     ids, answers = with_answers(probe)
     tokens = len(probe.ids)
 
@@ -63,7 +68,7 @@ def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerC
 
 
 def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tensor) -> torch.Tensor:
-    """Return kl_T (float64, CPU) of next tokens. Logits of all rows would fill a small machine."""
+    """Return kl_T (float64, CPU) of next tokens, in parts: logits of all rows would fill a small machine."""
     parts = []
     for dense_AC, method_AC in zip(torch.split(dense_TC, _ROWS), torch.split(method_TC, _ROWS), strict=True):
         dense_AV, method_AV = (stack.logits(rows_AC).log_softmax(-1) for rows_AC in (dense_AC, method_AC))
@@ -72,6 +77,5 @@ def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tenso
 
 
 def _rows(x: AttentionInput, first: int, last: int) -> AttentionInput:
-    """Queries first .. last - 1 see all keys before `last`."""
     q_BHTD = x.q_BHTD[:, :, first:last]
     return AttentionInput.of(q_BHTD, x.k_BGSD[:, :, :last], x.v_BGSD[:, :, :last], q_start=first)

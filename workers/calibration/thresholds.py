@@ -1,7 +1,7 @@
-"""XAttention's search for each head's threshold (Xu et al. 2025, section 2.3), to compare `allocation.py`
-with.
+"""XAttention's search for each head's threshold (Xu et al. 2025, section 2.3), as a comparison for
+`allocation.py`.
 
-The paper's table D[h][m] holds the best performance of m adjustments among h heads, each of which takes a
+The paper's table D[h][m] holds the best performance of m adjustments among h heads. Each adjustment takes a
 tenth off a threshold. Heads' losses stand for performance here.
 
 Shape suffixes also: I measured quotas, J adjustments of one head, M of all.
@@ -15,14 +15,14 @@ START, FACTOR = 0.9, 0.9
 """The paper's first threshold and factor."""
 
 ADJUSTMENTS = 24
-"""At most, of one head: down to a threshold of 0.07."""
+"""The most adjustments of one head, down to a threshold of 0.07."""
 
 
 def adjusted_quotas(
     density_HI: torch.Tensor, loss_HI: torch.Tensor, quotas: Sequence[float], density: float
 ) -> list[float]:
-    """Return each head's quota after the fewest adjustments that reach the mean density, where they cost
-    least.
+    """Return each head's quota after the fewest adjustments that reach the mean density, chosen at the least
+    loss.
 
     Density and loss are linear between measured quotas. Raises ValueError if all adjustments leave more.
     """
@@ -44,7 +44,7 @@ def adjusted_quotas(
 
 
 def least_adjusted(density_HI: torch.Tensor, quotas: Sequence[float]) -> float:
-    """Return the mean density of heads with all adjustments."""
+    """Return the heads' mean density after all adjustments."""
     return float(between(density_HI, quotas, _thresholds()[-1:]).mean())
 
 
@@ -57,7 +57,8 @@ def _table(density_HJ: torch.Tensor, loss_HJ: torch.Tensor) -> tuple[torch.Tenso
 
     Returns:
         adjusted_HM: How often each head is adjusted if the heads up to it are adjusted M times and lose
-            least. density_M: The sum over all heads then.
+            least.
+        density_M: The sum over all heads then.
     """
     heads, adjustments = density_HJ.shape[0], density_HJ.shape[1] - 1
     loss_M = torch.full((heads * adjustments + 1,), float("inf"), dtype=torch.float64)
@@ -80,7 +81,7 @@ def _later(value_M: torch.Tensor, places: int, first: float) -> torch.Tensor:
 
 
 def between(value_HI: torch.Tensor, quotas: Sequence[float], quota_J: torch.Tensor) -> torch.Tensor:
-    """Return value_HJ, float64, at quotas between the measured ones, which ascend."""
+    """Return value_HJ, float64, interpolated between measured quotas, which ascend."""
     quota_I = torch.tensor(quotas, dtype=torch.float64)
     after_J = torch.searchsorted(quota_I, quota_J).clamp(1, len(quotas) - 1)
     low_J, high_J = quota_I[after_J - 1], quota_I[after_J]

@@ -1,5 +1,6 @@
-"""Shows which tiles of attention a method chooses for a prompt, by layer and head. Dense rows of the Δ
-correction and Delta-KV's packed rest do not show.
+"""Shows which tiles of attention a method chooses for a prompt, by layer and head.
+
+Dense rows of the Δ correction and Delta-KV's packed rest are left out.
 
 Shape suffixes also: N query blocks, M key blocks.
 """
@@ -26,14 +27,14 @@ from ..settings import ModelSpec
 
 @dataclass(frozen=True)
 class TilesRead:
-    """read_LHNM: bool, nothing above the diagonal."""
+    """The tiles that were read. read_LHNM is bool, with nothing above the diagonal."""
 
     read_LHNM: np.ndarray[Any, Any]
     tokens: int
 
     @property
     def density_LH(self) -> np.ndarray[Any, Any]:
-        """Tiles read over causal tiles, float64."""
+        """The share of causal tiles that was read, float64."""
         blocks = self.read_LHNM.shape[-1]
         density_LH: np.ndarray[Any, Any] = self.read_LHNM.sum((-1, -2)) / (blocks * (blocks + 1) / 2)
         return density_LH
@@ -53,7 +54,7 @@ def tiles_read(
 
     Args:
         chunk_tokens: A multiple of 128.
-        progress: It hears the tokens read so far.
+        progress: Called with the number of tokens read so far.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -101,7 +102,7 @@ def tiles_read(
 
 
 def _listed(mask: TileMask, blocks: int) -> torch.Tensor:
-    """Return bool_HNM. The rest of a list is undefined: it becomes block 0, which is in every list."""
+    """Return bool_HNM. A list's undefined rest is read as block 0, which is in every list."""
     index_HNM, count_HN = mask.index_BHNM[0].long().cpu(), mask.count_BHN[0].cpu()
     listed_HNM = torch.arange(index_HNM.shape[-1]) < count_HN[..., None]
     read_HNM = torch.zeros(*count_HN.shape, blocks, dtype=torch.bool)

@@ -1,5 +1,5 @@
 """A decode worker: receives a prompt's K/V into pages and makes the answer's tokens from them.
 
-Walk it from `worker` (its Ray actor) to `engine`, which finds a `request` in the `request_table` and plans
-its `reads`. `scheduler` batches requests into `step_rows`; `runner` computes steps with `decode_attention`.
+Start at `worker` (its Ray actor) and `engine`, which finds a `request` in the `request_table` and plans its
+`reads`. `scheduler` batches requests into `step_rows`; `runner` computes steps with `decode_attention`.
 """

@@ -1,4 +1,4 @@
-"""A decode step's attention, by DELTA (Algorithm 2): which layers attend to selected pages.
+"""The attention of a decode step, by DELTA (Algorithm 2), which chooses the pages that a layer reads.
 
 A Δ-layer attends to all pages and scores them: a token's score is its largest attention weight over heads, a
 page's the sum over its tokens. Sparse layers up to the next Δ-layer read the K best pages, the last L among
@@ -29,7 +29,7 @@ from ..settings import DecodeConfig
 
 
 class PageSelectionError(ValueError):
-    """A page selection that is not configured or not possible."""
+    """A page selection is not configured or not possible."""
 
 
 class LayerRole(Enum):
@@ -40,8 +40,13 @@ class LayerRole(Enum):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Every layer's role, and the budget K and recency L in pages. windows: dense layers that read their last
-    tokens alone, and how many."""
+    """How each layer attends.
+
+    Attributes:
+        budget: Pages that a sparse layer reads (K).
+        recency: How many of these are the last pages (L).
+        windows: Dense layers that read only their last tokens, and how many.
+    """
 
     roles: tuple[LayerRole, ...]
     budget: int
@@ -53,8 +58,8 @@ class LayerPlan:
         return self.roles.count(LayerRole.SPARSE)
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Count the pages that sparse layers read in a step over `length` tokens, and those they could
-        read."""
+        """Count the pages of all sparse layers in a step over `length` tokens: those they read, and those
+        they could read."""
         pages = pages_for(length)
         return self.sparse_layers * (
             min(pages, self.budget) if selects else pages
@@ -65,10 +70,12 @@ class LayerPlan:
         return LayerRole.SCORING in self.roles
 
     def selects_pages(self, page_selection: str, default: str) -> bool:
-        """Whether a request's sparse layers read selected pages only. page_selection: empty for the worker's
-        default.
+        """Whether a request's sparse layers read selected pages only.
 
-        Raises: PageSelectionError for an unknown name, and for `delta` without Δ-layers.
+        Args:
+            page_selection: The request's choice; empty for `default`.
+        Raises:
+            PageSelectionError: The name is unknown, or it is `delta` and no layer is a Δ-layer.
         """
         name = page_selection or default
         if name == PageSelection.FULL:
@@ -86,7 +93,7 @@ class LayerPlan:
 def plan_layers(
     config: DecodeConfig, layers: int, windows: Mapping[int, int] = MappingProxyType({})
 ) -> LayerPlan:
-    """Raises PageSelectionError with the key."""
+    """Plan every layer's role. Raises PageSelectionError, which names the wrong key."""
     for problem in (*config.layer_problems(layers, windows), *config.contradictions()):
         raise PageSelectionError(problem)
     first = min(config.delta_layers, default=layers)
@@ -103,8 +110,12 @@ def plan_layers(
 
 @dataclass(frozen=True)
 class BatchRows:
-    """lengths_R: tokens, the one being computed included. selects_R: int32, 1 for rows that select pages;
-    None where no row does."""
+    """A step's requests, one row each.
+
+    Attributes:
+        lengths_R: Tokens, the one being computed included.
+        selects_R: int32, 1 for rows that select pages; None if no row does.
+    """
 
     table_RP: torch.Tensor
     lengths_R: torch.Tensor
@@ -112,8 +123,11 @@ class BatchRows:
 
 
 class StepAttention:
-    """One query row a request. Launches depend on shapes and on whether any row selects pages. Ranks with
-    other heads choose the same pages."""
+    """Computes the attention of one decode step, with one query row a request.
+
+    Launches depend only on shapes and on whether any row selects pages. Ranks have different heads but choose
+    the same pages.
+    """
 
     def __init__(
         self, plan: LayerPlan, rows: BatchRows, scale: float, collectives: Collectives = SINGLE_RANK
@@ -132,15 +146,18 @@ class StepAttention:
         v_PSGD: torch.Tensor,
         scales: Scales | None = None,
     ) -> torch.Tensor:
-        """Return out_RHD of one layer. The step's own K/V must be in the pages already. scales: of pages
-        in 8 bits."""
+        """Compute out_RHD of one layer. The pages must already hold the step's own K/V.
+
+        Args:
+            scales: The pages' scales, in 8 bits.
+        """
         role, rows = self._plan.roles[layer], self._rows
         args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
         how: dict[str, Any] = {"scale": self._scale, "scales": scales}
         if rows.selects_R is None or role is LayerRole.DENSE:
             return paged_attention(*args, **how, window=self._plan.windows.get(layer, 0))[0]
         if role is LayerRole.SPARSE:
-            assert self._selected is not None  # plan_layers sees to it
+            assert self._selected is not None  # plan_layers puts a Δ-layer before every sparse layer
             selected_RK, counts_R = self._selected
             out_RHD, _lse = paged_attention_sparse(*args, selected_RK=selected_RK, counts_R=counts_R, **how)
             return out_RHD
@@ -151,7 +168,7 @@ class StepAttention:
         selected_RK, counts_R = select_pages(
             page_score_RP, rows.lengths_R, budget=plan.budget, recency=plan.recency, page_tokens=PAGE_TOKENS
         )
-        self._selected = selected_RK, counts_R * rows.selects_R  # a count of 0: all pages
+        self._selected = selected_RK, counts_R * rows.selects_R  # a count of 0 reads all pages
         return out_RHD
 
     def _over_all_heads(self, token_score_RS: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A decode worker without Ray.
+"""A decode worker's engine, which needs no Ray.
 
-The event loop's thread owns all bookkeeping. A compute thread runs `scheduler`'s and `runner`'s tensor work,
-and a hand-off thread writes received K/V. So renewing and cancelling wait for neither.
+The event loop's thread owns all bookkeeping. A compute thread runs the tensor work of `scheduler` and
+`runner`, and a hand-off thread writes received K/V. So renewing and cancelling wait for neither.
 """
 
 import asyncio
@@ -69,16 +69,17 @@ _CLOSING = "the decode worker is shutting down"
 
 
 class DecodeEngine:
-    """One worker: construct it, `await start()`, and `await close()` at the end.
+    """Serves the requests of one decode worker. Construct it, `await start()`, and `await close()` at the
+    end.
 
     Args:
-        name: the actor's name (`decode:<id>`).
-        stack: rank 0's part of the model.
-        ranks: the other ranks.
-        digest: the model's, for a store.
-        wall: seconds since the epoch.
-        clock: seconds.
-    Raises: PageSelectionError or ValueError for a configuration that does not fit the model.
+        name: The actor's name (`decode:<id>`).
+        stack: Rank 0's part of the model.
+        ranks: The other ranks.
+        digest: The model's digest, under which a store saves K/V.
+        wall: Seconds since the epoch.
+    Raises:
+        PageSelectionError, ValueError: The configuration does not fit the model.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class DecodeEngine:
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks[1:], return_exceptions=True)
-        await self._receiving.cancel()  # their pages are given to nobody any more
+        await self._receiving.cancel()  # late writes do no harm: nobody else gets these pages
         if self._tiers is not None:
             await self._tiers.close()
         for thread in self._threads:
@@ -189,10 +190,11 @@ class DecodeEngine:
         )
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Take pages, or wait for them if asked to.
+        """Reserve pages for a request, or wait for them if it asks to.
 
-        Raises: ValueError for counts that make no sense; DecodeFailed while the worker takes no requests, or
-        if the request is cancelled while it waits.
+        Raises:
+            ValueError: The reservation's counts contradict one another.
+            DecodeFailed: The worker takes no requests, or the request was cancelled while it waited.
         """
         self._check_available()
         if reservation.page_selection:
@@ -205,12 +207,15 @@ class DecodeEngine:
         return await self._requests.reserve(reservation)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """Receive K/V into pages. Unknown requests, other attempts and exact repetitions are ignored.
+        """Read announced K/V into the request's pages. Unknown requests, other attempts and exact repetitions
+        are ignored.
 
-        A failed or contradictory announcement also stops the sending stage. The request fails, unless it
-        is resumed before anybody waits for its K/V: no answer comes from incomplete K/V.
+        An error also stops the sending stage. The request fails, unless it is resumed before its job comes:
+        no answer is made from incomplete K/V.
 
-        Raises: HandoffError; ArrivalError for K/V that the request does not have.
+        Raises:
+            HandoffError: The K/V could not be read.
+            ArrivalError: The request has no such K/V.
         """
         request = self._expecting(announcement)
         if request is None:
@@ -223,7 +228,8 @@ class DecodeEngine:
         times.handoff_bytes += moved
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """It ignores what `announce` ignores. Raises ArrivalError for unusable logits."""
+        """Take a request's first logits. It ignores what `announce` ignores. Raises ArrivalError for unusable
+        logits."""
         request = self._expecting(message)
         if request is not None:
             vocab = 0 if request.reservation.reads else self._model.vocab
@@ -264,11 +270,13 @@ class DecodeEngine:
         self._submit_if_ready(request)
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """Writes under way end first and later ones are dropped, so that none overwrites what is read
-        again."""
+        """See `DecodeWorker.resume`.
+
+        Running writes end first, and later ones are dropped. So none overwrites K/V that is read again.
+        """
         self._check_available()
         await self._being_read(request_id).pages.unused()
-        request = self._being_read(request_id)  # unless it has ended meanwhile
+        request = self._being_read(request_id)  # it may have ended meanwhile
         return request.resume(points, attempt, self._clock())
 
     def _being_read(self, request_id: str) -> DecodeRequest:
@@ -312,13 +320,13 @@ class DecodeEngine:
             while True:
                 event = await request.events.get()
                 if isinstance(event, FinishEvent):
-                    await request.pages.freed.wait()  # who hears the end finds the pages free
+                    await request.pages.freed.wait()  # a caller who hears the end finds the pages free
                     yield event
                     return
                 yield event
         finally:
             request.close(FinishReason.CANCELLED, "the caller stopped reading")
-            if request.session is None:  # otherwise its door must say first that it has heard of the session
+            if request.session is None:  # else wait until its door has confirmed the session, by `renew`
                 self._requests.forget(request)
 
     def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
@@ -383,7 +391,7 @@ class DecodeEngine:
         request.times.job = self._clock()
         request.span = self._tracer.begin("keep", job.trace, self._clock, request.times.job)
         await request.settled()
-        with suppress(DecodeFailed):  # then it has ended
+        with suppress(DecodeFailed):  # it has ended then, which is handled below
             await request.pages.come()
         if request.inbox.lost:
             request.close(FinishReason.NO_KV, request.inbox.lost)
@@ -447,7 +455,8 @@ def load_engine(
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
-    """ranks: the other ranks. Raises: ModelError, and what `DecodeEngine` raises."""
+    """Load rank 0's part of the model and make the engine. Raises ModelError, and what `DecodeEngine`
+    raises."""
     stack = load_part(model, config, 0, tell)
     digest = store_digest(model, config)
     return DecodeEngine(name, stack, config, reader=reader, ranks=ranks, digest=digest, tracer=tracer)

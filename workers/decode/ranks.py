@@ -1,8 +1,9 @@
-"""The ranks of a decode worker. Each has its heads' K/V and its part of every matrix (tensor parallelism).
+"""The ranks of a decode worker (tensor parallelism). Each has a share of the heads, their K/V, and its part
+of every matrix.
 
-Rank 0 is the worker: it schedules, and sends every piece of work to the other ranks before it begins its own.
-So all ranks make the same calls in the same order, and meet in the collectives of each layer. Pages have one
-number on all ranks. K/V is handed over to each rank apart: it reads the heads that it keeps.
+Rank 0 is the worker. It schedules, and sends each piece of work to the other ranks before it begins its own.
+So all ranks make the same calls in the same order, and meet in the collectives of each layer. A page has the
+same number on all ranks. A hand-off goes to each rank apart: the rank reads the heads that it keeps.
 """
 
 import asyncio
@@ -48,7 +49,10 @@ ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
 
 
 def device_of_rank(config: DecodeConfig, rank: int) -> str:
-    """Ray shows a process that asks for no GPU all of them: each rank then takes one by its number."""
+    """Return the device of a rank.
+
+    Ray shows all GPUs to a process that asks for none. Each rank then takes that of its number.
+    """
     shared = config.device == "cuda" and config.gpus == 0 and config.tensor_parallel > 1
     return f"cuda:{rank}" if shared else config.device
 
@@ -64,7 +68,7 @@ def make_threads(config: DecodeConfig, rank: int = 0) -> tuple[ThreadPoolExecuto
 
 
 def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, Any]:
-    """Return `DecodeRunner`'s sizes and kind of K/V, which are the same on every rank."""
+    """Return `DecodeRunner`'s sizes and dtype of K/V, which are the same on every rank."""
     pages = config.cache_tokens // PAGE_TOKENS
     return {
         "pages": pages,
@@ -75,24 +79,26 @@ def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 class LeadRunner(DecodeRunner):
-    """Rank 0's runner: every call is made on the other ranks, too. One that fails leaves the ranks out of
-    step, so none follows."""
+    """Rank 0's runner, which makes every call on the other ranks, too.
+
+    A call that fails leaves the ranks out of step, so no further call is made.
+    """
 
     def __init__(self, stack: LayerStack, plan: LayerPlan, ranks: Sequence[Rank] = (), **sizes: Any) -> None:
         super().__init__(stack, plan, **sizes)
         self._ranks = ranks
         self._sent: tuple[int, ...] = ()
-        """Keys of the rows that the other ranks have."""
+        """Keys of the rows that the other ranks have received."""
         self.fault = ""
         """Why the worker should be replaced; empty while its ranks are in step."""
 
     def lose(self, error: BaseException) -> None:
-        """A rank is lost, or out of step."""
+        """Note that a rank is lost, or out of step."""
         self.fault = self.fault or f"its ranks are out of step: {type(error).__name__}: {error}"
 
     @contextmanager
     def _on_all(self, work: str, *arguments: Any) -> Iterator[None]:
-        """Send a call to the other ranks, and make rank 0's in the block."""
+        """Send a call to the other ranks. The block makes rank 0's own."""
         if self.fault:
             raise RuntimeError(self.fault)
         try:
@@ -140,7 +146,12 @@ class LeadRunner(DecodeRunner):
 
 
 class FollowerRank:
-    """Plays `Rank`. reader: of the K/V transport. digest: the model's, for a store."""
+    """A `Rank` other than 0.
+
+    Args:
+        reader: Makes the reader of the K/V transport.
+        digest: The model's, for a store.
+    """
 
     def __init__(
         self, stack: LayerStack, config: DecodeConfig, reader: ReaderMaker, digest: str = ""
@@ -175,7 +186,6 @@ class FollowerRank:
             self.fault = f"{work} failed: {type(error).__name__}: {error}"
 
     def _launch(self, rows: Sequence[Row] | None) -> None:
-        """rows: None where they are the last step's."""
         if rows is not None:
             self._rows = rows
         self._runner.launch(self._rows)
@@ -203,7 +213,7 @@ class FollowerRank:
 
 
 class InOrder:
-    """Puts numbered calls into order. Each number comes once, from 0 on."""
+    """Passes numbered calls on in the order of their numbers. Each number comes once, from 0 on."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -219,9 +229,9 @@ class InOrder:
 
 
 class RanksReader:
-    """A `KVReader` that has each rank read its heads. lose: told that a rank is gone.
+    """A `KVReader` that has each rank read its own heads. `lose` is told that a rank is gone.
 
-    The pages are in use as soon as ranks are asked, so a resumed prompt also waits for what they still pull.
+    The pages are in use as soon as ranks are asked, so a resumed prompt also waits for reads on other ranks.
     """
 
     def __init__(self, own: KVReader, ranks: Sequence[Rank], lose: Callable[[BaseException], None]) -> None:
@@ -247,7 +257,7 @@ class RanksReader:
 
 
 def joined_heads(parts: Sequence[HostKV]) -> HostKV:
-    """Put the ranks' heads side by side."""
+    """Concatenate the ranks' heads."""
     if len(parts) == 1:
         return parts[0]
     sides = zip(*((part.k, part.v, *part.scales) for part in parts), strict=True)
@@ -256,8 +266,10 @@ def joined_heads(parts: Sequence[HostKV]) -> HostKV:
 
 
 def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = silent) -> LayerStack:
-    """Load a rank's part of the model, and set this process's torch threads. Several ranks compute nothing
-    before `join_ranks`. Raises ModelError."""
+    """Load a rank's part of the model, and set this process's torch threads.
+
+    One of several ranks computes nothing before `join_ranks`. Raises ModelError.
+    """
     torch.set_num_threads(config.threads)
     ranks = config.tensor_parallel
     collectives = SINGLE_RANK if ranks == 1 else GroupCollectives(rank, ranks)
@@ -271,7 +283,7 @@ def load_rank(
 
 
 def store_digest(model: ModelSpec, config: DecodeConfig) -> str:
-    """Return the model's digest where K/V is saved under it."""
+    """Return the model's digest if K/V is saved to a store; otherwise an empty string."""
     return model_digest(model) if config.store else ""
 
 
@@ -290,7 +302,8 @@ def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:
 
 
 def one_shots(rank: int, ranks: int, device: torch.device) -> tuple[OneShotReduce, OneShotAddNorm]:
-    """Map every rank's memory here. All ranks must call it at the same time."""
+    """Make the collectives that read every rank's memory directly. All ranks must call it at the same
+    time."""
     return OneShotReduce(rank, _exchanged(rank, ranks, device)), OneShotAddNorm(
         rank, _exchanged(rank, ranks, device)
     )
@@ -298,7 +311,7 @@ def one_shots(rank: int, ranks: int, device: torch.device) -> tuple[OneShotReduc
 
 def _exchanged(rank: int, ranks: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
     peers, own = CudaPeerMemory(device), own_memory(ranks, device)
-    torch.cuda.synchronize(device)  # its zeros must not come after what others write
+    torch.cuda.synchronize(device)  # else zeroing the memory may overwrite what other ranks write to it
     handles: list[Any] = [None] * ranks
     dist.all_gather_object(handles, [peers.export(x) for x in own])
     return [own if n == rank else (peers.open(a), peers.open(b)) for n, (a, b) in enumerate(handles)]

@@ -1,8 +1,8 @@
-"""Plans what a decode worker reads of a request before its first token. Pure.
+"""Plans what a decode worker itself reads before a request's first token. Pure.
 
-Appended text is read in chunks. After sparse prefill the question's end chooses the blocks that it attends to
-most; they are computed again, then the question's end over them. Without appended text the prompt's last
-tokens count as the question.
+It reads appended text in chunks. After sparse prefill, the question's end selects the blocks that it attends
+to most. They are computed again, and then the question's end is read again over them. Without appended text,
+the prompt's last tokens count as the question.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from ..messages.requests import TAIL_TOKENS, GenerateJob, Reservation, recompute
 
 @dataclass(frozen=True)
 class Read:
-    """Read tokens from `start` on. select_blocks: how many of the first `select_among` tokens' blocks to
-    choose for computing again; 0: none."""
+    """Read these ids from position `start` on.
+
+    Attributes:
+        select_blocks: How many blocks to select for `Recompute`; 0: none.
+        select_among: They are selected among this many first tokens' blocks.
+    """
 
     start: int
     ids: Sequence[int]
@@ -35,7 +39,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Compute the blocks again that the step before has chosen."""
+    """Compute the blocks again that the step before has selected."""
 
 
 Step = Read | Recompute
@@ -54,12 +58,12 @@ def plan_reads(
     """Plan the reads of one request.
 
     Args:
-        kv_tokens: tokens whose K/V is in the pages.
-        known_ids: their ids; empty where no block is computed again.
-        append_ids: ids after them. The last `answered` belong to the answer.
-        chunk: the most tokens of one read.
-        blocks: how many blocks to compute again; none where all appended text is kept.
-        keep_tokens: tokens of a session. They are read once, so that it depends on no question.
+        kv_tokens: Tokens whose K/V is in the pages.
+        known_ids: Their ids; empty if no block is computed again.
+        append_ids: Ids after them. The last `answered` belong to the answer.
+        chunk: The most tokens of one read.
+        blocks: How many blocks to compute again. If all appended text is kept, none is.
+        keep_tokens: Tokens of the session to keep. They are read once, so that it depends on no question.
     """
     asked = len(append_ids) - answered
     answer = _chunks(kv_tokens + asked, append_ids[asked:], chunk)
@@ -71,20 +75,20 @@ def plan_reads(
     first = _chunks(kv_tokens, append_ids[:before], chunk)
     looking = replace(
         end, select_blocks=blocks, select_among=min(kv_tokens, end.start)
-    )  # what follows was read densely
+    )  # later tokens were read densely, and need no recomputing
     return [*first, looking, Recompute(), end, *answer]
 
 
 def next_layers(read: int, here: int, layers: int) -> range:
-    """Choose the layers of a read to compute next; none yet while too few have come.
+    """Choose the layers that a read computes next, while K/V comes layer by layer; none if too few have come.
 
-    At least half of what is left, so that a read over K/V that comes layer by layer has few parts and ends
-    soon after the last layer has come.
+    They are at least half of the layers left, so that a read has few parts and ends soon after the last layer
+    has come.
 
     Args:
-        read: layers that are computed.
-        here: layers whose K/V has come.
-        layers: of the model.
+        read: Layers that are computed.
+        here: Layers whose K/V has come.
+        layers: The model's layers.
     """
     return range(read, here) if 2 * (here - read) >= layers - read else range(0)
 
@@ -99,7 +103,11 @@ def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
 
 
 def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
-    """Check the ids of the tokens before the appended ones: all of them, or none. Raises ValueError."""
+    """Return `packed`: the ids of the tokens before the appended ones, checked.
+
+    Raises:
+        ValueError: These are neither all ids nor none, or one is outside the vocabulary.
+    """
     ids = np.frombuffer(packed, dtype="<u4")
     before = reservation.prefix_tokens + (0 if reservation.reads else reservation.prompt_tokens)
     if len(ids) not in (0, before) or (len(ids) and reservation.session_id is not None):
@@ -109,7 +117,8 @@ def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
 
 
 def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> array[int]:
-    """Check a job's appended ids against its reservation. Raises ValueError."""
+    """Check a job against its reservation, and return its appended ids. Raises ValueError if it does not
+    fit."""
     new_tokens = job.sampling.max_tokens
     if not 1 <= new_tokens <= reservation.max_tokens:
         raise ValueError(f"max_tokens {new_tokens} must be 1 .. {reservation.max_tokens}, which was reserved")

@@ -26,11 +26,15 @@ DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
 @dataclass(eq=False, kw_only=True)
 class DecodeRequest:
-    """Engine and scheduler move it on.
+    """A request and its state, which engine and scheduler advance.
 
-    serial: never used again, unlike the id. layers: of the model. reserved, renewed: seconds of the engine's
-    clock. length: tokens whose K/V is in the pages. token: the last one chosen, not in the pages yet. logits:
-    before the first token. inbox: of the last attempt.
+    Attributes:
+        serial: Its unique number. An id may be used again.
+        reserved, renewed: Seconds of the engine's clock.
+        length: Tokens whose K/V is in the pages.
+        token: The last chosen token, not in the pages yet.
+        logits: Set before the first token only.
+        inbox: The last attempt's.
     """
 
     serial: int
@@ -47,9 +51,9 @@ class DecodeRequest:
     deadline: float | None = None
     reads: deque[Step] = field(default_factory=deque)
     layers_read: int = 0
-    """Layers that are computed of the first of `reads`."""
+    """Layers of the first of `reads` that are computed."""
     known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
-    """Ids of all tokens before the answer, where blocks may be computed again."""
+    """Ids of all tokens before the answer; empty if no block may be computed again."""
     blocks: Sequence[int] = ()
     selects_pages: bool = False
     logits: Any = None
@@ -57,9 +61,9 @@ class DecodeRequest:
     produced: int = 0
     ended: tuple[FinishReason, str] | None = None
     overdue: int = 0
-    """How often in a row its lease was found to have run out."""
+    """Checks in a row that have found its lease expired."""
     session: Lease | None = None
-    """Made of its prompt."""
+    """The session that was made of its prompt."""
     answer_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
     recomputes: bool = False
     span: Span = NO_SPAN
@@ -75,11 +79,12 @@ class DecodeRequest:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens whose K/V is there before it reads anything itself."""
+        """Tokens whose K/V the request finds in its pages before its own reads."""
         return self.pages.held_tokens if self.reservation.reads else self.prompt_tokens
 
     def plan_reads(self, append_ids: array[int], chunk: int) -> None:
-        """Plan its reads once all K/V is here. Raises ValueError."""
+        """Plan its reads, given the ids behind its K/V. Raises ValueError if `answered_tokens` does not fit
+        them."""
         assert self.job is not None
         answered, asked = self.job.answered_tokens, self.reservation.reads
         if not 0 <= answered <= len(append_ids) - asked:
@@ -101,8 +106,10 @@ class DecodeRequest:
             self.known_ids += append_ids[:prompt_end]
 
     def remember(self) -> None:
-        """Let other prompts find its K/V, as far as it depends on no question and is not an approximation of
-        decode's."""
+        """Let other prompts find its K/V. Recomputed K/V depends on the question, and is left out.
+
+        After sparse prefill, only the first `lasting_tokens` of its key are remembered.
+        """
         key, tokens = self.reservation.key, self.length
         if key is None:
             return
@@ -113,7 +120,7 @@ class DecodeRequest:
         self.pages.remember(tokens, self.answer_ids.tobytes())
 
     def prepare(self, step: Step) -> None:
-        """Give the request pages of its own where the step overwrites pages that others may share."""
+        """Give the request pages of its own if the step overwrites pages that others may share."""
         size, known_tokens = PAGE_TOKENS, self.known_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
@@ -129,32 +136,35 @@ class DecodeRequest:
 
     @property
     def layers_to_read(self) -> range:
-        """The next layers to read of the first of `reads`; none while their K/V is coming."""
+        """The layers that the first of `reads` computes next; none while their K/V is coming."""
         return next_layers(self.layers_read, self.layers - self.pages.layers_coming, self.layers)
 
     @property
     def has_kv(self) -> bool:
-        """Whether it can begin: to read over K/V, of which the last layers may still be coming, or to
-        answer."""
+        """Whether its K/V suffices to begin.
+
+        A request that reads may begin while its last layers are still coming. One that only answers needs all
+        K/V.
+        """
         if self.reservation.reads:
             return bool(self.layers_to_read)
         return self.inbox.complete and not self.pages.layers_coming
 
     @property
     def ready(self) -> bool:
-        """Whether it is to be submitted, which happens once."""
+        """Whether it is to be submitted to the scheduler. That happens once."""
         if self.job is None or self.ended is not None or self.times.ready is not None:
             return False
         return self.has_kv and (self.reservation.reads or self.inbox.logits_V is not None)
 
     @property
     def left(self) -> int:
-        assert self.job is not None  # a request without a job is never ready
+        assert self.job is not None  # only a request with a job is ever ready
         return self.job.sampling.max_tokens - self.produced
 
     @property
     def row(self) -> Row:
-        """Its row of the next decode step or of the first sampling."""
+        """Its row in the next decode step or in the first sampling."""
         assert self.job is not None
         return Row(
             self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
@@ -167,7 +177,7 @@ class DecodeRequest:
             await waited.settled()
 
     def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
-        """Return the token from which on K/V must come again."""
+        """Begin the next attempt, and return the position from which K/V must be sent again."""
         tokens, self.inbox = self.inbox.resumed(points, attempt)
         self.renewed = now
         self.times.logits = self.times.complete = None

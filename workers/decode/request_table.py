@@ -1,4 +1,4 @@
-"""A decode worker's requests: who holds which pages, who waits, and who is given up.
+"""A decode worker's requests: who holds which pages, who waits, and which requests are given up.
 
 Only the event loop's thread uses it. It computes and receives nothing.
 """
@@ -31,8 +31,11 @@ from .request import DecodeRequest
 
 
 class DecodeRequests:
-    """The requests by id, from reservation until their callers have heard how they ended. `kv_changed` is
-    called with the request whose inbox has changed."""
+    """The requests by id, from reservation until their callers have heard how they ended.
+
+    `kv_changed` is called with a request when its inbox has changed, or when its layers have come from host
+    memory.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class DecodeRequests:
         return None if request is None or request.ended is not None else request
 
     def forget(self, request: DecodeRequest) -> None:
-        """Drop an ended request whose caller has heard why, unless another one has its id now."""
+        """Drop an ended request whose caller has heard its end, unless another request has its id now."""
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
 
@@ -136,7 +139,7 @@ class DecodeRequests:
                 requests[reservation.owner, reservation.door] += 1
                 own = reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
                 if request.session is not None and self._exists(request.session):
-                    own -= request.session.tokens - request.pages.held_tokens  # its pages are counted below
+                    own -= request.session.tokens - request.pages.held_tokens  # leases are counted below
                 tokens[reservation.owner, reservation.door] += max(0, own)
         for owner, kept in self.manager.leases.tokens_by_lease():
             tokens[owner, ""] += kept

@@ -1,7 +1,7 @@
 """Continuous batching: chooses what is computed next, and delivers the results.
 
-A turn admits requests, samples first tokens, reads one step of one request and decodes one step of all
-that run. Cancelling takes effect between these. Only tensor work leaves the event loop's thread.
+A turn admits requests, samples first tokens, computes one read of one request and one decode step of all
+running requests. Cancelling takes effect between these. Only tensor work leaves the event loop's thread.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from .runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult, SampledTok
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
-"""After so many failed turns of one kind in a row the worker counts as broken."""
+"""The worker counts as broken after this many failed turns of one kind in a row."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,12 @@ class _LaunchedAhead:
 
 
 class DecodeScheduler:
-    """Takes ready requests in order, at most `config.max_batch` at once. They read in turn. before_first:
-    called once a request, just before its first Token."""
+    """Runs at most `config.max_batch` requests at once, in the order in which they were submitted. Their
+    reads take turns.
+
+    Args:
+        before_first: Called once for each request, just before its first token is delivered.
+    """
 
     def __init__(
         self,
@@ -57,14 +61,14 @@ class DecodeScheduler:
         self._appending: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
         self._begun: set[DecodeRequest] = set()
-        """They have read the first layers of something, and the runner keeps what came out."""
+        """Requests whose read has computed its first layers. The runner keeps their hidden states."""
         self._ahead: _LaunchedAhead | None = None
         self._wake = asyncio.Event()
         self._stopping = False
         self._failures: Counter[str] = Counter()
         self.fault = ""
         self.appended = Recent()
-        """The rate of whole reads; short ones mostly take a fixed time."""
+        """The rate of whole reads. Short ones mostly take a fixed time, and are left out."""
 
     @property
     def running(self) -> int:
@@ -80,7 +84,7 @@ class DecodeScheduler:
         self._wake.set()
 
     def wake(self) -> None:
-        """K/V has come that a read may wait for."""
+        """Look again for work, since K/V has come that a read may wait for."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -117,7 +121,6 @@ class DecodeScheduler:
         return bool(may_admit or self._next_to_read() or self._running or self._ahead)
 
     def _next_to_read(self) -> DecodeRequest | None:
-        """Leaves out those whose next layers are still coming from host memory."""
         return next((request for request in self._appending if request.layers_to_read), None)
 
     async def _forget_ended(self) -> None:
@@ -127,7 +130,6 @@ class DecodeScheduler:
             await self._computed("giving up a read", [], forget)
 
     def _admit(self) -> list[DecodeRequest]:
-        """Returns requests whose first token can be sampled."""
         firsts: list[DecodeRequest] = []
         while self._waiting and self.running + len(firsts) < self._config.max_batch:
             request = self._waiting.popleft()
@@ -140,7 +142,6 @@ class DecodeScheduler:
         return firsts
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
-        """A kept session's partly filled page is copied, too."""
         logits, rows = [request.logits for request in requests], [request.row for request in requests]
         copies = [request.pages.copy_out for request in requests if request.pages.copy_out is not None]
         chosen = await self._computed(
@@ -154,7 +155,8 @@ class DecodeScheduler:
                 self._deliver(request, choice)
 
     async def _read(self, request: DecodeRequest) -> None:
-        """Read some layers of its next step, mostly all. Also samples the first token after the last read."""
+        """Compute some layers of a request's next read, mostly all. After the last read, sample the first
+        token."""
         self._appending.remove(request)
         self._appending.append(request)
         step, last, layers = request.reads[0], len(request.reads) == 1, request.layers_to_read
@@ -194,7 +196,7 @@ class DecodeScheduler:
         self, request: DecodeRequest, step: Step, layers: range, last: bool
     ) -> Callable[[], ReadResult]:
         pages, part = request.pages.table, None
-        if isinstance(step, Recompute):  # behind a read, so all layers have come
+        if isinstance(step, Recompute):  # it follows a read, so all layers have come
             ids, blocks = request.ids_of_blocks(), request.blocks
             return lambda: self._runner.recompute(pages, blocks, ids)
         if len(layers) < request.layers:
@@ -204,7 +206,7 @@ class DecodeScheduler:
         return lambda: self._runner.append(pages, step, last, copy, part)
 
     async def _decode(self) -> None:
-        """On a GPU the next step is launched before this one's tokens are delivered."""
+        """Decode one step. On a GPU the next one is launched before this one's tokens are delivered."""
         launched, self._ahead = self._ahead, None
         requests = tuple(self._running) if launched is None else launched.requests
         rows = [request.row for request in requests]
@@ -233,7 +235,7 @@ class DecodeScheduler:
             self._deliver(request, choice)
 
     def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Whether the next step has the same rows as far as is known. An end token shows later."""
+        """Whether the next step has the same rows, as far as is known. An end token shows only later."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
             return False
         if list(requests) != self._running:
@@ -243,7 +245,6 @@ class DecodeScheduler:
     async def _computed(
         self, kind: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
     ) -> T | None:
-        """Run `work` while the requests' pages are in use; None if it raised."""
         with _use_pages(requests):
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, work)

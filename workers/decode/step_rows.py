@@ -1,4 +1,4 @@
-"""A decode step's inputs in memory that is allocated once, in few shapes.
+"""The inputs of a decode step, in memory that is allocated once and in few shapes.
 
 Shape suffixes: R requests of the batch, P columns of the page table.
 """
@@ -13,14 +13,19 @@ from ...kernels.layers.sampling import SamplingRows
 from ..messages.requests import Sampling
 
 _NARROWEST = 512
-"""Columns of the narrowest table: 8,192 tokens."""
+"""Columns of the narrowest page table, which hold 8,192 tokens."""
 _FACTOR = 4
-"""Ratio of a table's width to the next narrower one. Every column costs time to score and rank."""
+"""Ratio of a table's width to the next narrower one. Each column costs time to score and rank."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """token: the last chosen one, at position `length`; the step adds its K/V. key: unique to the request."""
+    """A request in a step.
+
+    Attributes:
+        key: Unique to the request.
+        token: The last chosen one, at position `length`. The step adds its K/V.
+    """
 
     key: int
     pages: tuple[int, ...]
@@ -32,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """All that a step's launches depend on. columns: of the page table."""
+    """All that a step's launches depend on. `columns` are the page table's."""
 
     rows: int
     columns: int
@@ -45,8 +50,10 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Batch:
-    """Slices of the first rows of `StepRows`. Padding follows the requests' rows up to `shape.rows`, with the
-    scratch page. sampling: of the requests' rows alone."""
+    """Slices of `StepRows`: the requests' rows, then padding up to `shape.rows`, with the scratch page.
+
+    `sampling` has the requests' rows only.
+    """
 
     shape: BatchShape
     table_RP: torch.Tensor
@@ -57,10 +64,11 @@ class Batch:
 
 
 class StepRows:
-    """Rows that are written when requests come or go. Steps move ids and lengths on by themselves.
+    """The rows of all steps. They are written when requests come or go; steps advance ids and lengths
+    themselves.
 
-    A batch has one of a few sizes and widths, so that a CUDA graph of every shape can be kept. Without page
-    selection it has the widest, since only ranking takes time for each column.
+    A batch has one of a few sizes and widths, so that a CUDA graph of each shape can be kept. Without page
+    selection it has the largest width, since only ranking takes time for each column.
     """
 
     def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
@@ -77,21 +85,24 @@ class StepRows:
         self._batch: Batch | None = None
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """Only rows from the first changed one on are written."""
+        """Return the batch of these rows. Rows are written from the first changed one on."""
         keys = tuple(row.key for row in rows)
         if self._batch is None or keys != self._keys:
             same = 0
             while same < min(len(keys), len(self._keys)) and keys[same] == self._keys[same]:
                 same += 1
-            self._keys = ()  # if writing fails, nothing counts as written
+            self._keys = ()  # if writing fails, all rows are written next time
             shape = self._shape(rows)
             self._write(same, rows[same:], shape.rows)
             self._batch, self._keys = self._view(shape, [row.sampling for row in rows]), keys
         return self._batch
 
     def padding(self, selecting: bool) -> Iterator[Batch]:
-        """Make a batch of padding in every shape, and forget all rows. selecting: also shapes that select
-        pages."""
+        """Yield a batch of padding in each shape, and forget all rows.
+
+        Args:
+            selecting: Also yield the shapes that select pages.
+        """
         self._batch, self._keys = None, ()
         self._write(0, [], self.sizes[-1])
         for rows in self.sizes:
@@ -148,7 +159,6 @@ def sampling_rows(rows: Sequence[Sampling], vocab: int, device: torch.device) ->
 
 
 def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vocab: int) -> None:
-    """A greedy row's parameters change nothing."""
     for target, values in (
         (made.drawn_R, [row.temperature > 0 for row in rows]),
         (made.temperature_R1, [[row.temperature if row.temperature > 0 else 1.0] for row in rows]),

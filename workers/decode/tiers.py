@@ -1,7 +1,7 @@
-"""The K/V that a decode worker remembers below its pages: in host memory, and behind that on disk.
+"""The K/V that a decode worker remembers outside its pages: in host memory, and on disk.
 
-A reservation that builds on it is answered once it is in host memory. It comes into the request's pages layer
-by layer meanwhile, and whoever reads a layer waits for it (`RequestPages.come`).
+A reservation that builds on such K/V is answered once it is in host memory. From there it comes into the
+request's pages layer by layer, and readers of a layer wait for it (`RequestPages.come`).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _Loading = asyncio.Task[tuple[list[int], int]]
 
 
 class KeptTasks:
-    """Work that a caller who gives up must not stop half way."""
+    """Keeps tasks running when their callers give up."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -39,7 +39,7 @@ class KeptTasks:
         return task
 
     async def cancel(self) -> None:
-        """Stop all, and wait for their ends."""
+        """Cancel all tasks, and wait for their ends."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -47,8 +47,13 @@ class KeptTasks:
 
 
 class Tiers:
-    """requests: the worker's. memory: of all ranks. room: the most pages on disk. clock: seconds. in_place:
-    stages read and write the worker's own pages."""
+    """A worker's tiers.
+
+    Args:
+        memory: The host memory of all ranks.
+        room: The most pages on disk.
+        in_place: Whether stages use the worker's own pages.
+    """
 
     def __init__(
         self,
@@ -69,10 +74,10 @@ class Tiers:
         requests.manager.host = self.host
         self.under_way = KeptTasks()
         self._loading: set[str] = set()
-        """Requests whose beginning is being loaded from disk, and that nobody has cancelled."""
+        """Requests whose prefix is being loaded from disk and that nobody has cancelled."""
 
     def runs(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the loops that copy and save in the background, until cancelled."""
+        """Return the loops that copy and save in the background until they are cancelled."""
         return [self.host.run(), self.host.run_back(), *([] if self.store is None else [self.store.run()])]
 
     async def close(self) -> None:
@@ -84,8 +89,7 @@ class Tiers:
         return tuple(tier.stats(self._memory.page_bytes) for tier in tiers if tier is not None)
 
     def find(self, key: PromptKey) -> Prefix | None:
-        """Return a prompt's longest beginning that is in pages, and behind them in host memory, and behind
-        that on disk."""
+        """Find a prompt's longest beginning: first in pages, continued in host memory, then on disk."""
         pages, slots, exact = self._requests.manager.find(key)
         near, on_disk, seconds = len(pages) + len(slots), 0, 0.0
         if self.store is not None:
@@ -99,9 +103,13 @@ class Tiers:
         return Prefix(tokens=tokens, exact=exact, disk_tokens=on_disk * PAGE_TOKENS, disk_s=seconds)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Raises DecodeFailed if the request is cancelled while it waits, or if K/V does not come back.
+        """Load a request's prefix into host memory, then reserve its pages.
 
-        A stage that uses these pages would keep its whole group waiting for them, so they come first.
+        If a stage uses these pages in place, all layers come first. Otherwise its whole group would wait for
+        them.
+
+        Raises:
+            DecodeFailed: The request was cancelled while it waited, or K/V did not come back.
         """
         loaded, loaded_tokens = await self._load(reservation)
         try:
@@ -116,13 +124,14 @@ class Tiers:
         return reserved
 
     def cancel(self, request_id: str) -> None:
-        """The request takes no pages any more if it has none."""
+        """Stop a request that waits for the disk from taking pages."""
         self._loading.discard(request_id)
 
     async def _load(self, reservation: Reservation) -> tuple[list[int], int]:
-        """Load what a reservation builds on from disk into host memory.
+        """Load the K/V that a reservation builds on from disk into host memory.
 
-        Returns: held slots, and how many tokens were loaded.
+        Returns:
+            Slots, with a reference each, and how many tokens were loaded.
         """
         request_id, key = reservation.request_id, reservation.key
         if self.store is None or key is None or not reservation.prefix_tokens:

@@ -7,11 +7,15 @@ from ..messages.events import DecodeReport
 
 @dataclass(kw_only=True)
 class RequestTimes:
-    """Seconds of one monotonic clock; None: not yet.
+    """When a request reached each point, in seconds of one monotonic clock; None: not yet.
 
-    complete: the last page was here. ready: nothing was missing. admitted: the scheduler took it.
-    blocks_selected: appended text was read and blocks were chosen. read: the logits were there. first: the
-    first token was sampled.
+    Attributes:
+        complete: The last K/V was in the pages.
+        ready: Nothing was missing.
+        admitted: The scheduler took it.
+        blocks_selected: Appended text was read and blocks were selected.
+        read: The logits were there.
+        first: The first token was sampled.
     """
 
     job: float | None = None
@@ -24,7 +28,7 @@ class RequestTimes:
     first: float | None = None
     handoff_bytes: int = 0
     handoff_seconds: float = 0.0
-    """Seconds in which any of its K/V was under way."""
+    """Time during which any of its K/V was being received."""
     pages_attended: int = 0
     pages_held: int = 0
     steps: int = 0
@@ -66,7 +70,8 @@ class RequestTimes:
         }
 
     def report(self) -> DecodeReport:
-        """Report disjoint parts, which add up to the time from the job (or the logits) to the first token."""
+        """Report the parts of the time from the job (or the logits) to the first token. They are disjoint and
+        add up to it."""
         return DecodeReport(
             **{part: _length(*moments) for part, moments in self.parts.items()},
             handoff_bytes=self.handoff_bytes,

@@ -1,4 +1,4 @@
-"""Ray's side of a decode worker: its actors, one a rank, and the Serve deployment that owns them, without
+"""A decode worker in Ray: an actor for each rank, and the Serve deployment that owns them. It imports no
 torch."""
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from .ranks import FollowerRank
 
 _ASK_S = 1.0
-"""While rank 0 starts, the others are asked so often whether they have failed."""
+"""How often the other ranks are asked whether they have failed, while rank 0 starts."""
 
 __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
 def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
-    """Return one replica's bundles (0 for the replica, then one a rank) and strategy. Ranks share a host."""
+    """Return a replica's bundles (0 for the replica, then one a rank) and strategy. Ranks share a host."""
     bundles, strategy = placement_of(config.cpus, config.gpus, config.tensor_parallel)
     return bundles, "STRICT_PACK" if config.tensor_parallel > 1 else strategy
 
 
 @hosts(DecodeWorker)
 class DecodeActor(Leaving):
-    """Rank 0. Calls wait for loading. ranks: the other ranks' actors."""
+    """Rank 0. Calls wait until it has loaded. `ranks` are the other ranks' actors."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class DecodeActor(Leaving):
             await self._join()
         await self.hosted.start()
         gc.collect()
-        gc.freeze()  # what lives as long as the worker is not looked through again, between two tokens
+        gc.freeze()  # so that no collection between two tokens looks through long-lived objects
         self._compilations.ready = True
 
     async def _join(self) -> None:
@@ -102,7 +102,7 @@ class DecodeActor(Leaving):
         return self.hosted.fault
 
     async def exported_memory(self, pairing: str) -> Any:
-        """Return what `DecodeEngine.exported_memory` does; None for a stage of another pairing."""
+        """Return `DecodeEngine.exported_memory`; None if the stage belongs to another pairing."""
         return self.hosted.exported_memory() if pairing == self._pairing else None
 
 
@@ -127,7 +127,7 @@ class RankActor:
         await asyncio.to_thread(self.hosted.join, rendezvous)
 
     async def compute(self, number: int, work: str, *arguments: Any) -> None:
-        """Ray may begin calls of an asynchronous actor in another order."""
+        """Run calls in the order of their numbers: Ray may begin them in another order."""
         self._in_order(number, work, *arguments)
 
     async def check(self) -> str:
@@ -135,7 +135,7 @@ class RankActor:
 
 
 class RankOverRay:
-    """A `Rank` in another process. compute: from one thread."""
+    """A `Rank` in another process. Only one thread may call `compute`."""
 
     def __init__(self, number: int, actor: Any) -> None:
         self._actor = actor
@@ -154,8 +154,10 @@ def _rank_error(number: int, failure: Failure) -> Exception:
 
 
 class DecodeReplica(Replica):
-    """`head` is rank 0. A rank that is lost takes the others with it: they wait for it in the middle of a
-    step."""
+    """Owns the actors of all ranks; `head` is rank 0.
+
+    If one is lost, all are restarted: the others wait for it in the middle of a step.
+    """
 
     def __init__(
         self,
@@ -193,8 +195,8 @@ class DecodeReplica(Replica):
 
 
 def check_ranks(ranks: Sequence[Any]) -> None:
-    """Rank 0 would wait for a rank that has failed or is silent. Raises RuntimeError, or RayError for a dead
-    one."""
+    """Raise RuntimeError, or RayError, for a rank that failed, is silent or dead: rank 0 would wait for
+    it."""
     for number, check in enumerate([rank.check.remote() for rank in ranks], start=1):
         if not ray.wait([check], timeout=HEAD_PATIENCE_S)[0]:
             raise RuntimeError(f"rank {number} has not answered for {HEAD_PATIENCE_S:g} s")

@@ -1,5 +1,7 @@
-"""Accounts for one prompt's K/V, announced and written. Ranges are half-open: [start, stop) of one layer.
-Pure."""
+"""Accounts for one prompt's K/V: which ranges were announced, and which are written.
+
+A range is half-open: tokens [start, stop) of one layer. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,13 @@ class ArrivalError(ValueError):
 
 
 class KVArrival:
-    """A range is claimed when it is announced, so that a repetition is recognised while the first is still
-    read. held: so many first tokens are there from the start, and nobody writes to them."""
+    """Records a prompt's ranges: claimed when announced, written once read.
+
+    So a repeated announcement is recognised while the first one is still being read.
+
+    Args:
+        held: Number of first tokens whose K/V is there from the start. Nobody writes to them.
+    """
 
     def __init__(self, layers: int, tokens: int, held: int = 0) -> None:
         self._layers = layers
@@ -31,8 +38,13 @@ class KVArrival:
         return self._count == self._layers * self._tokens
 
     def claim(self, layer: int, start: int, tokens: int) -> bool:
-        """Return False if exactly this range was announced before. Raises ArrivalError for one outside the
-        prompt or one that overlaps another."""
+        """Claim an announced range.
+
+        Returns:
+            False if exactly this range was claimed before.
+        Raises:
+            ArrivalError: The range is outside the prompt or overlaps another one.
+        """
         if not 0 <= layer < self._layers:
             raise ArrivalError(f"K/V announced for layer {layer} of a model with {self._layers} layers")
         stop = start + tokens
@@ -56,13 +68,15 @@ class KVArrival:
         self._count += tokens
 
     def resume_point(self, points: Iterable[int]) -> int:
-        """Return the last of these points that ends ranges and before which every layer is complete, else
-        the end of what is held."""
+        """Return the largest of `points` before which every layer's K/V is complete; `held` if there is none.
+
+        A point counts only where a written range of every layer ends.
+        """
         ends = [set(_ends(written)) for written in self._written]
         return max(set(points).intersection(*ends), default=self._held)
 
     def until(self, tokens: int) -> KVArrival:
-        """Account for a prompt that is read again from a resume point on."""
+        """Make an account of the ranges written before a resume point."""
         rest = KVArrival(self._layers, self._tokens, self._held)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():

@@ -1,9 +1,9 @@
-"""Keys and values of a range of layers, in pages.
+"""The paged K/V cache of a range of layers.
 
-A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout, which decode kernels
-read in place. In 8 bits (`kernels.layers.kv_int8`) each row of head_dim channels has a scale, kept apart.
-So K/V has two sides, k and v, or four, with k's scales and v's; whoever moves K/V moves all of them as
-they are. Shape suffixes also: R slots of all pages.
+A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout. Decode kernels read it
+in place. In 8 bits (`kernels.layers.kv_int8`) each row of head_dim channels has a scale, which is kept in a
+tensor of its own. So K/V has two sides (k, v) or four (k, v, k's scales, v's scales). Whoever moves K/V moves
+all of them unchanged. Shape suffixes also: R slots of all pages.
 """
 
 import secrets
@@ -21,8 +21,7 @@ from ...kernels.layers.rope import KVRows
 from .pages.pool import PAGE_TOKENS, first_of_run, pages_for
 
 Sides = tuple[torch.Tensor, ...]
-"""k and v of some tokens, [tokens, kv_heads, head_dim]. In 8 bits also their scales, [tokens,
-kv_heads]."""
+"""k and v of some tokens, [tokens, kv_heads, head_dim]. In 8 bits also their scales, [tokens, kv_heads]."""
 
 
 class KVCacheError(ValueError):
@@ -30,8 +29,14 @@ class KVCacheError(ValueError):
 
 
 class PagedKVCache:
-    """layers: the model's numbers. dtype: the model's. int8: whether K/V is kept in 8 bits. rank, ranks:
-    `kv_heads` are this part of the model's. Fresh memory is zero, so unwritten slots are finite."""
+    """The K/V of a range of layers. It starts as zeros, so unwritten slots are finite.
+
+    Args:
+        layers: By the model's numbers.
+        kv_heads: Key/value heads of this rank.
+        dtype: The model's.
+        int8: Whether K/V is kept in 8 bits.
+    """
 
     def __init__(
         self,
@@ -51,10 +56,10 @@ class PagedKVCache:
         self.model_heads = kv_heads * ranks
         """Key/value heads of all ranks."""
         self.heads = slice(rank * kv_heads, (rank + 1) * kv_heads)
-        """Which of them are here."""
+        """This rank's slice of the model's key/value heads."""
         shape = (len(layers), pages, PAGE_TOKENS, kv_heads, head_dim)
         self.memory = secrets.token_hex(8)
-        """Names its memory. A cache that maps it in another process has the same name."""
+        """A random name of this memory. A cache that maps the memory in another process has the same name."""
         self.layers = layers
         self.device = torch.device(device)
         self.model_dtype = dtype
@@ -82,12 +87,12 @@ class PagedKVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of k and v in memory; uint8 in 8 bits."""
+        """The dtype in which k and v are stored; uint8 in 8 bits."""
         return self.k_LPSGD.dtype
 
     @property
     def sides(self) -> Sides:
-        """All memory, [layers, pages, page_tokens, …]."""
+        """All memory, one tensor [layers, pages, page_tokens, …] for each side."""
         if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return self.k_LPSGD, self.v_LPSGD
         return self.k_LPSGD, self.v_LPSGD, self.k_scale_LPSG, self.v_scale_LPSG
@@ -105,19 +110,23 @@ class PagedKVCache:
         return self.k_LPSGD[index], self.v_LPSGD[index]
 
     def scales(self, layer: int) -> Scales | None:
-        """Views [pages, page_tokens, kv_heads]; None unless K/V is kept in 8 bits."""
+        """Return a layer's scales as views [pages, page_tokens, kv_heads]; None unless K/V is kept in 8
+        bits."""
         if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return None
         index = self._index(layer)
         return Scales(self.k_scale_LPSG[index], self.v_scale_LPSG[index])
 
     def rows(self, layer: int) -> Sides:
-        """Views k_RGD, v_RGD, in 8 bits also k_RG, v_RG. Slot s of page p is row p · page_tokens + s."""
+        """Return a layer's sides as views k_RGD, v_RGD, in 8 bits also k_RG, v_RG.
+
+        Slot s of page p is row p · page_tokens + s.
+        """
         index = self._index(layer)
         return tuple(side[index].flatten(0, 1) for side in self.sides)
 
     def kv_rows(self, layer: int, rows_T: torch.Tensor) -> KVRows:
-        """Where new K and V of a layer go."""
+        """Return the rows to which a layer's new K and V are written."""
         k_RGD, v_RGD, *scales = self.rows(layer)
         return KVRows(k_RGD, v_RGD, rows_T, Scales(*scales) if scales else None)
 
@@ -125,9 +134,10 @@ class PagedKVCache:
         """Return rows_T (int64, on the device) of tokens start .. start+tokens-1 of a sequence.
 
         Args:
-            pages: its page table (1-D, int32/int64). Elsewhere than on the cache's device, each call copies
-                it.
-        Raises: KVCacheError if the table is too short.
+            pages: The sequence's page table (1-D, int32/int64). A table on another device is copied at each
+                call.
+        Raises:
+            KVCacheError: The table is too short.
         """
         if start < 0 or start + tokens > pages.numel() * PAGE_TOKENS:
             raise KVCacheError(
@@ -143,7 +153,7 @@ class PagedKVCache:
         return torch.arange(rows.start, rows.stop, device=self.device)
 
     def write(self, layer: int, pages: torch.Tensor, start: int, *sides_T: torch.Tensor) -> None:
-        """Store tokens start .. start+T-1 of one sequence, as they are kept here."""
+        """Store tokens start .. start+T-1 of one sequence. The sides are in the cache's own form."""
         self._put(layer, self.rows_of(pages, start, sides_T[0].shape[0]), sides_T)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +168,7 @@ class PagedKVCache:
         return _dense(k_PSGD, table_N, tokens), _dense(v_PSGD, table_N, tokens)
 
     def gather_rows(self, layer: int, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`gather` of 8-bit K/V by rows, which all layers share."""
+        """Like `gather`, for 8-bit K/V. The rows are the same in all layers."""
         k_RGD, v_RGD, k_RG, v_RG = self.rows(layer)
         return gather_int8((k_RGD, v_RGD), Scales(k_RG, v_RG), rows_S, self.model_dtype)
 
@@ -176,10 +186,15 @@ class PagedKVCache:
         layers: Mapping[int, Sides],
         after: Any = None,
     ) -> None:
-        """Store received sides of one or more layers, from token `start` on. All that runs later sees them.
+        """Store received sides of one or more layers, from token `start` on. Returns once they are written.
 
         K/V may lie on the host. Contiguous pages take plain copies by a GPU's copy engine, which interrupt no
-        other process. after: a CUDA event to wait for first. Raises KVCacheError, having written nothing.
+        other process.
+
+        Args:
+            after: A CUDA event to wait for first.
+        Raises:
+            KVCacheError: The tokens do not fit the pages. Nothing was written.
         """
         tokens = next(iter(layers.values()))[0].shape[0]
         first, inside = divmod(start, PAGE_TOKENS)
@@ -197,7 +212,11 @@ class PagedKVCache:
 
     @torch.inference_mode()
     def read(self, layer: int, pages: Sequence[int], start: int, tokens: int) -> Sides:
-        """Copy tokens start .. start+tokens-1 of a sequence to the host. Raises KVCacheError."""
+        """Copy tokens start .. start+tokens-1 of a sequence to the host.
+
+        Raises:
+            KVCacheError: The tokens are not in the pages.
+        """
         first, inside = divmod(start, PAGE_TOKENS)
         table = pages[first : first + pages_for(inside + tokens)]
         if start < 0 or tokens < 1 or inside + tokens > len(table) * PAGE_TOKENS:
@@ -218,8 +237,11 @@ class PagedKVCache:
 
     @contextmanager
     def moving(self, after: Any = None) -> Iterator[None]:
-        """Copies in the block run beside computation, and are complete behind it. after: a CUDA event to wait
-        for first."""
+        """Run the block's copies on a stream beside computation, and wait for them at the block's end.
+
+        Args:
+            after: A CUDA event to wait for first.
+        """
         if self._arrivals is None:
             yield
             return
@@ -230,22 +252,24 @@ class PagedKVCache:
         self._arrivals.synchronize()
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather` without copying, for contiguous pages of 16 bits or more."""
+        """Like `gather`, but return views of contiguous pages, of 16 bits or more."""
         k_SGD, v_SGD = self.sides_of_run(layer, first_page, 0, tokens)
         return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
 
     def sides_of_run(self, layer: int, first_page: int, start: int, tokens: int) -> Sides:
-        """Views of contiguous pages' rows."""
+        """Return views of the rows of contiguous pages."""
         rows = self._span(first_page, start, tokens)
         return tuple(side_R[rows] for side_R in self.rows(layer))
 
     def sides_of(self, layer: int, rows_T: torch.Tensor) -> Sides:
-        """Copies of rows."""
+        """Return copies of these rows of a layer."""
         return tuple(side_R.index_select(0, rows_T) for side_R in self.rows(layer))
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page in every layer. A GPU only queues the copy, so both pages must keep their holders until
-        it was waited for."""
+        """Copy a page in every layer.
+
+        A GPU only queues the copy, so both pages must keep their holders until the copy was waited for.
+        """
         for side in self.sides:
             side[:, target].copy_(side[:, source])
 
@@ -271,13 +295,13 @@ class PagedKVCache:
 
 
 def row_forms(kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of a token in each side of a cache that keeps K/V in `dtype`."""
+    """Return a token's shape and dtype in each side of a cache that keeps K/V in `dtype`."""
     forms: list[tuple[tuple[int, ...], torch.dtype]] = [((kv_heads, head_dim), dtype)] * 2
     return [*forms, *[((kv_heads,), BYTES)] * 2] if dtype == BYTES else forms
 
 
 def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """One layer's, all sides together."""
+    """Count the bytes of a token in one layer, all sides together."""
     return sum(prod(shape) * kind.itemsize for shape, kind in row_forms(kv_heads, head_dim, dtype))
 
 
@@ -287,7 +311,7 @@ def _dense(x_PSGD: torch.Tensor, table_N: torch.Tensor, tokens: int) -> torch.Te
 
 
 def _arrivals(device: torch.device) -> Any:
-    """Make a GPU's stream of `write_layers`: received K/V does not queue behind computation."""
+    """Make the CUDA stream on which received K/V is copied, so that it does not queue behind computation."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -296,7 +320,7 @@ def _arrivals(device: torch.device) -> Any:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """numpy's calloc leaves unwritten pages out of resident memory."""
+    """Return zeros. On a CPU numpy's calloc leaves unwritten pages out of resident memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize

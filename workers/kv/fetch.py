@@ -1,5 +1,7 @@
-"""K/V on its way back, from a decode worker's pages to a stage that goes on where another died. All
-transports use host arrays, in pieces of bounded size."""
+"""Reads K/V back from a decode worker's pages, for a stage that goes on where another died.
+
+It travels as host arrays with every transport, in pieces of bounded size.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,13 +37,14 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
 
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
-    """Raises KVCacheError."""
+    """Copy a piece into host arrays. Raises KVCacheError if the pages do not hold it."""
     k, v, *scales = map(as_numpy, cache.read(wanted.layer, pages, wanted.start, wanted.tokens))
     return HostKV(k=k, v=v, scales=tuple(scales))
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> Sides:
-    """Return a piece on the host, perhaps read-only. Raises HandoffError for K/V of another model."""
+    """Return a fetched piece as host tensors, perhaps read-only. Raises HandoffError for K/V of another
+    model."""
     forms = row_forms(cache.kv_heads, cache.head_dim, cache.dtype)
     arrays = kv.k, kv.v, *kv.scales
     if len(arrays) != len(forms):
@@ -56,7 +59,7 @@ def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> Sides:
 
 
 class RayKVSource:
-    """Asks decode actors by name. timeout_s: for one piece."""
+    """Fetches from decode actors by name, waiting at most `timeout_s` for a piece."""
 
     def __init__(self, timeout_s: float) -> None:
         self._ray = ray

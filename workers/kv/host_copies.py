@@ -1,4 +1,4 @@
-"""Copies K/V to host memory, from where an outbox takes it."""
+"""Copies K/V to host memory, from which an outbox sends it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ MESSAGE_BYTES = 4 << 20
 
 
 class HostCopies:
-    """A `stream.KVExporter`, and every request's export. A message carries each layer's sides as host arrays.
-    On CUDA a side stream copies into pinned memory while the layer computes."""
+    """A `stream.KVExporter` and, at once, the export of every request.
+
+    A message carries each layer's sides as host arrays. On CUDA a side stream copies them into pinned memory
+    while the layer computes.
+    """
 
     message_bytes = MESSAGE_BYTES
     in_place = False
@@ -53,12 +56,16 @@ class HostCopies:
         return tuple(as_numpy(x) for sides_T in layers for x in sides_T)
 
     def revoke(self) -> bool:
-        """Nobody reads the pages themselves."""
+        """Return True: nobody reads the pages themselves."""
         return True
 
 
 def as_tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Share an array from `as_numpy` with torch. Raises ValueError unless it has this shape and dtype."""
+    """Share the memory of an array from `as_numpy` with torch.
+
+    Raises:
+        ValueError: It has another shape or dtype.
+    """
     expected = np.dtype(NUMPY_TYPES[dtype])
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != expected:
         received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
@@ -70,6 +77,6 @@ def as_tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Share a host tensor with numpy; bfloat16 as uint16."""
+    """Share a host tensor's memory with numpy; bfloat16 becomes uint16."""
     array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
     return array

@@ -1,4 +1,4 @@
-"""Pages of K/V in host memory: their slots, and copies between them and the cache's pages."""
+"""Host memory for pages of K/V, and copies between its slots and the cache's pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,10 +19,10 @@ from .pages.store_tier import AT_ONCE, StoreError
 
 
 class HostMemory:
-    """`slots` pages of host memory, in the cache's form: [layers, slots, page_tokens, …] for each side.
+    """One rank's slots in host memory: [layers, slots, page_tokens, …] for each side of its cache.
 
-    A GPU's copy engines read and write it directly, so it is pinned: that takes seconds for some tens of GiB.
-    One rank's heads, as in its cache. files: where slots are saved, if anywhere.
+    The memory is pinned, because a GPU's copy engines read and write it directly. Pinning some tens of GiB
+    takes seconds. `files` is where slots are saved, if anywhere.
     """
 
     def __init__(self, cache: PagedKVCache, slots: int, files: KVFiles | None = None) -> None:
@@ -32,7 +32,8 @@ class HostMemory:
 
     @torch.inference_mode()
     def copy(self, runs: Runs, layers: range, back: bool) -> None:
-        """Copy some layers of pages to slots; `back`: of slots to pages. Returns when all are there.
+        """Copy pages of some layers to slots, or slots to pages if `back`. Returns when all copies are
+        complete.
 
         Each run is one copy a layer and side, on the stream of received K/V.
         """
@@ -46,7 +47,13 @@ class HostMemory:
                         target.copy_(source, non_blocking=True)
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """`save` a group of slots, `load` or `remove` it. Raises StoreError."""
+        """Save, load or remove a group of slots.
+
+        Args:
+            work: `save`, `load` or `remove`.
+        Raises:
+            StoreError: The group's file cannot be used.
+        """
         assert self.files is not None
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, self._stored, self.files, work, name, slots)
@@ -67,8 +74,13 @@ class HostMemory:
 
 
 class RanksMemory:
-    """The host memory of all ranks of a worker. own: rank 0's. thread: that copies it. lose: told that a rank
-    is gone."""
+    """The host memory of all ranks of a worker.
+
+    Args:
+        own: Rank 0's part.
+        thread: Runs rank 0's copies.
+        lose: Called with the error if a rank is gone.
+    """
 
     def __init__(
         self, own: HostMemory, thread: Executor, ranks: Sequence[Rank], lose: Callable[[BaseException], None]
@@ -78,12 +90,12 @@ class RanksMemory:
         self._own, self._thread, self._ranks, self._lose = own, thread, ranks, lose
 
     async def move(self, runs: Runs, layers: range, back: bool) -> None:
-        """Copy on every rank. Returns when all have, also where one has failed. Raises DecodeFailed."""
+        """Run `HostMemory.copy` on every rank, and wait for all. Raises DecodeFailed if one has failed."""
         own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy, runs, layers, back)
         await self._all(own, [rank.move(runs, layers, back) for rank in self._ranks])
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """`save` a group of slots, `load` or `remove` it, on every rank. Raises StoreError."""
+        """Run `HostMemory.stored` on every rank. Raises StoreError."""
         others = [rank.stored(work, name, slots) for rank in self._ranks]
         await self._all(self._own.stored(work, name, slots), others)
 
@@ -100,11 +112,12 @@ class RanksMemory:
 
 
 def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> HostMemory | None:
-    """Return a rank's part of a worker's host memory; None where it has none.
+    """Make a rank's part of a worker's host memory; None if there is none.
 
     Args:
-        digest: the model's, for what is saved.
-    Raises: ValueError for too little.
+        digest: The model's, under which K/V is saved.
+    Raises:
+        ValueError: `host_cache_gib` is too small.
     """
     if not config.host_cache_gib:
         return None
@@ -119,24 +132,26 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
 
 
 def kv_form(cache: PagedKVCache, digest: str) -> str:
-    """Name the K/V that a rank keeps."""
+    """Name all that a rank's K/V depends on but prompt and key."""
     shapes = [(tuple(side.shape[2:]), str(side.dtype)) for side in cache.sides]
     return repr((digest, str(cache.model_dtype), cache.layers, shapes, cache.heads, cache.model_heads))
 
 
 def pages_of(gib: float, cache: PagedKVCache) -> int:
-    """Count the pages of all ranks' heads that `gib` holds."""
+    """Count the pages that fit into `gib`, with the heads of all ranks."""
     return int(gib * 2**30) // (page_bytes(cache.sides) * (cache.model_heads // cache.kv_heads))
 
 
 def page_bytes(cache_sides: Sequence[torch.Tensor]) -> int:
-    """Return what a page of all layers takes."""
+    """Count the bytes of one page, all layers and sides together."""
     return sum(len(side) * prod(side.shape[2:]) * side.element_size() for side in cache_sides)
 
 
 def _pinned(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Host memory of the type of `like`, pinned for its GPU. torch's own would be rounded up to a power of
-    two. Raises MemoryError."""
+    """Allocate host memory like `like`, pinned for its GPU.
+
+    torch's own pinned memory would be rounded up to a power of two.
+    """
     memory = np.zeros(prod(shape) * like.element_size(), dtype=np.uint8)
     if like.is_cuda:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Groups of pages as files of safetensors, one for each group and rank.
+"""Saves groups of pages as safetensors files, one for each group and rank.
 
-A file is complete or not there: it is written under another name first. It says what K/V it is and a checksum
-of each tensor. All workers of one model and configuration may share a directory.
+A file is written under another name first, so it is complete or not there. It names the form of its K/V and
+has a checksum of each tensor. All workers of one model and configuration may share a directory.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from .pages.store_tier import StoreError
 _SUFFIX = ".safetensors"
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 _UNFINISHED_S = 3600.0
-"""A file that is being written for so long is of a worker that died."""
+"""The age after which an unfinished file belongs to a worker that died."""
 
 
 class KVFiles:
-    """form: names everything that K/V depends on but the prompt and its key: model, types, shapes, rank."""
+    """One rank's files in a directory. `form` names the form of its K/V, as `host_memory.kv_form` does."""
 
     def __init__(self, directory: Path, form: str) -> None:
         self._form = form
@@ -40,16 +40,18 @@ class KVFiles:
                 path.unlink(missing_ok=True)
 
     def saved(self) -> list[tuple[bytes, float]]:
-        """Return each group's name, and until when it is to be kept, in seconds from now: the first is to be
-        given up first. A time in the past is that of its last use."""
+        """Return each group's name and its date, in seconds from now, the earliest first.
+
+        A future date says until when the group is retained. A past one says when it was last used.
+        """
         now = time.time()
         files = sorted((path.stat().st_mtime, path.name) for path in self._folder.glob(f"*{_SUFFIX}"))
         return [(bytes.fromhex(file.removesuffix(_SUFFIX)), date - now) for date, file in files]
 
     def date(self, groups: Sequence[tuple[bytes, float]]) -> None:
-        """Note for `saved` until when each group is to be kept, in seconds from now, as its file's date.
+        """Set the dates that `saved` returns, as modification times. Raises StoreError.
 
-        A file that another worker has removed is left out. Raises StoreError.
+        A file that another worker has removed is left out.
         """
         now = time.time()
         for name, seconds in groups:
@@ -61,7 +63,7 @@ class KVFiles:
                 raise StoreError(str(error)) from error
 
     def save(self, name: bytes, sides: Sequence[torch.Tensor]) -> None:
-        """Raises StoreError."""
+        """Write a group's file. Raises StoreError."""
         path = self._path(name)
         unfinished = path.with_suffix(f".{secrets.token_hex(4)}.part")
         tensors = {str(n): side.contiguous() for n, side in enumerate(sides)}
@@ -74,9 +76,10 @@ class KVFiles:
             raise StoreError(f"{path}: {error}") from error
 
     def load(self, name: bytes) -> list[torch.Tensor]:
-        """Return the sides, in memory that the thread's next call overwrites.
+        """Return a group's sides, in memory that the thread's next call overwrites.
 
-        Raises StoreError for a file that is gone, cut short, changed, or of other K/V.
+        Raises:
+            StoreError: The file is gone, cut short, changed, or of another form.
         """
         path = self._path(name)
         try:
@@ -94,7 +97,7 @@ class KVFiles:
         return sides
 
     def _read(self, path: Path) -> memoryview:
-        """Fresh memory for each file would cost more than reading it."""
+        """Read into this thread's buffer: fresh memory for each file would cost more than reading it."""
         with path.open("rb", buffering=0) as file:
             size, done = os.fstat(file.fileno()).st_size, 0
             if size > len(getattr(self._own, "room", b"")):
@@ -107,7 +110,7 @@ class KVFiles:
         return content
 
     def remove(self, name: bytes) -> None:
-        """Raises StoreError."""
+        """Remove a group's file, if it exists. Raises StoreError."""
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:
@@ -124,6 +127,5 @@ def _tensor(content: memoryview, start: int, about: Mapping[str, Any]) -> torch.
 
 
 def _checksum(x: torch.Tensor) -> int:
-    """It covers type and shape, too: they stand in the file's header."""
     form = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode())
     return zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data, form)

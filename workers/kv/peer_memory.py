@@ -1,4 +1,4 @@
-"""Memory that processes of one host share: CUDA IPC on a GPU, shared memory on a CPU.
+"""Shares memory between processes of one host: by CUDA IPC on a GPU, by shared memory on a CPU.
 
 A process sees mapped memory as its own device's, whichever GPUs Ray shows it. Mapped memory outlives its
 owner until it is unmapped.
@@ -26,24 +26,27 @@ log = logging.getLogger(__name__)
 
 class PeerMemory(Protocol):
     home: str
-    """See `home`."""
+    """See the function `home`."""
 
     def export(self, x: torch.Tensor) -> Any:
-        """Return a handle that can be sent. x must live as long as this process."""
+        """Return a handle that can be sent to another process. `x` must live as long as this process."""
 
     def open(self, handle: Any) -> torch.Tensor:
-        """Map another process's tensor until its last reference goes. Raises RuntimeError if its owner is
-        gone."""
+        """Map another process's tensor. It stays mapped until the last reference to it is gone.
+
+        Raises:
+            RuntimeError: Its owner is gone.
+        """
 
     def mark(self) -> Any:
-        """Return an event after all that was launched; None: it is done."""
+        """Record and return an event after everything launched so far; None: there is nothing to wait for."""
 
     def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
         """Call `on_end` once, on this event loop, when a process has ended."""
 
 
 class CudaPeerMemory:
-    """Raises ValueError for a CPU."""
+    """The `PeerMemory` of a GPU, by CUDA IPC."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -69,11 +72,11 @@ class CudaPeerMemory:
 
 
 _DEVICE_ARGUMENT = 6
-"""The device's number among `rebuild_cuda_tensor`'s arguments."""
+"""Index of the device's number among `rebuild_cuda_tensor`'s arguments."""
 
 
 class HostPeerMemory:
-    """`PeerMemory` of a CPU. An exported tensor's storage moves to shared memory."""
+    """The `PeerMemory` of a CPU. An exported tensor's storage moves to shared memory."""
 
     def __init__(self) -> None:
         self.home = home()
@@ -102,7 +105,7 @@ def peer_memory(device: torch.device) -> PeerMemory:
 
 
 def when_gone(pid: int, on_end: Callable[[], None]) -> None:
-    """Like `PeerMemory.when_gone`."""
+    """See `PeerMemory.when_gone`."""
     loop = asyncio.get_running_loop()
     try:
         watched = os.pidfd_open(pid)
@@ -119,13 +122,13 @@ def when_gone(pid: int, on_end: Callable[[], None]) -> None:
 
 
 def end_process(why: str) -> None:
-    """End it at once, so that it keeps no mapped memory."""
+    """End this process at once, so that it keeps no mapped memory."""
     log.warning("%s: so does this process", why)
     os._exit(1)
 
 
 def end_with(pid: int) -> None:
-    """End this process as soon as another one ends, so that it keeps none of its memory."""
+    """End this process as soon as another one ends, so that it keeps none of that one's memory."""
 
     def wait() -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -137,8 +140,12 @@ def end_with(pid: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedObjects:
-    """Objects of another process, with tensors that can be mapped. home, pid: of that process. gpu: its
-    device's id; empty for a CPU."""
+    """Pickled objects of another process, whose tensors can be mapped.
+
+    Attributes:
+        home: That process's host, as `home` names it.
+        gpu: Its GPU's id; empty for a CPU.
+    """
 
     home: str
     pid: int
@@ -147,7 +154,8 @@ class ExportedObjects:
 
 
 def export_objects(objects: Any, device: torch.device) -> ExportedObjects:
-    """Pickle objects, but their tensors as handles. The tensors must live as long as this process."""
+    """Pickle objects, with a handle in place of each tensor. The tensors must live as long as this
+    process."""
     peers, buffer = peer_memory(device), io.BytesIO()
     pickler = pickle.Pickler(buffer)
     pickler.persistent_id = lambda x: peers.export(x) if isinstance(x, torch.Tensor) else None  # type: ignore[method-assign]
@@ -183,6 +191,6 @@ def launched(device: torch.device) -> Any:
 
 
 def home() -> str:
-    """Name this host and its space of process ids: two containers of one host have two names."""
+    """Name this host and its namespace of process ids. Two containers of one host have two names."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}, boot {boot}, {os.readlink('/proc/self/ns/pid')}"

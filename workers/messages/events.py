@@ -7,8 +7,13 @@ from enum import StrEnum
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDensity:
-    """One layer's tiles, summed over heads. attention, choosing: seconds of attention, and of anchors,
-    scoring, selection and correction."""
+    """The tiles of one layer, summed over heads, and their time.
+
+    Attributes:
+        computed, causal: Tiles.
+        attention: Seconds of attention.
+        choosing: Seconds of anchors, scoring, selection and correction.
+    """
 
     layer: int
     computed: float
@@ -34,10 +39,16 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport:
-    """queue: from arrival to its first chunk's start. wall: from there to the last stage's end. critical:
-    parts that sum to wall: the last stage's phases, activation_wait, other_requests (others' chunks) and
-    group_overhead (the rest). stages: each stage's phases, which overlap in time. launch_bound: each stage's
-    seconds with chunks whose GPU waited for its host's launches."""
+    """The time and the tiles that a prompt took.
+
+    Attributes:
+        queue: Seconds from arrival to the first chunk's start.
+        wall: Seconds from there to the last stage's end.
+        critical: The parts of `wall`: the last stage's phases, activation_wait, other_requests (their chunks)
+            and group_overhead (the rest).
+        stages: The phases of each stage, which overlap in time.
+        launch_bound: Seconds of each stage with chunks whose GPU waited for its host's launches.
+    """
 
     queue: float
     wall: float
@@ -52,7 +63,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """so_far: the report of the chunks read."""
+    """A chunk was read. `so_far` is the report up to its end."""
 
     tokens_done: int
     tokens_total: int
@@ -67,8 +78,13 @@ class PrefillDone:
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """index: from 0. logprob: natural log under the model's unmodified distribution. text: added by the door;
-    empty while characters or stop strings are incomplete."""
+    """One token of the answer.
+
+    Attributes:
+        index: Counts from 0.
+        logprob: Natural logarithm under the model's unmodified distribution.
+        text: Set by the door; empty while characters or stop strings are incomplete.
+    """
 
     index: int
     token_id: int
@@ -79,15 +95,15 @@ class Token:
 class FinishReason(StrEnum):
     STOP = "stop"
     STOP_STRING = "stop_string"
-    """One of the request's; only the door sees text."""
+    """The answer contains one of the request's stop strings. Only doors see text."""
     LENGTH = "length"
-    """max_tokens, or the model's positions."""
+    """The answer has max_tokens tokens, or fills the model's positions."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     FAILED = "failed"
     NO_KV = "no_kv"
     OTHER = "other"
-    """A newer server's reason; only clients see it."""
+    """A reason of a newer server, which only clients see."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +119,10 @@ class Session:
 class Prefix:
     """A prompt's first `tokens` tokens, whose K/V a decode worker remembers.
 
-    exact: all made by dense attention. disk_tokens: so many, the last of them, are on disk alone. disk_s: the
-    seconds that these take to come back; 0 where nobody knows.
+    Attributes:
+        exact: Whether dense attention made all of it.
+        disk_tokens: The number of its last tokens that are on disk alone.
+        disk_s: Seconds until these are back; 0 if unknown.
     """
 
     tokens: int
@@ -115,8 +133,12 @@ class Prefix:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """cached_tokens: of the prompt, not read again. host_tokens, disk_tokens: so many of those came back from
-    host memory, or from disk."""
+    """The tokens of a request.
+
+    Attributes:
+        cached_tokens: Prompt tokens that were not read again.
+        host_tokens, disk_tokens: How many of these came back from host memory, or from disk.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -127,13 +149,17 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeReport:
-    """Decode's share of TTFT and its page use.
+    """Decode's share of TTFT, in seconds, and its page use.
 
-    handoff_exposed: from the job's or the logits' arrival, whichever is later, to the last page's.
-    decode_wait: until the scheduler took it. append_prefill: reading appended tokens. recompute: computing
-    blocks and the question again. first_step: sampling the first token. pages_attended, pages_held: summed
-    over sparse layers and steps. own_steps: steps, each divided by the requests in it. recomputed_tokens:
-    of those blocks.
+    Attributes:
+        handoff_exposed: From the job's or the logits' arrival, whichever is later, to the last K/V's.
+        decode_wait: Until the scheduler took it.
+        append_prefill: Reading appended tokens.
+        recompute: Computing blocks and the question again.
+        first_step: Sampling the first token.
+        pages_attended, pages_held: Summed over sparse layers and steps.
+        own_steps: The sum over steps of 1 / the requests in the step.
+        recomputed_tokens: Tokens of the blocks computed again.
     """
 
     handoff_exposed: float = 0.0
@@ -152,7 +178,7 @@ class DecodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenTimings:
-    """Sent just before the first Token. session: made of the prompt, if asked for."""
+    """Sent just before the first Token. `session` was made of the prompt, if the job asked for it."""
 
     request_id: str
     report: DecodeReport

@@ -1,7 +1,7 @@
-"""How the K/V of a prompt is found again: roots, and a chain of hashes over pages.
+"""Names the K/V of a prompt, so that it can be found again: by roots, and a chain of hashes over pages.
 
-A link is made from the link before and its page's token ids, so equal links have equal prefixes. The chain
-says nothing of whose K/V it is: an entry is found by a root and a link.
+A link is a hash of the link before and its page's token ids, so equal links have equal prefixes. The chain
+does not say whose K/V it is. So an entry is found by a root and a link.
 """
 
 import hashlib
@@ -15,13 +15,15 @@ PAGE_BYTES = PAGE_TOKENS * 4
 
 
 def root_of(*about: object) -> bytes:
-    """Return a root that is the same for equal values only. Their `repr` must say all of them."""
+    """Return a hash that only equal values share. Their `repr` must show them completely."""
     return hashlib.sha256(repr(about).encode()).digest()[:LINK_BYTES]
 
 
 def chain_of(ids: bytes, after: bytes = b"") -> bytes:
-    """Return a link for each full page of `ids` (little-endian uint32). after: the link of the page before
-    them; empty at a prompt's beginning."""
+    """Return a link for each full page of `ids` (little-endian uint32), concatenated.
+
+    `after` is the link of the page before them; empty at a prompt's beginning.
+    """
     links = []
     for end in range(PAGE_BYTES, len(ids) + 1, PAGE_BYTES):
         after = hashlib.sha256(after + ids[end - PAGE_BYTES : end]).digest()[:LINK_BYTES]
@@ -36,13 +38,16 @@ def links_of(chain: bytes) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptKey:
-    """Finds what is remembered of a prompt, and names what it leaves.
+    """The key under which a prompt's K/V is found, and its request's K/V is remembered.
 
-    root: of owner, salt, model and the method that reads it. exact_root: the same of dense attention, whose
-    K/V serves every method; equal to `root` where the method reads this prompt exactly. chain: of its full
-    pages. tail: the packed ids behind them. lasting_tokens: of what a prefill group reads of it, so many
-    first tokens get the K/V that they get in a longer prompt. retain_s: how long to keep it rather than
-    others; None: it leaves nothing.
+    Attributes:
+        root: Hash of owner, salt, model and the method that reads the prompt.
+        exact_root: The root for dense attention, whose K/V serves every method; equal to `root` if the method
+            reads this prompt exactly.
+        lasting_tokens: Number of first tokens that get the same K/V from a prefill group in a longer prompt.
+        chain: Links of the full pages.
+        tail: Packed ids behind them.
+        retain_s: How long the K/V is kept rather than other K/V; None: it is not remembered.
     """
 
     root: bytes
@@ -57,5 +62,5 @@ class PromptKey:
         return self.root == self.exact_root
 
     def longer(self, ids: bytes) -> bytes:
-        """Return the chain with the pages that `ids` behind the prompt fill."""
+        """Return the chain of the prompt and `ids` (packed) behind it."""
         return self.chain + chain_of(self.tail + ids, self.chain[-LINK_BYTES:])

@@ -8,17 +8,20 @@ from .methods import BLOCK, PAGE_TOKENS, MethodSpec
 from .prompts import PromptKey
 
 ID_BYTES = 4
-"""A packed token id is a little-endian uint32."""
+"""Bytes of a packed token id, a little-endian uint32."""
 if sys.byteorder != "little":
     raise ImportError("Deltafront packs numbers as this machine has them, so it needs a little-endian one")
 TAIL_TOKENS = 128
-"""Without appended text, so many last tokens count as the question, and up to a block more, so that whole
+"""Without appended text, this many last tokens count as the question. Up to a block more do, so that whole
 blocks precede it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 are off. A seed's stream does not depend on the batch."""
+    """How tokens are chosen. Temperature 0 is greedy; top_k 0 and top_p 1 are off.
+
+    A seed's random numbers do not depend on the batch.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -30,23 +33,33 @@ class Sampling:
 
 class PageSelection(StrEnum):
     DEFAULT = ""
-    """The worker's configured selection."""
+    """The worker's configured choice."""
     FULL = "full"
     DELTA = "delta"
-    """Pages that a Δ-layer scored best (DELTA, Algorithm 2)."""
+    """The pages that a Δ-layer scored best (DELTA, Algorithm 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """Ask a decode worker for pages for prompt_tokens + max_tokens (0: prefill only).
+    """Asks a decode worker for the pages of a request.
 
-    owner: an opaque digest of who may use the session; empty without auth. session_id, prefix_tokens: the
-    pages of the session, or of so many remembered first tokens (whole pages), are shared; prompt_tokens
-    counts what follows. reads_rest: the worker itself reads what follows the prefix; else a group sends it.
-    key: finds the remembered tokens, and names what the request leaves; None: neither.
-    keep_tokens, page_selection, recompute_blocks: the GenerateJob's, so that their pages are taken and a
-    selection is refused before prefill. wait: for pages, until the deadline and the configured time at most.
-    door: the asking one. append_tokens: come with the GenerateJob, after a prompt that a group sends.
+    It builds on held tokens, whose pages are shared: a session's, or a remembered prefix's.
+
+    Attributes:
+        owner: A digest of who may use the session; empty without authentication.
+        prompt_tokens: Tokens behind the held ones, a client's appended text included.
+        max_tokens: Tokens of the answer still to come; 0: prefill only.
+        session_id: The session that it builds on.
+        prefix_tokens: Tokens of the remembered prefix that it builds on, in whole pages.
+        reads_rest: Whether the worker itself reads the tokens behind the prefix; otherwise a prefill group
+            does.
+        key: Finds the prefix, and makes the request's K/V findable; None: neither.
+        keep_tokens, page_selection, recompute_blocks: As in the GenerateJob. Pages for them are taken, and a
+            selection is refused, before prefill.
+        wait: Whether to wait for pages, until the deadline and for the configured time at most.
+        door: The door that asks.
+        append_tokens: Tokens of the answer that were already streamed. They come with the GenerateJob, after
+            a prompt that a group reads.
     """
 
     request_id: str
@@ -67,13 +80,16 @@ class Reservation:
 
     @property
     def reads(self) -> bool:
-        """Whether the worker itself reads prompt_tokens, which come with the GenerateJob."""
+        """Whether the worker itself reads the prompt_tokens, which then come with the GenerateJob."""
         return self.session_id is not None or self.reads_rest
 
 
 def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
-    """Count the pages for computing `blocks` blocks of `tokens` tokens again, since others may share the old
-    ones. Without appended text the prompt's tail needs pages too."""
+    """Count the pages that a request needs to compute `blocks` blocks of `tokens` tokens again. Others may
+    share the old pages.
+
+    Without appended text, the prompt's last tokens need new pages, too.
+    """
     blocks = min(blocks, max(0, tokens // BLOCK - 1))
     tail = 0 if appended else TAIL_TOKENS + BLOCK
     return (blocks * BLOCK + tail) // PAGE_TOKENS if blocks else 0
@@ -81,27 +97,32 @@ def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
 
 class RefusalReason(StrEnum):
     PAGES = "pages"
-    """Too few are free now."""
+    """Too few pages are free now."""
     BUSY = "busy"
-    """The queue is full."""
+    """The group's queue is full."""
     TOO_LARGE = "too_large"
-    """The pool could never hold it."""
+    """The request needs more pages than there are."""
     NO_SESSION = "no_session"
-    """Unknown, expired, or somebody else's."""
+    """The session is unknown, expired, or another owner's."""
     NO_PREFIX = "no_prefix"
     """The prompt's beginning is not remembered any more."""
     POSITIONS = "positions"
-    """The model has too few for session and appended tokens."""
+    """The request needs more positions than the model has."""
     SELECTION = "selection"
     DEADLINE = "deadline"
     DUPLICATE = "duplicate"
-    """The id is in use here."""
+    """The id is in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Nothing was taken. needed, free: pages. tokens_left: of the model's positions, for an answer.
-    retry_after_s: when to ask again; None: never, or unknown."""
+    """The worker took nothing.
+
+    Attributes:
+        needed, free: Pages.
+        retry_after_s: Seconds until it is worth asking again; None: never, or unknown.
+        tokens_left: The model's positions that are left for an answer.
+    """
 
     reason: RefusalReason
     message: str
@@ -113,8 +134,12 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """held_tokens: of the session or the remembered prefix that the request builds on. host_tokens: so many
-    of them came back from host memory. disk_tokens: from disk."""
+    """The worker has taken the pages.
+
+    Attributes:
+        held_tokens: Tokens of the session or prefix that the request builds on.
+        host_tokens, disk_tokens: How many of these come back from host memory, or from disk.
+    """
 
     pages: int
     held_tokens: int = 0
@@ -124,9 +149,16 @@ class Reserved:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillJob:
-    """token_ids: little-endian uint32. decode_worker: the actor that reserved pages and gets the K/V. start:
-    tokens to fetch from there instead of computing them, a multiple of BLOCK. attempt: how many came before.
-    trace: the W3C `traceparent` above this work; empty: not recorded."""
+    """Asks a prefill group to read a prompt.
+
+    Attributes:
+        token_ids: Little-endian uint32.
+        decode_worker: The actor that reserved pages and gets the K/V.
+        start: Number of first tokens, a multiple of BLOCK, whose K/V is fetched from there instead of
+            computed.
+        attempt: How many attempts came before.
+        trace: The W3C `traceparent` above this work; empty: not recorded.
+    """
 
     request_id: str
     token_ids: bytes
@@ -145,12 +177,16 @@ class PrefillJob:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """Decode from a prefilled prompt or from a session or prefix, plus appended tokens.
+    """Asks a decode worker for the answer to a prompt that was read, or that it reads itself behind a session
+    or prefix.
 
-    keep_tokens: so many prompt tokens become a session when the first token is out. recompute_blocks:
-    computed again densely before the first token. prompt_ids: the tokens before the appended ones, where
-    blocks of them or of their session may be computed again; else empty. answered_tokens: the last append_ids
-    that belong to the answer.
+    Attributes:
+        append_ids: Token ids that the worker reads itself.
+        keep_tokens: Number of first prompt tokens that become a session when the first token is out.
+        recompute_blocks: How many blocks are computed again densely before the first token.
+        prompt_ids: Ids of the tokens before the appended ones; empty unless blocks may be computed again, now
+            or for the session.
+        answered_tokens: How many of `append_ids`, the last ones, belong to the answer.
     """
 
     request_id: str
@@ -169,7 +205,7 @@ class GenerateJob:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepSession:
-    """Turn a finished prefill into a session once the last page is here. prompt_ids: as in `GenerateJob`."""
+    """Asks for a session of a prompt, once all of its K/V has come. `prompt_ids` are as in `GenerateJob`."""
 
     request_id: str
     ttl_s: float
@@ -179,11 +215,11 @@ class KeepSession:
 
 
 class PrefillFailed(Exception):
-    """A prefill ended without a result; str() is one plain line. The group may live on."""
+    """A prefill ended without a result. str() is one plain line. The group may live on."""
 
 
 class PrefillCancelled(PrefillFailed): ...
 
 
 class DecodeFailed(Exception):
-    """str() is one plain line."""
+    """A decode worker could not do it. str() is one plain line."""

@@ -9,8 +9,10 @@ from .requests import DecodeFailed, PrefillFailed
 
 
 class Rendezvous(NamedTuple):
-    """Where a group's stages or a decode worker's ranks meet. Any process that reaches the store can use
-    it, so the secret travels by Ray."""
+    """The address at which a group's stages or a decode worker's ranks meet.
+
+    Whoever reaches the store and has the secret can use it, so the secret travels by Ray.
+    """
 
     address: str
     port: int
@@ -18,11 +20,11 @@ class Rendezvous(NamedTuple):
 
 
 class RequestFailed(Exception):
-    """One request cannot go on at a stage; the stage and its other requests can."""
+    """One request cannot go on at a stage. The stage and its other requests can."""
 
 
 class OtherMemory(DecodeFailed):
-    """A stage maps the memory of another decode worker than it was sent to."""
+    """A stage was sent to one decode worker, but maps the memory of another."""
 
 
 class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed): ...
@@ -30,10 +32,13 @@ class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed): ...
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRequest:
-    """A request's first command on every stage.
+    """The first command of a request, sent to every stage.
 
-    pages: there. serial: never used again, unlike the id; `abandon` names it. start: tokens whose K/V the
-    decode worker has. attempt: as in `PrefillJob`.
+    Attributes:
+        pages: The request's pages on every stage.
+        serial: Its unique number, which `abandon` names. An id may be used again.
+        start: Tokens whose K/V the decode worker has.
+        attempt: As in `PrefillJob`.
     """
 
     request_id: str
@@ -48,7 +53,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCommand:
-    """Run tokens start .. start+tokens-1. token_ids: uint32, for the first stage only."""
+    """Run tokens start .. start+tokens-1. `token_ids` are uint32, and sent to the first stage only."""
 
     request_id: str
     start: int
@@ -61,9 +66,13 @@ class ChunkCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkReport:
-    """One stage's work on one chunk. phases: seconds within wall, by name (projection, anchors, scoring,
-    selection, attention, correction, kv_gather, handoff, activation_wait, activation_send, kv_fetch).
-    launched_ahead: seconds from the last launch on a GPU to the chunk's end there; None on a CPU."""
+    """One stage's work on one chunk.
+
+    Attributes:
+        phases: Seconds of `wall` by name: projection, anchors, scoring, selection, attention, correction,
+            kv_gather, handoff, activation_wait, activation_send, kv_fetch.
+        launched_ahead: Seconds from the last launch on a GPU to the chunk's end there; None on a CPU.
+    """
 
     request_id: str
     stage: int
@@ -78,8 +87,10 @@ class ChunkReport:
 
 @dataclass(frozen=True, kw_only=True)
 class KVAnnouncement:
-    """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be read. payload:
-    known to the transport's two ends only."""
+    """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1 can be read.
+
+    Only the transport's two ends know `payload`.
+    """
 
     request_id: str
     layer: int
@@ -92,8 +103,12 @@ class KVAnnouncement:
 
 @dataclass(frozen=True, kw_only=True)
 class PageWriter:
-    """A stage that writes one attempt's K/V to the decode worker's own pages. home, pid: of its process.
-    memory: that it maps (`PagedKVCache.memory`)."""
+    """A stage that writes one attempt's K/V into the decode worker's own pages.
+
+    Attributes:
+        home: Its host, as `peer_memory.home` names it.
+        memory: The memory that it maps (`PagedKVCache.memory`).
+    """
 
     request_id: str
     attempt: int
@@ -104,7 +119,7 @@ class PageWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class KVRange:
-    """K/V of one layer for tokens start .. start+tokens-1 that a stage wants back."""
+    """The K/V of one layer for tokens start .. start+tokens-1, which a stage wants back."""
 
     request_id: str
     layer: int
@@ -114,7 +129,8 @@ class KVRange:
 
 @dataclass(frozen=True, kw_only=True)
 class HostKV:
-    """A KVRange's host arrays k and v, [tokens, kv_heads, head_dim], and in 8 bits their scales."""
+    """The K/V of a KVRange as host arrays k and v, [tokens, kv_heads, head_dim], in 8 bits with their
+    scales."""
 
     k: Any = field(repr=False)
     v: Any = field(repr=False)

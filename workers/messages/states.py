@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from .methods import PAGE_TOKENS
 
 RATE_LASTS_S = 60.0
-"""A group's rate counts for so long when nothing is read."""
+"""How long a group's rate stays valid while it reads nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:
     """A worker as admission sees it.
 
-    draining: wants nothing new if others exist. compilations: kernels that it has compiled, by phase
-    (`warm_up`, `serving`). pairing: `settings.pairing` of its configuration; empty: it goes with all.
+    Attributes:
+        draining: It gets new requests only if there is no other worker.
+        compilations: How many kernels it has compiled, by phase (`warm_up`, `serving`).
+        pairing: `settings.pairing` of its configuration; empty: any fits.
     """
 
     name: str
@@ -28,9 +30,15 @@ class WorkerStats:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStats(WorkerStats):
-    """tokens_per_second: recent prefill rate; 0: unknown. waiting_tokens: admitted and not computed. nodes,
-    compilations: of all stages. max_waiting: None: unknown. idle_s: since it last read.
-    fetched_tokens_per_second: of K/V that decode workers gave back, lately; 0: unknown.
+    """A prefill group.
+
+    Attributes:
+        waiting_tokens: Admitted tokens that are not computed yet.
+        tokens_per_second: The recent rate of prefill; 0: unknown.
+        nodes, compilations: Those of all stages.
+        max_waiting: The most waiting requests; None: unknown.
+        idle_s: Seconds since it last read.
+        fetched_tokens_per_second: The recent rate of K/V fetched back from decode workers; 0: unknown.
     """
 
     waiting_tokens: int
@@ -46,14 +54,17 @@ class GroupStats(WorkerStats):
 
     @property
     def rate(self) -> float:
-        """tokens_per_second while it is recent enough to refuse by, else 0. Only reading corrects a rate, and
-        one that includes compilations must not keep all prompts out."""
+        """tokens_per_second if it is recent enough to refuse by, otherwise 0.
+
+        Only reading corrects a rate. One that includes compilations must not keep all prompts out.
+        """
         return self.tokens_per_second if self.idle_s < RATE_LASTS_S else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerUse:
-    """An owner's use of a decode worker through one door, in tokens of K/V. No door: in sessions."""
+    """An owner's requests at a decode worker through one door, and their tokens of K/V. Without a door: in
+    sessions."""
 
     owner: str
     door: str
@@ -63,11 +74,17 @@ class OwnerUse:
 
 @dataclass(frozen=True, kw_only=True)
 class TierStats:
-    """A tier below the GPU: `host` memory or `disk`. Counts are of pages. room: the most that it holds.
-    pages: those in it now. evicted, evicted_age_s: given up for others so far, and the seconds since their
-    last uses, added up. evicted_retained: how many of them were still to be retained. missed: gone before
-    they were copied there, or not readable. back, back_s: brought back to the GPU, and the seconds that it
-    took."""
+    """A tier below the GPU: `host` memory or `disk`. Counts are pages.
+
+    Attributes:
+        room: The most pages that it holds.
+        pages: Pages in it now.
+        evicted: Pages given up for others so far.
+        evicted_retained: How many of these were still retained.
+        evicted_age_s: The sum of seconds since their last uses.
+        missed: Pages that were gone before they were copied there, or not readable.
+        back, back_s: Pages brought back, and the seconds that it took.
+    """
 
     tier: str
     room: int
@@ -83,12 +100,17 @@ class TierStats:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStats(WorkerStats):
-    """pages_free: also those that are only remembered. waiting: also requests whose prompt is being read.
-    decoding: requests that run or lack only a place in the batch. draining: its sessions are still served.
-    append_tokens_per_second: how fast it reads long appended text, lately; 0: unknown.
-    page_bytes: of a page on all ranks. pages_remembered: entries, held or not. pages_evicted, evicted_age_s:
-    entries given up for their pages so far, and the seconds since their last uses, added up.
-    pages_evicted_retained: how many of them were still to be retained.
+    """A decode worker.
+
+    Attributes:
+        pages_free: Remembered pages without a holder included.
+        waiting: Requests whose prompt is being read included.
+        decoding: Requests that run, or wait only for a place in the batch.
+        draining: Its sessions are still served.
+        append_tokens_per_second: The recent rate of long appended text; 0: unknown.
+        page_bytes: Bytes of a page on all ranks.
+        pages_remembered: Entries, held or not.
+        pages_evicted, pages_evicted_retained, evicted_age_s: As in `TierStats`, of the pages.
     """
 
     sessions: int
@@ -106,6 +128,6 @@ class DecodeStats(WorkerStats):
 
 
 NAMESPACE = "deltafront"
-"""Ray's namespace of the actors."""
+"""The actors' namespace in Ray."""
 PREFILL_PREFIX = "prefill:"
 DECODE_PREFIX = "decode:"

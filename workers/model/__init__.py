@@ -1,2 +1,2 @@
-"""A model: its `directory`, its `weights`, its `decoder` and its `calibrated` profile. The first and the last
-are free of torch."""
+"""A model: its `directory`, `weights`, `decoder` and `calibrated` profile. `directory` and `calibrated` are
+free of torch."""

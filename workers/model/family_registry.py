@@ -23,7 +23,7 @@ _OURS = (
 )
 
 FAMILIES: dict[str, Family] = {}
-"""By architecture."""
+"""Families by architecture."""
 
 
 _SIGNS: Mapping[str, str] = {
@@ -51,7 +51,7 @@ _SIGNS: Mapping[str, str] = {
     "vision_config": "images",
     "audio_config": "sound",
 }
-"""Keys of a config.json whose family is not served → what it has."""
+"""Keys in the config.json of a family that is not served → the feature they show."""
 
 
 class FamilyError(ValueError):
@@ -59,7 +59,7 @@ class FamilyError(ValueError):
 
 
 def register(family: Family) -> None:
-    """Raises FamilyError for an architecture of another family."""
+    """Register a family. Raises FamilyError if another family has its architecture."""
     if FAMILIES.setdefault(family.architecture, family) != family:
         raise FamilyError(f"architecture {family.architecture!r} is another family's already")
 
@@ -68,12 +68,12 @@ def load_families(module: str) -> None:
     """Import a module that registers families. Raises FamilyError."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever somebody's module does
+    except Exception as error:  # a foreign module may raise anything
         raise FamilyError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """Return the family that a config.json names, by architecture or else by `model_type`; None if it is not
+    """Return the family that a config.json names by architecture, or else by `model_type`; None if it is not
     served."""
     named = config.get("architectures")
     if named:
@@ -82,8 +82,7 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
 
 
 def gguf_families() -> dict[str, list[tuple[Family, GgufNames]]]:
-    """Return the families that have GGUF files, by llama.cpp's architecture. One that its files tell from
-    another comes first."""
+    """Return the families with GGUF files, by llama.cpp's architecture. Those with `told_by` come first."""
     found: dict[str, list[tuple[Family, GgufNames]]] = {}
     for one in FAMILIES.values():
         if one.gguf is not None:
@@ -92,14 +91,14 @@ def gguf_families() -> dict[str, list[tuple[Family, GgufNames]]]:
 
 
 def unserved_features(config: Mapping[str, Any]) -> list[str]:
-    """Say what a family that is not served has, as far as its config.json tells."""
+    """List the features of a family that is not served, as far as its config.json shows."""
     text = config.get("text_config")
     told = {**config, **(text if isinstance(text, dict) else {})}
     return list(dict.fromkeys(feature for key, feature in _SIGNS.items() if told.get(key)))
 
 
 def wrapped_architectures() -> frozenset[str]:
-    """Multimodal architectures whose language model is served."""
+    """Return the multimodal architectures whose language model is served."""
     return frozenset(name for family in FAMILIES.values() for name in family.wrappers)
 
 

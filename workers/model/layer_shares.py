@@ -1,7 +1,7 @@
-"""How a pipeline's stages share a model's layers.
+"""Shares a model's layers over a pipeline's stages.
 
-A layer has two halves, attention and MLP. A stage computes halves that follow one another; the residual
-stream is as wide between halves as between layers.
+A layer has two halves, attention and MLP. A stage computes consecutive halves; the residual is as wide
+between halves as between layers.
 """
 
 from bisect import bisect_right
@@ -14,8 +14,10 @@ _REMEMBERED = 512
 
 @dataclass(frozen=True)
 class LayerShare:
-    """The layers whose attention, and whose MLP, a stage computes. Each end of `mlps` is that of `layers` or
-    one less."""
+    """The layers whose attention (`layers`), and whose MLP (`mlps`), a stage computes.
+
+    Start and end of `mlps` equal those of `layers` or are one less.
+    """
 
     layers: range
     mlps: range
@@ -24,10 +26,10 @@ class LayerShare:
 @lru_cache(_REMEMBERED)
 def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
     """Share out halves so that the dearest share is cheapest, each with an attention. Among such shares, cut
-    the fewest layers in two, and then share evenly.
+    the fewest layers in two, and then share most evenly.
 
     Args:
-        costs: Attention, MLP, attention, …
+        costs: Of attention, MLP, attention, …
     """
     before = (0, *accumulate(costs))
     low, high = max(costs), before[-1]
@@ -42,7 +44,8 @@ def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
 
 
 def _fit(before: tuple[int, ...], stages: int, limit: int) -> bool:
-    """before: the costs of all halves before each one."""
+    """Return whether shares of at most `limit` suffice. `before` has the total cost of all halves before
+    each."""
     at = 0
     for later in reversed(range(stages)):
         end = _furthest(before, at, later, limit)
@@ -53,7 +56,6 @@ def _fit(before: tuple[int, ...], stages: int, limit: int) -> bool:
 
 
 def _furthest(before: tuple[int, ...], at: int, later: int, limit: int) -> int:
-    """Each later stage needs a layer."""
     return min(bisect_right(before, before[at] + limit) - 1, len(before) - 1 - 2 * later)
 
 

@@ -1,2 +1,4 @@
-"""Reads prompts: `group` decides which chunk runs next, `stage` computes it. `group` builds on `stage`, never
-the other way round."""
+"""Reads prompts: `group` decides which chunk runs next, and `stage` computes it.
+
+`group` imports from `stage`, never the other way round.
+"""

@@ -1,8 +1,8 @@
 """The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
 
-A stage announces K/V once it is computed, because a stream that waits for another process's events hangs when
-that process dies. The stage reuses pages when the worker has answered, has died, or is out of time. Both read
-one clock, and the worker drops K/V that it read later.
+A stage announces K/V only after it is computed: a stream that waits for another process's events hangs when
+that process dies. The stage reuses pages when the worker has answered or died, or when its time is over. Both
+read one clock, and the worker drops K/V that it read later.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 256 << 20
-"""Where both share a GPU, each message's copies stop the stage's kernels for 0.2 ms, so messages are few. The
+"""Messages are few, since where both share a GPU each one's copies stop the stage's kernels for 0.2 ms. The
 last one arrives after 0.7 ms."""
 
 
 @dataclass(frozen=True)
 class MappedCache(ExportedCache):
-    """name: never used again. home, pid: of its process. sides: handles for `PeerMemory.open`."""
+    """A cache of a stage's process `pid`. `sides` are handles for `PeerMemory.open`, and `name` is never used
+    again."""
 
     name: str
     home: str
@@ -42,7 +43,7 @@ class MappedCache(ExportedCache):
 
 @dataclass(frozen=True)
 class MappedKV(ExportedKV):
-    """The payload. until: seconds of the host's monotonic clock."""
+    """The payload. It may be read until `until`, in seconds of the host's monotonic clock."""
 
     cache: MappedCache
     until: float
@@ -81,7 +82,7 @@ class CudaIpcExporter:
 
 
 class CudaIpcExport(PageExport):
-    """describe: makes the payload of a chunk's rows."""
+    """A request's `stream.KVExport`. `describe` makes the payload from a chunk's rows."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class CudaIpcExport(PageExport):
         return self._describe(layers[0])
 
     def revoke(self) -> bool:
-        """The decode worker sees the end by the clock."""
+        """Return True: the decode worker sees by the clock that it is too late."""
         return True
 
 
@@ -159,7 +160,6 @@ class CudaIpcReader:
         layers: Sequence[int],
         pages: Sequence[int],
     ) -> None:
-        """Raises HandoffError if the stage may have given its pages away meanwhile."""
         start, heads, first_layer = announcement.start, self._cache.heads, kv.cache.layers.start
         for first, count in kv.rows:
             parts = {}

@@ -1,5 +1,8 @@
-"""A stage's exported pages, which a decode worker reads in place. `MessageStream.close` says when they go to
-another request; each transport tells the reader."""
+"""A stage's exported pages, which a decode worker reads in place.
+
+`MessageStream.close` says when the pages may go to another request. Each transport has its own way to tell
+the reader.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,13 +14,17 @@ from ..pages.pool import PAGE_TOKENS, row_runs
 from .protocols import HandoffError, described
 
 Runs = tuple[tuple[int, int], ...]
-"""(first, count) of `PagedKVCache.rows`."""
+"""(first row, count) of each run in `PagedKVCache.rows`."""
 
 
 @dataclass(frozen=True)
 class ExportedCache:
-    """shape: of k and of v, [layers, pages, page_tokens, kv_heads, head_dim]. dtype: of them, in 8 bits
-    uint8."""
+    """A stage's cache.
+
+    Attributes:
+        shape: Of k and of v, [layers, pages, page_tokens, kv_heads, head_dim].
+        dtype: Of k and of v; uint8 in 8 bits.
+    """
 
     layers: range
     shape: tuple[int, ...]
@@ -26,20 +33,20 @@ class ExportedCache:
 
 @dataclass(frozen=True)
 class ExportedKV:
-    """The payload. rows: of the cache, in the order of the chunk's tokens."""
+    """The payload: rows of the cache, in the order of the chunk's tokens."""
 
     cache: ExportedCache
     rows: Runs
 
 
 class PageExport:
-    """The part of a `stream.KVExport` that transports share. mark: as `PeerMemory.mark`."""
+    """The part of a `stream.KVExport` that transports share. `mark` is `PeerMemory.mark`."""
 
     def __init__(self, cache: PagedKVCache, pages: Sequence[int], mark: Callable[[], Any]) -> None:
         self._cache, self._pages, self._mark = cache, pages, mark
         self._chunk = 0, 0
         self._runs: Runs = ()
-        """A chunk's rows, computed once for all layers: anew, they took a tenth of a chunk's launches."""
+        """The chunk's rows, kept for all layers: to compute them anew took a tenth of a chunk's launches."""
 
     def layer(self, start: int, sides_T: Sides) -> tuple[Runs, Any]:
         chunk = start, sides_T[0].shape[0]
@@ -52,7 +59,8 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Raises HandoffError if the payload is not K/V of this model, or not what the stage holds."""
+    """Return an announcement's payload. Raises HandoffError unless it is K/V of this model that the stage
+    holds."""
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")
@@ -77,5 +85,5 @@ def moved_bytes(announcement: KVAnnouncement, layers: Sequence[int], cache: Page
 
 
 def too_late(announcement: KVAnnouncement) -> HandoffError:
-    """The pages may have been another request's when they were read."""
+    """Make the error for pages that may have been another request's when they were read."""
     return HandoffError(f"{described(announcement)} was read too late: its stage no longer kept it")

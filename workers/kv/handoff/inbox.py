@@ -1,6 +1,6 @@
-"""A decode worker's side of a hand-off: what has arrived of one attempt to read a prompt.
+"""A decode worker's side of a hand-off: the K/V that has arrived of one attempt to read a prompt.
 
-Resuming the prompt replaces the inbox, so a late message finds nothing to write to. Used on the event loop's
+A resumed prompt gets a new inbox, so a late message finds nothing to write to. Used on the event loop's
 thread.
 """
 
@@ -19,8 +19,10 @@ from .protocols import KVReader
 
 
 class KVInbox:
-    """Ends up complete, lost or closed. changed: called when the K/V is complete or lost, and when the logits
-    have come."""
+    """Receives one attempt's K/V and logits, and ends complete, lost or closed.
+
+    `changed` is called when the K/V is complete or lost, and when the logits have come.
+    """
 
     def __init__(
         self, arrival: KVArrival, pages: RequestPages, changed: Callable[[], None], attempt: int = 0
@@ -29,7 +31,7 @@ class KVInbox:
         self.logits_V: np.ndarray | None = None
         """As in `FirstLogits`."""
         self.lost = ""
-        """Why some of the K/V did not arrive, as far as is known."""
+        """Why K/V did not arrive; empty if nothing is known to have failed."""
         self._arrival, self._pages, self._changed = arrival, pages, changed
         self._settled = asyncio.Event()
         self._closed = False
@@ -41,8 +43,10 @@ class KVInbox:
     async def receive(self, announcement: KVAnnouncement, reader: KVReader) -> int:
         """Read announced K/V into the pages. An exact repetition is ignored.
 
-        Returns: bytes moved; 0 where nothing was written.
-        Raises: HandoffError, or ArrivalError for K/V that the prompt does not have. The inbox is lost then.
+        Returns:
+            Bytes moved; 0 if nothing was written.
+        Raises:
+            HandoffError, ArrivalError: The K/V cannot be read, or is not the prompt's. The inbox is lost.
         """
         first, start, tokens = announcement.layer, announcement.start, announcement.tokens
         layers = range(first, first + announcement.layers)
@@ -61,7 +65,8 @@ class KVInbox:
         return moved
 
     def put_logits(self, logits_V: np.ndarray, vocab: int) -> None:
-        """A repetition is ignored. Raises ArrivalError for logits of another vocabulary."""
+        """Take the first logits. A repetition is ignored. Raises ArrivalError for logits of another
+        vocabulary."""
         if self.logits_V is not None:
             return
         if logits_V.shape != (vocab,):
@@ -77,9 +82,10 @@ class KVInbox:
             self._settle()
 
     def resumed(self, points: Sequence[int], attempt: int) -> tuple[int, KVInbox]:
-        """Close this inbox.
+        """Close this inbox and make the next attempt's.
 
-        Returns: the resume point, and the next attempt's inbox for everything after it.
+        Returns:
+            The resume point, and the inbox for all K/V after it.
         """
         tokens = self._arrival.resume_point(points)
         self.close()

@@ -1,9 +1,9 @@
-"""One copy on one GPU: a stage maps the decode worker's pages and writes a prompt's K/V there, so nothing is
-handed over. An announcement says that K/V is complete.
+"""The hand-off without copies on one GPU: a stage maps the decode worker's pages and writes a prompt's K/V
+there. An announcement only says that K/V is complete.
 
-The decode worker owns the memory. It keeps a request's pages while a stage has them open: until the stage has
-closed them, once its device writes no more, or its process is gone. A stage ends with the decode worker whose
-memory it maps, or as soon as it is sent to another one (docs/decisions/0024).
+The decode worker owns the memory. It keeps a request's pages until the stage has closed them, which it does
+once its device writes no more, or until the stage's process is gone. A stage ends together with the decode
+worker whose memory it maps, or as soon as it is sent to another one (docs/decisions/0024).
 """
 
 import os
@@ -29,11 +29,11 @@ class MappedSender:
     """A `KVSender`.
 
     Args:
-        memory: That the stage maps.
+        memory: The name of the memory that the stage maps (`PagedKVCache.memory`).
         outbox: Asks decode workers for pages.
         background: As in `MessageSender`.
-        end: Ends the process. Called where a decode worker has taken the place of the one whose memory is
-            mapped, which is dead or hangs: K/V would be written to the wrong memory.
+        end: Ends this process. Called if another decode worker has replaced the one whose memory is mapped:
+            K/V would be written to the wrong memory.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MappedSender:
 
 
 class MappedExport:
-    """A `stream.KVExport`. mark: as `PeerMemory.mark`. close: gives the pages back."""
+    """A request's `stream.KVExport`. `mark` is `PeerMemory.mark`, and `close` gives the pages back."""
 
     def __init__(self, mark: Callable[[], Any], close: Callable[[], None]) -> None:
         self._mark, self._close = mark, close
@@ -88,7 +88,8 @@ class MappedExport:
         return None
 
     def revoke(self) -> bool:
-        """An abandoned chunk may still be on its way through the device."""
+        """Close the pages once the device has finished any abandoned chunk. Returns whether they are
+        closed."""
         if not self._revoked:
             self._revoked, self._last = True, self._mark()
         if not self._closed and (self._last is None or self._last.query()):
@@ -98,7 +99,7 @@ class MappedExport:
 
 
 class MappedReader:
-    """A `KVReader` of K/V that is where it belongs."""
+    """A `KVReader` that copies nothing, because the K/V is already in the request's pages."""
 
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
@@ -110,8 +111,10 @@ class MappedReader:
 
 
 class PageWriters:
-    """Keeps requests' pages while stages write to them. Used on the event loop's thread. memory: of these
-    pages."""
+    """Keeps requests' pages while stages write to them. Used on the event loop's thread.
+
+    `memory` is the pages' `PagedKVCache.memory`.
+    """
 
     def __init__(self, memory: str) -> None:
         self._memory = memory
@@ -119,8 +122,12 @@ class PageWriters:
         self._watched: set[int] = set()
 
     def open(self, writer: PageWriter, pages: RequestPages) -> tuple[int, ...]:
-        """Return the page table. Raises DecodeFailed if the stage cannot write there, OtherMemory if it maps
-        another worker's."""
+        """Keep the pages until `close`, and return the page table.
+
+        Raises:
+            DecodeFailed: The stage cannot write there, or the request has ended.
+            OtherMemory: The stage maps another worker's memory.
+        """
         if writer.home != home():
             raise DecodeFailed(
                 f"a stage elsewhere ({writer.home}; here: {home()}) cannot write "

@@ -1,13 +1,13 @@
 """The hand-off across hosts: a decode worker reads a stage's pages straight into its own, by NIXL.
 
-A stage registers its cache and announces where a chunk's K/V lies. The decode worker posts READs; RDMA serves
-them without the stage's process.
+A stage registers its cache and announces where a chunk's K/V lies. The decode worker posts READs, and RDMA
+serves them without the stage's process.
 
-Two hosts have two clocks, so a stage exports a word with the pages, the lease, and clears it before the pages
-go to another request. The worker reads the lease after the rows: if it is unchanged, so were they.
+Two hosts have two clocks. So a stage exports a word with the pages, the lease, and clears it before the pages
+go to another request. The worker reads the lease after the rows: if it is unchanged, so were the rows.
 
-NIXL does not stop a transfer, so a worker holds its pages until the transfer is done, or its stage's end has
-broken the connection.
+NIXL does not stop a transfer. So a worker keeps its pages until the transfer is done, or until the connection
+breaks because the stage has ended.
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 64 << 20
-"""1.3 ms of a 400 Gb/s link."""
+"""A 400 Gb/s link moves them in 1.3 ms."""
 READS_AT_ONCE = 64
 _POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
 class RegisteredCache(ExportedCache):
-    """agent: the stage's unique name. metadata: how to reach it. sides: addresses there."""
+    """A stage's cache.
+
+    Attributes:
+        agent: The unique name of the stage's agent.
+        metadata: How to reach it.
+        sides: Addresses at the stage.
+    """
 
     agent: str
     metadata: bytes = field(repr=False)
@@ -61,7 +67,7 @@ class RegisteredCache(ExportedCache):
 
 @dataclass(frozen=True)
 class RegisteredKV(ExportedKV):
-    """The payload. lease: a word at the stage that is `serial` as long as the rows are the request's."""
+    """The payload. The stage's word `lease` is `serial` as long as the rows are the request's."""
 
     cache: RegisteredCache
     lease: Span
@@ -76,7 +82,7 @@ class NixlExporter:
 
     def __init__(self, cache: PagedKVCache, agent: Agent) -> None:
         self._cache = cache
-        self._agent = agent  # which nobody reaches any more once it is collected
+        self._agent = agent  # kept alive, so that other processes can reach it
         self._leases = RegisteredWords(agent, cache.pages)
         self._serials = itertools.count(1)
         _register(cache, agent)
@@ -95,7 +101,7 @@ class NixlExporter:
 
 
 class NixlExport(PageExport):
-    """A request's lease is the word of its first page."""
+    """A request's `stream.KVExport`. Its lease is the word of its first page."""
 
     def __init__(
         self,
@@ -125,19 +131,19 @@ T = TypeVar("T")
 
 
 class NixlReader:
-    """Its agent is used on `thread` only, which transfers do not keep busy."""
+    """A `KVReader`. Only `thread` uses its agent, and transfers do not keep that thread busy."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
         self._cache, self._thread = cache, thread
         self._agent, self._leases_read = thread.submit(self._start, new).result()
         self._slots: asyncio.Queue[int] = asyncio.Queue()
-        """Words of `_leases_read` into which no lease is being read."""
+        """Indices of words in `_leases_read` into which no lease is being read."""
         for slot in range(READS_AT_ONCE):
             self._slots.put_nowait(slot)
         self._reading: Counter[str] = Counter()
         """Announcements that are being read, by the stage's agent."""
         self._lost: set[str] = set()
-        """Agents whose connection failed. It is made anew once nobody uses it."""
+        """Agents whose connection has failed. It is made anew once no read uses it."""
 
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
@@ -217,7 +223,7 @@ class NixlReader:
         remote = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
         local = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
         handle = self._agent.initialize_xfer("READ", local, remote, stage)
-        self._agent.transfer(handle)  # how that went, `_ended` tells
+        self._agent.transfer(handle)  # `_ended` tells how it went
         return handle
 
     def _ended(self, handle: Any) -> bool:

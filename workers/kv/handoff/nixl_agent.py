@@ -1,5 +1,7 @@
-"""The part of NIXL that the transport uses. Its UCX takes RDMA where there is some, else shared memory or
-TCP. Nothing here needs a GPU."""
+"""The part of NIXL that the transport uses.
+
+NIXL's UCX uses RDMA if there is any, otherwise shared memory or TCP. Nothing here needs a GPU.
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -14,23 +16,27 @@ Span = tuple[int, int]
 
 
 class Agent(Protocol):
-    """`nixl._api.nixl_agent`. Its exceptions have no common base, and only one thread may call it. mem_type:
-    "VRAM" or "DRAM". States: "DONE", "PROC", "ERR"."""
+    """`nixl._api.nixl_agent`. Its exceptions have no common base, and only one thread may call it.
+
+    `mem_type` is "VRAM" or "DRAM". A transfer's state is "DONE", "PROC" or "ERR".
+    """
 
     name: str
 
     def register_memory(self, reg_list: Any, mem_type: str) -> Any:
-        """reg_list: (address, bytes, device, ""). Never undone: a cache lives as long as its process."""
+        """Register (address, bytes, device, "") of each region, for good: a cache lives as long as its
+        process."""
 
     def get_agent_metadata(self) -> bytes:
-        """For `add_remote_agent` elsewhere. It names only what was registered before."""
+        """Return what `add_remote_agent` needs elsewhere. It covers only memory that was registered
+        before."""
 
     def add_remote_agent(self, metadata: bytes) -> Any: ...
     def check_remote_metadata(self, agent: str) -> bool: ...
     def remove_remote_agent(self, agent: str) -> None: ...
 
     def get_xfer_descs(self, descs: Any, mem_type: str) -> Any:
-        """descs: uint64 rows of address, bytes, device."""
+        """Describe memory from uint64 rows of (address, bytes, device)."""
 
     def initialize_xfer(
         self, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str
@@ -38,11 +44,11 @@ class Agent(Protocol):
     def transfer(self, handle: Any) -> str: ...
     def check_xfer_state(self, handle: Any) -> str: ...
     def release_xfer_handle(self, handle: Any) -> None:
-        """A running transfer goes on: only the handle is forgotten (seen with 1.5.1)."""
+        """Forget the handle. A running transfer goes on (seen with 1.5.1)."""
 
 
 def new_agent() -> Agent:
-    """Raises ValueError where NIXL is missing."""
+    """Make an agent. Raises ValueError if NIXL is not installed."""
     try:
         from nixl._api import nixl_agent
     except ImportError as error:

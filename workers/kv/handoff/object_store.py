@@ -1,5 +1,8 @@
 """The hand-off through Ray's object store. A stage puts host copies and sends the decode actor their
-reference. bfloat16 travels as uint16, since numpy has no such type."""
+reference.
+
+bfloat16 travels as uint16, since numpy has no such type.
+"""
 
 import asyncio
 import inspect
@@ -26,7 +29,7 @@ class ObjectStoreOutbox(ActorOutbox):
         size = sum(x_TGD.nbytes for x_TGD in announcement.payload)
         try:
             reference = self._ray.put(announcement.payload)
-        except Exception as error:  # the store may be full: this request's trouble, not the group's
+        except Exception as error:  # a full store fails this request, not the group
             delivery.fail(f"the object store did not take K/V: {plain(error)}")
             return
         self._call(KVReceiver.announce, delivery, replace(announcement, payload=reference), size)
@@ -58,9 +61,10 @@ async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype
     """Return each layer's sides on the host. They alias shared memory, so never write to them.
 
     Args:
-        announcement: its payload is each layer's sides as arrays, or an awaitable of them.
-        dtype: what a cache keeps k and v in.
-    Raises: HandoffError if the arrays are not such sides, or their owner died.
+        announcement: Its payload is a tuple of every layer's sides as arrays, or an awaitable of it.
+        dtype: The dtype in which the cache keeps k and v.
+    Raises:
+        HandoffError: The arrays are not such sides, or their owner has died.
     """
     payload = announcement.payload
     if inspect.isawaitable(payload):
@@ -87,7 +91,8 @@ async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    """Beside a GPU a thread of its own sends; on a CPU, whose cores all compute, the stage's thread does."""
+    """Make a stage's sender. With a GPU, a thread of its own sends. On a CPU, whose cores all compute, the
+    stage's thread does."""
     outbox = ObjectStoreOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 

@@ -1,4 +1,4 @@
-"""Messages from a stage to decode actors, and the answers that these owe."""
+"""Sends a stage's messages to decode actors and collects their answers."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ M = TypeVar("M", KVAnnouncement, FirstLogits)
 
 @dataclass(eq=False)
 class Delivery:
-    """One stream's messages to its decode worker. failure: the first reason why one was not taken."""
+    """One stream's messages to its decode worker. `failure` is the first reason why one was not taken."""
 
     decode_worker: str
     failure: str = ""
@@ -30,24 +30,29 @@ class Delivery:
 
 
 class Outbox(Protocol):
-    """Delivers the messages of one thread in order. A failure raises only in `check`."""
+    """Delivers the messages of one thread in order. Only `check` raises for a failure."""
 
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None: ...
 
     def send_logits(self, delivery: Delivery, message: FirstLogits) -> None: ...
 
     def check(self, delivery: Delivery) -> None:
-        """Raises HandoffError if a message is known to have failed."""
+        """Raise HandoffError if a message is known to have failed."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """Whether the decode worker owes an answer, and may still read."""
+        """Whether the decode worker owes an answer, so that it may still read."""
 
 
 class PageOpener(Outbox, Protocol):
     """An `Outbox` of a stage that writes to decode workers' own pages."""
 
     def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
-        """Return a request's page table. Raises HandoffError, or OtherMemory."""
+        """Open a request's pages for writing, and return its page table.
+
+        Raises:
+            HandoffError: The decode worker did not open them.
+            OtherMemory: The stage maps another worker's memory.
+        """
 
     def close_pages(self, decode_worker: str, writer: PageWriter) -> None: ...
 
@@ -63,8 +68,8 @@ class _Unanswered:
 class ActorOutbox:
     """An `Outbox` to Ray actors.
 
-    At most `max_bytes` of announcements are unanswered, so that a slow decode worker slows prefill down
-    instead of filling a store.
+    At most `max_bytes` of copies are unanswered, so that a slow decode worker slows prefill down instead of
+    filling a store.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class ActorOutbox:
             raise HandoffError(f"{decode_worker} did not open its pages: {plain(error)}") from error
 
     def close_pages(self, decode_worker: str, writer: PageWriter) -> None:
-        """A dead worker has no pages."""
+        """Give the pages back. A dead worker needs no message."""
         with contextlib.suppress(Exception):
             sent(self._actor(decode_worker), KVReceiver.close_pages, writer)
 

@@ -1,5 +1,7 @@
-"""The two sides of a hand-off: a stage puts tensors into a stream, a decode worker reads them into pages.
-Only a transport's two ends know its payload."""
+"""The two sides of a hand-off: a stage puts tensors into a stream, and a decode worker reads them into pages.
+
+Only the two ends of a transport know its payload.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +22,7 @@ class HandoffError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where one attempt's K/V goes. pages: the request's in the stage's cache, in token order."""
+    """Where one attempt's K/V goes. `pages` are the request's in the stage's cache, in token order."""
 
     request_id: str
     decode_worker: str
@@ -31,64 +33,75 @@ class Destination:
 class KVStream(Protocol):
     """One request's K/V on its way out of a stage.
 
-    The stage's thread calls `put`, `end_chunk` and `close`; the reporting thread calls `put_logits` and what
-    `end_chunk` returns. A failure shows only when a chunk is reported, so that the stage keeps in step with
-    its peers.
+    The stage's thread calls `put`, `end_chunk` and `close`. The reporting thread calls `put_logits` and the
+    function that `end_chunk` returns. A failure shows only when a chunk is reported, so that the stage keeps
+    in step with its peers.
     """
 
     pages: Sequence[int]
     """The request's pages in the stage's cache, in token order."""
     has_prefix: bool
-    """Whether they hold what the decode worker has of the prompt."""
+    """Whether these pages already hold the part of the prompt that the decode worker has."""
 
     def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
         """Start handing over one layer's chunk.
 
         Args:
-            start: position of the chunk's first token.
-            sides_T: `cache.Sides`, as the stage's pages hold them. Nobody writes to these before the last
+            start: Position of the chunk's first token.
+            sides_T: `cache.Sides`, as the stage's pages hold them. Nobody may write to them before the last
                 chunk is handed over.
-        Returns: bytes that will move.
-        Raises: HandoffError for tensors that are not K/V.
+        Returns:
+            Bytes that will move.
+        Raises:
+            HandoffError: The tensors are not K/V.
         """
 
     def end_chunk(self) -> Callable[[], None]:
-        """Returns: a function to call once the device has computed the chunk. It returns when all of the
-        chunk is on its way, and raises HandoffError if the request has failed."""
+        """Send what is left of a chunk.
+
+        Returns:
+            A function to call once the device has computed the chunk. It returns when all of the chunk was
+                sent, and raises HandoffError if the request has failed.
+        """
 
     def put_logits(self, logits_V: torch.Tensor) -> None:
-        """Send the last position's logits, float32, from the host."""
+        """Send the last position's logits: float32, on the host."""
 
     def close(self) -> bool:
         """End the request. Nothing more is sent, and failures no longer matter.
 
-        Returns: whether its pages are free. If not, ask again: the decode worker may still read them.
+        Returns:
+            Whether its pages are free. If not, call again later: the decode worker may still read them.
         """
 
 
 class KVSender(Protocol):
     def open(self, destination: Destination) -> KVStream:
-        """Raises HandoffError."""
+        """Open the stream of one attempt. Raises HandoffError."""
 
 
 UsePages = Callable[[], AbstractContextManager[Sequence[int] | None]]
-"""`with use_pages() as pages` holds a request's page table. None: the request is over, write nothing."""
+"""`with use_pages() as pages` keeps a request's page table in use. None: the request is over, so write
+nothing."""
 
 
 class KVReader(Protocol):
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
     ) -> int | None:
-        """Write these layers of an announcement into the request's pages. Reads run side by side, and only a
-        worker's shutdown cancels one.
+        """Write these layers of an announcement into the request's pages.
 
-        Returns: bytes written, once all that runs later sees them; None if the request was over.
-        Raises: HandoffError for K/V that is lost or another's.
+        Reads run side by side, and only a worker's shutdown cancels one.
+
+        Returns:
+            Bytes written, once all later work sees them; None if the request was over.
+        Raises:
+            HandoffError: The K/V is lost, or another request's.
         """
 
 
 def check_kv(*sides_T: torch.Tensor) -> None:
-    """Raises HandoffError unless these are keys and values of one chunk."""
+    """Raise HandoffError unless these tensors are keys and values of one chunk."""
     k_TGD, v_TGD, *scales = sides_T
     fits = k_TGD.shape == v_TGD.shape and k_TGD.dim() == 3 and k_TGD.dtype == v_TGD.dtype
     if k_TGD.dtype == BYTES:
@@ -109,7 +122,7 @@ def described(announcement: KVAnnouncement) -> str:
 
 
 def plain(error: Exception) -> str:
-    """Put the cause inside Ray's wrapper in one line."""
+    """Return the cause inside Ray's wrapper as one line."""
     cause = getattr(error, "cause", None) or error
     text = str(cause).strip()
     return f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__

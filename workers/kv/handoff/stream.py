@@ -1,5 +1,7 @@
-"""A stage's side of a hand-off by messages, which say which layers of a chunk can be read, and where. Small
-layers share a message, since each costs every process some hundred microseconds."""
+"""A stage's side of a hand-off by messages, which say which layers of a chunk can be read, and where.
+
+Small layers share a message, since each message costs every process some hundred microseconds.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,20 @@ class KVExport(Protocol):
     """One request's K/V, described so that a decode worker can read it."""
 
     def layer(self, start: int, sides_T: Sides) -> tuple[Any, Any]:
-        """Returns: a description of one layer's chunk, and the CUDA event after which it may be sent (None:
-        at once)."""
+        """Describe one layer's chunk.
+
+        Returns:
+            The description, and the CUDA event after which it may be sent; None: at once.
+        """
 
     def payload(self, layers: Sequence[Any]) -> Any:
-        """Make an announcement's payload from its layers' descriptions."""
+        """Make an announcement's payload from the descriptions of its layers."""
 
     def revoke(self) -> bool:
-        """Let no reader take anything described so far: another request gets the pages.
+        """Make all descriptions so far invalid, so that the pages can go to another request.
 
-        Returns: whether it may have them now. If not, ask again.
+        Returns:
+            Whether the pages are free now. If not, call again later.
         """
 
 
@@ -38,7 +44,7 @@ class KVExporter(Protocol):
     """Describes a stage's pages in one transport's way."""
 
     message_bytes: int
-    """A message is sent once it stands for so much K/V, or its chunk ends."""
+    """A message is sent once it stands for this much K/V, or when its chunk ends."""
     in_place: bool
     """Whether decode workers read the stage's own pages."""
 
@@ -56,8 +62,8 @@ class _Layer:
 
 
 class MessageSender:
-    """A `KVSender`. background: a thread waits for the layers and sends, so that the stage's launches wait
-    for neither."""
+    """A `KVSender`. With `background`, a thread of its own waits for the layers and sends, so that the
+    stage's launches do not wait."""
 
     def __init__(self, exporter: KVExporter, outbox: Outbox, *, background: bool) -> None:
         self._exporter, self._outbox = exporter, outbox
@@ -76,8 +82,12 @@ class MessageSender:
 
 
 class MessageStream:
-    """in_place: as in `KVExporter`. message_bytes: likewise; None: nothing travels, and a message ends a
-    chunk."""
+    """Sends one request's K/V.
+
+    Args:
+        message_bytes: As in `KVExporter`; None: no K/V moves, and a message ends a chunk.
+        in_place: As in `KVExporter`.
+    """
 
     def __init__(
         self,
@@ -95,7 +105,7 @@ class MessageStream:
         self._outbox, self._delivery = outbox, Delivery(destination.decode_worker)
         self._thread = thread
         self._sending: list[Future[None]] = []
-        """The sending thread's work that may not be done."""
+        """Work of the sending thread that may not be done yet."""
         self._layers: list[_Layer] = []
         """Layers of one chunk whose message is not full yet."""
 
@@ -156,7 +166,7 @@ class MessageStream:
 
     def _send(self, layers: Sequence[_Layer]) -> None:
         first, last = layers[0], layers[-1]
-        if last.ready is not None:  # and with it those before: a stage launches in order
+        if last.ready is not None:  # earlier layers are ready too: a stage launches in order
             last.ready.synchronize()
         announcement = KVAnnouncement(
             request_id=self._to.request_id,

@@ -1,5 +1,8 @@
-"""The transports by name. Another one is a file with a `KVSender` and a `KVReader`, a line here, and its name
-in `HandoffConfig`."""
+"""The transports by name.
+
+To add one, write a file with a `KVSender` and a `KVReader`, add a line here, and add its name to
+`HandoffConfig`.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -30,7 +33,7 @@ def kv_sender(config: HandoffConfig, cache: PagedKVCache) -> KVSender:
 
 
 def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> KVReader:
-    """thread: runs the writes to `cache`, one after the other."""
+    """Make a decode worker's reader. `thread` runs the writes to `cache`, one after the other."""
     return _named(config.transport).reader(config, cache, thread)
 
 

@@ -1,8 +1,8 @@
 """Entries: full pages of K/V that are remembered after their requests, found by a prompt's root and chain.
 
-A page that nobody holds is given up when its place is needed: the least recently used first, and of one
-prompt the last page first, so that what is left is still a beginning. Those to be retained come after all
-others. Pure accounting on the event loop's thread.
+A page that nobody holds is given up when its place is needed, the least recently used first. A prompt's last
+page goes first, so that the pages left are still a beginning. Retained pages go after all others. Pure
+accounting on the event loop's thread.
 """
 
 from collections import OrderedDict
@@ -15,8 +15,15 @@ from ...messages.prompts import LINK_BYTES, PromptKey, links_of
 
 @dataclass(slots=True)
 class Entry:
-    """name: root and link. used: when its last holder let go of it. until: retain it so long, on the same
-    clock. place: of its page in the prompt. before: the name of the page before it; empty for the first."""
+    """A remembered page.
+
+    Attributes:
+        name: The prompt's root and the page's link.
+        used: When its last holder let go of it, by the clock of `Entries`.
+        until: When its retention ends, by the same clock.
+        place: The page's index in the prompt.
+        before: The name of the page before it; empty for the first.
+    """
 
     name: bytes
     used: float
@@ -26,7 +33,7 @@ class Entry:
 
 
 class Entries:
-    """clock: seconds."""
+    """The remembered pages of a pool. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -35,15 +42,15 @@ class Entries:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Pages that nobody holds, in the order in which they are given up."""
         self._retained: OrderedDict[int, None] = OrderedDict()
-        """The same, of those to be retained."""
+        """The same for pages that are still retained."""
         self._soonest = float("inf")
-        """No page of `_retained` may be given up like others before."""
+        """The earliest end of a retention in `_retained`."""
         self.evicted = 0
         self.evicted_retained = 0
-        """How many of them were still to be retained: all others were gone or held."""
+        """Evicted pages that were still retained: all others were gone or held."""
         self.evicted_age_s = 0.0
         self.on_idle: Callable[[Sequence[int]], None] = lambda _pages: None
-        """Called with the pages that nobody holds any more, the first to be given up first."""
+        """Called with pages that nobody holds any more, in the order in which they are given up."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,8 +63,13 @@ class Entries:
         return len(self._idle) + len(self._retained)
 
     def find(self, key: PromptKey, first: int = 0) -> tuple[tuple[int, ...], bool]:
-        """Return the pages of a prompt's longest beginning that is here, from page `first` on, and whether
-        dense attention made all of them. Where both are here, a page of the prompt's own method is taken."""
+        """Return the pages of a prompt's longest remembered beginning, from page `first` on.
+
+        A page of the prompt's own method is preferred to one of dense attention.
+
+        Returns:
+            The pages, and whether dense attention made all of them.
+        """
         pages: list[int] = []
         exact = True
         for link in links_of(key.chain[first * LINK_BYTES :]):
@@ -74,9 +86,11 @@ class Entries:
     def add(
         self, root: bytes, chain: bytes, pages: Sequence[int], retain_s: float, first: int = 0
     ) -> Iterable[int]:
-        """Remember held pages, from the chain's link `first` on. Those already here stay as they are.
+        """Remember held pages, from the chain's link `first` on. Names and pages that are already here stay
+        as they are.
 
-        Returns: the new ones.
+        Returns:
+            The pages that are new.
         """
         now, new = self._clock(), list[int]()
         before = root + chain[(first - 1) * LINK_BYTES : first * LINK_BYTES] if first else b""
@@ -90,7 +104,8 @@ class Entries:
         return new
 
     def enter(self, page: int, entry: Entry) -> bool:
-        """Remember a held page under a copy of an entry. Returns False if its name or its page is here."""
+        """Remember a held page under a copy of an entry. Returns False if the name or the page is already
+        here."""
         if entry.name in self._pages or page in self._entries:
             return False
         copied = Entry(entry.name, entry.used, entry.until, entry.place, entry.before)
@@ -110,13 +125,13 @@ class Entries:
                 self._entries[page].until = max(self._entries[page].until, until)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Forget held pages: nobody finds them any more."""
+        """Forget held pages, so that nobody finds them any more."""
         for page in pages:
             if page in self._entries:
                 del self._pages[self._entries.pop(page).name]
 
     def let_go(self, pages: Iterable[int]) -> None:
-        """Nobody holds these pages any more. The first is given up first."""
+        """Note that nobody holds these pages any more. The first is given up first."""
         now, idle = self._clock(), list(pages)
         for page in idle:
             entry = self._entries[page]
@@ -129,12 +144,12 @@ class Entries:
         self.on_idle(idle)
 
     def take(self, page: int) -> None:
-        """Somebody holds this page again."""
+        """Note that somebody holds this page again."""
         self._idle.pop(page, None)
         self._retained.pop(page, None)
 
     def evict(self, count: int) -> list[int]:
-        """Give up so many pages that nobody holds, and forget them."""
+        """Give up and forget `count` pages that nobody holds."""
         self._end_retention()
         now, gone = self._clock(), list[int]()
         for _ in range(count):
@@ -147,7 +162,7 @@ class Entries:
         return gone
 
     def clear(self) -> list[int]:
-        """Forget everything. Returns: the pages that nobody holds."""
+        """Forget everything, and return the pages that nobody holds."""
         gone = [*self._idle, *self._retained]
         self._idle.clear()
         self._retained.clear()

@@ -1,9 +1,8 @@
 """The tier of remembered pages in host memory.
 
-Each entry that nobody holds any more is copied to host memory at once, so that a page on the GPU can be given
-up without waiting. A page that only host memory has is copied back into pages of the request that finds it,
-layer by layer. Host memory gives up pages as the GPU does, by `Entries`. Accounting on the event loop's
-thread.
+An entry is copied to host memory as soon as nobody holds its page, so that the page on the GPU can be given
+up without waiting. A request that finds a page in host memory alone gets it copied back, layer by layer.
+`Entries` chooses which slots are given up. Accounting on the event loop's thread.
 """
 
 import asyncio
@@ -16,17 +15,23 @@ from .entries import Entries, Entry
 from .pool import PagePool, page_runs
 
 BATCH_PAGES = 256
-"""Pages of a copy of all layers: another one waits for it."""
+"""Pages that one copy of all layers moves at most. Other copies wait for it."""
 
 Runs = Sequence[tuple[int, int, int]]
-"""First page, first slot, count."""
+"""(first page, first slot, count) of each copy."""
 Move = Callable[[Runs, range, bool], Awaitable[None]]
 """`HostMemory.copy` on every rank."""
 
 
 class PagesBack:
-    """Pages that slots are copied to, layer by layer. Entries name the pages from the start, so whoever finds
-    them waits for the same copy. left: so many last layers are still to come. error: why they will not."""
+    """A copy of slots back into pages, layer by layer.
+
+    The pages have entries from its start, so other requests find them and wait for the same copy.
+
+    Attributes:
+        left: Number of layers still missing, the model's last ones.
+        error: Why they will not come, if so.
+    """
 
     def __init__(self, pages: Sequence[int], slots: Sequence[int], layers: int, began: float) -> None:
         self.pages, self.slots, self.began = pages, slots, began
@@ -39,7 +44,7 @@ class PagesBack:
         return not self.left or bool(self.error)
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after each move until it is over."""
+        """Call `changed` each time that layers have come or the copy has failed."""
         self._changed.append(changed)
 
     def moved(self, layers: int, error: str = "") -> None:
@@ -49,8 +54,13 @@ class PagesBack:
 
 
 class HostTier:
-    """on_gpu: the entries that are copied. layers: of all pages. slots: pages of host memory. clock:
-    seconds."""
+    """Host memory behind a pool's pages.
+
+    Args:
+        on_gpu: The pool's entries.
+        layers: Layers of each page.
+        slots: Pages of host memory.
+    """
 
     def __init__(
         self, on_gpu: Entries, layers: int, slots: int, move: Move, clock: Callable[[], float]
@@ -59,14 +69,15 @@ class HostTier:
         self.too_late = 0
         """Entries that were given up on the GPU before they were copied."""
         self.on_kept: Callable[[Sequence[int]], None] = lambda _slots: None
-        """Called with held slots that are here now, or were asked to be."""
+        """Called with the slots of entries that were copied, or were there already. They are held during the
+        call."""
         self._back, self._back_s = 0, 0.0
         self._clock = clock
         self._on_gpu = on_gpu
         self._layers = layers
         self._move = move
         self._coming: dict[int, PagesBack] = {}
-        """By page."""
+        """The copy that fills each page."""
         self._asked: deque[PagesBack] = deque()
         self._ask = asyncio.Event()
         self._offered: deque[tuple[int, Entry]] = deque()
@@ -74,16 +85,16 @@ class HostTier:
         on_gpu.on_idle = self._offer
 
     def find(self, key: PromptKey, first: int) -> tuple[tuple[int, ...], bool]:
-        """Return the slots of a prompt's pages from page `first` on, as `Entries.find` does."""
+        """Like `Entries.find`, but return slots."""
         return self.pool.entries.find(key, first)
 
     @property
     def busy(self) -> bool:
-        """Whether something is to be copied, or being copied."""
+        """Whether it has something to copy."""
         return self._wake.is_set()
 
     async def run(self) -> None:
-        """Copy what is offered, until cancelled."""
+        """Copy offered entries to host memory, until cancelled."""
         while True:
             await self._wake.wait()
             await self._keep(*self._next())
@@ -91,7 +102,7 @@ class HostTier:
                 self._wake.clear()
 
     def bring_back(self, slots: Sequence[int], pages: Sequence[int]) -> PagesBack:
-        """Begin to copy slots into pages, which stay in use until that is over."""
+        """Begin to copy slots into pages. Both stay in use until the copy is over."""
         coming = PagesBack(pages, slots, self._layers, self._clock())
         self.pool.retain(slots)
         for page, slot in zip(pages, slots, strict=True):
@@ -104,13 +115,13 @@ class HostTier:
         return coming
 
     def coming_to(self, pages: Sequence[int]) -> tuple[PagesBack, ...]:
-        """Return what is still being copied to any of these pages."""
+        """Return the copies that are still filling any of these pages."""
         if not self._coming:
             return ()
         return tuple(dict.fromkeys(self._coming[page] for page in pages if page in self._coming))
 
     async def run_back(self) -> None:
-        """Copy what is asked for in turn, until cancelled."""
+        """Copy slots back into pages, for all copies in turn, until cancelled."""
         try:
             while True:
                 await self._ask.wait()
@@ -122,7 +133,6 @@ class HostTier:
                 self._end_back(next(iter(self._coming.values())), 0, "the decode worker is shutting down")
 
     async def _move_back(self, coming: PagesBack) -> None:
-        """Copy the next layers: one, or as many as fill a batch."""
         count = min(coming.left, max(1, BATCH_PAGES * self._layers // len(coming.pages)))
         first = self._layers - coming.left
         try:
@@ -169,8 +179,10 @@ class HostTier:
         self._wake.set()
 
     def _next(self) -> tuple[list[tuple[int, Entry]], list[int]]:
-        """Return entries to copy, and the slots of those that are here already, which are held meanwhile.
-        Both are in the order in which they are given up."""
+        """Return entries to copy, and the slots of offered entries that are here already.
+
+        The slots get a reference meanwhile. Both are in the order in which they are given up.
+        """
         new: list[tuple[int, Entry]] = []
         known: list[int] = []
         while self._offered and len(new) + len(known) < BATCH_PAGES:
@@ -187,7 +199,7 @@ class HostTier:
         return new, known
 
     async def _keep(self, new: Sequence[tuple[int, Entry]], known: Sequence[int]) -> None:
-        # Slots that requests hold are not given up: then fewer are copied, a prompt's beginning first.
+        # Held slots are not given up. If too few are free, a prompt's first pages are copied.
         batch = new[max(0, len(new) - self.pool.free) :][::-1]
         slots = self.pool.allocate(len(batch))
         try:

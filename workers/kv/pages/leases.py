@@ -1,7 +1,7 @@
 """Leases of a decode worker: sessions, whose pages are held for an owner until a stated time.
 
-A lease holds one reference on each of its pages and never writes to them. When it ends, those that are
-entries are still remembered. Pure accounting on the event loop's thread; times are seconds since the epoch.
+A lease holds one reference on each of its pages and never writes to them. When it ends, pages that have
+entries are still remembered. Pure accounting on the event loop's thread. Times are seconds since the epoch.
 """
 
 import secrets
@@ -14,7 +14,10 @@ from .pool import PagePool, pages_for
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """ids: little-endian uint32, where blocks may be computed again; else empty."""
+    """A session's pages, held until `expires`.
+
+    `ids` are its tokens', little-endian uint32; empty if no block is ever computed again.
+    """
 
     session_id: str
     owner: str
@@ -29,7 +32,7 @@ class Lease:
 
 
 class Leases:
-    """Leases by session id. An id is `<worker>.<random>`, so that any door finds the worker."""
+    """A worker's sessions. An id is `<worker>.<random>`, so that any door finds the worker."""
 
     def __init__(self, worker: str, pool: PagePool, max_ttl_s: float) -> None:
         if max_ttl_s <= 0:
@@ -45,11 +48,11 @@ class Leases:
     def adopt(
         self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float, *, ids: bytes = b""
     ) -> Lease:
-        """Lease exactly pages_for(tokens) pages, whose references it takes over.
+        """Lease exactly `pages_for(tokens)` pages, whose references it takes over.
 
         Args:
-            ttl_s: at most the configured maximum; 0 or less asks for the maximum.
-            ids: of these tokens, and any behind them.
+            ttl_s: At most the configured maximum; 0 or less asks for the maximum.
+            ids: Ids of these tokens, and any behind them.
         """
         if tokens < 1 or len(pages) != pages_for(tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
@@ -66,14 +69,14 @@ class Leases:
         return lease
 
     def find(self, session_id: str, owner: str, now: float) -> Lease | None:
-        """None: unknown, expired or somebody else's."""
+        """Return the lease; None if it is unknown, expired or another owner's."""
         lease = self._leases.get(session_id)
         if lease is None or lease.owner != owner or lease.expires <= now:
             return None
         return lease
 
     def ends(self, now: float) -> list[tuple[float, tuple[int, ...]]]:
-        """Return the seconds until each ends, and its pages."""
+        """Return each lease's seconds until its end, and its pages."""
         return [(lease.expires - now, lease.pages) for lease in self._leases.values()]
 
     def release(self, session_id: str, owner: str, now: float) -> bool:
@@ -84,14 +87,13 @@ class Leases:
         return True
 
     def expire(self, now: float) -> int:
-        """Return how many have ended."""
+        """Drop the leases that have ended, and return their number."""
         gone = [lease for lease in self._leases.values() if lease.expires <= now]
         for lease in gone:
             self._drop(lease)
         return len(gone)
 
     def tokens_by_lease(self) -> list[tuple[str, int]]:
-        """Return each one's owner and tokens."""
         return [(lease.owner, lease.tokens) for lease in self._leases.values()]
 
     def clear(self) -> None:

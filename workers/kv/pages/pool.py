@@ -1,5 +1,8 @@
-"""One pool belongs to one worker and one thread. Pages have reference counts, because requests with one
-prefix share them. A page without any is free, also where an entry remembers it."""
+"""The pool of one worker's pages, and helpers for runs of pages. One thread uses it.
+
+Pages have reference counts, because requests with the same prefix share them. A page without references is
+free, even if an entry remembers it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ __all__ = [
 
 
 class OutOfPages(Exception):
-    """Nothing was taken."""
+    """Too few pages are free. None was taken."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} KV pages are needed but only {free} are free")
@@ -48,8 +51,11 @@ def first_of_run(pages: Sequence[int]) -> int | None:
 
 
 def row_runs(pages: Sequence[int], start: int, tokens: int) -> tuple[tuple[int, int], ...]:
-    """Return (first row, count) of each run of rows that holds tokens start .. start+tokens-1. Raises
-    ValueError if the pages do not hold them."""
+    """Group the rows of tokens start .. start+tokens-1 into contiguous runs of (first row, count).
+
+    Raises:
+        ValueError: The pages do not hold these tokens.
+    """
     if start < 0 or tokens < 1 or start + tokens > len(pages) * PAGE_TOKENS:
         raise ValueError(f"tokens {start} .. {start + tokens - 1} are not in {len(pages)} pages")
     runs: list[tuple[int, int]] = []
@@ -67,8 +73,10 @@ def row_runs(pages: Sequence[int], start: int, tokens: int) -> tuple[tuple[int, 
 def paired_runs(
     theirs: Sequence[tuple[int, int]], ours: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Split two lists of runs of equally many rows into pieces that are contiguous in both: (their first row,
-    our first row, count), in order."""
+    """Split two lists of runs, of equally many rows, into pieces that are contiguous in both.
+
+    Yields (their first row, our first row, count) in order.
+    """
     left, right = deque(theirs), deque(ours)
     while left and right:
         (a, rows_a), (b, rows_b) = left.popleft(), right.popleft()
@@ -93,8 +101,11 @@ def page_runs(pages: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int
 
 
 class PagePool:
-    """Hands out pages, lowest first, so that pages taken together are contiguous where possible. Entries are
-    given up only where no other page is free."""
+    """Hands out pages, lowest first, so that pages taken together are contiguous where possible.
+
+    Remembered pages are given up only when no other page is free. `on_free` is called when pages have become
+    free.
+    """
 
     def __init__(
         self, pages: int, on_free: Callable[[], None] = lambda: None, entries: Entries | None = None
@@ -112,7 +123,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Also pages that are only remembered."""
+        """The number of free pages, the remembered ones without a holder included."""
         return len(self._free) + self.entries.idle
 
     @property
@@ -120,11 +131,11 @@ class PagePool:
         return self.total - self.free
 
     def unheld(self, pages: Iterable[int]) -> int:
-        """Count those without a reference."""
+        """Count the pages that have no reference."""
         return sum(self._references[page] == 0 for page in pages)
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Raises OutOfPages."""
+        """Take `count` pages. Raises OutOfPages."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
         if count > self.free:
@@ -140,7 +151,8 @@ class PagePool:
         return taken
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page; to none if one is neither in use nor remembered."""
+        """Add one reference to each page. Raises ValueError, having added none, if a page is neither in use
+        nor remembered."""
         used_pages = [self._in_use(page) for page in pages]
         for page in used_pages:
             if self._references[page] == 0:
@@ -148,10 +160,11 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page; a page without any is free. The last entry is given up first.
+        """Drop one reference of each page. The last entry that becomes free is given up first.
 
-        Raises: ValueError, having changed nothing, for a page with too few references: a double release would
-        give one page to two requests.
+        Raises:
+            ValueError: A page has too few references: a second release would give it to two requests. Nothing
+                was changed.
         """
         drops: dict[int, int] = {}
         for page in pages:

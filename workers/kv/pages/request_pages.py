@@ -1,8 +1,8 @@
-"""A request takes all pages that it will ever need at once.
+"""Reserves the pages of requests. A request takes all pages that it will ever need at once.
 
-A request shares only full pages, of a session or of what is remembered, and never writes to them. A session's
-partly filled last page is copied, and recomputed blocks get pages of their own. Pure accounting on the event
-loop's thread.
+It shares only full pages, with a session or with remembered K/V, and never writes to them. A session's partly
+filled last page is copied, and recomputed blocks get pages of their own. Pure accounting on the event loop's
+thread.
 """
 
 import asyncio
@@ -18,23 +18,31 @@ from .leases import Lease, Leases
 from .pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
 
 PageCopy = tuple[int, int]
-"""Source and target."""
+"""(source page, target page)."""
 
 
 @dataclass(eq=False, kw_only=True)
 class RequestPages:
-    """A request's page table.
+    """The pages of one request.
 
-    held_tokens: tokens whose K/V is there from the start, or once `coming` is over. session_ids: their
-    little-endian uint32 ids, where a session has them. key: names what the request leaves; None: nothing.
-    exact: all of it is made by dense attention. spare: a page for a kept session's partly filled last page.
-    copy_in: the session's partly filled page and the table's, to copy first. copy_out: the table's page and
-    the spare, to copy once the prompt is complete. own: pages for `divert`. coming: on their way from host
-    memory, for this request or another. host_tokens: so many come for this one. on_free: called once, when
-    all is given back. on_coming: called when layers have come, or will not.
+    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and a copy from
+    host memory counts as a use. The pages are given back after `end` and the last use.
 
-    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, what is coming
-    counts as a use, and the last of `end` and all uses gives the pages back.
+    Attributes:
+        table: The page table.
+        held_tokens: Tokens whose K/V is there from the start, or once `coming` is over.
+        key: The key under which its pages stay findable; None: they are not remembered.
+        exact: Whether dense attention makes all of its K/V.
+        spare: A page for the partly filled last page of a kept session.
+        copy_in: (source, target): a session's partly filled page and the table's, copied before the first
+            append.
+        copy_out: The table's partly filled page and `spare`, copied once the prompt is complete.
+        session_ids: Ids of a session's tokens, little-endian uint32; empty if unknown.
+        own: Unused pages for `divert`.
+        coming: Copies from host memory into the table's pages, begun for this request or another.
+        host_tokens: Tokens copied from host memory for this request.
+        on_free: Called once, when the pages are given back.
+        on_coming: Called when layers have come from host memory, or will not.
     """
 
     pool: PagePool
@@ -53,11 +61,11 @@ class RequestPages:
     on_coming: Callable[[], None] = lambda: None
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _aside: tuple[int, ...] = ()
-    """Pages that `divert` has replaced in the table."""
+    """Pages that `divert` has taken out of the table."""
     _entered: list[int] = field(default_factory=list)
-    """Pages that it has made entries of."""
+    """Pages that `remember` has made entries of."""
     _looked: int = 0
-    """So many first pages of the table are entries, or have been offered."""
+    """Number of first pages that are entries or were offered."""
     _ended: bool = False
     _users: int = 0
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,7 +73,7 @@ class RequestPages:
     def __post_init__(self) -> None:
         self._looked = self.held_tokens // PAGE_TOKENS
         self.original_table = self.table
-        """Before `divert`; sessions and entries are made of it."""
+        """The table before `divert`, of which sessions and entries are made."""
         self._came = asyncio.Event()
         for coming in self.coming:
             self._users += 1
@@ -77,23 +85,27 @@ class RequestPages:
 
     @property
     def every_page(self) -> tuple[int, ...]:
-        """Its pages, and the session's page that is still to be copied."""
+        """Its pages, and the session's page that `copy_in` still reads."""
         source = () if self.copy_in is None else self.copy_in[:1]
         return (*self.table, *self.spare, *self.own, *self._aside, *source)
 
     @property
     def layers_coming(self) -> int:
-        """So many last layers of some of its pages are still to come."""
+        """The number of the model's last layers that are still missing in some page."""
         return max((coming.left for coming in self.coming), default=0)
 
     @property
     def lost(self) -> str:
-        """Why layers will not come; empty if they may."""
+        """Why missing layers will not come from host memory; empty if they may."""
         why = next((coming.error for coming in self.coming if coming.error), "")
         return why and f"K/V did not come back from host memory: {why}"
 
     async def come(self, left: int = 0) -> None:
-        """Wait until at most so many last layers are still to come. Raises DecodeFailed if they will not."""
+        """Wait until at most `left` layers are missing.
+
+        Raises:
+            DecodeFailed: A copy from host memory has failed.
+        """
         while self.layers_coming > left and not self.lost:
             await self._came.wait()
         if self.lost:
@@ -107,8 +119,13 @@ class RequestPages:
         self.on_coming()
 
     def divert(self, places: Sequence[int]) -> None:
-        """Put own pages at these places. The replaced ones are not written to any more and are given back
-        with the others. Raises ValueError if there are too few."""
+        """Replace the table's pages at these indices by own pages.
+
+        The replaced pages are given back with the others; nobody writes to them any more.
+
+        Raises:
+            ValueError: There are too few own pages.
+        """
         if len(places) > len(self.own):
             raise ValueError(f"{len(places)} places of the table, but {len(self.own)} pages of its own")
         table, used = list(self.table), self.own[: len(places)]
@@ -119,7 +136,7 @@ class RequestPages:
 
     @contextmanager
     def use(self) -> Iterator[tuple[int, ...] | None]:
-        """Yield the table, whose pages nobody gives away meanwhile; None if the request has ended."""
+        """Yield the table, whose pages stay the request's during the block; None if the request has ended."""
         if self._ended:
             yield None
             return
@@ -141,8 +158,10 @@ class RequestPages:
             await self._unused.wait()
 
     def remember(self, tokens: int, answer_ids: bytes = b"") -> None:
-        """Make entries of its first tokens' full pages, which nobody writes to any more. answer_ids: behind
-        the prompt."""
+        """Make entries of the first tokens' full pages, which nobody writes to any more.
+
+        `answer_ids` are ids of tokens behind the prompt, little-endian uint32.
+        """
         if self.key is None or self.key.retain_s is None or self._ended:
             return
         chain = self.key.longer(answer_ids) if answer_ids else self.key.chain
@@ -154,7 +173,7 @@ class RequestPages:
         self._looked = len(pages)
 
     def end(self, *, failed: bool = False) -> None:
-        """failed: what it has made is not remembered."""
+        """End the request. If it failed, forget the entries it has made."""
         if failed:
             self.pool.entries.drop(self._entered)
         self._ended = True
@@ -162,7 +181,7 @@ class RequestPages:
 
     def _free_if_idle(self) -> None:
         if self._ended and self._users == 0 and not self.freed.is_set():
-            # In the order of the tokens, since the last of them are the first to be given up.
+            # In the order of the tokens, since `release` lets the last page be given up first.
             self.pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
             self.table, self.spare, self.own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
@@ -172,9 +191,14 @@ class RequestPages:
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """The remembered beginning that a request builds on. pages: whole ones. slots: of host memory, behind
-    them. partly_filled: the page behind all. may_recompute: its ids are known, where sparse attention made
-    some of it."""
+    """The K/V that a request builds on.
+
+    Attributes:
+        pages: Its full pages.
+        slots: Slots of host memory that continue them.
+        partly_filled: A session's last page, if not full.
+        may_recompute: Whether blocks may be computed again; for a session only if its ids are known.
+    """
 
     tokens: int = 0
     pages: tuple[int, ...] = ()
@@ -186,22 +210,27 @@ class _Held:
 
 
 class PageManager:
-    """One worker's pool and leases. positions: the model's limit in tokens. host: set where the worker has
-    one."""
+    """Reserves one worker's pages and keeps its sessions.
+
+    Args:
+        positions: The model's limit in tokens.
+    """
 
     def __init__(self, pool: PagePool, leases: Leases, positions: int) -> None:
         self.pool = pool
         self.host: HostTier | None = None
+        """Set where the worker has host memory."""
         self.leases = leases
         self._positions = positions
 
     def reserve(self, reservation: Reservation, now: float, behind: int = 0) -> RequestPages | Refused:
-        """Take all of a request's pages or none; none while others wait.
+        """Take all pages of a request, or none. While other reservations wait, take none.
 
         Args:
-            now: seconds since the epoch.
-            behind: how many reservations wait already.
-        Raises: ValueError for counts that make no sense.
+            now: Seconds since the epoch.
+            behind: How many reservations wait already.
+        Raises:
+            ValueError: The reservation's counts contradict one another.
         """
         _check_counts(reservation)
         self.leases.expire(now)
@@ -220,8 +249,12 @@ class PageManager:
         return self._take(reservation, held, total, behind)
 
     def find(self, key: PromptKey) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Return the pages of a prompt's longest remembered beginning, the slots of host memory that continue
-        it, and whether dense attention made all of them."""
+        """Find a prompt's longest remembered beginning.
+
+        Returns:
+            Its pages, the slots of host memory that continue them, and whether dense attention made all of
+                it.
+        """
         pages, exact = self.pool.entries.find(key)
         if self.host is None:
             return pages, (), exact
@@ -278,7 +311,7 @@ class PageManager:
         if needed > free:
             message = str(OutOfPages(needed, free))
             return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=free)
-        self.pool.retain((*shared, *source))  # before others are taken, which may be remembered ones
+        self.pool.retain((*shared, *source))  # first, since `allocate` may give up remembered pages
         taken = self.pool.allocate(needed)
         coming = () if self.host is None else self.host.coming_to(shared)
         if self.host is not None and held.slots:
@@ -298,8 +331,12 @@ class PageManager:
         )
 
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
-        """Make sure that `keep_session` cannot fail for a request that goes on, and name the page to copy
-        first. Raises OutOfPages where none was reserved."""
+        """Prepare `keep_session` for a request that goes on, so that it cannot fail: get a spare page and set
+        `copy_out`.
+
+        Raises:
+            OutOfPages: No spare page was reserved, and none is free.
+        """
         full, rest = divmod(tokens, PAGE_TOKENS)
         if rest:
             pages.spare = pages.spare or self.pool.allocate(1)
@@ -317,8 +354,9 @@ class PageManager:
     ) -> Lease:
         """Make a session of a request's first `tokens` tokens.
 
-        Full pages are shared. If the request goes on, `prepare_session` comes first, and the copy of the
-        partly filled page changes hands. If it ends here, that page itself is shared.
+        The session shares the full pages. If the request goes on, call `prepare_session` first: the session
+        then takes over the copy of the partly filled page. If the request ends here, the session shares that
+        page itself.
         """
         copied = () if pages.copy_out is None else pages.copy_out[1:]
         shared = pages.original_table[: tokens // PAGE_TOKENS if copied else pages_for(tokens)]
@@ -330,7 +368,7 @@ class PageManager:
 
 
 def _stays_exact(reservation: Reservation, held: _Held) -> bool:
-    """Whether all K/V of the request is exact. Workers read densely; a group as its method does."""
+    """Whether dense attention makes all of a request's K/V. A decode worker always reads densely."""
     read_exactly = reservation.reads or reservation.key is None or reservation.key.exact
     return held.exact and read_exactly
 

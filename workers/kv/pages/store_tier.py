@@ -1,9 +1,9 @@
-"""The tier of remembered pages on disk: groups of pages in a row, which outlive the worker.
+"""The tier of remembered pages on disk: groups of consecutive pages, which outlive the worker.
 
-A group is `GROUP_PAGES` pages of a prompt, from a multiple of that on, and has its last page's name. It is
-saved from host memory once all of it is there, and comes back there when a prompt is found on disk alone. The
-disk gives up groups as the GPU does pages, by `Entries`, and retains one as long as its last page. Accounting
-on the event loop's thread.
+A group is `GROUP_PAGES` pages of a prompt, beginning at a multiple of `GROUP_PAGES`. It has its last page's
+name. It is saved from host memory once all of its pages are there. It is loaded into host memory when a
+prompt is found on disk alone. `Entries` chooses which groups are given up. A group is retained as long as its
+last page. Accounting on the event loop's thread.
 """
 
 import asyncio
@@ -21,35 +21,43 @@ from .pool import OutOfPages
 
 GROUP_PAGES = 16
 AT_ONCE = 8
-"""Groups that are loaded together."""
+"""Groups of a prompt that are loaded at the same time."""
 
 Stored = Callable[[str, bytes, Sequence[int]], Awaitable[None]]
-"""`save`, `load` or `remove` of a group, with its slots, on every rank. Raises StoreError."""
+"""Runs `save`, `load` or `remove` of a group, given its name and slots, on every rank. Raises StoreError."""
 
 Date = Callable[[Sequence[tuple[bytes, float]]], None]
-"""Notes for a later worker until when each group is to be kept, in seconds from now. Raises StoreError."""
+"""Sets groups' dates for a later worker, as `KVFiles.date` does."""
 _APART_S = 0.001
-"""Between the dates of two groups of a prompt, so that a later worker, too, gives up the last one first."""
+"""Seconds between the dates of two groups of a prompt, so that a later worker, too, gives up the last one
+first."""
 
 log = logging.getLogger(__name__)
 
 
 class StoreError(Exception):
-    """A group is not there, or not as it was saved."""
+    """A group's file cannot be used, or is not as it was saved."""
 
 
 @dataclass
 class _Loading:
-    """A group on its way into host memory. slots: held once for each of `wanted`; none where it cannot be
-    loaded."""
+    """A group that is being loaded.
+
+    `slots` have a reference for each of the `wanted` callers; empty if it cannot be loaded.
+    """
 
     slots: asyncio.Future[Sequence[int]]
     wanted: int = 1
 
 
 class StoreTier:
-    """saved: names of the groups that are there and how much longer each is to be retained, the first to be
-    given up first. room: the most groups. clock: that of `host`."""
+    """The groups on disk.
+
+    Args:
+        saved: Groups that are there, as `KVFiles.saved` returns them.
+        room: The most groups.
+        clock: The clock of `host`.
+    """
 
     def __init__(
         self,
@@ -63,10 +71,10 @@ class StoreTier:
         self._clock = clock
         self._back, self._back_s = 0, 0.0
         self.lost = 0
-        """Groups that could not be saved, or not be loaded."""
+        """Groups that could not be saved or loaded."""
         self._host, self._stored, self._date, self._room = host, stored, date, room
         self._groups = Entries(clock)
-        """Each group has a number in place of a page."""
+        """Entries of groups. Each group has a number where a pool has a page."""
         self._names: dict[int, bytes] = {}
         self._numbers = itertools.count()
         self._offered: list[Entry] = []
@@ -82,12 +90,15 @@ class StoreTier:
 
     @property
     def busy(self) -> bool:
-        """Whether something is to be saved, or being saved."""
+        """Whether it has something to save."""
         return self._wake.is_set()
 
     def find(self, key: PromptKey, first: int) -> tuple[list[bytes], bool]:
-        """Return the groups that hold a prompt's pages from page `first` on, as far as host memory has room
-        for them, and whether dense attention made all of them."""
+        """Find the groups that hold a prompt's pages from page `first` on.
+
+        Returns:
+            The groups' names, as many as fit into host memory, and whether dense attention made all of them.
+        """
         names: list[bytes] = []
         for group in range(first // GROUP_PAGES, len(key.chain) // (LINK_BYTES * GROUP_PAGES)):
             end = (group + 1) * GROUP_PAGES * LINK_BYTES
@@ -100,11 +111,15 @@ class StoreTier:
         return names, all(name.startswith(key.exact_root) for name in names)
 
     async def load(self, key: PromptKey, on_gpu: int, pages: int) -> tuple[list[int], int]:
-        """Load a prompt's first `pages` pages into host memory, as far as they are there and neither in host
-        memory nor among the first `on_gpu`. A group that is being loaded for another is waited for. Only a
-        worker's shutdown cancels it.
+        """Load a prompt's first `pages` pages into host memory, except those that are there or among the
+        first `on_gpu`.
 
-        Returns: slots of all that is in host memory then, held, and how many pages of the prompt were loaded.
+        A group that is being loaded for another request is waited for. Only a worker's shutdown cancels a
+        load.
+
+        Returns:
+            The prompt's slots in host memory, with a reference each, and how many pages of the prompt were
+                loaded.
         """
         held = list(self._host.find(key, on_gpu)[0])
         self._host.pool.retain(held)
@@ -123,13 +138,12 @@ class StoreTier:
         return held, brought
 
     async def _load(self, free: asyncio.Semaphore, key: PromptKey, group: int, name: bytes) -> Sequence[int]:
-        """Return a group's slots, held; none where it cannot be loaded."""
         loading = self._loading.get(name)
         if loading is not None:
             loading.wanted += 1
             return await asyncio.shield(loading.slots)
         slots: Sequence[int] = self._slots_of(name)
-        if len(slots) == GROUP_PAGES:  # behind a page that was not there, or another has just loaded it
+        if len(slots) == GROUP_PAGES:  # the group is behind a missing page, or has just been loaded
             self._host.pool.retain(slots)
             return slots
         loading = self._loading[name] = _Loading(asyncio.get_running_loop().create_future())
@@ -168,7 +182,7 @@ class StoreTier:
         return slots
 
     async def run(self) -> None:
-        """Save and date what is offered and used, until cancelled."""
+        """Save offered groups and write the dates of used ones, until cancelled."""
         while True:
             await self._wake.wait()
             while self._offered or self._undated:
@@ -188,7 +202,6 @@ class StoreTier:
             self._wake.set()
 
     async def _save(self, entry: Entry) -> None:
-        """Save a group unless it is there, and hold it. Where all others are held, it is not saved."""
         slots, retain_s = self._slots_of(entry.name), entry.until - self._clock()
         if self._groups.page_of(entry.name) is not None:
             self._hold(entry.name, retain_s)
@@ -208,14 +221,13 @@ class StoreTier:
         self._hold(entry.name, retain_s)
 
     async def _make_room(self) -> bool:
-        """Give up groups until one more has room. Returns whether it has."""
         excess = len(self._groups) - self._room + 1
         for number in self._groups.evict(min(max(0, excess), self._groups.idle)):
             await self._remove(self._names.pop(number))
         return len(self._groups) < self._room
 
     def _hold(self, name: bytes, retain_s: float) -> int:
-        """Remember a group, and do not give it up until `_use`. Returns its number."""
+        """Remember a group and keep it until `_use`. Returns its number."""
         number = self._groups.page_of(name)
         if number is None:
             number, now = next(self._numbers), self._clock()
@@ -226,7 +238,7 @@ class StoreTier:
         return number
 
     def _use(self, names: Sequence[bytes]) -> None:
-        """These groups, in the order of their prompt, are the last to be given up, its last one first."""
+        """Make a prompt's groups the last to be given up. Its last group goes before the others."""
         held = [self._hold(name, 0.0) for name in names if self._groups.page_of(name) is not None]
         self._groups.let_go(held[::-1])
         used = (self._names[number] for number in held)
@@ -246,7 +258,7 @@ class StoreTier:
         return 0.0 if entry is None else max(0.0, entry.until - self._clock())
 
     def seconds(self, pages: int) -> float:
-        """Return how long so many pages take to come back; 0 while nothing has."""
+        """Return how long `pages` pages take to load; 0 while none was loaded."""
         return pages * self._back_s / self._back if self._back else 0.0
 
     def stats(self, bytes_per_page: int) -> TierStats:
@@ -264,7 +276,7 @@ class StoreTier:
         )
 
     def _slots_of(self, name: bytes) -> list[int]:
-        """Return the slots of a group, as far back from its last page as they are in host memory."""
+        """Return the slots of a group's last pages, back to the first page that host memory lacks."""
         slots: list[int] = []
         while name and len(slots) < GROUP_PAGES:
             slot = self._host.pool.entries.page_of(name)

@@ -1,5 +1,7 @@
-"""Reservations that wait for pages: first come, first served, for a bounded time, so that small ones do not
-starve a big one. Used on the event loop's thread."""
+"""The queue of reservations that wait for pages. It is used on the event loop's thread.
+
+It is first come, first served, so that small reservations do not starve a big one. The wait is bounded.
+"""
 
 import asyncio
 import heapq
@@ -11,13 +13,13 @@ from operator import itemgetter
 from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
 
 OVERDUE_CHECKS = 5
-"""Checks in a row that must find a lease expired: a paused process hears renewals late."""
+"""Checks in a row that must find a lease expired, since a paused process hears renewals late."""
 PageReturn = tuple[float, int]
-"""Seconds until pages are expected back, and how many."""
+"""Seconds until pages are expected back, and their number."""
 
 
 def page_returns(leases: Iterable[tuple[float, Iterable[int]]]) -> list[PageReturn]:
-    """Count pages by when they come back. A shared page comes back with its last holder. Pure."""
+    """Count pages by the time, in seconds, at which their last holder ends. Pure."""
     ends = dict[int, float]()
     for end, pages in sorted(leases, key=itemgetter(0)):
         ends.update(dict.fromkeys(pages, end))
@@ -27,8 +29,12 @@ def page_returns(leases: Iterable[tuple[float, Iterable[int]]]) -> list[PageRetu
 def seconds_until_room(
     pages: int, free: int, returns: Iterable[PageReturn], ahead: Sequence[int], reservation_s: float
 ) -> float | None:
-    """Return the seconds until `pages` pages are free behind reservations of `ahead` pages each, which then
-    hold them for reservation_s; None if never. Pure."""
+    """Estimate the seconds until `pages` pages are free; None if never. Pure.
+
+    Args:
+        ahead: Pages of each reservation before this one.
+        reservation_s: How long each of these then holds its pages.
+    """
     ends, now = list(returns), 0.0
     heapq.heapify(ends)
     for wanted in (*ahead, pages):
@@ -43,8 +49,8 @@ def seconds_until_room(
 
 
 class ReservationTime:
-    """The mean time for which reservations hold their pages, in seconds. Each newer one makes older ones
-    count a tenth less."""
+    """The mean time, in seconds, for which reservations hold pages. Each new one makes older ones count a
+    tenth less."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -59,7 +65,7 @@ class ReservationTime:
         return self._sum / self._weight if self._weight else None
 
     def left(self, elapsed: float) -> float:
-        """Seconds that a reservation is expected to go on; a quarter of the mean for a late one."""
+        """Estimate the seconds that a reservation still goes on; for a late one a quarter of the mean."""
         mean = self.mean or 0.0
         return max(mean - elapsed, mean / 4)
 
@@ -75,13 +81,13 @@ class _Waiter:
 
 
 class ReservationQueue:
-    """Reservations that wait.
+    """Reservations that wait for pages.
 
     Args:
-        take: reserves behind so many others, or says why not.
-        expected: seconds until so many pages are free, behind reservations of so many each; None: unknown.
-        max_wait_s: the longest wait. A request that is expected to wait longer is refused at once.
-        wall: seconds since the epoch.
+        take: Reserves pages, or says why not. Its number counts the reservations before this one.
+        expected: Seconds until a number of pages is free behind reservations of given pages; None: unknown.
+        max_wait_s: The longest wait. A request that is expected to wait longer is refused at once.
+        wall: Seconds since the epoch.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class ReservationQueue:
         return any(waiter.reservation.request_id == request_id for waiter in self._waiters)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve at once, wait, or be refused. Raises DecodeFailed if it is cancelled or forgotten
+        """Reserve at once, wait, or be refused. Raises DecodeFailed if the request is cancelled or forgotten
         meanwhile."""
         answer = self._take(reservation, len(self._waiters))
         if not isinstance(answer, Refused) or answer.reason is not RefusalReason.PAGES:
@@ -126,7 +132,7 @@ class ReservationQueue:
 
     def serve(self) -> None:
         while self._waiters:
-            if self._waiters[0].answer.done():  # whoever asked has been cancelled, and is about to leave
+            if self._waiters[0].answer.done():  # its caller was cancelled, and is about to leave
                 self._waiters.popleft()
                 continue
             answer = self._take(self._waiters[0].reservation, 0)

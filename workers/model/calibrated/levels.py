@@ -10,10 +10,12 @@ from .profile import Level, Profile, shaping_options
 
 
 def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | None:
-    """Return what `kernels.build` takes for a method's `density`; None if it asks for none.
+    """Return the thresholds that `kernels.build` takes for a method's `density`; None if it asks for none.
 
-    The level of the nearest length counts. Between densities, thresholds are interpolated. Raises MethodError
-    for a density outside the profile.
+    They come from the level of the nearest length, interpolated between densities.
+
+    Raises:
+        MethodError: The density is outside the profile.
     """
     asked = spec.values.get("density", 0.0)
     if not asked or not issubclass(registered(spec).form, ScoredOptions):
@@ -30,8 +32,11 @@ def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | No
 
 
 def lengths_of_thresholds(profile: Profile | None, spec: MethodSpec, tokens: int) -> tuple[int, ...]:
-    """Name the levels by whose thresholds a prompt of `tokens` tokens is read: two prompts of equal names get
-    the same. Empty without a `density`. Raises MethodError as `thresholds_for` does."""
+    """Return the lengths of the levels whose thresholds a prompt of `tokens` tokens gets. Prompts with equal
+    ones get equal thresholds.
+
+    Empty if the method has no `density`. Raises MethodError as `thresholds_for` does.
+    """
     if thresholds_for(profile, spec) is None or profile is None:
         return ()
     families = _around(profile, spec, spec.values["density"])
@@ -39,7 +44,6 @@ def lengths_of_thresholds(profile: Profile | None, spec: MethodSpec, tokens: int
 
 
 def _around(profile: Profile | None, spec: MethodSpec, asked: float) -> tuple[list[Level], list[Level]]:
-    """Return the levels of the next lower and the next higher density. Raises MethodError."""
     where = f"method_options.density = {asked}"
     if profile is None:
         raise MethodError("method_options.density", f"{where}: the model has no profile (model.profile)")
@@ -57,7 +61,7 @@ def _around(profile: Profile | None, spec: MethodSpec, asked: float) -> tuple[li
 
 
 def nearest(levels: Sequence[Level], tokens: int) -> Level:
-    """By ratio; the shorter of two."""
+    """Return the level whose length is nearest by ratio; the shorter of two."""
     return min(levels, key=lambda level: (abs(math.log(level.tokens / tokens)), level.tokens))
 
 

@@ -1,6 +1,6 @@
-"""A model's profile: a JSON file of what was calibrated for it.
+"""A model's profile: a JSON file of calibrated values.
 
-`prefill` has, for a method and the options that shape its scores, thresholds that reach a mean density at a
+`prefill` has thresholds, by method and by the options that shape its scores. They reach a mean density at a
 length of prompt. `decode` has the Δ-layers and the page budget. `figures` is for people.
 """
 
@@ -25,15 +25,15 @@ from ..directory.model_config import ModelConfig, config_of
 from ..directory.store import profile_file
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
-"""Levels stand for these, or they decide whether the method is used. Other options shape scores and forced
-tiles."""
+"""Options that levels replace, or that decide whether the method is used. Other options shape scores and
+forced tiles."""
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ProfileError(ModelError):
-    """The message names the key."""
+    """A profile cannot be used. The message names the key."""
 
 
 class _Section(BaseModel):
@@ -41,14 +41,14 @@ class _Section(BaseModel):
 
 
 class ProfiledModel(_Section):
-    """digest: `model_digest`."""
+    """The model that was calibrated. `digest` is its `model_digest`."""
 
     name: str
     digest: Sha256
 
 
 class ProfiledText(_Section):
-    """sha256: of the text's bytes. tokens: how many were read."""
+    """A text that was read. `sha256` is of its bytes, and `tokens` counts the tokens read."""
 
     sha256: Sha256
     tokens: Count
@@ -59,11 +59,11 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """A rule's thresholds, [layer][query head], called `amounts` in the file.
+    """Thresholds that reach a density, [layer][query head], called `amounts` in the file.
 
     Args:
-        density: A request asks for it: the mean share of causal tiles at the longest prompts.
-        density_at_length: The same at prompts of `tokens`, called `share` in the file.
+        density: The mean share of causal tiles at the longest prompts, for which requests ask.
+        density_at_length: The same at prompts of `tokens` tokens, called `share` in the file.
     """
 
     density: Annotated[float, Field(gt=0, le=1)]
@@ -73,7 +73,7 @@ class Level(_Section):
 
 
 class MethodLevels(_Section):
-    """options: `shaping_options`."""
+    """The levels of a method. `options` are its `shaping_options`."""
 
     method: str
     options: dict[str, Any]
@@ -81,7 +81,7 @@ class MethodLevels(_Section):
 
 
 class DecodePages(_Section):
-    """Keys of the configuration's `decode`."""
+    """Values for these keys of the configuration's `decode`."""
 
     full_layers: tuple[Layer, ...]
     delta_layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
@@ -108,7 +108,7 @@ class Profile(_Section):
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Raises ProfileError that names file and key."""
+        """Read a profile. Raises ProfileError, which names file and key."""
         try:
             return cls.model_validate_json(path.read_bytes(), strict=True)
         except OSError as error:
@@ -119,7 +119,7 @@ class Profile(_Section):
             raise ProfileError(f"{path}: {problem}") from None
 
     def write(self, path: Path) -> None:
-        """Write atomically, with rows of numbers on one line. Raises ProfileError."""
+        """Write the profile atomically, with rows of values on one line. Raises ProfileError."""
         text = json.dumps(
             self.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False, allow_nan=False
         )
@@ -133,8 +133,11 @@ class Profile(_Section):
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
-        """Add levels, or replace those of the same method, options, density and length. texts: what these
-        were made on."""
+        """Return the profile with more levels. They replace those of the same method, options, density and
+        length.
+
+        `texts` are those that the levels were made on.
+        """
         families = {_key(levels): levels for levels in self.prefill}
         key = _key(made)
         old = families[key].levels if key in families else ()
@@ -144,7 +147,7 @@ class Profile(_Section):
         return self.model_copy(update={"prefill": tuple(families.values()), "texts": (*self.texts, *new)})
 
     def check(self, config: ModelConfig, digest: str) -> None:
-        """Raises ProfileError unless it fits this model and the methods."""
+        """Raise ProfileError unless the profile fits this model and the methods."""
         for problem in self._misfits(config, digest):
             raise ProfileError(problem)
 
@@ -174,7 +177,8 @@ class Profile(_Section):
 
 
 def load_profile(model: ModelSpec) -> Profile | None:
-    """Raises ProfileError that names key and file."""
+    """Read a model's profile, if it names one, and check it. Raises ProfileError, which names key and
+    file."""
     if model.profile is None:
         return None
     try:
@@ -198,7 +202,6 @@ def _key(levels: MethodLevels) -> tuple[Any, ...]:
 
 
 def _seconds(keys: Sequence[Any]) -> Iterator[int]:
-    """Return places of repeated keys."""
     return (place for place, key in enumerate(keys) if key in keys[:place])
 
 
@@ -230,7 +233,6 @@ def _shape_problems(where: str, level: Level, config: ModelConfig) -> Iterator[s
 
 
 def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
-    """loc: empty for the whole file."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
     if kind == "missing":
         return f"key {where!r} is missing"

@@ -1,4 +1,4 @@
-"""Sums, maxima and gathers over the ranks of a decode worker, which hold parts of every layer.
+"""Sums, maxima and gathers over the ranks of a decode worker. Each rank holds a part of every layer.
 
 NCCL's calls only queue work on the device, so a CUDA graph can hold them. Every rank makes the same calls in
 the same order.
@@ -14,16 +14,16 @@ from ....kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce
 
 
 class Collectives:
-    """Those of a single rank, which has all of every layer."""
+    """The collectives of a single rank, which has all of every layer."""
 
     rank, ranks = 0, 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks. x: contiguous; it may be overwritten."""
+        """Return the sum of `x` over ranks. `x` is contiguous and may be overwritten."""
         return x
 
     def max(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the largest value over ranks. x: contiguous; it may be overwritten."""
+        """Return the maximum of `x` over ranks, elementwise. `x` is contiguous and may be overwritten."""
         return x
 
     def add_norm(
@@ -34,11 +34,11 @@ class Collectives:
         eps: float,
         fp8: bool,
     ) -> tuple[torch.Tensor, LinearInput]:
-        """`norm.add_norm` of an update that every rank has a part of. update_TC: contiguous."""
+        """Run `norm.add_norm` with the sum of update_TC over ranks. update_TC is contiguous."""
         return add_norm(hidden_TC, update_TC, weight_C, eps, fp8)
 
     def gather(self, x_TO: torch.Tensor) -> torch.Tensor:
-        """Put the ranks' columns side by side, in their order."""
+        """Concatenate the ranks' columns, in the order of ranks."""
         return x_TO
 
 
@@ -46,7 +46,10 @@ SINGLE_RANK = Collectives()
 
 
 class GroupCollectives(Collectives):
-    """Over a process group, NCCL or gloo, once it is connected. one_shots: for what is small, on GPUs."""
+    """Collectives over a process group, NCCL or gloo, once it is connected.
+
+    `one_shots` take small tensors on GPUs.
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks

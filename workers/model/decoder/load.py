@@ -15,7 +15,7 @@ from .collectives import SINGLE_RANK, Collectives
 from .stack import LayerStack
 
 _YIELD = 5
-"""Niceness: a third of an ordinary thread's processor time."""
+"""Added niceness: a third of an ordinary thread's processor time."""
 _LOWEST = 19
 
 
@@ -34,7 +34,7 @@ def load_model(
     collectives: Collectives = SINGLE_RANK,
     tell: Tell = silent,
 ) -> LayerStack:
-    """Load one of `stages` shares of a model, or a rank's part of it.
+    """Load a stage's share of a model, or a rank's part of it.
 
     Raises:
         ModelError: The model cannot be loaded, split or quantised like that.
@@ -72,7 +72,7 @@ def _check_quantisation(model: ModelSpec, device: torch.device) -> None:
 
 
 def torch_dtype(model: ModelSpec) -> torch.dtype:
-    """Raises ValueError for an unknown dtype."""
+    """Return the model's dtype. Raises ValueError if it is unknown."""
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if model.dtype not in known:
         raise ValueError(f"model dtype {model.dtype!r} is unknown; known: {', '.join(known)}")

@@ -1,7 +1,7 @@
-"""Computes a sparsely read document's blocks again, densely, because a question attends to them.
+"""Computes blocks of a sparsely read document again, densely, because a question attends to them.
 
-Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4) of what a dense reading rectifies
-(Rectified Sparse Attention, Sun et al. 2025, section 2.3).
+Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4), which replaces K/V by that of a
+dense reading (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
 
 Shape suffixes also: M blocks of BLOCK keys, J = H / G, X = J x T, P rows of B recomputed blocks.
 """
@@ -22,12 +22,15 @@ from .stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
 KEYS_AT_ONCE = 1 << 17
-"""Keys scored at once, to bound memory."""
+"""Keys that are scored at once, to bound memory."""
 
 
 class BlockAttention:
-    """The largest share of attention that a question's last rows give each block, in any head on any rank, in
-    any layer without a window."""
+    """Finds the blocks that a question's last rows attend to most.
+
+    A block's mass is its largest share of a row's attention, over all heads on all ranks and all layers
+    without a window.
+    """
 
     def __init__(self, tokens: int, collectives: Collectives = SINGLE_RANK) -> None:
         self._tokens = tokens
@@ -35,13 +38,16 @@ class BlockAttention:
         self._mass_M: torch.Tensor | None = None
 
     def add(self, q_THD: torch.Tensor, k_GSD: torch.Tensor) -> None:
-        """q_THD is rotated. The first `tokens` keys count."""
+        """Add a layer. q_THD is rotated, and only the first `tokens` keys count."""
         mass_M = attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens])
         self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
 
     def most_attended(self, count: int) -> list[int]:
-        """Return at most `count` complete blocks, ascending. Block 0 is never among them: its rows saw
-        everything. The last block ranks last: heads that attend nearby give it most."""
+        """Return at most `count` complete blocks, ascending.
+
+        Block 0 is never among them: its rows saw everything. The last block ranks last: heads that attend
+        nearby give it most.
+        """
         complete = self._tokens // BLOCK
         if self._mass_M is None or complete < 2:
             return []
@@ -52,7 +58,8 @@ class BlockAttention:
 
 
 def attention_by_block(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
-    """Return mass_M (float32): each block's largest share of a row in one head. Rows see all keys."""
+    """Return mass_M (float32): each block's largest share of a row's attention in one head. Rows see all
+    keys."""
     groups, _, dim = k_GSD.shape
     q_TGJD = (q_THD * dim**-0.5).reshape(len(q_THD), groups, -1, dim)
     q_GXD = q_TGJD.transpose(0, 1).flatten(1, 2)
@@ -81,13 +88,14 @@ def recompute(
     kv_rows: Callable[[int], KVRows],
     context: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Compute the blocks' K and V in all layers, with dense attention over everything before.
+    """Compute the blocks' K and V in all layers, with dense attention to everything before them.
 
     Args:
-        ids_P: The blocks' tokens.
+        ids_P: The blocks' token ids.
         blocks: Complete blocks, ascending.
-        kv_rows: Where a layer's new K and V go.
-        context: Called next, returns k_GSD and v_GSD of all tokens before the last block, then of the blocks.
+        kv_rows: Returns the rows to which a layer's new K and V are written.
+        context: Called next. It returns k_GSD and v_GSD of all tokens before the last block, followed by the
+            blocks' new ones.
     """
     config, device = stack.config, stack.device
     mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseExecutor()
@@ -108,7 +116,8 @@ def recompute(
 def _attend_to_windows(
     q_PHD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, blocks: Sequence[int], window: int
 ) -> torch.Tensor:
-    """Each block by itself: its keys are its window's, and its own behind the last block's start."""
+    """Attend block by block, to its window's keys and its own. Its own stand behind the last block's
+    start."""
     parts, executor, last = [], DenseExecutor(window=window), blocks[-1]
     for n, (block, q_THD) in enumerate(zip(blocks, torch.split(q_PHD, BLOCK), strict=True)):
         before, own = (
@@ -122,7 +131,8 @@ def _attend_to_windows(
 
 
 def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:
-    """The n-th block reads all blocks before it, and its own keys n blocks behind the last block's start."""
+    """Let the n-th block read all blocks before it, and its own keys, which stand n blocks behind the last
+    block's start."""
     behind = blocks[-1]
     index_BM = torch.arange(behind + len(blocks), dtype=torch.int16).repeat(len(blocks), 1)
     for n, block in enumerate(blocks):

@@ -1,5 +1,4 @@
-"""Rotary position embedding with its scalings. Shape suffixes also: F = D / 2
-frequencies."""
+"""Rotary position embedding with its scalings. Shape suffixes also: F = D / 2 frequencies."""
 
 import math
 from collections.abc import Mapping
@@ -13,11 +12,12 @@ from ..directory.rope_config import RopeConfig
 
 
 class Rope:
-    """The angles of a layer's heads, whose channel f turns with channel f + D/2: weights are arranged so.
+    """Computes the angles of a layer's heads. Channel f rotates with channel f + D/2; weights are arranged
+    for that.
 
     Args:
-        rotary_dim: Channels that turn; None: all. The others stand still.
-        scale: Multiplies scores, as YaRN's factor does: cos and sin have its root.
+        rotary_dim: Channels that are rotated; None: all.
+        scale: Multiplies scores, as YaRN's factor does: cos and sin are multiplied by its root.
     """
 
     def __init__(
@@ -46,21 +46,23 @@ class Rope:
         return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
 
     def query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
-        """Return what rotated queries are multiplied by, float32 [T, 1, 1]; None: by nothing. It grows with
-        each trained length (Llama 4's temperature, in transformers' Ministral 3)."""
+        """Return the factors of rotated queries, float32 [T, 1, 1]; None if there are none.
+
+        They grow with each trained length (Llama 4's temperature, in transformers' Ministral 3).
+        """
         if not self._beta:
             return None
         lengths_T = (positions_T.to(torch.float32) / self._trained).floor()
         return (1.0 + self._beta * lengths_T.log1p())[:, None, None]
 
     def unrotated(self, angles: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of layers without rope, as many as `angles`."""
+        """Return cos and sin, shaped like `angles`, for layers without rope."""
         cos_T1F, sin_T1F = angles
         return torch.full_like(cos_T1F, self._still_magnitude), torch.zeros_like(sin_T1F)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per token, float32 [F], and YaRN's or LongRoPE's factor on cos and sin, else 1."""
+    """Return radians per token, float32 [F], and the factor of YaRN or LongRoPE on cos and sin, else 1."""
     exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base_F = 1.0 / config.theta**exponent_F
     scaling = config.scaling
@@ -83,8 +85,11 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
 
 
 def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: slow channels are slowed by `factor`, fast ones are not, those between are interpolated.
-    Speed is turns over the original context."""
+    """Slow down channels as Llama 3.1 does: slow ones by `factor`, fast ones not, those between by
+    interpolation.
+
+    A channel's speed is its number of turns over the original context.
+    """
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns_F = float(scaling["original_max_position_embeddings"]) * base_F / (2 * math.pi)
@@ -93,8 +98,10 @@ def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(base_F: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023), sections 3.2 (interpolation by parts) and 3.4 (attention temperature). As in
-    the authors' code the ramp runs over channels; equation 20 has it over turns."""
+    """YaRN (Peng et al. 2023), sections 3.2 (interpolation by parts) and 3.4 (attention temperature).
+
+    As in the authors' code, the ramp runs over channels; in equation 20 it runs over turns.
+    """
     factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
     last = 2 * base_F.numel() - 1
 

@@ -1,7 +1,7 @@
 """The decoder, for any contiguous part of its layers.
 
-The caller attends (`LayerAttention`), since it knows where K/V live, so one loop serves prefill, decode and
-calibration. Each step between matrix products is one kernel, and nothing waits for the device.
+The caller computes attention (`LayerAttention`), since it knows where K/V is. So one loop serves prefill,
+decode and calibration. Each step between matrix products is one kernel, and nothing waits for the device.
 
 Shape suffixes also: X = H + 2 G.
 """
@@ -25,22 +25,22 @@ from .collectives import SINGLE_RANK, Collectives
 from .rope_angles import Rope
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, where nobody keeps the K/V. q and k are rotated."""
+"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for callers that keep no K/V. q and k are rotated."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerAttention(Protocol):
-    """layer: its number in the model."""
+    """Computes the attention of a layer, by its number in the model."""
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Say where K and V go, before anything of the layer is launched."""
+        """Return the rows to which K and V are written. Called before anything of the layer is launched."""
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
-        """Attend with rotated queries, whose K and V are in `kv_rows`.
+        """Attend with rotated queries. Their K and V have been written to `kv_rows`.
 
         Returns:
-            out_THD of the last rows, those that later layers need; None if they need none.
+            out_THD of those last rows that later layers need; None if they need none.
         """
 
 
@@ -52,7 +52,7 @@ class AttentionCalls:
 
 @dataclass
 class Residual:
-    """The residual stream, and the update that the next norm adds to it. Each rank has a part of that."""
+    """The residual, and the update that the next norm adds to it. Each rank has a part of the update."""
 
     hidden_TC: torch.Tensor
     update_TC: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The weights of a half that another stack computes are None."""
+    """One layer. A half that another stack computes has None as its weights."""
 
     number: int
     config: ModelConfig
@@ -81,7 +81,7 @@ class DecoderLayer:
     collectives: Collectives = SINGLE_RANK
 
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
-        """Return rotated q_THD, and put K and V into `kv`."""
+        """Return rotated q_THD, and write K and V into `kv`."""
         weights, config = self._attention, self.config
         qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv.quantised))
         if config.qk_norm_all_heads and weights.qk_norm_JD is not None:
@@ -116,7 +116,8 @@ class DecoderLayer:
             self._update(residual, weights.down(active), weights.output_norm_C)
 
     def _update(self, residual: Residual, update_TC: torch.Tensor, weight_C: torch.Tensor | None) -> None:
-        """weight_C: of a norm of the update, which needs its sum over ranks."""
+        """Store a half's update. If weight_C is given, norm the update first, which needs its sum over
+        ranks."""
         if weight_C is None:
             residual.update_TC = update_TC
             return
@@ -139,7 +140,7 @@ class DecoderLayer:
 def _norm_all_heads(
     qkv_TO: torch.Tensor, weight_O: torch.Tensor, config: ModelConfig, collectives: Collectives
 ) -> None:
-    """Norm q and k in place, each over all its heads, those of other ranks too."""
+    """Norm q and k in place, each over all its heads, including those on other ranks."""
     widths = [heads * config.head_dim for heads in (config.q_heads, config.kv_heads)]
     parts = torch.split(qkv_TO[:, : sum(widths)], widths, dim=1), torch.split(weight_O, widths)
     if collectives.ranks > 1:
@@ -157,7 +158,8 @@ def _norm_all_heads(
 
 
 def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quantised: bool) -> LinearInput:
-    """Add the update to the stream. Return its norm, quantised or not; without weights the stream itself."""
+    """Add the update to the residual, and return its norm, quantised or not. Without weights, return the
+    residual."""
     if weight_C is None:
         residual.hidden_TC, residual.update_TC = residual.total(), None
         return residual.hidden_TC
@@ -169,11 +171,11 @@ def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quant
 
 
 class LayerStack:
-    """Some layers of a model, with embedding and head if it has these ends. It may begin with the MLP of the
-    layer before `layers`, and lack its last MLP.
+    """Some layers of a model, with the embedding and output head if it has these.
 
-    Where `collectives` are of several ranks, it has a part of every layer: `config` counts its own heads and
-    MLP columns, and hidden states and logits are whole on every rank.
+    It may begin with the MLP of the layer before `layers`, and lack its own last MLP. With several ranks it
+    has a part of every layer: `config` counts this rank's heads and MLP columns. Hidden states and logits are
+    whole on every rank.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class LayerStack:
         return self._weights.attentions[0].qkv.quantised
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Ids must be in range: CUDA cannot report it."""
+        """Return hidden_TC of token ids. They must be in range: CUDA cannot report it."""
         if self._weights.embedding_VC is None:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
         hidden_TC = F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
@@ -235,7 +237,8 @@ class LayerStack:
     def forward(
         self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend, layers: range | None = None
     ) -> torch.Tensor:
-        """`run`, where nobody keeps K and V."""
+        """Run layers like `run`, for a caller that keeps no K/V: `attend` gets each layer's rotated q, k and
+        v."""
         shape = len(hidden_TC), self.config.kv_heads, self.config.head_dim
         rows_T = torch.arange(len(hidden_TC), device=self.device)
         fresh: dict[int, KVRows] = {}
@@ -260,11 +263,11 @@ class LayerStack:
         layers: range | None = None,
         phase: Phase = no_phase,
     ) -> torch.Tensor:
-        """Run the layers.
+        """Run layers.
 
         Args:
             positions_T: Each row's absolute position, in any order.
-            layers: Some of the stack's layers; by default all.
+            layers: Some of the stack's layers; None: all.
             phase: Times everything here as "projection". `attention` times itself.
 
         Returns:
@@ -292,7 +295,6 @@ class LayerStack:
             return residual.total()
 
     def _angles(self, positions_T: torch.Tensor) -> Callable[[int], Angles]:
-        """Return each layer's angles."""
         config, positions_T = self.config, positions_T.to(self.device)
         angles, own = self._rope.angles(positions_T), dict[int, Angles]()
         if config.window_rope is not None:

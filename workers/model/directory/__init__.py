@@ -1,2 +1,2 @@
-"""A model's directory, read and checked without torch, because the front door reads it too. Begin at `store`
-and `model_config`."""
+"""Reads and checks a model's directory, without torch, because doors read it too. Start at `store` and
+`model_config`."""

@@ -1,4 +1,4 @@
-"""A model's chat template, in such templates' dialect of Jinja."""
+"""A model's chat template, in the dialect of Jinja that such templates use."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ import jinja2.parser
 import jinja2.sandbox
 
 OURS = ("messages", "add_generation_prompt")
-"""Callers cannot set these variables."""
+"""Variables that callers cannot set."""
 
 _FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""Templates raise these for messages that their authors did not foresee."""
+"""Errors of templates with messages that their authors did not foresee."""
 
 
 class ChatTemplate:
-    """Raises jinja2.TemplateSyntaxError."""
+    """A parsed template. Raises jinja2.TemplateSyntaxError if it is broken."""
 
     def __init__(self, source: str) -> None:
         self._template = _environment().from_string(source)
@@ -27,11 +27,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], answer: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Raises jinja2.TemplateError.
+        """Return the prompt of a conversation. Raises jinja2.TemplateError if the template refuses it.
 
         Args:
-            answer: End with the opening of the assistant's answer.
-            variables: Such as `bos_token`.
+            answer: Whether the prompt ends with the opening of the assistant's answer.
+            variables: Further variables, such as `bos_token`.
         """
         try:
             return self._template.render(
@@ -44,7 +44,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what to train on. Serving ignores it."""
+    """Accepts `{% generation %}…{% endgeneration %}`, which marks text to train on. Serving ignores it."""
 
     tags = {"generation"}  # noqa: RUF012
 

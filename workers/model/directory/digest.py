@@ -1,6 +1,6 @@
-"""A model's digest, which changes with its numbers and with nothing else.
+"""A model's digest, which changes with the values that the model computes, and with nothing else.
 
-It covers the decoder's shape with overrides, and name, type, shape and first values of each tensor, an
+It covers the decoder's shape with overrides, and name, type, shape and first bytes of each tensor, an
 adapter's too.
 """
 
@@ -20,23 +20,24 @@ from .model_config import ModelConfig, config_of
 from .store import adapter_directory, gguf_parts, model_directory, weight_file, weight_index
 
 SAMPLE_BYTES = 4096
-"""Training and merging change a whole matrix, so its first rows tell."""
+"""Bytes of each tensor that are hashed. Training and merging change a whole matrix, so its first rows show
+it."""
 
 _LEFT_OUT = ("positions", "eos_ids", "o_bias", "mlp_bias", "norms", "fused_qkv", "fused_gate_up")
-"""No numbers depend on these, or tensors tell them."""
+"""Fields that change no result, or that tensors show."""
 _LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_rope unrotated_layers
     embedding_scale logit_scale attention_scale mixture window_layers window_rope norm_offset""".split()
-"""A new field of ModelConfig belongs here or above: else it would change every model's digest, and no profile
-would fit any more."""
+"""A new field of ModelConfig belongs here or above. Otherwise it would change every model's digest, and no
+profile would fit any more."""
 
 _ADAPTER_SCALE = ("lora_alpha", "use_rslora")
 
 Tensor = tuple[str, str, list[int], bytes]
-"""Name, type, shape and first bytes."""
+"""Name, dtype, shape and first bytes."""
 
 
 def model_digest(model: ModelSpec) -> str:
-    """Return a sha256 in hexadecimal. Raises ModelError."""
+    """Return the model's digest, a sha256 in hexadecimal. Raises ModelError."""
     digest = hashlib.sha256()
     _add(digest, _about(config_of(model)), _weights(model_directory(model.path)))
     if model.adapter is not None:

@@ -14,13 +14,13 @@ from .text_part import own_names
 
 _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"
-"""Old checkpoints have it."""
+"""A tensor of old checkpoints, which is not needed."""
 _OF_ANOTHER = "take weights and config.json of one model"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes begin .. end - 1 of a file."""
+    """A tensor in a file, at bytes begin .. end - 1."""
 
     path: Path
     dtype: str
@@ -30,10 +30,9 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by name.
+    """Return the tensors of a safetensors file by name. Raises ModelError.
 
-    The file begins with the length of its JSON header (uint64); offsets count from the header's end. Raises
-    ModelError.
+    The file begins with the length of its JSON header (uint64). Offsets count from the header's end.
     """
     try:
         refuse_pointer(path)
@@ -62,8 +61,11 @@ def _tensors(
 
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
-    """Check that each tensor of the decoder is complete, in its shape, in 16 bits or quantised with all its
-    parts, and that none is left over. GGUF weights are checked when they are read. Raises ModelError."""
+    """Check the decoder's tensors. GGUF weights are checked when they are read.
+
+    Each must be complete, in its shape, and in 16 bits or quantised with all its parts. None may be left
+    over. Raises ModelError.
+    """
     stored = _stored(directory)
     if stored is None:
         return
@@ -73,7 +75,7 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
     form, expected = quantised_form(directory), config.shapes()
     if form is not None:
         stored = _as_meant(stored, {HEAD: expected[EMBEDDING]} | expected, form)
-    if config.tied_embeddings and HEAD in stored:  # loading compares it with the embedding
+    if config.tied_embeddings and HEAD in stored:  # loading compares the two
         table = expected[EMBEDDING] if EMBEDDING in stored else expected.pop(EMBEDDING)
         expected[HEAD] = table
     for problem in _problems(stored, expected, config, form):
@@ -81,8 +83,10 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
 
 
 def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:
-    """Say what becomes of quantised weights, a line each. held_in: the form in which stages hold them. Raises
-    ModelError."""
+    """Yield a line for each thing that happens to quantised weights. Raises ModelError.
+
+    `held_in` is the form in which stages hold them.
+    """
     form = quantised_form(directory)
     if form is None:
         return
@@ -103,7 +107,6 @@ def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:
 
 
 def _is_rescaled(stored: Mapping[str, Stored], form: Quantised) -> bool:
-    """Tell whether some scale of FP8 is of more than an output."""
     scales = [one for name, one in stored.items() if name.endswith(("weight_scale", "weight_scale_inv"))]
     return form.block is not None or any(math.prod(one.shape) == 1 for one in scales)
 
@@ -132,7 +135,7 @@ def _problems(
     config: ModelConfig,
     form: Quantised | None,
 ) -> Iterator[str]:
-    """The likeliest cause comes first."""
+    """Yield what is wrong, the likeliest cause first."""
     yield from _quantised(stored, form)
     missing = [name for name in expected if name not in stored]
     if missing and (prefix := _prefix(stored)) is not None:
@@ -151,7 +154,7 @@ def _problems(
 def _as_meant(
     stored: Mapping[str, Stored], expected: Mapping[str, Shape], form: Quantised
 ) -> dict[str, Stored]:
-    """Put matrices in the place of their parts. Raises ModelError."""
+    """Replace the parts of each quantised matrix by the matrix. Raises ModelError."""
     meant = {name: tensor for name, tensor in stored.items() if not is_ignored(name)}
     stems = form.matrices(meant) | {
         name.removesuffix("weight") for name, one in meant.items() if one.dtype not in FLOATS

@@ -21,7 +21,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ModelError that names the file."""
+    """Read a JSON object. Raises ModelError, which names the file."""
     try:
         refuse_pointer(path)
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -
 
 
 def natural(raw: Mapping[str, Any], key: str) -> int:
-    """Return 0 where there is none. Raises ModelError."""
+    """Return a positive integer, or 0 if the key is missing. Raises ModelError."""
     return positive_int(raw, key) if raw.get(key) else 0
 
 

@@ -1,4 +1,4 @@
-"""MLPs that are mixtures of experts, and in which layers, as config.json says."""
+"""Reads from config.json which layers' MLPs are mixtures of experts, and their shape."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from .json_files import ModelError, natural, positive_int, positive_number
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """MLPs that are `experts` small ones, of which a router chooses `per_token` for each token. Fields that
-    are not here are those of `kernels.experts.routing.Router`.
+    """An MLP of `experts` small MLPs, of which a router chooses `per_token` for each token.
+
+    Fields that are not here are those of `kernels.experts.routing.Router`.
 
     Args:
-        sigmoid: The router's probabilities are sigmoids, and it has a bias for the choice; else a softmax.
-        shared_width: The width of an MLP beside the experts, which all tokens take; 0: there is none.
-        dense_layers: Layers whose MLP is an ordinary one, `dense_width` wide.
+        sigmoid: The router's probabilities are sigmoids, with a bias for the choice; otherwise a softmax.
+        shared_width: Width of an MLP beside the experts, which all tokens take; 0: there is none.
+        dense_layers: Layers with an ordinary MLP, `dense_width` wide.
     """
 
     experts: int
@@ -32,13 +33,14 @@ class MixtureConfig:
     dense_width: int = 0
 
     def of_rank(self, ranks: int) -> MixtureConfig:
-        """Describe one of `ranks` parts."""
+        """Return the part that each of `ranks` ranks has."""
         shared, dense = self.shared_width // ranks, self.dense_width // ranks
         return replace(self, shared_width=shared, dense_width=dense)
 
 
 def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
-    """Return None for a family without experts. Raises ModelError for numbers that contradict each other."""
+    """Read the mixture; None if the family has no experts. Raises ModelError for values that contradict one
+    another."""
     if raw.get("num_experts") is None:
         return None
     experts, chosen = positive_int(raw, "num_experts"), positive_int(raw, "num_experts_per_tok")
@@ -72,7 +74,7 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
 
 
 def _dense_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """The first layers (DeepSeek, GLM), or those that are listed or between every few (Qwen)."""
+    """Return the layers without experts: the first (DeepSeek, GLM), or listed or periodic ones (Qwen)."""
     first, every = natural(raw, "first_k_dense_replace"), positive_int(raw, "decoder_sparse_step", 1)
     listed = raw.get("mlp_only_layers") or ()
     if not isinstance(listed, list | tuple) or not all(type(layer) is int for layer in listed):

@@ -1,4 +1,4 @@
-"""Reads config.json, the shape of a decoder. `families` has the differences between families."""
+"""Reads config.json: the shape of a decoder. `families` has the differences between families."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .window_config import read_windows
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 SHARED, CHOICE_BIAS = "mlp.shared_experts", "mlp.gate.e_score_correction_bias"
-"""A layer's MLP beside its experts, and what is added to its router's probabilities for the choice."""
+"""A layer's shared expert, and the bias of its router's choice."""
 
 Shape = tuple[int, ...]
 
@@ -43,31 +43,32 @@ OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
 _MULTIPLIERS = ("_multiplier", "_scaling")
 
 _SPLIT_TOKENS = 512
-"""Tokens per row of the LM head."""
+"""Tokens for each row of the output head."""
 _SPLIT_KEYS = 5_700
-"""Keys that count for a query: half of 131,072, times `dpxa`'s share of dense attention's time, 0.087."""
+"""Keys that count for a query: half of 131,072, times the 0.087 of dense attention's time that `dpxa`
+takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder's sizes and features. The fields after `eos_ids` cost a family without them nothing.
+    """A decoder's sizes and features. The fields after `eos_ids` cost families without them nothing.
 
     Args:
-        intermediate: The width of an MLP, or of each of its experts.
-        positions: They bound a prompt with its answer.
+        intermediate: Width of an MLP, or of each expert.
+        positions: The most tokens of a prompt with its answer.
         sliding_window: Tokens that a row of `window_layers` sees, its own included; None: there are none.
-        norms: Whether layers norm what attention and MLP take, what they give, or both.
+        norms: Whether layers norm the inputs of attention and MLP, their outputs, or both.
         qk_norm_all_heads: q and k are normed over all their heads together.
         fused_qkv, fused_gate_up: Checkpoints have these as one tensor.
-        activation: SiLU or GELU of a gate, or the square of ReLU without one.
-        rotary_dim: The first channels of a head, which alone are rotated; None: all.
-        interleaved_rope: Channel 2 f turns with channel 2 f + 1.
-        unrotated_layers: Their q and k are not rotated at all.
+        activation: SiLU or GELU of a gate, or the square of ReLU without a gate.
+        rotary_dim: How many channels of a head, the first ones, are rotated; None: all.
+        interleaved_rope: Channel 2 f rotates with channel 2 f + 1.
+        unrotated_layers: Layers whose q and k are not rotated.
         embedding_scale, logit_scale: Multiply embeddings and logits.
         attention_scale: Multiplies scores, beside head_dim ** -0.5.
-        mixture: Of the layers' MLPs, but for its `dense_layers`; None: no MLP is one.
-        window_rope: Where `window_layers` have another.
-        norm_offset: Is added to the weights of all norms.
+        mixture: The layers' experts, except in its `dense_layers`; None: no MLP has experts.
+        window_rope: The rope of `window_layers`, if it is another.
+        norm_offset: Added to the weights of all norms.
     """
 
     architecture: str
@@ -105,10 +106,10 @@ class ModelConfig:
     norm_offset: float = 0.0
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
-        """Share the layers so that the slowest stage is fastest. Cuts may be within layers.
+        """Share the layers over stages so that the slowest stage is fastest. Cuts may be within layers.
 
         Costs are multiply-adds per token of a long prompt. The last layer needs no output, and the last stage
-        runs the LM head once per 512 tokens. Raises ModelError for more stages than layers.
+        runs the output head once per 512 tokens. Raises ModelError if there are more stages than layers.
         """
         most = self.layers
         if not 1 <= stages <= most:
@@ -121,8 +122,10 @@ class ModelConfig:
         return balanced(tuple(costs), stages)
 
     def of_rank(self, ranks: int) -> ModelConfig:
-        """Describe one of `ranks` parts of every layer. Raises ModelError unless each has whole key/value
-        heads and as many MLP columns."""
+        """Return the part of every layer that each of `ranks` ranks has.
+
+        Raises ModelError unless ranks can have equally many key/value heads and MLP columns.
+        """
         shared = [(self.kv_heads, "key/value heads"), *((width, "MLP columns") for width in self.mlp_widths)]
         for count, what in shared:
             if count % ranks:
@@ -138,24 +141,24 @@ class ModelConfig:
         )
 
     def of_layer(self, layer: int) -> ModelConfig:
-        """Describe a model whose layers are all like this one."""
+        """Return a model whose layers are all like this one."""
         if self.mixture is None or layer not in self.mixture.dense_layers:
             return self
         return replace(self, mixture=None, intermediate=self.mixture.dense_width)
 
     def kinds(self, layers: range) -> list[tuple[ModelConfig, int]]:
-        """Return each kind of these layers, as `of_layer`, and how many are of it."""
+        """Return each kind of these layers, as from `of_layer`, and their number."""
         dense = [n for n in self.mixture.dense_layers if n in layers] if self.mixture else []
         return [(self, len(layers) - len(dense)), *((self.of_layer(n), len(dense)) for n in dense[:1])]
 
     def matrix_widths(self, ranks: int = 1) -> tuple[int, ...]:
-        """Return the inputs of a rank's matrices. Raises ModelError as `of_rank`."""
+        """Return the input widths of a rank's matrices. Raises ModelError as `of_rank`."""
         part = self.of_rank(ranks)
         return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim
 
     @property
     def windows(self) -> dict[int, int]:
-        """Return the tokens that a row sees, by layer, without the layers that see everything."""
+        """The number of tokens that a row sees, by layer. Layers that see all tokens are left out."""
         return dict.fromkeys(self.window_layers, self.sliding_window or 0)
 
     @property
@@ -165,7 +168,7 @@ class ModelConfig:
 
     @property
     def attention_matrices(self) -> int:
-        """Numbers in a layer's attention matrices, which are a token's multiply-adds."""
+        """Parameters of a layer's attention matrices, which equal a token's multiply-adds."""
         return self.qkv_matrices + self.hidden * self.head_dim * self.q_heads
 
     @property
@@ -174,18 +177,17 @@ class ModelConfig:
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """Return the width of each kind of MLP."""
         others = (self.mixture.shared_width, self.mixture.dense_width) if self.mixture else ()
         return self.intermediate, *filter(None, others)
 
     @property
     def mlp_matrices(self) -> int:
-        """Numbers in a layer's MLP matrices, without a router's."""
+        """Parameters of a layer's MLP matrices, without the router's."""
         return self._mlp_numbers(sum(self.mlp_modules.values()))
 
     @property
     def wide_numbers(self) -> int:
-        """Numbers of a layer that stay in float32: its router's, if of sigmoids."""
+        """Parameters of a layer that stay in float32: the router's, if it uses sigmoids."""
         mixture = self.mixture
         return mixture.experts * (self.hidden + 1) if mixture is not None and mixture.sigmoid else 0
 
@@ -207,7 +209,12 @@ class ModelConfig:
     def weights(
         self, layers: range, mlps: range | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
-        """Count the numbers in the attentions of `layers`, the MLPs of `mlps` (None: the same) and ends."""
+        """Count the parameters of the attentions of `layers` and of the MLPs of `mlps` (None: the same
+        layers).
+
+        `embedding` and `head` add those of the embedding, and of the output head with its norm. A tied table
+        counts once.
+        """
         attention = _numbers(self._halves()[0])
         if self.qk_norm and not self.qk_norm_all_heads:  # its scales are loaded once for each head
             attention += (self.q_heads + self.kv_heads - 2) * self.head_dim
@@ -217,7 +224,7 @@ class ModelConfig:
         return halves + (tables * self.vocab + head) * self.hidden
 
     def shapes(self) -> dict[str, Shape]:
-        """Return all tensors' shapes by Hugging Face's names, without a tied head."""
+        """Return the shapes of all tensors by Hugging Face's names, without a tied head."""
         table = {EMBEDDING: (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
         head = {} if self.tied_embeddings else {HEAD: (self.vocab, self.hidden)}
         layers = {
@@ -230,20 +237,21 @@ class ModelConfig:
 
     @property
     def qkv_modules(self) -> dict[str, int]:
-        """Return the output channels of each linear layer before attention."""
+        """The output channels of each linear layer before attention."""
         q, kv = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
         return {"qkv_proj": q + 2 * kv} if self.fused_qkv else {"q_proj": q, "k_proj": kv, "v_proj": kv}
 
     @property
     def gate_up_modules(self) -> dict[str, int]:
-        """Return the linear layers before the activation, and how many times the MLP's width each gives."""
+        """The linear layers before the activation, and each one's outputs as a multiple of the MLP's
+        width."""
         if self.fused_gate_up:
             return {"gate_up_proj": 2}
         return dict.fromkeys(("gate_proj", "up_proj") if self.is_gated else ("up_proj",), 1)
 
     @property
     def mlp_modules(self) -> dict[str, int]:
-        """Return the modules of a layer that are MLPs, and their widths."""
+        """A layer's modules that are MLPs, and their widths."""
         if (mixture := self.mixture) is None:
             return {"mlp": self.intermediate}
         shared = {SHARED: mixture.shared_width} if mixture.shared_width else {}
@@ -273,11 +281,11 @@ class ModelConfig:
         return {f"{name}.weight": (self.hidden,) for name in names}
 
     def kv_values(self, layers: int) -> int:
-        """Count the numbers in one token's K and V."""
+        """Count the elements of one token's K and V."""
         return 2 * layers * self.kv_heads * self.head_dim
 
     def kv_bytes(self, layers: int, number_bytes: int, int8: bool) -> int:
-        """Count one token's bytes of K and V. In 8 bits each row of a head has a scale of a byte."""
+        """Count the bytes of one token's K and V. In 8 bits each row of a head has a scale of one byte."""
         values = self.kv_values(layers)
         return values + 2 * layers * self.kv_heads if int8 else values * number_bytes
 
@@ -299,7 +307,7 @@ def config_of(model: ModelSpec) -> ModelConfig:
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read config.json, and end tokens from all files that name some.
+    """Read config.json, and the end tokens that any file names.
 
     Args:
         overrides: Values for keys of OVERRIDES.
@@ -396,7 +404,7 @@ def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
 
 
 def _unrotated(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Layers without rope: zeros in a list, or the last of every few layers."""
+    """Return the layers without rope: zeros of a list, or the last of every few layers."""
     named, every = raw.get("no_rope_layers"), raw.get("no_rope_layer_interval")
     if named is None:
         return () if every is None else tuple(n for n in range(layers) if (n + 1) % every == 0)
@@ -406,8 +414,11 @@ def _unrotated(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _multipliers(raw: Mapping[str, Any], head_dim: int) -> dict[str, float]:
-    """Every update of the residual stream may be multiplied. That is the same as a stream without it that
-    begins larger, because RMSNorms divide by its size: only their epsilon must grow with it."""
+    """Read factors of embeddings, scores and logits.
+
+    A factor of every residual update is the same as a residual that begins larger by its inverse, because
+    RMSNorms divide by its size. Only their epsilon must grow with it.
+    """
     given = {key: 1.0 if raw.get(key) is None else raw[key] for key in OPTIONAL if key.endswith(_MULTIPLIERS)}
     of = {key: positive_number("config.json", key, value) for key, value in given.items()}
     residual = of["residual_multiplier"]
@@ -432,7 +443,7 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
 
 
 def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    """Up to one chunk's length this is plain attention."""
+    """Refuse attention by chunks, unless one chunk reaches over all positions: then it is plain attention."""
     chunks = raw.get("dual_chunk_attention_config")
     if not chunks:
         return

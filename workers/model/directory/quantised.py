@@ -1,7 +1,7 @@
-"""Checkpoints whose matrices are quantised: how config.json says so, and which tensors stand for a matrix.
+"""Describes quantised checkpoints: how config.json names their form, and which tensors a matrix is made of.
 
-Without torch; `weights/dequantise.py` computes the numbers. Scales of activations and K/V are not needed,
-because activations are quantised as they come, and K/V has 16 bits or scales of its own (decision 0022).
+It needs no torch; `weights/dequantise.py` computes the values. Scales of activations and K/V are not needed:
+activations are quantised as they come, and K/V has 16 bits or scales of its own (decision 0022).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -13,7 +13,7 @@ from .json_files import ModelError, read_json, read_json_or_empty
 from .text_part import text_config
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Names of dtypes are those of safetensors."""
+"""Floating-point dtypes, by safetensors' names."""
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale")
 _IGNORED = (*_KV_SCALES, "input_scale", "activation_scale", "output_scale", "q_scale")
 _SERVED = (
@@ -21,7 +21,7 @@ _SERVED = (
     "4 bits), GPTQ or compressed-tensors (pack-quantized; 4 or 8 bits), or bitsandbytes nf4"
 )
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which quantisers said it before, or say it instead."""
+"""Files in which quantisers describe the form before config.json, or instead of it, and their methods."""
 _NF4_BLOCK, _NF4_NESTED_BLOCK = 64, 256
 
 Shape = tuple[int, ...]
@@ -30,10 +30,10 @@ Kind = Literal["FP8", "AWQ", "GPTQ", "compressed-tensors", "bitsandbytes nf4"]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that a matrix X.weight is computed from: X. and one of `names`.
+    """A tensor that a quantised matrix X.weight is computed from. Its name is `X.` and one of `names`.
 
     Args:
-        shapes: Those that fit; none: all.
+        shapes: The shapes that fit; empty: all do.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class Part:
         return next((stem + name for name in self.names if stem + name in names), None)
 
     def problem(self, dtype: str, shape: Shape) -> str:
-        """Say what is wrong with a tensor; empty if nothing is."""
+        """Return what is wrong with a tensor; empty if nothing is."""
         if dtype in self.dtypes and (not self.shapes or shape in self.shapes):
             return ""
         kind = "floats" if self.dtypes == FLOATS else self.dtypes[0]
@@ -57,12 +57,12 @@ class Quantised:
     """How a checkpoint's matrices are stored.
 
     Args:
-        group: Inputs that share a scale; None where all do.
-        block: Outputs and inputs that share a scale of FP8; None where each output, or the matrix, has one.
-        zero_offset: A stored zero point is the real one less this.
+        group: Number of inputs that share a scale; None: all of them.
+        block: Outputs and inputs that share an FP8 scale; None: each output, or the matrix, has one.
+        zero_offset: The real zero point less the stored one.
         ordered: A tensor says which group each input is in.
         symmetric: There are no zero points.
-        nested: Scales are quantised, too.
+        nested: The scales are quantised, too.
     """
 
     kind: Kind
@@ -83,11 +83,11 @@ class Quantised:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The parts' names that an unquantised matrix does not have."""
+        """Names of parts that an unquantised matrix does not have."""
         return tuple(name for part in self.parts(1, 1) for name in part.names if name != "weight")
 
     def matrices(self, names: Iterable[str]) -> frozenset[str]:
-        """Return which X. have parts, apart from X.weight."""
+        """Return every `X.` for which parts other than X.weight exist."""
         suffixes = tuple(f".{suffix}" for suffix in self.suffixes)
         ends = {name: next((end for end in suffixes if name.endswith(end)), None) for name in names}
         return frozenset(name.removesuffix(end) + "." for name, end in ends.items() if end)
@@ -156,15 +156,16 @@ def _groups(form: Quantised, inputs: int) -> int:
 
 
 def _words(form: Quantised, values: int) -> int:
-    """Count the 32-bit words of so many values."""
     return -(-values * form.bits // 32)
 
 
 def quantised_form(directory: Path, config: Mapping[str, Any] | None = None) -> Quantised | None:
-    """Return how weights are quantised; None in 16 bits or more. config: config.json if it is read already.
+    """Return how weights are quantised; None if they have 16 bits or more.
+
+    `config` is config.json if it was read already.
 
     Raises:
-        ModelError: They are quantised in a way that is not served.
+        ModelError: They are quantised in a form that is not served.
     """
     config = text_config(read_json(directory / "config.json")) if config is None else config
     file, given = "config.json", config.get("quantization_config")
@@ -226,7 +227,6 @@ def _form(given: Mapping[str, Any]) -> Quantised:
 
 
 def _detail(given: Mapping[str, Any], method: str) -> str:
-    """Return a method's layout, or its kind of numbers."""
     if method == "bitsandbytes":
         return "int8" if given.get("load_in_8bit") else str(given.get("bnb_4bit_quant_type", "fp4"))
     if method == "gptq" and given.get("is_marlin_format"):

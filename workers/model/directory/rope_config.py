@@ -19,14 +19,15 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3 scaling."""
 _LOCAL = "rope_local_base_freq"
-"""The base of layers with windows, in families where they have a rope of their own."""
+"""The base of the rope of layers with windows, in families where these have their own."""
 _OLD_TYPES = {"su": "longrope"}
 _BETA = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """scaling always has a `rope_type`. With `llama_4_scaling_beta` queries grow with their position."""
+    """A rope. `scaling` always has a `rope_type`. With `llama_4_scaling_beta`, queries grow with their
+    position."""
 
     theta: float
     scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
@@ -37,7 +38,7 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Family) -> RopeConfig:
-    """Raises ModelError."""
+    """Read and check the rope. Raises ModelError."""
     given = _rope_keys(raw)
     kind = str(given["rope_type"])
     if kind not in _KEYS or any(isinstance(value, dict) for value in given.values()):
@@ -67,15 +68,17 @@ def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Fami
 
 
 def of_full_layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return config.json with the rope of layers that see everything, where layers have several."""
+    """Return config.json with the rope of layers without windows, if layers have several."""
     ropes = raw.get("rope_parameters") if _LOCAL in family.implied else None
     own = ropes.get("full_attention") if isinstance(ropes, dict) else None
     return {**raw, "rope_parameters": own} if isinstance(own, dict) else dict(raw)
 
 
 def window_rope(raw: Mapping[str, Any], full: RopeConfig, family: Family) -> RopeConfig | None:
-    """Return the rope of layers with windows; None where it is `full`, the others'. Older files of families
-    that have one name its base alone."""
+    """Return the rope of layers with windows; None if it is `full`, the other layers' rope.
+
+    Older files name only its base.
+    """
     if _LOCAL not in family.implied:
         return None
     ropes, theta = raw.get("rope_parameters"), raw[_LOCAL]
@@ -87,7 +90,7 @@ def window_rope(raw: Mapping[str, Any], full: RopeConfig, family: Family) -> Rop
 
 
 def rotary_dim(raw: Mapping[str, Any], head_dim: int) -> int:
-    """Count the channels of a head that are rotated: the first ones. Raises ModelError."""
+    """Count the channels of a head that are rotated, which are the first. Raises ModelError."""
     part = _rope_keys(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     part = 1.0 if part is None else positive_number("config.json", "partial_rotary_factor", part)
     dim = int(head_dim * part)
@@ -97,7 +100,7 @@ def rotary_dim(raw: Mapping[str, Any], head_dim: int) -> int:
 
 
 def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, Any]) -> int:
-    """Count as vLLM does: YaRN reaches `factor` times as far as training, unless overridden."""
+    """Count the positions as vLLM does: YaRN reaches `factor` times the trained length, unless overridden."""
     given = positive_int({**raw, **overrides}, "max_position_embeddings")
     if rope.kind != "yarn" or "max_position_embeddings" in overrides:
         return given
@@ -105,7 +108,8 @@ def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, 
 
 
 def refuse_unscaled(overrides: Mapping[str, Any], raw: Mapping[str, Any], rope: RopeConfig) -> None:
-    """More positions need a rope that was stretched to them: its scaling, or another rope_theta."""
+    """Refuse more positions than the model has, unless its rope was stretched to them by its scaling or
+    another rope_theta."""
     wanted = overrides.get("max_position_embeddings", 0)
     known = positions(raw, rope, {}) if wanted else 0
     if wanted > known and rope.kind in ("default", "yarn", "longrope") and "rope_theta" not in overrides:
@@ -117,8 +121,10 @@ def refuse_unscaled(overrides: Mapping[str, Any], raw: Mapping[str, Any], rope: 
 
 
 def resolved(rope: RopeConfig, raw: Mapping[str, Any], positions: int) -> RopeConfig:
-    """Choose LongRoPE's factors (Ding et al. 2024, section 3.3) once for all prompts, as vLLM does: K/V that
-    is kept must not depend on how long a prompt becomes. positions: those that are served."""
+    """Choose LongRoPE's factors (Ding et al. 2024, section 3.3) once for all prompts, as vLLM does.
+
+    K/V that is kept must not depend on how long a prompt becomes. `positions` are those that are served.
+    """
     if rope.kind != "longrope":
         return rope
     scaling, trained = rope.scaling, rope.scaling[_TRAINED]
@@ -131,7 +137,7 @@ def resolved(rope: RopeConfig, raw: Mapping[str, Any], positions: int) -> RopeCo
 
 
 def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Unite `rope_parameters` of transformers 5 with the older keys. Contradictions are refused."""
+    """Unite `rope_parameters` of transformers 5 with the older keys. Raises ModelError for contradictions."""
     new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
     top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
     if new and old and _without(new, "rope_theta") != _without(old, "rope_theta"):

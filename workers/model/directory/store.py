@@ -1,6 +1,6 @@
 """Finds a model's directory by the name that a user gives it.
 
-A GGUF file takes each process seconds to read, so it is converted once, into a cache. Quantised tensors
+A GGUF file takes each process seconds to read, so it is converted once, into a cache. Its quantised tensors
 become bf16, which rounds an order of magnitude finer than 4 to 6 bits.
 """
 
@@ -26,25 +26,25 @@ _TREE = Path(__file__).resolve().parents[3]
 _SINGLE = "model.safetensors"
 
 _FORMAT = 2
-"""Raise it when a conversion's result changes."""
+"""The version of conversions. Raise it when their result changes."""
 _CONVERTED, _UNFINISHED = re.compile(r"[0-9a-f]{16}-v(\d+)"), ".preparing-"
 _UNREAD_S = 7 * 24 * 3600.0
-"""An older version may still serve what it has converted. So long after it was last read, nobody does."""
+"""How long after its last read a conversion is removed. Until then an older version may still serve it."""
 
 _GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""How llama-gguf-split names a part."""
+"""The name that llama-gguf-split gives a part."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _NOT_HUB_FILES = ("consolidated*", "*/*")
-"""The same weights in other forms."""
+"""Files of the same weights in other forms."""
 
 
 def model_directory(model: str, cache: Path | None = None) -> Path:
-    """Raises ModelError.
+    """Return a model's directory, converted or downloaded if need be. Raises ModelError.
 
     Args:
-        model: A local directory or .gguf file (of several parts: any), DEFAULT_MODEL, or a hub id.
+        model: A local directory or .gguf file (any of several parts), DEFAULT_MODEL, or a hub id.
         cache: For converted GGUF files; by default deltafront/models in XDG_CACHE_HOME, or in ~/.cache.
     """
     path = Path(model).expanduser()
@@ -65,7 +65,7 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
 
 
 def adapter_directory(adapter: str) -> Path:
-    """A relative path may also start at this project's tree."""
+    """Return an adapter's directory. A relative path may also start at this project's tree."""
     for path in (Path(adapter).expanduser(), _TREE / adapter):
         if (path / "adapter_config.json").is_file():
             return path.resolve()
@@ -73,7 +73,7 @@ def adapter_directory(adapter: str) -> Path:
 
 
 def profile_file(profile: str, folder: Path | None = None) -> Path:
-    """A relative path may also start at `folder` or at this project's tree."""
+    """Return a profile's path. A relative one may also start at `folder` or at this project's tree."""
     given = Path(profile).expanduser()
     for place in (folder or Path(), Path(), _TREE):
         if (place / given).is_file():
@@ -82,7 +82,7 @@ def profile_file(profile: str, folder: Path | None = None) -> Path:
 
 
 def weight_index(directory: Path) -> dict[str, Path] | None:
-    """Return each tensor's file; None without an index. Raises ModelError."""
+    """Return each tensor's file; None if there is no index. Raises ModelError."""
     path = directory / WEIGHT_INDEX
     if not path.exists():
         return None
@@ -93,7 +93,7 @@ def weight_index(directory: Path) -> dict[str, Path] | None:
 
 
 def weight_file(directory: Path) -> Path:
-    """Return the one file of weights, of a GGUF in parts the first. Raises ModelError."""
+    """Return the single file of weights; of a GGUF in parts, the first. Raises ModelError."""
     single = directory / _SINGLE
     if single.exists():
         return single
@@ -108,7 +108,7 @@ def weight_file(directory: Path) -> Path:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return all files of a GGUF in their order. Raises ModelError without one of them."""
+    """Return all files of a GGUF in order. Raises ModelError if one is missing."""
     match = _GGUF_PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -141,8 +141,11 @@ def embedded_gguf() -> Path:
 
 
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
-    """Convert a GGUF file unless the cache has it, and remove what nobody reads any more. An atomic rename
-    publishes a conversion, so many processes may do so at once. Raises ModelError."""
+    """Convert a GGUF file unless the cache has it, and remove conversions that nobody reads any more. Raises
+    ModelError.
+
+    An atomic rename publishes a conversion, so many processes may convert at once.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = home / "deltafront" / "models" if cache is None else Path(cache)
     _sweep(root)
@@ -168,12 +171,11 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
 
 
 def _sweep(root: Path) -> None:
-    """Remove conversions of older formats, and those that a killed process left unfinished."""
-    with contextlib.suppress(OSError):  # there is no cache, this process may not, or another one does it
+    with contextlib.suppress(OSError):  # no cache, no permission, or another process does it
         for path in root.iterdir():
             if _is_old(path.name) and time.time() - _last_read(path) > _UNREAD_S:
                 gone = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
-                path.rename(gone)  # at once: nobody finds half of it
+                path.rename(gone)  # atomic, so that nobody finds half of it
                 shutil.rmtree(gone)
 
 
@@ -188,7 +190,7 @@ def _last_read(directory: Path) -> float:
 
 
 def _open_to_readers(work: Path) -> None:
-    """mkdtemp and safetensors make files private, but several users may share a cache."""
+    """Let all users read: mkdtemp and safetensors make files private, but several users may share a cache."""
     work.chmod(0o755)
     for file in work.iterdir():
         file.chmod(0o644)

@@ -1,4 +1,5 @@
-"""The language model of a checkpoint, multimodal or not, and our names of its tensors. Without torch."""
+"""Finds the language model in a checkpoint, multimodal or not, and our names of its tensors. Without
+torch."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,8 +9,8 @@ from ..family_registry import family_of, wrapped_architectures
 from .json_files import ModelError, natural, positive_int
 
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""How names of the language model's tensors begin → how they begin by itself. transformers 4 and 5 write
-different ones."""
+"""How names of the language model's tensors begin in a multimodal checkpoint → in one of its own.
+transformers 4 and 5 write different ones."""
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
@@ -18,7 +19,7 @@ def is_wrapped(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the language model's own config.json. Raises ModelError without one."""
+    """Return the language model's own config.json. Raises ModelError if it has none."""
     if not is_wrapped(config):
         return dict(config)
     text = config.get("text_config")
@@ -26,16 +27,15 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(f"config.json: {config['architectures'][0]} has no section text_config")
     outer = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
     own = {key: value for key, value in text.items() if value is not None or key not in outer}
-    tied = {key: outer[key] for key in ("tie_word_embeddings",) if key in outer}  # which transformers goes by
+    tied = {key: outer[key] for key in ("tie_word_embeddings",) if key in outer}  # transformers uses this one
     return outer | own | tied
 
 
 def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Map our names of the language model's tensors to those in a checkpoint. Tensors for images have none,
-    and neither have layers behind the model's that predict further tokens.
+    """Map our names of the language model's tensors to those in a checkpoint.
 
-    Args:
-        config: config.json.
+    Tensors for images are left out, and so are layers behind the model's that predict further tokens.
+    `config` is config.json.
     """
     text = text_config(config)
     family = family_of(text)
@@ -48,8 +48,11 @@ def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]
 
 
 def further_layers(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return how the tensors of layers behind the model's begin, which predict further tokens (DeepSeek-V3,
-    arXiv 2412.19437, section 2.2). raw: config.json by our keys."""
+    """Return the name prefixes of layers behind the model's, which predict further tokens (DeepSeek-V3, arXiv
+    2412.19437, section 2.2).
+
+    `raw` is config.json by our keys.
+    """
     if "num_nextn_predict_layers" not in family.implied:
         return ()
     first = positive_int(raw, "num_hidden_layers")

@@ -1,4 +1,4 @@
-"""Reads the files beside tokenizer.json as transformers does, and which tokens end an answer."""
+"""Reads the files beside tokenizer.json as transformers does, and finds the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAID = "\N{ASTERISM}said\N{ASTERISM}"
 
 @dataclass(frozen=True)
 class AddedToken:
-    """Fields are those of `tokenizers`."""
+    """An added token, with the fields of `tokenizers.AddedToken`."""
 
     content: str
     special: bool = False
@@ -33,7 +33,12 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """special: by name, such as `bos_token`. added: by id."""
+    """The content of these files.
+
+    Attributes:
+        special: Special tokens by name, such as `bos_token`.
+        added: Added tokens by id.
+    """
 
     special: dict[str, str]
     template: ChatTemplate | None
@@ -41,7 +46,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
-        """Raises ModelError for a file that cannot be used; one may be missing."""
+        """Read the files that exist. Raises ModelError if one cannot be used."""
         config = _of_tekken(directory) | read_json_or_empty(directory / _CONFIG)
         named = read_json_or_empty(directory / "special_tokens_map.json")
         special = _named(config if "added_tokens_decoder" in config else {**config, **named})
@@ -54,7 +59,8 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_json(directory: Path) -> str:
-    """Return tokenizer.json, or the same of tekken.json where that is alone. Raises ModelError."""
+    """Return the content of tokenizer.json, made from tekken.json if there is only that. Raises
+    ModelError."""
     path = directory / TOKENIZER
     if is_tekken(directory):
         return json.dumps(tekken.tekken_of(directory).tokenizer_json())
@@ -66,7 +72,7 @@ def is_tekken(directory: Path) -> bool:
 
 
 def _of_tekken(directory: Path) -> dict[str, Any]:
-    """Return what tokenizer_config.json would say."""
+    """Return what a tokenizer_config.json beside tekken.json would say."""
     if not is_tekken(directory):
         return {}
     names = {"bos_token": tekken.BOS, "eos_token": tekken.EOS}
@@ -83,7 +89,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(token: Any) -> str:
-    """A token is text or an object; `add_bos_token: true` is neither."""
+    """Return a token's text: it is a string or an object; `add_bos_token: true` is neither."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
@@ -126,7 +132,8 @@ def _default(path: Path, templates: list[Any]) -> str | None:
 def _added(
     directory: Path, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> Mapping[int, AddedToken]:
-    """added_tokens.json has no flags: a token with a name is special."""
+    """Return added tokens by id. In added_tokens.json, which has no flags, a token is special if it has a
+    name."""
     added: dict[int, AddedToken] = {}
     several = (config.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens"))
     listed = {_text(token) for tokens in several if isinstance(tokens, list) for token in tokens}
@@ -144,8 +151,11 @@ def _added(
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the ids of tokens that end an answer: `eos_token`, and the one behind an assistant's message in
-    the chat template. ChatML's `<|im_end|>` may be there alone. Raises ModelError."""
+    """Return the ids of tokens that end an answer. Raises ModelError.
+
+    They are `eos_token`, and the token behind an assistant's message in the chat template. ChatML's
+    `<|im_end|>` may be only there.
+    """
     path = directory / TOKENIZER
     if not has_tokenizer(directory):
         return ()
@@ -164,7 +174,6 @@ def end_tokens(directory: Path) -> tuple[int, ...]:
 
 
 def _vocabulary(state: Mapping[str, Any]) -> dict[str, int]:
-    """A Unigram model lists pairs in the order of ids."""
     vocabulary = (state.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):
         return {piece: number for number, (piece, _score) in enumerate(vocabulary)}

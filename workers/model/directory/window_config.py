@@ -1,4 +1,4 @@
-"""Which layers attend to a window of the last tokens, as config.json says."""
+"""Reads from config.json which layers attend to a window of the last tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,11 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 def read_windows(
     raw: Mapping[str, Any], family: Family, layers: int, positions: int
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Return a window's tokens, a row's own included, and its layers; None and () where all see everything.
+    """Return a window's tokens, a row's own included, and the layers that have it; None and () if there is
+    none.
 
     Raises:
-        ModelError: The family's models have no windows in transformers, or not these.
+        ModelError: The family has no windows in transformers, or not these.
     """
     window, implied = raw.get("sliding_window"), family.implied
     if not window or not raw.get("use_sliding_window", True):
@@ -33,7 +34,6 @@ def read_windows(
 
 
 def _kinds(raw: Mapping[str, Any], family: Family, layers: int) -> list[str]:
-    """Name each layer's attention: listed, or by the pattern of older files."""
     named = raw.get("layer_types") if "layer_types" in family.implied else None
     if named is not None:
         if not isinstance(named, list) or len(named) != layers or not {_SLIDING, _FULL}.issuperset(named):

@@ -27,13 +27,13 @@ class GgufNames:
     """How llama.cpp's files name a family.
 
     Args:
-        permuted: The halves of each rotary head alternate in the rows of q and k.
-        tensors: Names of a block's tensors, beside those that all families have → our modules.
-        keys: Metadata of numbers → keys of config.json.
-        implied: Keys of config.json of which a file says nothing → llama.cpp's values.
-        by_layers: A model's number of layers → such keys of it alone.
-        told_by: Metadata that files of this family have, where another one has the same architecture.
-        adds_offset: Norms' weights have `ModelConfig.norm_offset` added.
+        permuted: Rows of q and k alternate between the halves of each rotary head.
+        tensors: Names of a block's tensors, beside those of all families → our modules.
+        keys: Metadata keys of numbers → keys of config.json.
+        implied: Keys of config.json that files lack → llama.cpp's values.
+        by_layers: Number of layers → such keys of only the model with as many layers.
+        told_by: A metadata key of this family's files, if another family has the same architecture.
+        adds_offset: Norms' weights include `ModelConfig.norm_offset`.
     """
 
     architecture: str
@@ -52,20 +52,21 @@ class Family:
 
     Args:
         name: For people.
-        architecture, model_type: transformers'.
+        architecture, model_type: transformers' names.
         wrappers: Multimodal architectures whose language model it is.
         hidden_act: The activation, which config.json must not contradict.
-        rope_theta: Where config.json names none.
-        implied: Keys of config.json → what transformers takes a missing one for. Of `OPTIONAL` it has these.
-        only: Keys of config.json → the values that are served, of a list's each.
+        rope_theta: Used if config.json names none.
+        implied: Keys of config.json → transformers' values for missing ones. The family has only these keys
+            of `OPTIONAL`.
+        only: Keys of config.json → the values that are served, for each element of a list.
         fixed: Fields of ModelConfig that no key tells.
         keys: Its names of config.json's keys → Llama's.
-        layers: How its layers' tensors begin, before the layer's number.
-        tensors: Its names of modules, within a layer or outside → ours. `ModelConfig.shapes` has ours.
+        layers: How names of its layers' tensors begin, before the layer's number.
+        tensors: Its names of modules, within a layer or outside → ours, as in `ModelConfig.shapes`.
         scales_by_width: Embeddings are multiplied by the root of the hidden size.
-        rotates_windows_alone: Beside layers with windows, those that see everything are not rotated.
-        gguf: None: no GGUF files are read.
-        note: What its users should know.
+        rotates_windows_alone: If some layers have windows, only these are rotated.
+        gguf: None: its GGUF files are not read.
+        note: For its users.
     """
 
     name: str
@@ -86,12 +87,12 @@ class Family:
     note: str = ""
 
     def own_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with Llama's names of keys and the values of missing ones."""
+        """Return config.json with Llama's names of keys, and with values for missing keys."""
         renamed = {own: raw[key] for key, own in self.keys.items() if key in raw}
         return {**self.implied, **raw, **renamed}
 
     def own_name(self, stored: str) -> str:
-        """Return our name of a tensor in its checkpoints."""
+        """Return our name of a checkpoint's tensor."""
         if not stored.startswith(self.layers):
             return self._renamed(stored)
         number, _, name = stored.removeprefix(self.layers).partition(".")

@@ -1,2 +1,2 @@
-"""From weight files to matrices on the device. `stack_weights` reads a stage's share from `sources`; `gguf_*`
-read and convert GGUF, `tekken` a tokenizer of Mistral's."""
+"""Reads weight files into matrices on the device. `stack_weights` reads a stage's share from `sources`.
+`gguf_*` read and convert GGUF, and `tekken` a tokenizer of Mistral's."""

@@ -1,5 +1,8 @@
-"""The numbers that a quantised matrix's parts stand for, in float32. `directory/quantised.py` has their names
-and shapes. O outputs, I inputs, N groups of inputs."""
+"""Computes a quantised matrix from its parts, in float32. `directory/quantised.py` has their names and
+shapes.
+
+Shape suffixes: O outputs, I inputs, N groups of inputs.
+"""
 
 import json
 from collections.abc import Mapping
@@ -10,13 +13,13 @@ from ..directory.json_files import ModelError
 from ..directory.quantised import Quantised
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word of AWQ's the first to eighth output is."""
+"""The place of the first to eighth output in one of AWQ's words."""
 
 Parts = Mapping[str, torch.Tensor]
 
 
 def dequantised(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
-    """Return weight_OI. parts: by the first of a part's names. Raises ModelError."""
+    """Return weight_OI. `parts` are by the first of each part's names. Raises ModelError."""
     return _FORMS[form.kind](form, parts, outputs, inputs)
 
 
@@ -36,7 +39,6 @@ def _awq(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tens
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """Return eight rows for each row of words."""
     rows = [(words >> 4 * place & 15).to(torch.uint8) for place in _AWQ_ORDER]
     return torch.stack(rows, 1).flatten(0, 1)
 
@@ -48,7 +50,7 @@ def _gptq(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Ten
 
 
 def _packed(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
-    """Numbers and zero points are signed, and stored with half their range added unless they are int8."""
+    """Values and zero points are signed, and stored with half their range added, except int8 ones."""
     values_OI, scale_ON = _unpacked(parts["weight_packed"], form.bits)[:, :inputs], parts["weight_scale"]
     zeros_ON, half = parts.get("weight_zero_point"), 2 ** (form.bits - 1)
     if zeros_ON is None:
@@ -61,7 +63,7 @@ def _packed(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.T
 
 
 def _nf4(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
-    """The first of two numbers is in a byte's upper half. Blocks run over rows' ends."""
+    """The first of two values is in a byte's upper half. Blocks run across the ends of rows."""
     state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
     if list(state["shape"]) != [outputs, inputs] or state["blocksize"] != 64:
         raise ModelError(f"its state says shape {state['shape']} in blocks of {state['blocksize']}")
@@ -79,7 +81,7 @@ _FORMS = {"FP8": _fp8, "AWQ": _awq, "GPTQ": _gptq, "compressed-tensors": _packed
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the unsigned values of each row's 32-bit words, the lowest bits first."""
+    """Return the unsigned values in each row's 32-bit words, the lowest bits first."""
     data = words.contiguous().view(torch.uint8)
     return data if bits == 8 else torch.stack([data & 15, data >> 4], -1).flatten(-2)
 

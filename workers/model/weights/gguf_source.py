@@ -1,4 +1,4 @@
-"""Configuration and weights of a GGUF file, under Hugging Face's names, and its conversion to a safetensors
+"""Reads configuration and weights of a GGUF file under Hugging Face's names, and converts it to a safetensors
 directory."""
 
 import json
@@ -50,7 +50,8 @@ _EXPERTS = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": "mlp.gate.e_score_correction",
 }
-"""Names in mixtures of experts. One tensor has a module of all experts, which replace the braces."""
+"""Names in mixtures of experts. A tensor of all experts' matrices has braces, which an expert's number
+replaces."""
 _EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -59,7 +60,7 @@ _EXPERT_KEYS = {
     "expert_group_used_count": "topk_group",
 }
 _GATING = {"softmax": 1, "sigmoid": 2}
-"""Values of expert_gating_func."""
+"""The values of expert_gating_func."""
 
 _PREDICTING = "nextn_predict_layers"
 _PATTERN = "attention.sliding_window_pattern"
@@ -72,7 +73,7 @@ _TOLD_BY = {
     "mlp_bias": "ffn_up.bias",
     "use_qk_norm": "attn_q_norm.weight",
 }
-"""Keys of config.json, and of which tensor of a block they tell."""
+"""Keys of config.json that are true if a block has this tensor."""
 
 _READ = frozenset(
     """vocab_size context_length embedding_length block_count feed_forward_length tensor_data_layout
@@ -81,14 +82,14 @@ _READ = frozenset(
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
 )
-"""Keys that are read, or change nothing."""
+"""Keys that are read, or that change nothing."""
 _FACTORS = """attention.output_scale logit_scale embedding_scale residual_scale
     rope.scaling.yarn_ext_factor""".split()
-"""Keys of which 1 changes nothing."""
+"""Keys whose value 1 changes nothing."""
 
 
 class GgufSource:
-    """A memory-mapped file, or all its parts, dequantised tensor by tensor."""
+    """A memory-mapped file, with all its parts. Tensors are dequantised one by one."""
 
     def __init__(self, path: str | Path) -> None:
         parts = gguf_parts(Path(path))
@@ -116,7 +117,7 @@ class GgufSource:
 
     @property
     def _layers(self) -> int:
-        """Layers that predict further tokens come behind them, and do not count."""
+        """The model's layers. Those behind them, which predict further tokens, do not count."""
         return int(self.model_field("block_count")) - int(self.model_field(_PREDICTING, 0))
 
     @property
@@ -124,7 +125,7 @@ class GgufSource:
         return "num_experts" in self._family.implied
 
     def _places(self, blocks: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, int | None]]]:
-        """Yield our names of tensors, with the file's and which of its experts it is."""
+        """Yield our name of each tensor, the file's name, and the number of its expert."""
         predicting = tuple(f"blk.{self._layers + n}." for n in range(self.model_field(_PREDICTING, 0)))
         for name in self._tensors.keys() - {*_ROPE_FACTORS}:
             if name.startswith(predicting):
@@ -135,7 +136,7 @@ class GgufSource:
                 yield own.format(expert), (name, expert)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return Hugging Face's layout, in float32 or the file's own unquantised dtype."""
+        """Return a tensor in Hugging Face's layout, in float32 or the file's own unquantised dtype."""
         stored, expert = self._names[name]
         data = _to_torch(self._tensors[stored], expert)
         if self._gguf.permuted and name.split(".")[-2] in ("q_proj", "k_proj"):
@@ -146,13 +147,13 @@ class GgufSource:
         return data
 
     def read_compact(self, name: str) -> torch.Tensor:
-        """Round to bf16 what the file has quantised."""
+        """Return a tensor, rounded to bf16 if the file has it quantised."""
         data = self.read(name)
         kind = self._tensors[self._names[name][0]].tensor_type.name
         return data if kind in ("F32", "F16") else data.to(torch.bfloat16)
 
     def field(self, key: str, default: Any = None) -> Any:
-        """Raises ModelError without a value and a default."""
+        """Return a metadata value. Raises ModelError if there is neither a value nor a default."""
         entry = self._reader.get_field(key)
         if entry is None and default is None:
             raise ModelError(f"{self.path}: GGUF metadata has no {key!r}")
@@ -219,7 +220,8 @@ class GgufSource:
         return config
 
     def _window_layers(self) -> dict[str, Any]:
-        """A list says which layers have windows, a number that every so many have none."""
+        """Read the pattern: a list names the layers with windows; with a number n, every n-th layer has
+        none."""
         pattern = self.model_field(_PATTERN, 0) if self._has_windows else 0
         if isinstance(pattern, list):
             return {
@@ -237,7 +239,6 @@ class GgufSource:
                 yield key, name
 
     def _vocab(self) -> int:
-        """The embedding may have more rows than there are tokens."""
         if "token_embd.weight" not in self._tensors:
             raise ModelError(f"{self.path} has no tensor token_embd.weight: it is not a whole model")
         rows = int(self._tensors["token_embd.weight"].shape[1])
@@ -294,8 +295,8 @@ class GgufSource:
         return factors
 
     def _yarn(self, factor: float, attention: float) -> dict[str, float]:
-        """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product,
-        yarn_attn_factor, which llama.cpp ignores: both must agree."""
+        """Read YaRN's keys. llama.cpp multiplies YaRN's temperature by attn_factor. Hugging Face stores the
+        product as yarn_attn_factor, which llama.cpp ignores: both must agree."""
         if self.has_field(self._yarn_key("log_multiplier")):  # as in DeepSeek-V2, where mscale is 1
             return {"mscale": 1.0, "mscale_all_dim": self._rope_number("yarn_log_multiplier")} | self._betas()
         temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -332,7 +333,7 @@ def _split(reader: Any, key: str, default: int) -> int:
 
 
 def _is_inert(value: Any, wanted: Any) -> bool:
-    """Zero changes nothing: no scale, or an unused key."""
+    """Return whether a key's value changes nothing: it is `wanted`, or zero for a factor or an unused key."""
     if isinstance(wanted, float):
         return isinstance(value, int | float) and (value == 0 or math.isclose(value, wanted, rel_tol=1e-6))
     return bool(value == wanted) if wanted else not value
@@ -351,7 +352,6 @@ def _own_name(name: str, blocks: Mapping[str, str]) -> str:
 
 
 def _to_torch(tensor: Any, expert: int | None = None) -> torch.Tensor:
-    """expert: which of the matrices that the tensor is made of; None: it is one."""
     shape, data = tuple(int(size) for size in reversed(tensor.shape)), tensor.data
     if expert is not None:
         shape, data = shape[1:], data[expert]
@@ -373,7 +373,7 @@ def _unpermute(rows_OI: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _shortest_float(value: float) -> float:
-    """Return the shortest decimal: 1e-5 went through float32 into the file."""
+    """Return the shortest decimal of a float32: 1e-5 went through float32 into the file."""
     return float(str(np.float32(value)))
 
 
@@ -382,7 +382,7 @@ def _number(value: float) -> float:
 
 
 def convert_gguf(path: Path, work: Path) -> None:
-    """Fill the folder `work`. Raises ModelError."""
+    """Convert a GGUF file into a model directory, the folder `work`. Raises ModelError."""
     source = GgufSource(path)
     config = source.config()
     _write_json(work / "config.json", config)
@@ -404,7 +404,7 @@ def _write_tokenizer(source: GgufSource, work: Path) -> None:
 
 
 def _write_weights(source: GgufSource, work: Path) -> None:
-    """Shards are bounded: a model larger than memory can be converted."""
+    """Write the weights in shards, so that a model larger than memory can be converted."""
     shard: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
     size = shards = 0

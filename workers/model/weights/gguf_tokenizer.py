@@ -23,8 +23,10 @@ class Metadata(Protocol):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text becomes words. Each regex cuts what the ones before it left. add_bos: used if the file does
-    not say."""
+    """How text is cut into words. Each regex cuts what the ones before it left.
+
+    `add_bos` is used if the file does not say.
+    """
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
@@ -100,7 +102,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2, "unk
 
 
 def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
-    """Raises ModelError if it cannot be rebuilt exactly."""
+    """Make tokenizer.json. Raises ModelError if the tokenizer cannot be rebuilt exactly."""
     kind, tokens = _kind(metadata), _tokens(metadata)
     return {
         "version": "1.0",
@@ -157,7 +159,6 @@ def _types(metadata: Metadata, tokens: Sequence[str]) -> list[int]:
 
 
 def _special_id(metadata: Metadata, key: str) -> int | None:
-    """llama.cpp has defaults."""
     name = f"tokenizer.ggml.{key}_token_id"
     if not metadata.has_field(name):
         return _DEFAULTS.get(str(metadata.field("tokenizer.ggml.model", "")), {}).get(key)
@@ -168,7 +169,7 @@ def _special_id(metadata: Metadata, key: str) -> int | None:
 
 
 def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, Any]]:
-    """Text is cut at them first. Answers leave the special ones out."""
+    """Return the tokens at which text is cut first. Answers leave the special ones out."""
     types = list(enumerate(_types(metadata, tokens)))
     special = {id_ for id_, kind in types if kind in (TokenType.CONTROL, TokenType.UNKNOWN)}
     special |= {id_ for id_ in (*end_ids(metadata), _special_id(metadata, "bos")) if id_ is not None}

@@ -26,11 +26,12 @@ _REFUSED = (
 )
 
 _CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq")
-"""These take the adapter's start out of the base weights."""
+"""Initialisations that subtract the adapter's start from the base weights."""
 
 
 class LoraAdapter:
-    """Raises ModelError for a broken file, and for what has no effect here."""
+    """An adapter in a directory. Raises ModelError if a file is broken or asks for something that is not
+    supported."""
 
     def __init__(self, directory: str | Path, model_layers: int) -> None:
         self._path = Path(directory) / "adapter_model.safetensors"
@@ -41,12 +42,12 @@ class LoraAdapter:
         self._tensors = _sorted_names(self._path, list(self._file.keys()), model_layers)
 
     def require_in(self, names: Container[str]) -> None:
-        """Raises ModelError for a module that is none of the model's."""
+        """Raise ModelError for a module that the model does not have."""
         if lost := [module for module in self._tensors if f"{module}.weight" not in names]:
             raise ModelError(f"{self._path}: the model has no linear layer {lost[0]}")
 
     def merge(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Return W + B·A·scale in float32, or the weight itself if the adapter has none for `name`."""
+        """Return W + B·A·scale in float32; the weight itself if the adapter has none for `name`."""
         module = name.removesuffix(".weight")
         if not name.endswith(".weight") or module not in self._tensors:
             return weight_OI

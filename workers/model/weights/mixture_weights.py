@@ -11,13 +11,13 @@ from .projections import Fp8Linear, Linear
 
 @dataclass(frozen=True)
 class MixtureWeights:
-    """A layer's experts. Suffixes: E experts.
+    """A layer's experts and their router. Suffixes: E experts.
 
     Args:
-        router_EC: Not quantised in any case: a rounded router would choose other experts. In float32 where
-            there is a bias_E.
-        gate_up, down: All experts' matrices, one below the other; each gate is followed by its up.
-        bias_E: Added to probabilities for the choice, in float32.
+        router_EC: Never quantised, since a rounded router would choose other experts; float32 if there is a
+            bias_E.
+        gate_up, down: All experts' matrices, one below the other. Each gate is followed by its up.
+        bias_E: Added to the probabilities for the choice, float32.
         shared_gate_up, shared_down: The matrices of an MLP that all tokens take.
     """
 
@@ -39,7 +39,7 @@ class MixtureWeights:
         return sum_TC.add_(self.shared_down(self.shared_gate_up.gated(x_TC)))
 
     def compile(self) -> None:
-        """Compile kernels for all numbers of tokens."""
+        """Compile the kernels for all numbers of tokens."""
         gate_up, down = self.gate_up.stored, self.down.stored
         compile_mixture(self.config.experts, gate_up, down, self._router, self._dtype)
         for shared in (self.shared_gate_up, self.shared_down):

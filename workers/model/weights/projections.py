@@ -1,5 +1,5 @@
-"""Linear layers: each matrix product with weights in the decoder and the head. Another form of weights
-changes this file and `stack_weights`.
+"""Linear layers: all matrix products with weights, in decoder and output head. A new form of weights changes
+this file and `stack_weights`.
 
 Shape suffixes also: I input width, O output width.
 """
@@ -19,12 +19,12 @@ from ....kernels.layers.swiglu import geglu, squared_relu, swiglu
 
 @dataclass(frozen=True)
 class Linear:
-    """x_TI -> x · weightᵀ + bias, in the weight's dtype."""
+    """Computes x_TI · weightᵀ + bias, in the weight's dtype."""
 
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
     quantised: ClassVar[bool] = False
-    """Whether it is best given rows of e4m3."""
+    """Whether inputs are best given as rows of e4m3."""
 
     @property
     def stored(self) -> LinearInput:
@@ -38,21 +38,22 @@ class Linear:
         return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gelu_gated(self, x_TI: LinearInput) -> LinearInput:
-        """Return GELU(gate) · up, as `gated`."""
+        """Return GELU(gate) · up, like `gated`."""
         return geglu(self(x_TI), fp8=False)
 
     def squared(self, x_TI: LinearInput) -> LinearInput:
-        """Return ReLU², as `gated`."""
+        """Return ReLU², like `gated`."""
         return squared_relu(self(x_TI), fp8=False)
 
     def compile(self) -> None:
-        """Compile kernels for products of many rows."""
+        """Compile the kernels for many rows."""
         compile_products(self.weight_OI)
 
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """Weights in e4m3 with a factor for each output channel. dtype: of its outputs."""
+    """A linear layer with weights in e4m3 and a scale for each output channel. `dtype` is that of its
+    outputs."""
 
     weight: Fp8Rows
     bias_O: torch.Tensor | None
@@ -85,7 +86,7 @@ class Fp8Linear:
         return squared_relu(self(x_TI), fp8=True)
 
     def compile(self) -> None:
-        """Many rows use the kernels of few."""
+        """Compile nothing: many rows use the kernels of few."""
 
 
 def _plain(x_TI: LinearInput) -> torch.Tensor:

@@ -21,8 +21,12 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """It opens a shard when one of its tensors is read. files: by a tensor's name there. stored_names: the
-    name there of each tensor that can be read."""
+    """Reads safetensors files. A file is opened when one of its tensors is first read.
+
+    Args:
+        files: By the tensors' names in the files.
+        stored_names: These names, by ours.
+    """
 
     def __init__(self, files: Mapping[str, Path], stored_names: Mapping[str, str]) -> None:
         self._files = files
@@ -46,8 +50,10 @@ class SafetensorsSource:
 
 
 class QuantisedSource:
-    """A quantised checkpoint as the numbers that it stands for. `check_weights` has compared its parts with
-    config.json. shapes: of all the model's tensors."""
+    """Reads a quantised checkpoint as dequantised matrices.
+
+    `check_weights` has compared its parts with config.json. `shapes` has all of the model's tensors.
+    """
 
     def __init__(self, source: WeightSource, form: Quantised, shapes: Mapping[str, Shape]) -> None:
         self._source, self._form, self._shapes = source, form, shapes
@@ -62,7 +68,7 @@ class QuantisedSource:
         return self._names
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a quantised matrix in float32, other tensors as they are stored. Raises ModelError."""
+        """Return a quantised matrix in float32, or another tensor as it is stored. Raises ModelError."""
         stem, shape = name.removesuffix("weight"), self._shapes.get(name, ())
         if stem not in self._matrices or len(shape) != 2:
             return self._source.read(name)
@@ -75,7 +81,7 @@ class QuantisedSource:
 
 
 def open_weights(directory: str | Path) -> WeightSource:
-    """Raises ModelError."""
+    """Open a model's weights, whatever their files. Raises ModelError."""
     root = Path(directory)
     files = weight_index(root)
     if files is None:

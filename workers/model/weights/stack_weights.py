@@ -1,8 +1,8 @@
-"""A stage's share of the weights, fused into few matrices. Shape suffixes also: J = H + G.
+"""Reads a stage's share of the weights, fused into few matrices. Shape suffixes also: J = H + G.
 
 A rank of a decode worker has a part of each (Megatron-LM, Shoeybi et al. 2019, section 3): its heads' rows of
-q, k and v, its rows of gate and up, the columns of the output and down projections that go with them, and its
-rows of the head.
+q, k and v, its rows of gate and up, the matching columns of the output and down projections, and its rows of
+the output head.
 """
 
 import logging
@@ -39,10 +39,10 @@ class StackSpec:
     """The part of a model that a stage holds.
 
     Args:
-        layers, mlps: The layers whose attention, and whose MLP, it has; mlps None for `layers`.
-        embedding, head: Whether it has these ends.
+        layers, mlps: The layers whose attention, and whose MLP, it has; mlps None: `layers`.
+        embedding, head: Whether it has the embedding and the output head.
         adapter: A LoRA adapter's directory.
-        quantisation: The form of the layers' matrices; None for `dtype`.
+        quantisation: The form of the layers' matrices; None: `dtype`.
         rank, ranks: Which part of every matrix it has, of how many (tensor parallelism).
     """
 
@@ -68,7 +68,8 @@ class StackSpec:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """input_norm_C, output_norm_C: of what it takes and gives, where the family has them."""
+    """The weights of a layer's attention. input_norm_C and output_norm_C are None in families without
+    them."""
 
     input_norm_C: torch.Tensor | None
     qkv: Linear | Fp8Linear
@@ -79,7 +80,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """gate_up: up alone where there is no gate. Norms as in AttentionWeights."""
+    """The weights of a layer's MLP. gate_up has only up if there is no gate. Norms as in AttentionWeights."""
 
     input_norm_C: torch.Tensor | None
     gate_up: Linear | Fp8Linear
@@ -89,7 +90,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class StackWeights:
-    """Tied embeddings are one tensor if a stage has both ends."""
+    """The weights of a `LayerStack`. A tied embedding and output head are one tensor."""
 
     attentions: tuple[AttentionWeights, ...]
     mlps: tuple[MlpWeights | MixtureWeights, ...]
@@ -102,7 +103,7 @@ Half = TypeVar("Half", AttentionWeights, MlpWeights | MixtureWeights)
 
 
 class _Reader:
-    """Several threads use it at once."""
+    """Reads a stage's tensors. Several threads use it at once."""
 
     def __init__(self, source: WeightSource, spec: StackSpec) -> None:
         self.source, self.spec = source, spec
@@ -115,8 +116,11 @@ class _Reader:
         self._channels_D = rotary_order(spec.config)
 
     def get(self, *names: str, split: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return tensors one below the other, or this rank's parts of them along dimension `split`. On a CPU
-        a single one is the file's own memory if its dtype fits. dtype: None for the stack's."""
+        """Return tensors, one below the other; if `split` is given, this rank's parts of them along that
+        dimension.
+
+        On a CPU a single tensor is the file's own memory if its dtype fits. `dtype` None means the stack's.
+        """
         dtype = dtype or self.spec.dtype
         fused = split is not None and self.spec.ranks > 1
         tensors = [part for name in names for part in (self._parts(name) if fused else (self._read(name),))]
@@ -130,17 +134,16 @@ class _Reader:
         return whole
 
     def norm(self, module: str) -> torch.Tensor | None:
-        """Return a norm's weights; None where the family has none there."""
         return self.norm_weight(f"{module}.weight") if f"{module}.weight" in self._shapes else None
 
     def norm_weight(self, name: str, split: int | None = None) -> torch.Tensor:
-        """Keep float32 where the family adds an offset: 16 bits would round the sum."""
+        """Return a norm's weights: in float32 if the family adds an offset, because 16 bits would round the
+        sum."""
         if not (offset := self.spec.config.norm_offset):
             return self.get(name, split=split)
         return self.part(self._read(name).float() + offset, split).to(self.spec.device)
 
     def _parts(self, name: str) -> Sequence[torch.Tensor]:
-        """Return what a fused tensor is made of, each of which ranks share."""
         tensor, config, module = self._read(name), self.spec.config, name.split(".")[-2]
         if module == "gate_up_proj":
             return tensor.chunk(2)
@@ -150,7 +153,7 @@ class _Reader:
         return torch.split(tensor, rows)
 
     def part(self, tensor: torch.Tensor, split: int | None) -> torch.Tensor:
-        """Return this rank's part. Where parts are unequal, the last ones are filled up with zeros."""
+        """Return this rank's part. If parts are unequal, the last ones are padded with zeros."""
         ranks = self.spec.ranks
         if split is None or ranks == 1:
             return tensor
@@ -163,8 +166,11 @@ class _Reader:
         return torch.cat([part, rest], split)
 
     def linear(self, *modules: str, split: int) -> Linear:
-        """Return modules with the same inputs as one layer. split: 0: ranks share its outputs; 1: its inputs,
-        and the first rank adds the bias."""
+        """Return modules with the same inputs as one layer.
+
+        With split 0 ranks share its outputs. With split 1 they share its inputs, and the first rank adds the
+        bias.
+        """
         weight_OI = self.get(*(f"{module}.weight" for module in modules), split=split)
         biases = [f"{module}.bias" for module in modules]
         if biases[0] not in self._shapes:
@@ -183,7 +189,8 @@ class _Reader:
         return self._arranged(name, tensor if self._adapter is None else self._adapter.merge(name, tensor))
 
     def _arranged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Put the channels of q's and k's heads in the order in which kernels rotate them. Scores stay."""
+        """Reorder the channels of q's and k's heads as kernels rotate them (`rotary_order`). Scores stay the
+        same."""
         module, config = name.split(".")[-2], self.spec.config
         if self._channels_D is None or module not in _ROTATED:
             return tensor
@@ -192,7 +199,7 @@ class _Reader:
         return torch.cat([heads[:turned, self._channels_D], heads[turned:]]).view(tensor.shape)
 
     def quantised(self, half: Half) -> Half:
-        """Use one thread, because it launches kernels."""
+        """Quantise a half's matrices. Only one thread may, because it launches kernels."""
         if self.spec.quantisation is None:
             return half
         matrices: dict[str, Any] = {
@@ -201,10 +208,13 @@ class _Reader:
         return replace(half, **matrices)
 
     def refuse_left_over(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
-        """A bias left out, say, would make another model. elsewhere: tensors that another stage checks."""
+        """Refuse tensors without a place: a bias left out would make another model.
+
+        Names that begin with one of `elsewhere` are left to another stage.
+        """
         left = {name for name in self.source.names() if name.startswith(prefix)} - self._shapes.keys()
         left = {name for name in left if not name.removeprefix(prefix).startswith(elsewhere)}
-        left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # in old checkpoints; the config implies it
+        left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # old checkpoints have it; config.json implies it
         if left:
             raise ModelError(f"the decoder has no place for tensors {', '.join(sorted(left))}")
 
@@ -216,8 +226,11 @@ class _Reader:
 
 
 def rotary_order(config: ModelConfig) -> torch.Tensor | None:
-    """Return which channel of a head comes first, second, …, so that channel f turns with channel f + D/2.
-    Channels that do not turn end each half. None: they are in that order."""
+    """Return the order of a head's channels in which channel f rotates with channel f + D/2; None: as stored.
+
+    Channels that are not rotated end each half. With D = 4 and interleaved rope it is [0, 2, 1, 3]. With D =
+    8 and rotary_dim 4 it is [0, 1, 4, 5, 2, 3, 6, 7].
+    """
     dim, turned = config.head_dim, config.rotary_dim or config.head_dim
     if turned == dim and not config.interleaved_rope:
         return None
@@ -247,7 +260,8 @@ def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> S
 
 
 def _read_ends(read: _Reader) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """As in transformers 5, one of two tied tables may be missing, and tables that differ stay apart."""
+    """Read embedding and output head. As in transformers 5, one of two tied tables may be missing, and tables
+    that differ stay apart."""
     spec, names = read.spec, read.source.names()
     tied = spec.config.tied_embeddings and (not {EMBEDDING, HEAD} <= names or _tables_are_equal(read))
     embedding, head = EMBEDDING, HEAD
@@ -271,7 +285,6 @@ def _tables_are_equal(read: _Reader) -> bool:
 def _read_layers(
     read: _Reader, tell: Tell
 ) -> tuple[tuple[AttentionWeights, ...], tuple[MlpWeights | MixtureWeights, ...]]:
-    """A CPU mostly uses the files' own memory."""
     share, threads = read.spec.share, 1 if read.spec.device.type == "cpu" else THREADS
     attentions: list[AttentionWeights] = []
     mlps: list[MlpWeights | MixtureWeights] = []
@@ -327,7 +340,7 @@ def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
 
 
 def _read_matrices(read: _Reader, *modules: str) -> tuple[Linear, Linear]:
-    """Return the matrices of MLPs, one below the other. Ranks share each one's columns."""
+    """Return the matrices of MLPs, one below the other. Ranks share each MLP's columns."""
     gate_up = [f"{module}.{name}" for module in modules for name in read.spec.config.gate_up_modules]
     return read.linear(*gate_up, split=0), read.linear(*(f"{m}.down_proj" for m in modules), split=1)
 

@@ -1,4 +1,4 @@
-"""Makes a tokenizer.json of tekken.json, which Mistral's own repositories may have alone.
+"""Makes a tokenizer.json from tekken.json, which may be the only tokenizer in Mistral's own repositories.
 
 Its tokens are bytes with a rank. The pair that makes the token of the lowest rank merges first. Control
 tokens come before all others (mistral-common, `tokens/tokenizers/tekken.py`).
@@ -24,13 +24,13 @@ CHAT_TEMPLATE = (
     "{% else %}{{ raise_exception('only system, user and assistant have messages here') }}{% endif %}"
     "{% endfor %}"
 )
-"""Messages since version 7 of Mistral's tokenizers, without tools."""
+"""Messages as of version 7 of Mistral's tokenizers, without tools."""
 _PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}
-"""Bytes that stand for themselves in a byte-level vocabulary; the others follow behind 255."""
+"""Bytes that stand for themselves in a byte-level vocabulary. The others follow behind 255."""
 
 
 def tekken_of(directory: Path) -> Tekken:
-    """Read a model's file, which takes half a second, once a process. Raises ModelError."""
+    """Read a model's tekken.json, which takes half a second, once per process. Raises ModelError."""
     path = directory / FILE
     return _read(path, path.stat().st_mtime_ns)
 
@@ -41,7 +41,7 @@ def _read(path: Path, _changed_ns: int) -> Tekken:
 
 
 class Tekken:
-    """Raises ModelError for a file that cannot be used."""
+    """The content of a tekken.json. Raises ModelError if it cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class Tekken:
             raise ModelError(f"{self.path}: its tokens are not numbered from 0 without a gap")
         unused = {id_: (f"<SPECIAL_{id_}>", True) for id_ in range(len(special), before)}
         self.special = special | unused
-        """Text, and whether answers leave it out, by id."""
+        """By id: the text, and whether answers leave it out."""
 
     @property
     def has_system_prompts(self) -> bool:

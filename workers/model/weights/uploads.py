@@ -1,6 +1,8 @@
-"""Copies weights from files to a GPU through pinned memory. One thread reads mapped memory far slower than
-storage or bus could, so several fill two pinned buffers each in turn, and a full one goes to the GPU
-meanwhile."""
+"""Copies weights from files to a GPU through pinned memory.
+
+One thread reads mapped memory far slower than storage or bus could. So several threads fill two pinned
+buffers each, in turn, while full ones go to the GPU.
+"""
 
 import os
 import threading
@@ -21,14 +23,14 @@ Buffer = tuple[torch.Tensor, Any]
 
 
 class Uploads:
-    """Any number of threads may call `copy`. Copies go to the device's current stream."""
+    """Copies tensors to a device, on its current stream. Any number of threads may call `copy`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own = threading.local()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """target: contiguous, on the device."""
+        """Copy a tensor. `target` is contiguous and on the device."""
         if self._device.type != "cuda" or source.dtype != target.dtype:
             target.copy_(source)
             return
@@ -56,7 +58,7 @@ def _pinned() -> Buffer:
 
 
 def in_threads(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[Made]:
-    """Yield make(item) in order. Threads run at most one more than `threads` ahead of the caller."""
+    """Yield make(item) in order. Threads work at most `threads` + 1 items ahead of the caller."""
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[Made]] = deque()
         try:

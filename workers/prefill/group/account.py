@@ -1,5 +1,8 @@
-"""Adds stages' chunk reports up to one `PrefillReport`. Times are seconds of the controller's clock. A chunk
-whose report came at `ended` counts as run in [ended - wall, ended]. Pure."""
+"""Adds up stages' chunk reports: into a `PrefillReport`, and into rates. Pure.
+
+Times are seconds of the controller's clock. A chunk whose report came at `ended` counts as run in [ended -
+wall, ended].
+"""
 
 import math
 from collections import defaultdict
@@ -13,8 +16,8 @@ from ...messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
 _LAUNCHED_AHEAD = 0.2
-"""A GPU that finishes a chunk within this share of its time after the last launch has waited for launches
-(docs/log/2026-11-25.md)."""
+"""If a GPU ends a chunk within this share of the chunk's time after the last launch, it has waited for
+launches (docs/log/2026-11-25.md)."""
 
 
 @dataclass(kw_only=True)
@@ -51,7 +54,8 @@ class Account:
             self._others += max(0.0, ended - max(ended - wall, self.began))
 
     def report(self, ended: float) -> PrefillReport:
-        """`critical` sums to `wall`; `group_overhead` is what no stage accounts for."""
+        """Make the report. `critical` adds up to `wall`; `group_overhead` is the time that no stage accounts
+        for."""
         began = self.arrived if self.began is None else self.began
         wall = ended - began
         critical = dict(self._phases[-1])
@@ -72,7 +76,8 @@ class Account:
 
 
 def waited(report: ChunkReport) -> float:
-    """Seconds of a chunk in which its stage waited for the stage before it or for a decode worker."""
+    """Return the seconds of a chunk in which its stage waited for the stage before it or for a decode
+    worker."""
     return report.phases.get("activation_wait", 0.0) + report.phases.get("kv_fetch", 0.0)
 
 
@@ -83,10 +88,10 @@ def _launch_bound(report: ChunkReport) -> float:
 
 
 class Pace:
-    """The time that a chunk may take before its stage is asked for a sign of life.
+    """Estimates the time that a chunk may take before its stage is asked for a sign of life.
 
-    It is slack_s, plus twice the time per token of the request's last chunk, since attention grows. A first
-    chunk is compared with its method's last first chunk.
+    That is slack_s plus twice what the request's last chunk took per token, since attention grows. A first
+    chunk is compared with the last first chunk of its method.
     """
 
     def __init__(self, slack_s: float) -> None:
@@ -94,21 +99,20 @@ class Pace:
         self._first: dict[str, float] = {}
 
     def chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
-        """Return a finished chunk's seconds a token on the slowest stage, without its waits for others."""
+        """Return a finished chunk's seconds per token on the slowest stage, without its waits for others."""
         pace = max(report.wall - waited(report) for report in reports) / tokens
         if start == 0:
             self._first[method] = pace
         return pace
 
     def allowed(self, method: str, last: float | None, tokens: int) -> float:
-        """last: the pace of the chunk before."""
+        """Return the seconds allowed for a chunk. `last` is the pace of the request's last chunk."""
         pace = self._first.get(method) if last is None else last
         return self._slack_s + 2 * (pace or 0.0) * tokens
 
 
 class Throughput:
-    """The rate over about the last `_MEMORY_S` seconds with work. It forgets in an idle time of
-    RATE_LASTS_S."""
+    """The rate over about the last `_MEMORY_S` seconds with work. An idle time of RATE_LASTS_S resets it."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -123,7 +127,7 @@ class Throughput:
         self._last = ended
 
     def idle(self, now: float) -> float:
-        """Seconds since the last chunk; infinite before the first."""
+        """Return the seconds since the last chunk; infinite before the first."""
         return max(0.0, now - self._last)
 
     @property

@@ -1,10 +1,10 @@
-"""Cuts a prompt into chunks: few, so that chunks' fixed cost stays small, and short, so that stages wait
-little for the first and the last. Costs are in multiply-adds (`ModelWork`). Pure, and free of torch.
+"""Cuts a prompt into chunks. Few chunks keep their fixed cost small; short ones keep stages' waits for the
+first and the last small. Costs are in multiply-adds (`ModelWork`). Pure, and free of torch.
 
 Equal stages form a proportionate flow shop: it takes the sum of the chunks' times and (stages - 1) times the
 longest, so chunks should take equally long. Attention makes later tokens dearer, so later chunks have fewer.
-Where later stages are faster, chunks should grow shorter, so that the last wait is short. Where they are
-slower, chunks should grow longer, so that the last stage begins sooner.
+If later stages are faster, chunks should grow shorter, so that the last wait is short. If they are slower,
+chunks should grow longer, so that the last stage begins sooner.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _REMEMBERED = 64
 _TRIES = 8
 _HALVINGS = 5
 _GROWTHS = (0.88, 0.93, 0.96, 0.98, 1.02, 1.05)
-"""Ratios of a chunk's time to the one before it that are tried, besides 1."""
+"""Ratios that are tried, besides 1, of a chunk's time to the one before it."""
 _MORE = (1.0, 1.25, 1.6)
-"""Multiples of the best number of equal chunks that are tried."""
+"""Multiples that are tried of the best number of equal chunks."""
 _MANY = 1000
-"""With more chunks the last one is too short to matter, and a power of growth may overflow."""
+"""No growth is tried with more chunks: the last is too short to matter, and a power of growth may
+overflow."""
 
 _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
-"""Operations a second that products of 8B shapes reach on an H200, overheads included. A multiply-add counts
-as two."""
+"""Operations per second that matrix products of an 8B model reach on an H200, overheads included. A
+multiply-add counts as two."""
 _CHUNK_S, _LAYER_S = 3e-3, 100e-6
-"""A chunk's fixed cost on a stage, and in each layer: launches, ends of kernels, activations. More or fewer
-chunks than these give make no difference (docs/log/2026-11-25.md)."""
+"""A chunk's fixed cost on a stage, and in each layer: launches, ends of kernels, activations. Other numbers
+of chunks than these give make no difference (docs/log/2026-11-25.md)."""
 _EVEN = 4 * BLOCK
 """Longer chunks are multiples of it: 32 heads' blocks fill 132 multiprocessors, so 1,152 tokens take as long
 as 1,536."""
@@ -45,21 +46,28 @@ _SPARSE = 0.087
 
 @dataclass(frozen=True)
 class StageCost:
-    """A chunk's cost on one stage. The unit is a token's matrix products on a mean stage. per_pair: for each
-    query and each key up to it."""
+    """A chunk's cost on one stage. The unit is the cost of a token's matrix products on a mean stage.
+
+    Attributes:
+        per_pair: For each query and each key up to it.
+    """
 
     per_token: float
     per_pair: float
     per_chunk: float
 
     def of(self, start: int, tokens: int) -> float:
-        """The cost of tokens start .. start+tokens-1."""
+        """Return the cost of tokens start .. start+tokens-1."""
         return self.per_token * tokens + self.per_pair * tokens * (start + (tokens + 1) / 2) + self.per_chunk
 
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """A chunk's cost on each stage. even: chunks of so many tokens or more are multiples of it."""
+    """A chunk's cost on each stage.
+
+    Attributes:
+        even: Chunks of at least this many tokens are multiples of it.
+    """
 
     stages: tuple[StageCost, ...]
     even: int = BLOCK
@@ -74,11 +82,12 @@ class ChunkCost:
         return len({*self.stages}) == 1
 
     def of(self, start: int, tokens: int) -> float:
-        """The same on a mean stage."""
+        """Return the cost on a mean stage of tokens start .. start+tokens-1."""
         return self.mean.of(start, tokens)
 
     def fitting(self, start: int, limit: float) -> int:
-        """Count the tokens from `start` on of a chunk of cost `limit` on a mean stage; 0 if not one block."""
+        """Count the tokens of a chunk from `start` on that costs `limit` on a mean stage; 0 if that is not
+        one block."""
         mean = self.mean
         room = limit - mean.per_chunk
         if room <= 0:
@@ -91,8 +100,12 @@ class ChunkCost:
 
 @dataclass(frozen=True)
 class StageWork:
-    """A stage's share of a model, in multiply-adds. per_pair: for each query and key of layers
-    without windows. halves: how many attentions and MLPs."""
+    """A stage's share of a model, in multiply-adds.
+
+    Attributes:
+        per_pair: For each query and key, in layers without windows.
+        halves: Number of attentions and MLPs.
+    """
 
     per_token: int
     per_pair: int
@@ -101,14 +114,15 @@ class StageWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """A model by its stages. quantised: products are of 8 bits."""
+    """A model's work by stage. `quantised` says whether its products are in 8 bits."""
 
     stages: tuple[StageWork, ...]
     quantised: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
-        """Count what `ModelConfig.split` shares out. The last layer ends with keys and values."""
+        """Count the work of the shares of `ModelConfig.split`. The last layer computes only keys and
+        values."""
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]
@@ -139,13 +153,13 @@ class ModelWork:
 
 
 class ChunkSizes:
-    """Without `work`, as on a CPU, all chunks are `largest`."""
+    """Chooses chunk sizes. Without `work`, as on a CPU, all chunks have `largest` tokens."""
 
     def __init__(self, largest: int, work: ModelWork | None = None) -> None:
         self._largest, self._work = largest, work
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
-        """Cut tokens start .. tokens-1."""
+        """Cut tokens start .. tokens-1 into chunks, and return their sizes."""
         if self._work is None:
             return even_chunks(start, tokens, self._largest)
         return plan_chunks(start, tokens, self._largest, self._work.chunk_cost(method))
@@ -158,10 +172,10 @@ def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
 
 @lru_cache(_REMEMBERED)
 def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
-    """Return the sizes of the chunks of tokens start .. tokens-1: multiples of a block but for the last, and
-    at most `largest`.
+    """Return the sizes of the chunks of tokens start .. tokens-1, at most `largest` each. All but the last
+    are multiples of a block.
 
-    Their time is within 1% of the shortest where stages are equal, and within 3% where they are not.
+    Their time is within 1% of the shortest if stages are equal, and within 3% if they are not.
     """
     best = even_chunks(start, tokens, largest)
     if len(cost.stages) == 1 or len(best) == 0:
@@ -178,8 +192,10 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
-    """Return the time from the first chunk's start to the last one's end, in `StageCost`'s unit. A stage
-    begins a chunk when it and the stage before are done with theirs."""
+    """Return the time from the first chunk's start to the last one's end, in `StageCost`'s unit.
+
+    A stage begins a chunk when it is done with its chunk before, and the stage before it with this one.
+    """
     free = [0.0] * len(cost.stages)
     for size in sizes:
         arrived = 0.0
@@ -190,7 +206,8 @@ def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
 
 
 def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
-    """Numbers of chunks around the optimum of a prompt that could be cut anywhere. The time is flat there."""
+    """Return the numbers of chunks to try: around the optimum of a prompt that could be cut anywhere, where
+    the time is flat."""
     bare = cost.of(start, tokens - start) - cost.mean.per_chunk
     middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.mean.per_chunk, 1e-9))
     limit = -(-(tokens - start) // BLOCK)
@@ -202,8 +219,7 @@ def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
 def _shortest(
     start: int, tokens: int, count: int, largest: int, growth: float, cost: ChunkCost
 ) -> tuple[int, ...]:
-    """Cut into at most `count` chunks in the shortest time."""
-    first = max(1.0, growth ** (1 - count))  # the one that may take least takes 1
+    first = max(1.0, growth ** (1 - count))  # then the cheapest chunk costs 1 part
     together = sum(first * growth**n for n in range(count))
     low = (cost.of(start, tokens - start) + (count - 1) * cost.mean.per_chunk) / together  # if cut anywhere
     step, best = cost.of(max(start, tokens - BLOCK), BLOCK) - cost.mean.per_chunk, None
@@ -228,14 +244,14 @@ def _shortest(
 def _packed(
     start: int, tokens: int, count: int, largest: int, limit: float, *, growth: float, cost: ChunkCost
 ) -> tuple[int, ...] | None:
-    """Fill chunks up to a cost of `limit`, which grows by `growth` from chunk to chunk; None if `count` are
-    too few."""
+    """Fill chunks up to a cost of `limit`, which grows by `growth` from chunk to chunk; None if that takes
+    more than `count`."""
     sizes: list[int] = []
     while start < tokens:
         left = tokens - start
         size = min(cost.fitting(start, limit), largest)
         if size < left <= largest and cost.of(start, left) <= limit:
-            size = left  # the last one need not be whole blocks
+            size = left  # the last chunk need not be whole blocks
         size = min(size, left)
         if size == 0 or len(sizes) == count:
             return None

@@ -1,8 +1,10 @@
-"""The head of a prefill group decides between two awaits and tells all stages at once (`pipeline`), so stages
-get the same commands in the same order. Cancelling is safe only because of that: tensors travel between
-stages without headers.
+"""The head of a prefill group: sends chunks to its stages, and ends requests.
 
-A request holds nothing until its first turn (`schedule`). Its chunks in flight end within a layer's time.
+It decides without awaiting, and then tells all stages (`pipeline`), so all get the same commands in the same
+order. Cancelling is safe only because of that: tensors travel between stages without headers.
+
+A request takes no pages before its first turn (`schedule`). Once it was ended, its chunks in flight stop
+within a layer's time.
 """
 
 import asyncio
@@ -27,20 +29,19 @@ from .request_table import PrefillRequests, Request
 from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
-"""A request ends when its lease is over by this share."""
+"""The share of a lease that may pass after its end before the request is ended."""
 _ASK_AGAIN_S = 0.02
-"""Pause between two questions whether decode workers still read a request's pages."""
+"""The pause between two questions whether decode workers still read a request's pages."""
 
 
 class PrefillController:
     """Runs prompts through a group's stages, chunk by chunk.
 
     Args:
-        end_stages: called once when the group is lost, with the number of a stage that hangs. Every answer
-            that stages still owe must then become an error.
-        pulse: asks a stage, by number, for a sign of life.
-        clock: seconds.
-        work: what chunks cost, for `ChunkSizes`.
+        end_stages: Called once, when the group is lost, with the number of the stage that hangs; None if none
+            does. It must turn every answer that stages still owe into an error.
+        pulse: Asks a stage, by number, for a sign of life.
+        work: The work of a chunk's layers; see `ChunkSizes`.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class PrefillController:
         return self._requests.stats(self.name, self._clock())
 
     async def check(self) -> str:
-        """Return `failure`, after asking idle stages whether they live. A busy stage fails by the chunk it
-        owes."""
+        """Return `failure`. If no request is here, first ask whether the stages live; a busy stage shows it
+        by its chunk."""
         if not self.failure and not self._requests:
             try:
                 await self.stage_pages()
@@ -146,7 +147,8 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
-        """Check twice, because a process that stood still hears renewals late."""
+        """End the request if its lease runs out. It is checked twice, because a process that stood still
+        hears renewals late."""
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
         grace = _LEASE_GRACE * lease
@@ -227,9 +229,11 @@ class PrefillController:
     # --- endings --------------------------------------------------------------------------------------
 
     def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
-        """End a request once, with this event. The close command goes to all stages now, behind their chunks.
+        """End a request, once, with this event. The close command goes to all stages at once, behind the
+        chunks in flight.
 
-        Returns: a future that is done when the request's pages are free.
+        Returns:
+            A future that is done when the request's pages are free.
         """
         if request.closing is None:
             request.disarm()
@@ -237,7 +241,7 @@ class PrefillController:
             if event is not None:
                 request.events.put_nowait(event)
             closed: list[asyncio.Task[Any]] = []
-            if request.in_flight:  # also where the group is lost: stages that live leave it soon
+            if request.in_flight:  # also if the group is lost: its living stages then leave it sooner
                 self._pipeline.abandon(request.serial)
             if request.opened and not self.failure:
                 closed = self._pipeline.close(request.job.request_id)

@@ -1,7 +1,7 @@
-"""Ray's side of a prefill group: its actors, and the Serve deployment that owns them, without torch.
+"""A prefill group in Ray: its actors, and the Serve deployment that owns them. It imports no torch.
 
-A lost group's stages keep their weights and form the next group together: a single new stage would be out of
-step with its peers.
+When a group is lost, its stages keep their weights and form the next group together: a single new stage would
+be out of step with its peers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..stage.stage import PrefillStage
 
 _SWITCH_S = 2e-4
-"""The thread that launches may keep the reporting thread waiting for so long."""
+"""The longest time for which the thread that launches may keep the reporting thread waiting."""
 _LEAVE_S = 10.0
 _ASK_AGAIN_S = 0.2
 
@@ -67,7 +67,7 @@ class StageActor:
         self._compilations = Compilations()
 
     def host(self) -> Rendezvous:
-        """Open the store where the group's stages meet. Only the first stage is asked."""
+        """Open the store where the group's stages meet. Only the first stage does."""
         from ...rendezvous import host_store
 
         address = str(ray.util.get_node_ip_address())
@@ -75,7 +75,8 @@ class StageActor:
         return rendezvous
 
     def load(self) -> tuple[str, ModelWork | None]:
-        """Load the model's share once. Returns the node's id, and what chunks cost."""
+        """Load this stage's share of the model, once. Returns the node's id, and the layers' work on a
+        GPU."""
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._work()
@@ -108,7 +109,6 @@ class StageActor:
         return node, self._work()
 
     def _decode_workers_memory(self, tell: Tell) -> Any:
-        """With `handoff.transport: mapped`, wait for the decode worker and map its weights and pages."""
         if self._handoff.transport != "mapped":
             return None
         from ...kv.peer_memory import end_with, map_objects
@@ -125,7 +125,7 @@ class StageActor:
         return ModelWork.of(stack.config, self._config.stages, stack.quantised) if on_gpu else None
 
     def join(self, rendezvous: Rendezvous) -> None:
-        """All stages must be asked at the same time."""
+        """Connect this stage to its neighbours. All stages must do so at the same time."""
         from ..stage.activations import connect_neighbours
 
         stage, number = self.hosted, self._number
@@ -141,7 +141,7 @@ class StageActor:
         return self._stage
 
     def pulse(self) -> int:
-        """It answers whatever the stage computes."""
+        """Answer, whatever the stage computes."""
         return os.getpid()
 
     def compilations(self) -> Phases:
@@ -150,7 +150,7 @@ class StageActor:
 
 @hosts(Group)
 class ControllerActor(Leaving):
-    """Doors find it by name. Its calls run side by side."""
+    """The group's controller, which doors find by name. Its calls run side by side."""
 
     def __init__(
         self,
@@ -169,8 +169,10 @@ class ControllerActor(Leaving):
         self._counting: asyncio.Task[None] | None = None
 
         def end_stage(hanging: int | None) -> None:
-            """Peers' links break with it, so they answer with errors. The replica decides whether they live
-            on."""
+            """Kill the stage that hangs. That breaks its peers' links, so they answer with errors.
+
+            The replica decides whether the peers live on.
+            """
             if hanging is not None:
                 ray.kill(stages[hanging])
 
@@ -188,7 +190,8 @@ class ControllerActor(Leaving):
         return replace(await self.hosted.stats(), draining=self.draining, compilations=counts, **self._about)
 
     async def check(self) -> str:
-        """Also asks stages for their compilations, without waiting."""
+        """Return why the group is lost. In the background, also count the kernels that stages have
+        compiled."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self._count())
         return await self.hosted.check()
@@ -217,7 +220,7 @@ def _stage_error(number: int, failure: Failure) -> Exception:
 
 
 class PrefillGroup(Replica):
-    """`head` is the controller."""
+    """Owns the actors of a group. `head` is the controller."""
 
     def __init__(
         self,
@@ -254,7 +257,7 @@ class PrefillGroup(Replica):
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:
-        """Find the stages that are dead or do not leave in time, as may happen over NCCL."""
+        """Return the stages that are dead or do not leave in time, which happens over NCCL."""
         leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
@@ -262,11 +265,11 @@ class PrefillGroup(Replica):
 
 
 def _exported_memory(wanted: str) -> Any:
-    """Wait for a decode worker of this pairing. One that hangs keeps nobody from another."""
+    """Wait until a decode worker of this pairing exports its memory. All are asked, since one may hang."""
     asked: dict[str, Any] = {}
     while True:
         for name in _decode_workers() - asked.keys():
-            with contextlib.suppress(ValueError):  # it is gone
+            with contextlib.suppress(ValueError):  # the actor is gone
                 asked[name] = ray.get_actor(name, namespace=NAMESPACE).exported_memory.remote(wanted)
         for name in _answered(asked):
             with contextlib.suppress(RayError):

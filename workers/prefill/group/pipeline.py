@@ -1,7 +1,7 @@
-"""A group's stages as one thing that takes chunks.
+"""A group's stages, as one object that takes chunks.
 
-One chunk a stage is in flight at most, and one more waits on the first stage, so that this never waits for a
-report. So a request waits for few chunks of others.
+At most one chunk for each stage is in flight, and one more waits at the first stage, so that it never waits
+for a report. So few chunks of others precede a new request.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from .watch import StageWatch
 T = TypeVar("T")
 
 _AHEAD = 1
-"""Chunks that a stage has behind the one that it computes."""
+"""Chunks that wait at a stage behind the one that it computes."""
 
 
 class Pipeline:
     """Sends each command to all stages before it returns.
 
     Args:
-        on_entry_free: called when the first stage has finished a chunk.
-        slack_s: a command may take so long before a stage is asked whether it lives.
+        on_entry_free: Called when the first stage has finished a chunk.
+        slack_s: The seconds that a command may take before its stage is asked for a sign of life.
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class Pipeline:
         """Send a chunk to all stages.
 
         Args:
-            opening: sent first, with a request's first chunk.
-            allowed: seconds that a stage may take for the chunk, as known now.
-        Returns: the stages' reports, after those of all earlier chunks. It raises as `Stage` does.
+            opening: Sent before a request's first chunk.
+            allowed: Returns the seconds that a stage may take for the chunk, as known now.
+        Returns:
+            A task that ends with the stages' reports, after those of all earlier chunks. It raises what
+                `Stage` raises.
         """
         opened: list[asyncio.Task[Any]] = []
         if opening is not None:
@@ -76,7 +78,7 @@ class Pipeline:
             stage.abandon(serial)
 
     def close(self, request_id: str) -> list[asyncio.Task[Any]]:
-        """Returns: for each stage, whether the request's pages are free."""
+        """Close a request on all stages. Each task returns whether the stage's pages are free."""
         return self._all(f"closing {request_id}", [stage.close(request_id) for stage in self._stages])
 
     async def pages(self) -> list[int]:
@@ -91,14 +93,14 @@ class Pipeline:
         return outcomes
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that outlives its caller and that `idle` waits for."""
+        """Start a task that outlives its caller. `idle` waits for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def idle(self) -> None:
-        """Wait for everything that stages still owe, then stop watching them."""
+        """Wait for all answers that stages still owe, then stop watching them."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._watch.stop()
@@ -106,7 +108,7 @@ class Pipeline:
     async def _reports(
         self, outcomes: list[asyncio.Task[Any]], before: asyncio.Task[list[ChunkReport]] | None
     ) -> list[ChunkReport]:
-        """Stages finish chunks in order, but the event loop may hear of the later chunk first."""
+        """Return a chunk's reports in order: the event loop may hear of a later chunk first."""
         try:
             done = await asyncio.gather(*outcomes)
             if before is not None:
@@ -125,7 +127,7 @@ class Pipeline:
 
 
 async def _outcome(answer: Coroutine[Any, Any, T]) -> T | RequestFailed:
-    """One request's failure is a value, the group's an exception."""
+    """Return a request's failure as a value. The group's failure is raised."""
     try:
         return await answer
     except RequestFailed as error:

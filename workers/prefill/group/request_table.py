@@ -1,5 +1,7 @@
-"""A prefill group's requests: who waits, who runs, whose pages are whose, and who is refused. It sends no
-command and ends no request. Only the event loop's thread uses it."""
+"""A prefill group's requests: who waits, who runs, whose pages are whose, and who is refused.
+
+It sends no command and ends no request. Only the event loop's thread uses it.
+"""
 
 import asyncio
 import itertools
@@ -22,17 +24,17 @@ from .account import Account, Pace, Throughput
 from .chunks import ChunkSizes
 
 _LONGEST_TURN_S = 60.0
-"""The longest retry time told, unless the next place takes longer: some clients never come back."""
+"""The longest retry time that is told, unless the next place takes longer: some clients never come back."""
 
 
 class Request:
-    """arrived: the controller's seconds."""
+    """One prompt that the group reads. `arrived` is in seconds of the controller's clock."""
 
     def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
         self.job = job
         self.serial = serial
         self.pages: tuple[int, ...] = ()
-        """The same on every stage. Its first chunk takes them."""
+        """The same on every stage, taken for its first chunk."""
         left, pages = job.tokens - job.start, pages_for(job.tokens)
         self.waiting = schedule.arrival(job.request_id, left, arrived, pages)
         self.account = Account(stages=stages, method=job.method, arrived=arrived)
@@ -42,7 +44,7 @@ class Request:
         self.done = job.start
         """Tokens before `sent` have entered the pipeline; those before `done` have left it."""
         self.pace: float | None = None
-        """Seconds a token of its last chunk, on the slowest stage."""
+        """Seconds per token of its last chunk, on the slowest stage."""
         self.in_flight = 0
         self.closing: asyncio.Task[None] | None = None
         self._next_sizes: deque[int] = deque()
@@ -74,8 +76,10 @@ class Request:
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
-        """Count the next chunk's tokens as sent. A resumed prompt is cut as from its beginning, so that the
-        same bits come out."""
+        """Make the command for the next chunk, and count its tokens as sent.
+
+        A resumed prompt is cut as from its beginning, so that the same bits come out.
+        """
         method, start, total = self.job.method, self.sent, self.job.tokens
         if not self._next_sizes:
             whole = sizes.of(method, 0, total)
@@ -93,7 +97,7 @@ class Request:
         )
 
     def end_span(self, event: PrefillEvent | PrefillFailed | None, now: float) -> None:
-        """event: what ended the request; None if its caller stopped reading."""
+        """End the request's span. `event` ended the request; None: its caller stopped reading."""
         began, error = self.account.began, ""
         self.span.part("queue", self.account.arrived, now if began is None else began)
         finish = "cancelled"
@@ -131,7 +135,7 @@ class PrefillRequests:
         self._fetched = Recent()
         self._pace = Pace(config.chunk_slack_s)
         self._last_turn = 0.0
-        """When the last of those that were refused is to come back."""
+        """When the last refused prompt was told to come back."""
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -151,12 +155,12 @@ class PrefillRequests:
         return request
 
     def remove(self, request: Request) -> None:
-        """Free a request's pages, once no stage knows it."""
+        """Free a request's pages, after every stage has closed it."""
         del self._requests[request.job.request_id]
         self._pool.release(request.pages)
 
     def next(self, now: float) -> Request | None:
-        """Choose the request whose chunk is sent next, and give it its pages."""
+        """Choose the request whose chunk is sent next, and give it pages if it has none."""
         unsent = [request.waiting for request in self if request.unsent]
         chosen = schedule.next_request(unsent, now, self._config.ageing_tokens_per_second, self._pool.free)
         if chosen is None:
@@ -179,7 +183,8 @@ class PrefillRequests:
         return None
 
     def queue_refusal(self, tokens: int, now: float) -> Refused | None:
-        """Those that are refused are told to come back one after the other, as places become free."""
+        """Refuse a prompt if the queue is full. Refused prompts are told to come back one after the other, as
+        places become free."""
         waiting = sum(not request.opened for request in self._live())
         if waiting < self._config.max_waiting:
             return None
@@ -228,8 +233,10 @@ class PrefillRequests:
         return sum(request.job.tokens - request.done for request in self._live())
 
     def _next_turn(self, now: float) -> float | None:
-        """Return seconds: the mean time between two prompts that are read, after the turn before. None while
-        the rate is unknown."""
+        """Return the seconds until a refused prompt should come back; None while the rate is unknown.
+
+        It comes after the one refused before, by the mean time in which a prompt here is read.
+        """
         rate = self._throughput.tokens_per_second
         if rate <= 0:
             return None

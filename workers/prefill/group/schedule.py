@@ -1,8 +1,9 @@
 """Chooses the request whose chunk enters a prefill group next: shortest remaining first, with ageing. Pure.
 
-A question of 256 tokens overtakes a document of 512K between two chunks. While none of the document runs it
-earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk costs twice its tokens in
-credit, so an aged document goes on at about `ageing` tokens a second.
+A question of 256 tokens overtakes a document of 512K between two chunks. While no chunk of the document runs,
+it earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk of t tokens costs 2t of
+credit: since `remaining` falls by t, too, the document's rank worsens by t. It takes t / ageing seconds to
+earn that back, so an aged document goes on at about `ageing` tokens a second.
 
 A prompt that is too big for the free pages holds back those behind it, but not those that have their pages.
 """
@@ -13,8 +14,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A request with chunks left to send. remaining, credit: tokens. idle_since: since when no chunk of it
-    runs; None while one does. pages: how many its first chunk takes or took."""
+    """A request with tokens left to send, whether it waits for its first chunk or runs.
+
+    Attributes:
+        remaining, credit: Tokens.
+        idle_since: Since when no chunk of it runs; None while one does.
+        pages: Pages that its first chunk takes or took.
+        opened: Whether it runs: its first chunk was sent.
+    """
 
     request_id: str
     remaining: int
@@ -38,8 +45,9 @@ def next_request(waiting: Iterable[Waiting], now: float, ageing: float, free: in
     """Choose the request with the fewest remaining tokens less credit. Earlier arrivals win ties, then ids.
 
     Args:
-        free: pages that nobody holds.
-    Returns: its id; None if nobody may run.
+        free: Number of pages that nobody holds.
+    Returns:
+        Its id; None if nobody may run.
     """
 
     def rank(entry: Waiting) -> tuple[float, float, str]:

@@ -1,8 +1,8 @@
-"""Finds the stage that hangs: it owes an answer for too long and gives no sign of life.
+"""Finds a stage that hangs: it owes an answer for too long and gives no sign of life.
 
-A stage works through its commands in order, so only the oldest one can be late. A late stage is asked for a
-sign of life, which it gives while it computes, compiles or waits. One that answers is asked again, for
-`stall_s` at most.
+A stage works through its commands in order, so only the oldest can be late. A late stage is asked for a sign
+of life, which it gives while it computes, compiles or waits. If it answers, it is asked again later, for
+`stall_s` in all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 CHECK_S = 0.25
-"""Time between two checks. One counts at most twice that, in case this process was stopped."""
+"""Seconds between two checks. At most twice that is counted, in case this process was stopped."""
 PULSE_S = 3.0
-"""For a sign of life. Triton holds the interpreter's lock for up to 2.1 s while it compiles
+"""How long a sign of life may take. Triton holds the interpreter's lock for up to 2.1 s while it compiles
 (docs/log/2026-11-22.md)."""
 ASK_AGAIN_S = 1.0
 
@@ -26,9 +26,13 @@ ASK_AGAIN_S = 1.0
 class ExpectedAnswer:
     """A command that a stage has to answer.
 
-    command: in words. allowed: seconds from when the stage can work on it. after: the same chunk on the stage
-    before. waited: seconds of those so far. silent: seconds since it was asked for a sign of life.
-    asked_again: value of `waited` at which it is asked again.
+    Attributes:
+        command: What it is, for messages.
+        allowed: Returns the seconds it may take, once the stage can work on it.
+        after: The same chunk on the stage before.
+        waited: How many of these seconds have passed.
+        silent: Seconds since the stage was asked for a sign of life.
+        asked_again: The value of `waited` at which it is asked again.
     """
 
     stage: int
@@ -43,11 +47,11 @@ class ExpectedAnswer:
 
 
 class StageWatch:
-    """Watches stages while they owe anything.
+    """Watches stages while they owe answers.
 
     Args:
-        pulse: asks a stage for a sign of life.
-        hangs: called with a stage's number and what is wrong with it.
+        pulse: Asks a stage for a sign of life.
+        hangs: Called with a stage's number and what is wrong with it.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class StageWatch:
             expected.asking.add_done_callback(self._asking.discard)
 
     async def _ask(self, expected: ExpectedAnswer) -> None:
-        """A dead stage does not hang: the answers that it owes become errors."""
+        """Ask for a sign of life. A dead stage does not hang: the answers that it owes become errors."""
         with contextlib.suppress(Exception):
             await self._pulse(expected.stage)
         expected.asking, expected.silent, expected.asked_again = None, 0.0, expected.waited + ASK_AGAIN_S

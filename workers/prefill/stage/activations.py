@@ -1,10 +1,10 @@
-"""Hidden states on their way from one stage to the next. Only the numbers travel: both sides know shape and
-order from the commands.
+"""Sends hidden states from one stage to the next. Only the elements travel: both sides know shape and order
+from the commands.
 
 Between GPUs of one host (`PeerActivations`) the next stage copies them from a ring in this stage's memory, by
 copy engines: NCCL would take multiprocessors from the products. Processes only tell each other how many
 chunks were written and copied. A thread that waits for its own device sends these counts, so no stream waits
-for another process and a neighbour's death shows at once.
+for another process, and a neighbour's death shows at once.
 
 Shape suffixes also: N slots of a ring.
 """
@@ -32,24 +32,25 @@ from ...rendezvous import BACKENDS, join_store
 from ...settings import PrefillConfig
 
 SLOTS = 3
-"""One chunk is copied, one waits, one is written."""
+"""While one chunk is copied, one waits and one is written."""
 
 
 class LinkClosed(Exception):
-    """The group is being taken down; nothing will arrive any more."""
+    """The group is being taken down, so nothing will arrive any more."""
 
 
 class Activations(Protocol):
     """A stage's links to its neighbours."""
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """Return the next chunk's hidden_TC. On CUDA the stream waits, not the host."""
+        """Return the next chunk's hidden_TC. On CUDA the stream waits for it, not the host."""
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Return before it has arrived. Nobody may write to hidden_TC afterwards."""
+        """Send hidden_TC, and return before it has arrived. Nobody may write to it afterwards."""
 
     def abort(self) -> None:
-        """Close at once. Chunks on their way are lost, and a stage that waits for one gets an error."""
+        """Close the links at once. Chunks on their way are lost, and a stage that waits for one gets an
+        error."""
 
 
 class NoActivations:
@@ -63,20 +64,20 @@ class NoActivations:
 
 
 class GroupActivations:
-    """Links stages in processes of their own, over torch.distributed: NCCL or gloo.
+    """Links stages, each in its own process, over torch.distributed: NCCL or gloo.
 
-    Every link has its own process group, because a group serialises sends and receives, and a middle stage
-    must receive while it still sends.
+    Every link has its own process group: a group serialises sends and receives, but a middle stage must
+    receive while it still sends.
     """
 
     def __init__(
         self, store: Store, rank: int, stages: int, like: torch.Tensor, timeout_s: float = 1800.0
     ) -> None:
-        """All ranks must call this at the same time.
+        """Join the group. All ranks must do so at the same time.
 
         Args:
-            like: an empty tensor [0, hidden] of the dtype and device that chunks have.
-            timeout_s: the longest wait for one chunk over gloo.
+            like: An empty tensor [0, hidden] with the dtype and device of chunks.
+            timeout_s: The longest wait for one chunk over gloo.
         """
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
@@ -111,10 +112,11 @@ class GroupActivations:
 
 
 class _Link:
-    """A neighbour and the ring between it and this stage.
+    """The link to one neighbour, with the ring between the two stages.
 
     Args:
-        mark: Marks what the device has been given so far. A count is sent once the device has done it.
+        mark: Records an event after what the device was given so far. A count is sent once the event is
+            reached.
         timeout_s: The longest wait for a count.
     """
 
@@ -134,7 +136,7 @@ class _Link:
         self._sending.submit(self._send, self._mark(), number)
 
     def receive_count(self) -> int:
-        """Raises LinkClosed if the neighbour is gone or too slow."""
+        """Wait for the neighbour's next count. Raises LinkClosed if it is gone or too slow."""
         try:
             if self._connection.poll(self._timeout_s):
                 return int(self._connection.recv())
@@ -149,12 +151,13 @@ class _Link:
     def _send(self, event: Any, number: int) -> None:
         if event is not None:
             event.synchronize()
-        with contextlib.suppress(OSError):  # whoever waits for the neighbour hears that it is gone
+        with contextlib.suppress(OSError):  # `receive_count` reports that the neighbour is gone
             self._connection.send(number)
 
 
 class PeerActivations:
-    """One stage's ends. All stages must make theirs at the same time, with the same store, secret and sizes.
+    """One stage's links over shared GPU memory. All stages must make theirs at the same time, with the same
+    store, secret and sizes.
 
     The store only says where a stage listens. A neighbour must know the secret before anything from it is
     unpickled.
@@ -172,7 +175,8 @@ class PeerActivations:
         secret: bytes,
         timeout_s: float = 1800.0,
     ) -> None:
-        """like: an empty tensor [0, hidden] like chunks. Raises LinkClosed where a neighbour is not found."""
+        """Connect to the neighbours. `like` is as in `GroupActivations`. Raises LinkClosed if a neighbour is
+        not found."""
         self._before: _Link | None = None
         self._after: _Link | None = None
         listener = None
@@ -190,7 +194,7 @@ class PeerActivations:
             self._after = _Link(connection, ring_NTC, peers.mark, timeout_s)
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """Return once the chunk's copy is launched."""
+        """Return the next chunk, once its copy is launched."""
         link = self._before
         if link is None:
             raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
@@ -204,7 +208,7 @@ class PeerActivations:
         return hidden_TC
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Wait for a free slot and launch the copy into it."""
+        """Wait for a free slot, and launch the copy into it."""
         link = self._after
         if link is None:
             raise LinkClosed("the last stage has nobody to send to")
@@ -215,14 +219,14 @@ class PeerActivations:
         link.send_count(link.written)
 
     def abort(self) -> None:
-        """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
+        """Close the links. A neighbour's memory stays mapped while this object lives: the device may still
+        copy from it."""
         for link in (self._before, self._after):
             if link is not None:
                 link.abort()
 
 
 def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
-    """Raises LinkClosed unless a stage that knows the secret is where the store says."""
     try:
         return Client(json.loads(store.get(f"ring/{rank}")), "AF_UNIX", secret)
     except (ValueError, TypeError, OSError, EOFError, AuthenticationError) as error:
@@ -232,7 +236,7 @@ def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
 def connect_neighbours(
     store: Store | None, rank: int, config: PrefillConfig, stack: LayerStack, rendezvous: Rendezvous
 ) -> Activations:
-    """Connect a stage as `PrefillConfig.activations` says. store: the first stage's own; None on the
+    """Connect a stage as `PrefillConfig.activations` says. `store` is the first stage's own; None on the
     others."""
     stages = config.stages
     store = join_store(rendezvous, stages) if store is None else store

@@ -1,5 +1,8 @@
-"""A chunk on its way through a stage: K/V into the prompt's pages, hand-off and attention in each layer
-(`ChunkAttention`), and what all of it adds up to (`ChunkWork`)."""
+"""A chunk on its way through a stage.
+
+`ChunkAttention` writes K/V into the prompt's pages, hands it off and attends, in each layer. `ChunkWork` adds
+up what the chunk does.
+"""
 
 import time
 from collections.abc import Callable
@@ -20,11 +23,13 @@ from .phases import PhaseTimer
 
 @dataclass(kw_only=True)
 class ChunkWork:
-    """Adds up what one chunk does on its way through a stage. fetch_s: seconds that K/V took to come back
-    from the decode worker before its prompt's first chunk.
+    """Adds up what one chunk does on its way through a stage.
 
     `seal` launches the copies of results to the host. After `wait` any thread can read them while the device
     computes the next chunk.
+
+    Attributes:
+        fetch_s: Seconds for which the prompt's first chunk waited for K/V fetched from the decode worker.
     """
 
     command: ChunkCommand
@@ -35,7 +40,7 @@ class ChunkWork:
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
     logits_V: torch.Tensor | None = None
-    """Float32, after the prompt's last token; None where nobody wants them."""
+    """Float32, after the prompt's last token; None if nobody wants them."""
     launched: float = 0.0
     through: float = 0.0
     """When the host had launched the chunk, and when the device had computed it (perf_counter)."""
@@ -43,7 +48,7 @@ class ChunkWork:
     _sealed: Any = None
 
     def seal(self) -> None:
-        """Call it after the last phase, on the thread that launches."""
+        """Launch the copies of results. Call it after the last phase, on the thread that launches."""
         if self.coverage:
             self._computed_L = _to_host(torch.stack([c.computed for _, c in self.coverage]).to(torch.float64))
         self.finite, self.logits_V = _to_host(self.finite), _to_host(self.logits_V)
@@ -56,8 +61,8 @@ class ChunkWork:
         self.through = time.perf_counter()
 
     def report(self, stage: int, after: float) -> ChunkReport:
-        """Report the chunk, after `wait`. after: when the chunk before was computed; this one's time begins
-        no earlier."""
+        """Make the report, after `wait`. The chunk's time begins no earlier than `after`, when the chunk
+        before was computed."""
         phases, density = self.timer.seconds(), self._density()
         computing = max(self.through - max(self.began, after), sum(phases.values()))
         if self.fetch_s:
@@ -89,8 +94,13 @@ class ChunkWork:
 
 @dataclass(kw_only=True)
 class OpenPrompt:
-    """states: by layer, what the method remembers between chunks; without layers of which it has skipped
-    queries. first_page: of pages_N if they are contiguous, else None. fetch_s: as in `ChunkWork`."""
+    """A prompt that a stage reads.
+
+    Attributes:
+        states: What the method remembers between chunks, by layer, unless it has skipped queries there.
+        first_page: The first of pages_N if they are contiguous, else None.
+        fetch_s: As in `ChunkWork`.
+    """
 
     request: OpenRequest
     method: Attention
@@ -103,7 +113,7 @@ class OpenPrompt:
 
 
 class ChunkAttention:
-    """A `LayerAttention` of one chunk. last_layer: the model's."""
+    """A `LayerAttention` of one chunk. `last_layer` is the model's."""
 
     def __init__(
         self,
@@ -120,7 +130,7 @@ class ChunkAttention:
         with work.timer.phase("projection"):
             self._rows_T = self._rows(self._start, work.command.tokens)
             self._seen_S = self._rows(0, self._end) if cache.int8 else None
-            """Rows of all tokens so far, where they must be brought back into the model's dtype."""
+            """Rows of all tokens so far, if K/V in 8 bits must be brought back into the model's dtype."""
 
     def _rows(self, start: int, tokens: int) -> torch.Tensor:
         if self._prompt.first_page is None:
@@ -128,7 +138,7 @@ class ChunkAttention:
         return self._cache.rows_of_run(self._prompt.first_page, start, tokens)
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Raises RequestFailed for an abandoned request."""
+        """Return where the chunk's K/V goes. Raises RequestFailed if the request was abandoned."""
         if self._abandoned():
             raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
         return self._cache.kv_rows(layer, self._rows_T)
@@ -160,8 +170,8 @@ class ChunkAttention:
     def _first_needed(self, layer: int) -> int:
         """Return the first position whose attention is needed; the chunk's end if none is.
 
-        The last layer's attention is needed only for logits. It begins at the last block before them where
-        the method, which has seen no earlier queries, can begin.
+        The last layer's attention is needed only for logits. It begins at the last position before them at
+        which the method can begin without having seen earlier queries.
         """
         command = self._work.command
         if layer != self._last_layer or not (step := resume_step(self._prompt.request.method)):
@@ -177,7 +187,6 @@ class ChunkAttention:
         return self._cache.view_run(layer, self._prompt.first_page, self._end)
 
     def _chunk(self, layer: int, k_GSD: torch.Tensor, v_GSD: torch.Tensor) -> Sides:
-        """The chunk's K/V as its pages hold it."""
         if self._seen_S is None:
             return k_GSD[:, self._start :].transpose(0, 1), v_GSD[:, self._start :].transpose(0, 1)
         if self._prompt.first_page is None:
@@ -186,10 +195,10 @@ class ChunkAttention:
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, so that nothing waits for the device."""
+    """Return whether all elements are finite, as a tensor, so that nothing waits for the device."""
     return torch.isfinite(x).all()
 
 
 def _to_host(x: torch.Tensor | None) -> torch.Tensor | None:
-    """On a GPU the copy is still under way, into pinned memory."""
+    """Copy to the host. On a GPU the copy, into pinned memory, is only launched."""
     return None if x is None else x.to("cpu", non_blocking=True)

@@ -1,7 +1,7 @@
 """Times a chunk's phases without slowing the chunk down.
 
-Phases nest: the Δ correction runs a whole method inside. Time counts for the innermost phase alone, and
-for the layer that was current when it began. So phases are disjoint and lie within the chunk.
+Phases nest: the Δ correction runs a whole method inside. Time counts for the innermost phase alone, and for
+the layer that was current when it began. So phases are disjoint and lie within the chunk.
 """
 
 import time
@@ -17,14 +17,14 @@ _Key = tuple[str, int | None]
 
 
 class PhaseTimer:
-    """One chunk's timer: wall-clock time of the calling thread. `phase` fits `kernels.interface.Phase`."""
+    """Times one chunk, by wall-clock time of the calling thread. `phase` fits `kernels.interface.Phase`."""
 
     def __init__(self) -> None:
         self.layer: int | None = None
         """The layer of phases that begin now, if any."""
         self._stack: list[_Key] = []
         self._moments: list[tuple[Any, _Key | None]] = []
-        """Each with the phase of the time before it."""
+        """Points in time, each with the phase that ended there."""
         self._seconds: defaultdict[_Key, float] = defaultdict(float)
 
     @contextmanager
@@ -38,8 +38,8 @@ class PhaseTimer:
             self._stack.pop()
 
     def mark(self) -> Any:
-        """Return a CUDA event after everything launched so far, waited for without spinning; None on the
-        CPU."""
+        """Record a CUDA event after everything launched so far, which can be waited for without spinning;
+        None on a CPU."""
 
     def seconds(self) -> dict[str, float]:
         """Return seconds by phase, once, after the last phase. On CUDA it waits for the device."""
@@ -73,7 +73,7 @@ class PhaseTimer:
 
 
 class CudaPhases(PhaseTimer):
-    """Device time between events on the current stream. Only `seconds` waits for them.
+    """Times one chunk by device time between events on the current stream. Only `seconds` waits for them.
 
     One event ends a phase and begins the next, because an event costs the host as much as a small launch.
     Launches between two phases count for the later one. A phase in which only the host works shows how long
@@ -95,7 +95,7 @@ class CudaPhases(PhaseTimer):
         return super().seconds()
 
     def _begin(self) -> None:
-        if self._stack or not self._moments:  # else the event that ended the phase before stands here
+        if self._stack or not self._moments:  # else the event that ended the last phase begins this one
             self._record()
 
     def _now(self) -> Any:

@@ -1,6 +1,8 @@
-"""Stages must stay in step, so a stage receives once and sends once for every chunk. A request's failure
-travels on as zeros and is reported at the chunk's end as `RequestFailed`. Any other exception ends the
-group."""
+"""A stage of a prefill group.
+
+Stages must stay in step, so a stage receives once and sends once for every chunk. If a request fails, zeros
+travel on, and `RequestFailed` is reported at the chunk's end. Any other exception ends the group.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -37,8 +39,11 @@ _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, t
 
 
 class PrefillStage:
-    """Plays `roles.Stage` on one thread. A second thread calls what `run_chunk` returns, in the same order.
-    Any thread may call `abandon`."""
+    """A `roles.Stage`, used on one thread.
+
+    A second thread calls the functions that `run_chunk` returns, in the same order. Any thread may call
+    `abandon`.
+    """
 
     def __init__(
         self,
@@ -64,7 +69,8 @@ class PrefillStage:
         self._open: dict[str, OpenPrompt] = {}
         self._abandoned: set[int] = set()
         self._streams: dict[str, KVStream] = {}
-        """By request, until its pages are free. Decode workers may read the pages of closed requests."""
+        """By request id, until the request's pages are free. Decode workers may read pages of closed
+        requests."""
         self._tracer = tracer
         self._through = 0.0
         """When the last chunk was computed (perf_counter)."""
@@ -73,13 +79,15 @@ class PrefillStage:
         self._activations = activations
 
     def leave(self) -> None:
-        """Leave a lost group, but keep the model. Returns when nobody reads any page. Raises the device's
-        error, if that was the cause."""
+        """Leave a lost group, but keep the model. Returns when nobody reads any page.
+
+        Raises the device's error, if that ended the group.
+        """
         links, self._activations = self._activations, NoActivations()
-        links.abort()  # first: what the device computes may wait for them
+        links.abort()  # first, since the device's work may wait for them
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
-        del links  # and with them the neighbours' memory, which the device may have read until now
+        del links  # unmaps the neighbours' memory, which the device may have read until now
         while self._streams:
             for request_id in list(self._streams):
                 self.close(request_id)
@@ -127,7 +135,7 @@ class PrefillStage:
             raise RequestFailed(str(error)) from error
 
     def _fetch_kv(self, request: OpenRequest, pages: Sequence[int]) -> None:
-        if self.stack.device.type == "cuda":  # an abandoned chunk may still write to what were its pages
+        if self.stack.device.type == "cuda":  # another request's abandoned chunk may still write to the pages
             torch.cuda.synchronize(self.stack.device)
         began = time.perf_counter()
         wanted = pieces(request.request_id, self._cache, request.start)
@@ -172,7 +180,7 @@ class PrefillStage:
         return sum(prompt.pages_N.numel() for prompt in self._open.values())
 
     def abandon(self, serial: int) -> None:
-        """Serials are never reused, so one that comes after `close` does no harm."""
+        """Stop a request's chunks. A serial is never reused, so a call after `close` does no harm."""
         self._abandoned.add(serial)
 
     # --- a chunk -----------------------------------------------------------------------------------------
@@ -211,17 +219,18 @@ class PrefillStage:
         return self.stack.embed(self._to_device(ids_T))
 
     def _to_device(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        """A copy from unpinned memory would wait for what was launched."""
+        """Copy to the device from pinned memory: any other copy would wait for all launched work."""
         x = torch.from_numpy(array)
         if self.stack.device.type == "cuda":
             return x.pin_memory().to(self.stack.device, non_blocking=True)
         return x
 
     def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
-        """Launch the first logits and the rest of the hand-off. Returns what completes the hand-off.
+        """Launch the first logits and the rest of the hand-off. Returns a function that completes the
+        hand-off.
 
-        Overflow is looked for here: a number that overflowed in any layer stays in the residual stream,
-        although sparse attention may never read its token again.
+        It also looks for overflow: an element that overflowed in any layer stays in the residual, although
+        sparse attention may never read its token again.
         """
         command, phase = work.command, work.timer.phase
         with phase("projection"):
@@ -288,10 +297,10 @@ def load_stage(
 
     Args:
         activations: None in a group of one stage.
-        sender: makes the hand-off's end for the stage's cache.
-        memory: weights and pages of the decode worker, instead of its own.
-        kv_dtype: as in `DecodeConfig`.
-        source: of a resumed prompt's K/V; None where none is resumed.
+        sender: Makes the hand-off's end for the stage's cache.
+        memory: The decode worker's weights and pages, to use instead of its own.
+        kv_dtype: As in `DecodeConfig`.
+        source: Fetches K/V of resumed prompts; None if none is resumed.
     """
     for module in config.method_modules:
         load_methods(module)

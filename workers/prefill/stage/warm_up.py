@@ -1,8 +1,8 @@
-"""Compiles before a stage takes requests, so that none of them waits for a compiler.
+"""Compiles all kernels before a stage takes requests, so that no request waits for a compiler.
 
-Kernels do not specialise on lengths, counts and positions, so made-up prompts of a whole and a ragged chunk
-meet almost all forms. The rest depends on a prompt's length: widths that are powers of two, and the attention
-kernel's order of work. For those, a tile attends to keys of every class of length.
+Kernels do not specialise on lengths, counts and positions. So made-up prompts of a whole and a ragged chunk
+need almost all forms of them. The rest depends on a prompt's length: widths that are powers of two, and the
+attention kernel's order of work. For those, a tile attends to keys of every class of length.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from ...model.decoder.stack import AttentionCalls, LayerStack
 from ...progress import Tell, silent
 
 _RAGGED = 77
-"""Tokens of a ragged chunk: no multiple of anything that a kernel may specialise for."""
+"""Tokens of a ragged chunk: a multiple of nothing that a kernel may specialise on."""
 
 
 @torch.inference_mode()
@@ -35,8 +35,9 @@ def warm_up(
     """Read a few prompts in chunks with each method. Layers that run the same kernels are run once.
 
     Args:
-        longest: on a GPU, also meet all classes of length up to it; 0: none.
-    Raises: MethodError for a density that the profile lacks.
+        longest: On a GPU, also compile for all classes of length up to it; 0: for none.
+    Raises:
+        MethodError: The profile lacks a method's density.
     """
     on_gpu = stack.device.type == "cuda"
     for number, spec in enumerate(methods, start=1):
@@ -58,7 +59,8 @@ def warm_up(
 
 @torch.inference_mode()
 def warm_up_kv(stack: LayerStack) -> None:
-    """Write K/V in 8 bits to a page and bring it back. The stage's own pages may be a decode worker's."""
+    """Write K/V in 8 bits to a page and read it back. The page is not the stage's own, which may be a decode
+    worker's."""
     layers, config = stack.layers[:1], stack.config
     heads = config.kv_heads, config.head_dim
     cache = PagedKVCache(layers, *heads, 1, stack.dtype, stack.device, int8=True)
@@ -76,28 +78,28 @@ def warm_up_kv(stack: LayerStack) -> None:
 
 
 def first_of_kinds(stack: LayerStack) -> list[int]:
-    """Return the stack's first layer with a window, and its first without, where it has them."""
+    """Return the stack's first layer with a window and its first without, if there are such."""
     kinds = {layer in stack.config.window_layers: layer for layer in reversed(stack.layers)}
     return sorted(kinds.values())
 
 
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
-    """Return a length of whole chunks and a ragged one that the method itself reads, and one of at most
-    `shortest` tokens, which another method reads."""
+    """Return a length of whole chunks and a ragged one, which the method reads itself, and one of at most
+    `shortest` tokens, which it leaves to another method."""
     several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
     return [several_chunks + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
 
 
 def length_classes(longest: int) -> list[int]:
-    """Return BLOCK, twice as many and so on, and `longest`. Between two of them kernels are compiled
-    alike."""
+    """Return BLOCK, 2·BLOCK, 4·BLOCK, … below `longest`, and `longest`. Kernels are compiled alike between
+    two of them."""
     return [BLOCK << power for power in range(longest.bit_length()) if BLOCK << power < longest] + [longest]
 
 
 def _compile_for_lengths(
     stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int, layer: int
 ) -> None:
-    """A short prompt's keys occur as a longer one's beginning."""
+    """Attend to keys of every class. A short prompt's keys occur as a longer one's beginning."""
     config = stack.config
 
     def zeros(heads: int, tokens: int) -> torch.Tensor:
@@ -112,7 +114,6 @@ def _compile_for_lengths(
 
 
 def _compile_for_one_row(stack: LayerStack) -> None:
-    """Products of few rows are other kernels than those of many."""
     hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)
     position_T = torch.zeros(1, dtype=torch.int64, device=stack.device)
     stack.forward(hidden_TC, position_T, lambda _layer, q_THD, _k, _v: torch.zeros_like(q_THD))
