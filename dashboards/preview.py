@@ -12,6 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import yaml
+
 from ..service.config import load
 from ..service.local.server_process import LocalService
 from .build import DASHBOARDS
@@ -53,14 +55,25 @@ def busy(traffic: Traffic, until: float, first: int) -> None:
         number += 1
 
 
+def with_tiers(config: Path, folder: Path) -> Path:
+    """Write a configuration that also remembers in host memory and files, which have panels of their own."""
+    content = yaml.safe_load(config.read_text())
+    content["decode"] |= {"host_cache_gib": 0.5, "store": str(folder / "store")}
+    written = folder / "preview.yaml"
+    written.write_text(yaml.safe_dump(content))
+    return written
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, default=ROOT / "deploy" / "config" / "demo.yaml")
     parser.add_argument("--seconds", type=int, default=180, help="how long requests are sent")
     chosen = parser.parse_args()
-    door, folder = load(chosen.config).door, Path(tempfile.mkdtemp(prefix="deltafront-"))
+    folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
+    config = with_tiers(chosen.config, folder)
+    door = load(config).door
     http, metrics = f"http://127.0.0.1:{door.http_port}", f"127.0.0.1:{door.metrics_port}"
-    service = LocalService(chosen.config, environment=RAY_EXPORTS)
+    service = LocalService(config, environment=RAY_EXPORTS)
     with (
         service,
         Prometheus(folder, metrics, ray_address(door.grpc_port), interval_s=2) as prometheus,
