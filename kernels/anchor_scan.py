@@ -1,8 +1,10 @@
-"""Runs of similar rows, each led by its anchor (DeltaAttention, section 4.1.1).
+"""Finds runs of similar rows. A run's first row is its anchor (DeltaAttention, section 4.1.1).
 
 Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a chunk, L
-lanes = batch x heads x chunks. On a GPU a Gram matrix gives `next[i]`, the first later row far from row i;
-following it finds the anchors.
+lanes = batch x heads x chunks.
+
+On a GPU a Gram matrix gives `next[i]`, the first later row far from row i. Following `next` finds the
+anchors.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,8 +25,13 @@ METRICS = {"cosine": 0, "euclidean": 1}
 
 @dataclass(frozen=True)
 class AnchorRuns:
-    """is_anchor_BGS: bool. run_BGS: int32, a row's run within its chunk, from 0. runs_BGC: int32, a chunk's
-    runs."""
+    """Runs of rows, chunk by chunk.
+
+    Attributes:
+        is_anchor_BGS: bool.
+        run_BGS: int32, the number of a row's run within its chunk, from 0.
+        runs_BGC: int32, how many runs a chunk has.
+    """
 
     is_anchor_BGS: torch.Tensor
     run_BGS: torch.Tensor
@@ -51,17 +58,20 @@ def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) 
 def find_anchors(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
-    """Which rows are anchors: is_anchor_BGS, bool.
+    """Find the rows that are anchors.
 
-    A chunk's first row is one. A row joins the current run while it is close to the run's anchor; else it is
-    the next anchor. A zero vector has cosine 0 with everything.
+    A chunk's first row is an anchor. A row that is close to the current run's anchor joins the run. Any other
+    row is the next anchor. A zero vector has cosine 0 with everything.
 
     Args:
-        threshold: close is a cosine of at least this, or a Euclidean distance of at most this.
-        chunk: a multiple of BLOCK.
+        threshold: The least cosine, or the largest Euclidean distance, of rows that are close.
+        chunk: A multiple of BLOCK.
+
+    Returns:
+        is_anchor_BGS, bool.
 
     Raises:
-        KernelInputError: shapes, types or numbers do not fit.
+        KernelInputError: Shapes, types or numbers do not fit.
     """
     if x_BGSD.is_cuda:
         return kernel_find_anchors(x_BGSD, threshold, chunk, metric)
@@ -77,7 +87,7 @@ def cpu_scan(
 def cpu_find_anchors(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
-    """`find_anchors` in torch, on any device."""
+    """Compute `find_anchors` in torch, on any device."""
     check_scan(x_BGSD, threshold, chunk, metric)
     batch, heads, rows, dim = x_BGSD.shape
     chunks = -(-rows // chunk)
@@ -99,7 +109,6 @@ def cpu_find_anchors(
 
 
 def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tensor:
-    """(L, R, R): whether row j would join a run led by row i."""
     dot_LRR = x_LRD @ x_LRD.transpose(1, 2)
     square_LR = x_LRD.square().sum(-1)
     if metric == "euclidean":
@@ -125,7 +134,7 @@ _EUCLIDEAN = tl.constexpr(METRICS["euclidean"])
 
 @triton.jit
 def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
-    """Whether two rows are close. A zero row has cosine 0."""
+    """Say whether two rows are close. A zero row has cosine 0."""
     if METRIC == _EUCLIDEAN:
         close = square_a + square_b - 2.0 * dot <= threshold * threshold
     else:
@@ -136,7 +145,8 @@ def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
-    """The first later row far from each of BLOCK rows, of which `rows` exist; BLOCK if none."""
+    """Find, for each of BLOCK rows, the first later row that is far from it; BLOCK if none. Only `rows` rows
+    exist."""
     row_R = tl.arange(0, _BLOCK)
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)
@@ -146,7 +156,7 @@ def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def orbit(next_R, start):
-    """The rows reached from row `start` by following `next`; none if it is BLOCK."""
+    """Mark the rows that are reached from row `start` by following `next`; none if it is BLOCK."""
     row_R = tl.arange(0, _BLOCK)
     is_anchor_R = tl.zeros((_BLOCK,), tl.int32)
     current = start
@@ -215,6 +225,6 @@ def kernel_find_anchors(
 
 
 def check_head_dim(dim: int) -> None:
-    """Triton's tiles have power-of-two sides, and a dot needs 16 columns."""
+    """Check the head dimension: Triton's tiles have power-of-two sides, and a dot needs 16 columns."""
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise KernelInputError(f"head dimension {dim} is not a power of two within 16 .. 256")

@@ -1,4 +1,4 @@
-"""Turns a `MethodSpec` into something that runs: selector × executor × correction."""
+"""Turns a `MethodSpec` into a method that runs: selector × executor × correction."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ from .selectors.scored import ScoredSelector
 def build(
     spec: MethodSpec, thresholds: Thresholds | None = None, windows: Mapping[int, int] | None = None
 ) -> Attention:
-    """The method of `spec`, ready to attend. One instance serves every layer and prompt.
+    """Make the method of `spec`. One instance serves every layer and prompt.
 
     Args:
-        thresholds: by layer and query head, for a method with the option `density`.
-        windows: layers that attend exactly to their last keys instead, and to how many.
+        thresholds: Thresholds by layer and query head. The option `density` needs them.
+        windows: By layer, how many of the last keys it sees. These layers use exact attention.
 
     Raises:
-        MethodError: the method is not registered.
-        KernelInputError: the method takes no thresholds, or needs them and got none.
+        MethodError: The method is not registered.
+        KernelInputError: The method takes no thresholds, or needs them and got none.
     """
     preset, values, options = registered(spec), spec.values, options_for(spec)
     selector = None if preset.selector is None else part_of(preset.selector)(options)
@@ -65,7 +65,7 @@ def options_for(spec: MethodSpec) -> Any:
 
 
 def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
-    """Imports a path. Raises MethodError."""
+    """Return the callable that makes a part, imported if it is given as a path. Raises MethodError."""
     if not isinstance(registered, str):
         return registered
     module, _, name = registered.partition(":")
@@ -83,7 +83,7 @@ class CompositionState:
 
 
 class Composition:
-    """A selector (None: everything causal) and an executor."""
+    """A selector and an executor. Without a selector every causal tile is computed."""
 
     def __init__(self, selector: Selector | None, executor: Executor) -> None:
         self.selector = selector
@@ -106,7 +106,7 @@ class Composition:
 
 
 class DenseWhenShort:
-    """Prompts of at most `shortest` tokens take the dense method, in every chunk."""
+    """Uses dense attention for prompts of at most `shortest` tokens, and the method for longer ones."""
 
     def __init__(self, method: Attention, dense: Composition, shortest: int) -> None:
         self.method = method
@@ -123,7 +123,7 @@ class DenseWhenShort:
 
 
 class Windowed:
-    """Some layers attend to a window, the others by the method. A state says which its layer is."""
+    """Uses exact attention over a window in some layers, and the method in the others. A state says which."""
 
     def __init__(self, method: Attention, windows: Mapping[int, int]) -> None:
         self.method = method

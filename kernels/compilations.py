@@ -1,5 +1,4 @@
-"""Counts kernels that Triton compiles in this process, or loads from disk, before and after the worker is
-ready."""
+"""Counts the kernels that Triton compiles or loads from disk, before and after the worker is ready."""
 
 import logging
 from collections import Counter
@@ -15,7 +14,8 @@ Phases = tuple[tuple[str, int], ...]
 
 @dataclass
 class Compilations:
-    """ready: from now on requests may wait for a compilation."""
+    """The counts of one process. Once `ready` is set, requests may wait for a compilation, so each is
+    logged."""
 
     warm_up: int = 0
     serving: int = 0
@@ -35,7 +35,7 @@ class Compilations:
 
 
 def added_up(several: Iterable[Phases]) -> Phases:
-    """The sum over several processes."""
+    """Add up the counts of several processes, phase by phase."""
     total: Counter[str] = Counter()
     for phases in several:
         total.update(dict(phases))
@@ -43,7 +43,11 @@ def added_up(several: Iterable[Phases]) -> Phases:
 
 
 def watch(device: str, cache: str | None = None) -> Compilations:
-    """Count from now on. Other devices than CUDA's compile nothing. cache: directory; None: Triton's own."""
+    """Count compilations from now on. Only CUDA compiles anything.
+
+    Args:
+        cache: Triton's cache directory. None: its default.
+    """
     if not device.startswith("cuda"):
         return Compilations()
     import triton

@@ -1,4 +1,4 @@
-"""The Δ correction around any method (Δ Attention, Willette et al. 2025, section 3).
+"""The Δ correction, which wraps any method (Δ Attention, Willette et al. 2025, section 3).
 
 Suffixes: R dense rows of the chunk.
 """
@@ -31,7 +31,7 @@ from .launches import strides
 
 @dataclass
 class CorrectionState:
-    """The inner method's state and the last dense row's difference, float32."""
+    """The wrapped method's state, and the last dense row's difference (float32)."""
 
     inner: Any
     carried_BHD: torch.Tensor
@@ -40,10 +40,10 @@ class CorrectionState:
 class Correction:
     """Equations 4 to 7, with the dense end of appendix C.
 
-    Every gamma-th row, by absolute position, is dense. Its difference to the sparse row is added to it and,
-    with `spread`, to the gamma - 1 rows behind it (equations 6 and 7). Without, the dense rows stand among
-    sparse ones (equation 5, the paper's "recompute"). The prompt's last whole block and the rows after it are
-    dense. Any chunking gives the same result.
+    Every gamma-th row, by absolute position, is computed densely. Its difference to the sparse row is added
+    to that row and, with `spread`, to the gamma - 1 rows after it (equations 6 and 7). Without `spread` only
+    the dense rows replace sparse ones (equation 5, the paper's "recompute"). The prompt's last whole block
+    and the rows after it are dense. Any chunking gives the same result.
     """
 
     def __init__(self, inner: Attention, gamma: int, *, spread: bool = True) -> None:
@@ -82,12 +82,11 @@ class Correction:
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:
-        """First row of the dense tail in this chunk, else the chunk's length."""
+        """Return the first row of the dense end in this chunk, or the chunk's length if there is none."""
         begin = max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
         return min(max(0, begin - x.q_start), x.q_BHTD.shape[2])
 
     def _extra_tiles(self, x: AttentionInput) -> float:
-        """A row counts 1/128 of its row of tiles."""
         batch, heads, rows, _ = x.q_BHTD.shape
         tail, first = self._tail_begin(x), -x.q_start % self.gamma
         dense = [*range(first, tail, self.gamma), *range(tail, rows)]
@@ -96,8 +95,12 @@ class Correction:
 
 
 def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention of the rows first, first + gamma, … below `tail`, and of all rows from `tail` on, in
-    q's dtype."""
+    """Compute dense attention for the rows first, first + gamma, … below `tail`, and for all rows from `tail`
+    on.
+
+    Returns:
+        Both groups of rows, in q's dtype.
+    """
     stop = x.q_start + x.q_BHTD.shape[2]
     every = torch.arange(x.q_start + first, max(x.q_start + tail, x.q_start + first), gamma)
     strided, last = (
@@ -110,9 +113,13 @@ def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tupl
 def cpu_add_differences(
     out_BHTD: torch.Tensor, dense_BHRD: torch.Tensor, carried_BHD: torch.Tensor, first: int, gamma: int
 ) -> torch.Tensor:
-    """Add each dense row's difference to its own row and the gamma - 1 rows behind it, in place.
+    """Add each dense row's difference to its own row and the gamma - 1 rows after it, in place.
 
-    carried_BHD: the difference for the rows before `first`. Returns the next chunk's.
+    Args:
+        carried_BHD: The difference that the chunk before leaves for the rows before `first`.
+
+    Returns:
+        The difference for the next chunk.
     """
     sparse_BHRD = out_BHTD[:, :, first::gamma].float()
     difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)
@@ -127,7 +134,7 @@ def add_kernel(
     out_ptr, difference_ptr, stride_ob, stride_oh, stride_ot, heads, rows, differences, first, gamma,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head: add the difference of the last dense row at or before each."""
+    """Add to each of ROWS rows of one head the difference of the last dense row at or before it."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -1,8 +1,9 @@
-"""Types that selectors, executors and workers share. Free of torch at import.
+"""Types that selectors, executors and workers share. Importing them loads no torch.
 
 Suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
-dimension, N query blocks of this chunk, M key blocks so far. A method's state, one per layer of a prompt, is
-what it remembers between chunks.
+dimension, N query blocks of this chunk (pages elsewhere), M key blocks so far.
+
+A method's state is what it remembers between the chunks of a prompt, one state per layer.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     import torch
 
 Thresholds = Callable[[int, int], Sequence[float]]
-"""(absolute layer, tokens of the whole prompt) -> the rule's threshold for each query head."""
+"""From a layer's index in the model and the prompt's length in tokens: the threshold of each query head."""
 
 
 class KernelInputError(ValueError):
-    """An argument that no kernel can work with. Raised before anything is launched."""
+    """An argument that no kernel takes. It is raised before anything is launched."""
 
 
 def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
-    """Raises KernelInputError for a device that is neither CPU nor CUDA."""
+    """Say whether x is on a CPU. Raises KernelInputError unless it is there or on CUDA."""
     kind = x.device.type
     if kind not in ("cpu", "cuda"):
         raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
@@ -35,7 +36,12 @@ def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """max_tokens: of the whole prompt. layer: its absolute index in the model."""
+    """The layer and prompt that a state is made for.
+
+    Attributes:
+        max_tokens: Tokens of the whole prompt.
+        layer: The layer's index in the model.
+    """
 
     batch: int
     q_heads: int
@@ -49,11 +55,16 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class AttentionInput:
-    """One chunk of queries against all keys so far, causal.
+    """One chunk of queries, with the keys and values of all tokens so far, for causal attention.
 
-    q_BHTD: positions q_start .. q_start+T-1. k_BGSD, v_BGSD: positions 0 .. S-1, S = q_start + T. Query head
-    h reads key head h // (H // G). The innermost dimension is contiguous. q_start is a multiple of BLOCK for
-    every method but `dense`. prompt_tokens: of the whole prompt.
+    Query head h reads key head h // (H // G). The head dimension is contiguous.
+
+    Attributes:
+        q_BHTD: At positions q_start .. q_start + T - 1.
+        k_BGSD, v_BGSD: At positions 0 .. S - 1, with S = q_start + T.
+        q_start: A multiple of BLOCK for every method but `dense`.
+        prompt_tokens: Tokens of the whole prompt.
+        scale: Factor of q · k.
     """
 
     q_BHTD: torch.Tensor
@@ -74,10 +85,15 @@ class AttentionInput:
         prompt_tokens: int | None = None,
         scale: float | None = None,
     ) -> AttentionInput:
-        """Fill in defaults: the last rows of the keys, the end of the prompt, 1/sqrt(D).
+        """Check tensors and fill in defaults.
+
+        Args:
+            q_start: None: the queries are the last rows of the keys.
+            prompt_tokens: None: the prompt ends with this chunk.
+            scale: None: 1 / sqrt(D).
 
         Raises:
-            KernelInputError: shapes, types or lengths do not fit together.
+            KernelInputError: Shapes, types or lengths do not fit together.
         """
         _check_tensors(q_BHTD, k_BGSD, v_BGSD)
         keys, rows = k_BGSD.shape[2], q_BHTD.shape[2]
@@ -142,9 +158,10 @@ def _check_tensors(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Ten
 class TileMask:
     """The key blocks that each query block attends to.
 
-    index_BHNM: int16, ascending absolute key blocks, undefined from the count on. count_BHN: int32, at least
-    1: block 0 and the diagonal are always kept. score_BHNM: float32, the tiles' scores; None unless the
-    selector was made `with_scores`.
+    Attributes:
+        index_BHNM: int16, ascending absolute key blocks, undefined from the count on.
+        count_BHN: int32, at least 1: block 0 and the diagonal are always kept.
+        score_BHNM: float32, the tiles' scores. None unless the selector was made `with_scores`.
     """
 
     index_BHNM: torch.Tensor
@@ -154,9 +171,12 @@ class TileMask:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Tiles that a call computed, and all causal ones, over batch and heads. Read the device tensor late.
+    """How many tiles one call computed, over batch and heads.
 
-    sampled: the share of a tile's q·k products that scoring looked at.
+    Attributes:
+        computed: It is on the device: reading it waits.
+        causal: All causal tiles.
+        sampled: The share of a tile's q · k products that its score is made of.
     """
 
     computed: torch.Tensor
@@ -165,8 +185,8 @@ class Coverage:
 
 
 Phase = Callable[[str], AbstractContextManager[object]]
-"""`with phase("scoring"):` says how the time inside is spent (anchors, scoring, selection, attention,
-correction). It never synchronises."""
+"""`with phase("scoring"):` names what the time inside is spent on: anchors, scoring, selection, attention or
+correction. It never waits for the device."""
 
 
 def no_phase(_name: str) -> AbstractContextManager[object]:
@@ -182,20 +202,24 @@ class Selector(Protocol):
 
 
 class Executor(Protocol):
-    """Attention over a mask (None: everything causal). Returns out_BHTD in q's dtype."""
+    """Attends to a mask's tiles, or to all causal tiles without a mask. `attend` returns out_BHTD in q's
+    dtype."""
 
     def new_state(self, spec: StateSpec) -> Any: ...
 
     def attend(self, x: AttentionInput, mask: TileMask | None, state: Any, phase: Phase) -> torch.Tensor: ...
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: Any) -> torch.Tensor:
-        """The q·k products of `attend` in tiles: a float64 scalar on x's device."""
+        """Count the q · k products of `attend`, in tiles: a float64 scalar on x's device."""
 
 
 class Attention(Protocol):
-    """A new state may start in the middle of a prompt, since a chunk brings the keys of all tokens so far. A
+    """A method as layers call it.
+
+    Each chunk brings the keys of all tokens so far, so a new state may start in the middle of a prompt. A
     method registered `from_keys` then gives the same bits as with the old state. Its rows up to the prompt's
-    last whole block do not depend on the prompt's length, but for thresholds and `min_tokens`."""
+    last whole block depend on the prompt's length only through thresholds and `min_tokens`.
+    """
 
     def new_state(self, spec: StateSpec) -> Any: ...
 

@@ -1,4 +1,5 @@
-"""Launches a Triton kernel again without Triton's look-up, which takes the host longer than the launch."""
+"""Launches compiled Triton kernels without Triton's own look-up, which takes the host longer than the
+launch."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -8,57 +9,58 @@ import torch
 import triton
 
 _MAX_FORMS = 512
-"""Keys of compiled kernels. Long prompts bring new ones; when there are so many, all are forgotten."""
+"""Most compiled kernels that a launcher remembers. Long prompts bring new ones; then all are forgotten."""
 _ALIGNED = 16
-"""Bytes. Triton specialises on pointers that are a multiple."""
+"""Triton specialises on pointers that are a multiple of this many bytes."""
 
 
 def cdiv(number: int, by: int) -> int:
-    """Triton's, but cheap for the host."""
+    """Divide and round up. Triton's own takes the host longer."""
     return -(-number // by)
 
 
 def next_power_of_2(number: int) -> int:
-    """Triton's, but cheap for the host. number: 1 or more."""
+    """Return the least power of two from `number` (1 or more) on. Triton's own takes the host longer."""
     return 1 << (number - 1).bit_length()
 
 
 def strides(*tensors: torch.Tensor, dims: int = 3) -> list[int]:
-    """The first `dims` strides of each, in the order in which kernels take them."""
+    """Return the first `dims` strides of each tensor, in the order in which kernels take them."""
     return [stride for x in tensors for stride in x.stride()[:dims]]
 
 
 class Launcher:
-    """`Launcher(kernel)[grid](*arguments, **constants)` does what `kernel[grid](…)` does.
+    """Launches one kernel: `Launcher(kernel)[grid](*arguments, **constants)` does what `kernel[grid](…)`
+    does.
 
-    Constants and Triton's options come by name, all others by place. A place always takes the same kind: a
-    tensor (or None), a number, or a descriptor with a hashable `form`.
+    Constants and Triton's options are passed by name, other arguments by position. A position always takes
+    the same kind of argument: a tensor (or None), a number, or a descriptor with a hashable `form`.
 
     Raises:
-        TypeError: the kernel's constants are not its last parameters.
+        TypeError: The kernel's constants are not its last parameters.
     """
 
     def __init__(self, function: Any) -> None:
         self._function = function
         self._parameters = getattr(function, "params", ())
-        """Empty where Triton interprets."""
+        """Empty in Triton's interpreter."""
         constants = [parameter.is_constexpr for parameter in self._parameters]
         if constants != sorted(constants):
             raise TypeError(f"{function}: constants must be the last parameters")
         self._compiled: dict[Hashable, Any] = {}
         self._pointers: Sequence[int] | None = None
-        """Places of tensors; None before the first launch."""
+        """Positions of tensors; None before the first launch."""
         self._numbers: Sequence[int] = ()
         self._descriptors: Sequence[int] = ()
         self._unused: Sequence[None] = ()
-        """None for each constant, which a compiled kernel does not take."""
+        """A None for each constant, since constants are compiled in."""
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         x, y, z = (*grid, 1, 1)[:3]
         return partial(self._launch, (x, y, z))
 
     def key(self, arguments: Sequence[Any], constants: dict[str, Any]) -> Hashable:
-        """Equal for launches of one compiled kernel."""
+        """Return a key that is the same for all launches of one compiled kernel."""
         if (pointers := self._pointers) is None:
             pointers = self._look_at(arguments)
         return (
@@ -82,15 +84,15 @@ class Launcher:
             try:
                 compiled[grid](*arguments, *self._unused)
                 return
-            except OverflowError:  # a number of more than 32 bits: another form
+            except OverflowError:  # a number needs more than 32 bits: another compiled kernel
                 pass
         if len(self._compiled) == _MAX_FORMS:
             self._compiled.clear()
         self._compiled[key] = self._function[grid](*arguments, **constants)
 
     def _look_at(self, arguments: Sequence[Any]) -> Sequence[int]:
-        """Sort places by kind, without numbers that Triton does not specialise on; returns tensors'. Raises
-        TypeError."""
+        """Sort positions by kind, leaving out numbers that Triton does not specialise on. Return tensors'
+        positions."""
         for place, argument in enumerate(arguments):
             if not (
                 argument is None

@@ -1,7 +1,8 @@
-"""The registry of attention methods: names, options and parts. Free of torch; `build.py` makes them run.
+"""The registry of attention methods: their names, options and parts. It loads no torch; `build.py` loads the
+parts.
 
-The package's own methods stand at the end. Modules outside it call `register` and are named to `load`.
-`+delta` behind a name adds the Δ correction.
+The package registers its own methods at the end of this file. `load` imports other modules, which call
+`register`. `+delta` after a name adds the Δ correction.
 """
 
 import math
@@ -20,7 +21,7 @@ O = TypeVar("O")  # noqa: E741
 
 
 class MethodError(ValueError):
-    """An unknown method, or an option it does not take. `field` names the offender."""
+    """An unknown method, or an option that it does not take. `field` names which."""
 
     def __init__(self, field_name: str, message: str) -> None:
         super().__init__(message)
@@ -29,7 +30,7 @@ class MethodError(ValueError):
 
 @dataclass(frozen=True)
 class Preset:
-    """form: the dataclass of the options. The others are as given to `register`."""
+    """A registered method. `form` is the dataclass of its options; `register` explains the other fields."""
 
     form: type[Any]
     selector: Callable[[Any], Selector] | str | None
@@ -44,15 +45,17 @@ class Preset:
 
     @property
     def module(self) -> str:
-        """The module that another process imports to have the method too."""
+        """The module that defines the options. Processes import it to know the method."""
         return self.form.__module__
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method with its options filled in. Hashable; crosses processes.
+    """A method's name with a value for every option. It is hashable and can be sent to other processes.
 
-    module: the one that registers it.
+    Attributes:
+        module: `Preset.module`.
+        correction: Whether the name ends in `+delta`.
     """
 
     name: str
@@ -67,7 +70,7 @@ class MethodSpec:
 
 _presets: dict[str, Preset] = {}
 PRESETS: Mapping[str, Preset] = MappingProxyType(_presets)
-"""By name, in the order of names."""
+"""The registered methods by name, in alphabetical order."""
 
 
 def register(
@@ -80,22 +83,24 @@ def register(
     whole_prompt: bool = False,
     from_keys: bool = False,
 ) -> None:
-    """Make a method known, at the top of the module that defines its options.
+    """Make a method known.
 
-    The front door imports that module, so it must not load torch: name parts by their path.
+    Outside this package, call it where a module defines the options. The front door imports that module, so
+    it must not load torch: put the parts into another module and name them by path, as in
+    `benchmarks/engine/peers.py`.
 
     Args:
-        options: a frozen dataclass of that module, its fields made with `options.option`.
-        selector, executor: make the part from options: a callable, or "module:object". No selector:
-            everything causal.
-        source: paper and section.
-        whole_prompt: the method takes a prompt in one piece, so the service refuses it.
-        from_keys: see `interface.Attention`. Without it, a prompt starts over where a prefill group dies, and
-            nothing of it is remembered.
+        options: A frozen dataclass whose fields are made with `options.option`.
+        selector, executor: Make the part from the options: a callable, or its path "module:object". Without a
+            selector every causal tile is computed.
+        source: Paper and section.
+        whole_prompt: The method takes a prompt in one piece, so the service refuses it.
+        from_keys: See `interface.Attention`. Otherwise a prompt starts over where a prefill group dies, and
+            none of its K/V is remembered.
 
     Raises:
-        MethodError: another module has registered the name.
-        TypeError: an option has no bounds.
+        MethodError: Another module has registered the name.
+        TypeError: An option has no bounds.
     """
     if not name or "+" in name:
         raise MethodError("method", f"{name!r} cannot be a method's name")
@@ -109,7 +114,7 @@ def register(
 
 
 def load(module: str) -> None:
-    """Raises MethodError."""
+    """Import a module that registers methods. Raises MethodError."""
     try:
         import_module(module)
     except Exception as error:
@@ -119,7 +124,7 @@ def load(module: str) -> None:
 
 
 def registered(spec: MethodSpec) -> Preset:
-    """Imports the spec's module if needed. Raises MethodError."""
+    """Return a spec's preset. Import the spec's module if the method is unknown. Raises MethodError."""
     base = spec.name.partition("+")[0]
     if base not in PRESETS:
         load(spec.module)
@@ -130,9 +135,11 @@ def registered(spec: MethodSpec) -> Preset:
 
 
 def resume_step(spec: MethodSpec) -> int:
-    """A prompt can be resumed with a new state at multiples of so many tokens; 0: never. Raises MethodError.
+    """Return the number of tokens at whose multiples a prompt can resume with a new state; 0 if it cannot.
+    Raises MethodError.
 
-    The Δ correction carries the last dense row's difference, unless a chunk begins with a dense row.
+    The Δ correction carries the last dense row's difference on, so a resumed chunk must begin with a dense
+    row.
     """
     preset = registered(spec)
     if preset.whole_prompt or not preset.from_keys:
@@ -141,12 +148,12 @@ def resume_step(spec: MethodSpec) -> int:
 
 
 def lasting_tokens(spec: MethodSpec, tokens: int) -> int:
-    """Count a prompt's first tokens whose keys and values do not depend on how the prompt goes on. Longer
-    prompts that begin alike have the same ones, if they have the same thresholds and are not dense for being
-    short. Raises MethodError.
+    """Count a prompt's first tokens whose K/V does not depend on the tokens after them. Raises MethodError.
 
-    A selector sees the queries of a whole block. The Δ correction computes the prompt's last whole block and
-    the rows after it densely. Nothing is known of methods that are not registered `from_keys`.
+    A longer prompt that begins with these tokens has the same K/V for them, unless thresholds differ or only
+    one of the two is short enough for dense attention. A selector sees the queries of a whole block. The Δ
+    correction computes the prompt's last whole block and the rows after it densely. Sparse methods that are
+    not registered `from_keys` get 0.
     """
     if is_exact(spec, tokens):
         return tokens
@@ -156,7 +163,7 @@ def lasting_tokens(spec: MethodSpec, tokens: int) -> int:
 
 
 def is_exact(spec: MethodSpec, tokens: int) -> bool:
-    """Whether a prompt of so many tokens gets exact attention's keys and values."""
+    """Say whether a prompt of `tokens` tokens gets exact attention."""
     return spec.name == "dense" or tokens <= spec.values.get("min_tokens", 0)
 
 
@@ -165,7 +172,11 @@ def reads_whole_prompts(name: str) -> bool:
 
 
 def method_spec(name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
-    """Check a method's name and options, and fill in defaults. Raises MethodError that names the field."""
+    """Check a method's name and options, and fill in defaults.
+
+    Raises:
+        MethodError: `field` names the wrong one.
+    """
     base, plus, wrapper = name.partition("+")
     if base not in PRESETS or (plus and wrapper != "delta"):
         served = ", ".join(name for name, preset in PRESETS.items() if not preset.whole_prompt)

@@ -1,4 +1,4 @@
-"""Options of attention methods: frozen dataclasses whose fields, made with `option`, carry bounds. Free of
+"""Options of attention methods: frozen dataclasses whose fields have bounds. Importing them loads no
 torch."""
 
 from collections.abc import Mapping
@@ -22,12 +22,16 @@ class Option:
 
 
 def option(default: V, low: float, high: float, help: str, choices: tuple[V, ...] = ()) -> V:
-    """A field of an options dataclass, with the inclusive bounds that `methods.method_spec` enforces."""
+    """Make a field of an options dataclass. `methods.method_spec` enforces its inclusive bounds."""
     return field(default=default, metadata={_KEY: Option(default, low, high, help, choices)})
 
 
 def options_of(form: type[Any]) -> Mapping[str, Option]:
-    """Raises TypeError for a field that is not made with `option`."""
+    """Return a dataclass's options by field name.
+
+    Raises:
+        TypeError: A field is not made with `option`.
+    """
     for declared in fields(form):
         if _KEY not in declared.metadata:
             raise TypeError(f"{form.__name__}.{declared.name} is not made with `option`: it has no bounds")
@@ -46,12 +50,13 @@ _WINDOW = 1, 1 << 20, "most recent tokens that every query attends to"
 
 @dataclass(frozen=True)
 class DenseOptions:
-    """Dense attention (FlashAttention-2, Dao 2023, Algorithm 1) takes none."""
+    """Dense attention (FlashAttention-2, Dao 2023, Algorithm 1) has no options."""
 
 
 @dataclass(frozen=True)
 class StreamingOptions:
-    """StreamingLLM (Xiao et al. 2023), section 3.2. In tokens; a query may see up to 127 keys more."""
+    """StreamingLLM (Xiao et al. 2023), section 3.2. Whole tiles are kept, so a query may see up to 127 keys
+    more."""
 
     sink: int = option(128, *_SINK)
     window: int = option(2048, *_WINDOW)
@@ -62,12 +67,12 @@ class StreamingOptions:
 class ScoredOptions:
     """Options of methods that rank tiles by a score (XAttention, Xu et al. 2025, section 2.2).
 
-    A request picks one rule: `tau` (of all mass, unless `outside`), `share` (of each row's causal tiles) or
-    `density` (a level of the model's profile, whose thresholds count outside sink and window if
-    `levels_outside`, else all mass).
+    A request picks one rule. `tau` keeps a share of a row's mass, which `outside` counts without sink and
+    window. `share` keeps a share of a row's causal tiles. `density` is a level of the model's profile, whose
+    thresholds are shares of mass, outside sink and window if `levels_outside`.
 
     Raises:
-        KernelInputError: both `share` and `density` are given.
+        KernelInputError: Both `share` and `density` are given.
     """
 
     levels_outside: ClassVar[bool] = True
@@ -88,7 +93,7 @@ class ScoredOptions:
 
 @dataclass(frozen=True)
 class BlockPoolOptions(ScoredOptions):
-    """Block means, the scores of MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3)."""
+    """Block means, which score MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3)."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,9 @@ class AnchorsOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class ThesisAnchorsOptions(ScoredOptions):
-    """DPXA as DeltaAttention section 4.3 has it. Every anchor of both sides counts, once; a query block's
-    scores share one sum. Levels are thresholds of all mass, by each head's coverage."""
+    """DPXA as in DeltaAttention, section 4.3. Every anchor of q and k is kept and counts once. A query
+    block's scores are divided by one common sum. Levels are thresholds of all mass, by each head's
+    coverage."""
 
     levels_outside: ClassVar[bool] = False
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
@@ -129,7 +135,7 @@ class ThesisAnchorsOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Runs of similar keys (DeltaAttention, section 4.1), and the row that each is packed to."""
+    """How runs of similar keys are found (DeltaAttention, section 4.1), and which row stands for each."""
 
     cos: float = option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
     distance: float = option(
@@ -140,8 +146,8 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class DeltaKVOptions(RunOptions):
-    """DeltaAttention section 4.1. Its packed rows are the anchors' own (`means=0`), its distance Euclidean or
-    cosine (Table 3)."""
+    """DeltaAttention section 4.1. The paper packs the anchors' own rows (`means=0`) and compares keys by
+    Euclidean distance or cosine (Table 3)."""
 
     counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run")
     critical: int = option(512, 128, 8192, "tokens before the query block that are attended exactly")
@@ -150,7 +156,7 @@ class DeltaKVOptions(RunOptions):
 
 @dataclass(frozen=True)
 class DeltaXAttentionOptions(RunOptions, AntidiagonalOptions):
-    """DeltaAttention section 4.2: XAttention's tiles, the lesser of them over packed runs."""
+    """DeltaAttention section 4.2: XAttention's tiles, those with lower scores over packed runs."""
 
     exact_share: float = option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly")
 

@@ -51,8 +51,8 @@ _SHUTDOWN_S = 20.0
 _DOOR_SHUTDOWN_S = 5.0
 """The same for a door, which has no actors."""
 _OTHER_CALLS = 1000
-"""Health checks, cancels and refusals at once. Beyond that calls wait: Serve refuses nobody who comes through
-HAProxy.
+"""Health checks, cancels and refusals that a door answers at once. More calls wait: Serve refuses nobody who
+comes through HAProxy.
 """
 _SURGE_PERCENT = 1
 """Serve rounds it up to one new replica, which starts before an old one is removed."""
@@ -108,11 +108,11 @@ class DoorReplica(FrontDoor):
             await self._tls.start()
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
-        """Serve calls all doors. `door` is the one that asks."""
+        """Cancel requests for the door that asks, and return how many. Serve calls all doors."""
         return 0 if door == self._id else self._requests.cancel_here(owner, request_id)
 
     async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:
-        """A door that dies or hangs meanwhile ends its requests anyway."""
+        """Return how many were cancelled. A door that dies or hangs meanwhile ends its requests anyway."""
         context = serve.get_replica_context()
         doors = serve.get_deployment_handle(context.deployment, context.app_name)
         asked = doors.broadcast("end_requests", self._id, owner, request_id)
@@ -136,8 +136,10 @@ class DoorReplica(FrontDoor):
 
 
 def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[str, Any]:
-    """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError. host:
-    where Serve's ports listen, instead of at door.host.
+    """Make Ray Serve's configuration (`serveConfigV2`) from the content of ours. Raises ConfigError.
+
+    Args:
+        host: Where Serve's ports listen. None: at door.host.
     """
     door, builder = parse(content).door, f"{build.__module__}:{build.__name__}"
     return {
@@ -155,13 +157,18 @@ def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[st
 
 
 def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
-    """Serve's application builder. Raises ConfigError or ModelError."""
+    """Build the application; Serve calls it by name. Raises ConfigError or ModelError."""
     settings = config if isinstance(config, ServiceConfig) else parse(config)
     return application(local_model(settings), Path(tempfile.gettempdir()))
 
 
 def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
-    """settings: with the model as a directory. scratch: for each node's metrics."""
+    """Make the Serve application with workers.
+
+    Args:
+        settings: The model is a directory.
+        scratch: Holds each node's metrics.
+    """
     from ..workers.decode import worker as decode_worker
     from ..workers.prefill.group import group as prefill_group
 
@@ -181,7 +188,6 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
 
 
 def _replicas(least: int, most: int | None, policy: type, **limits: float) -> dict[str, Any]:
-    """The number of replicas, or bounds and the policy that chooses."""
     if most is None:
         return {"num_replicas": least}
     chosen_by = {"policy_function": f"{policy.__module__}:{policy.__name__}", "policy_kwargs": limits}
@@ -207,7 +213,7 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
 
 
 def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application) -> serve.Application:
-    """The workers are bound to the door so that Serve starts them."""
+    """Make the doors' deployment. Workers are bound to it so that Serve starts them."""
     door, directory = settings.door, str(scratch / f"deltafront-metrics-{secrets.token_hex(6)}")
     environment = {DIRECTORY_VARIABLE: directory, MESSAGE_SIZE_VARIABLE: str(door.max_message_bytes)}
     options: dict[str, Any] = {"num_cpus": door.cpus, "runtime_env": {"env_vars": environment}}

@@ -54,7 +54,7 @@ File = Annotated[Path, AfterValidator(lambda path, info: Path((info.context or {
 
 
 class ConfigError(ValueError):
-    """The message names file and key."""
+    """The configuration is wrong. The message names file and key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class DoorConfig:
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
     """A request's size. A door takes a few times as much memory while it receives one."""
     text_bytes: Annotated[int, Field(ge=1 << 22)] = 64 << 20
-    """Requests that one door has not tokenised yet. They take six times as much memory. More get
+    """Bytes of requests that one door has not tokenised yet. They take six times as much memory. More get
     RESOURCE_EXHAUSTED. One caller's long texts get at most half.
     """
     tokens_file: File | None = None
@@ -108,7 +108,7 @@ class DoorConfig:
     model_name: str = ""
     """By default made from model.path."""
     display_name: str = ""
-    """For people; by default model_name."""
+    """For people. By default model_name if that is given, else the model's own name."""
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     reasoning: Literal["think", "off"] = "off"
@@ -119,16 +119,17 @@ class DoorConfig:
     """
     default_session_ttl_s: Positive = 600.0
     prefix_reuse: bool = True
-    """Decode workers remember prompts. A prompt goes on from a remembered one that begins alike, of the same
-    owner, and of the same method and options or read densely. Without tokens_file everybody is one owner.
+    """Decode workers remember prompts. A prompt goes on from a remembered one with the same beginning and
+    owner, if that was read densely or with the same method and options. Without tokens_file everybody is one
+    owner.
     """
     prefix_scope: Literal["owner", "all"] = "owner"
     """`all`: callers share what is remembered. Then a caller who guesses a prompt's beginning can see from
     the time and from `cached_tokens` that somebody has sent it.
     """
     prefix_rest_tokens: Count = 2048
-    """Where the workers' rates are unknown: a decode worker reads (densely) at most so many tokens after a
-    remembered beginning. A prefill group reads a longer rest.
+    """Tokens after a remembered beginning that a decode worker reads (densely) at most, while the workers'
+    rates are unknown. A prefill group reads a longer rest.
     """
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries of a request after its worker died."""
@@ -167,7 +168,7 @@ class ServiceConfig(BaseModel):
                 yield f"model.family_modules: {error}"
 
     def _method_problems(self) -> Iterator[str]:
-        for module in self.prefill.method_modules:  # these register names
+        for module in self.prefill.method_modules:  # they register the names checked below
             try:
                 methods.load_methods(module)
             except methods.MethodError as error:
@@ -186,7 +187,7 @@ class ServiceConfig(BaseModel):
 
     @property
     def _named_methods(self) -> Iterator[tuple[str, str, Mapping[str, float]]]:
-        """Each method once: the key that names it, its name, and options beside the defaults."""
+        """Yield each method once: the key that names it, its name, and its options besides the defaults."""
         for name in (named := self.prefill.method_options):
             yield f"prefill.method_options.{name}", name, {}
         if self.door.default_method not in named:
@@ -278,7 +279,7 @@ class ServiceConfig(BaseModel):
             yield f"model.quantisation: {kind} goes with a model.dtype of 16 bits"
 
     def check_against(self, model: ModelConfig, profile: Profile | None) -> None:
-        """Raise ConfigError for what does not fit the model or its profile."""
+        """Check the configuration against the model and its profile. Raises ConfigError."""
         problems = [
             f"decode.{problem}" for problem in self.decode.layer_problems(model.layers, model.windows)
         ]
@@ -322,8 +323,11 @@ class ServiceConfig(BaseModel):
 def parse(
     content: Mapping[str, Any], source: str = "configuration", folder: Path | None = None
 ) -> ServiceConfig:
-    """Check plain data, from YAML or Serve's `args`. source: names it in errors. folder: relative paths begin
-    here. Raises ConfigError.
+    """Check plain data, from YAML or Serve's `args`. Raises ConfigError.
+
+    Args:
+        source: Names the data in errors.
+        folder: Where relative paths begin.
     """
     try:
         return ServiceConfig.model_validate(_with_profile(content, folder), context={"folder": folder or ""})

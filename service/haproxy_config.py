@@ -25,7 +25,8 @@ _MARK = " # deltafront"
 
 
 def rewrite(config: str, folder: Path) -> str:
-    """Change Serve's configuration. Idempotent. folder: where HAProxy finds the bodies of refusals."""
+    """Change Serve's configuration. A second change adds nothing. folder: where HAProxy finds the bodies of
+    refusals."""
     lines, settings = [], ("errorfile ", "tune.bufsize ", "timeout http-request ")
     for line in config.splitlines():
         if not line.endswith(_MARK) and not line.lstrip().startswith(settings):

@@ -1,11 +1,11 @@
-"""Makes Ray and Serve listen at loopback, and Ray ask for a token.
+"""Makes Ray and Serve listen at loopback, and makes Ray ask for an authentication token.
 
 Ray 2.60 has few settings for it, so this uses private parts (docs/decisions/0002 and 0019):
 
 - RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 binds Ray's processes to loopback, as on desktops. Ray reads it at
 import.
 - Serve binds gRPC servers to `[::]`. So each worker process first runs `grpc_at_loopback`. Its variable is
-  set here, since a runtime environment would ask the node's agent at each start of a worker.
+set here, since a runtime environment would ask the node's agent at each start of a worker.
 - Ray reads the token once, so `at_loopback` makes it read again.
 
 Worker processes import this, so it loads neither Ray nor gRPC.
@@ -30,7 +30,7 @@ def joined(host: str, port: int) -> str:
 
 
 def reachable(host: str) -> str:
-    """Where this machine's clients reach a server that listens at `host`."""
+    """Return where this machine's clients reach a server that listens at `host`."""
     return _EVERYWHERE.get(host, host)
 
 
@@ -39,7 +39,8 @@ def is_local(host: str) -> bool:
 
 
 def token() -> dict[str, str]:
-    """Variables that make Ray ask for a token, the environment's or a new one. It is in no file."""
+    """Return variables that make Ray ask for a token: the environment's, or a new one. It is written to no
+    file."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
@@ -47,7 +48,7 @@ def token() -> dict[str, str]:
 
 
 def loopback() -> dict[str, str]:
-    """Variables that make Ray on one machine, and what its workers start, bind loopback."""
+    """Return variables that make Ray on one machine, and what its workers start, bind loopback."""
     device = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -72,7 +73,7 @@ def at_loopback() -> Iterator[None]:
 
 
 def read_token() -> None:
-    """Make Ray in this process read the token again."""
+    """Make Ray in this process read its authentication token (RAY_AUTH_TOKEN) again."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")

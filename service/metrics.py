@@ -1,7 +1,7 @@
 """All metrics. Only doors observe them.
 
 prometheus_client in multiprocess mode keeps exact sums in files that outlive a process. The doors of a node
-share a directory. The one that has the scrape port reports all, and dead ones' counts.
+share a directory. The door that has the scrape port reports all doors' values, those of dead ones included.
 """
 
 import os
@@ -49,14 +49,17 @@ class CachedIn(StrEnum):
 
 
 class Metrics:
-    """A process has one instance. The doors of a node share the directory. model_name: a label of all series,
-    unless empty.
+    """A door's metrics. A process has one instance.
+
+    Args:
+        directory: The doors of a node share it.
+        model_name: A label of all series, unless empty.
     """
 
     def __init__(self, directory: Path, model_name: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True)
         os.environ[DIRECTORY_VARIABLE] = str(directory)
-        # It looked for the variable when it was imported, and kept values in this process's memory only.
+        # At import prometheus_client found no variable, so it kept values in this process's memory only.
         values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
         self._directory = directory
         self._model_name = model_name
@@ -181,7 +184,12 @@ class Metrics:
         self._again.inc(tokens)
 
     def first_token(self, parts: Sequence[tuple[str, float]], read_tokens: int) -> None:
-        """parts: add up to the time to first token. read_tokens: without cached ones."""
+        """Observe the time to first token.
+
+        Args:
+            parts: Their seconds add up to it.
+            read_tokens: Prompt tokens without cached ones.
+        """
         prompt = next((name for bound, name in _LENGTHS if read_tokens <= bound), "more")
         self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
         for part, seconds in parts:
@@ -191,7 +199,7 @@ class Metrics:
         self._between.observe(seconds)
 
     def prompted(self, usage: Usage, *, in_session: bool = False) -> None:
-        """in_session: whether a session held what was there."""
+        """Count prompt tokens. in_session: a session held the cached ones."""
         self._prompt.observe(usage.prompt_tokens)
         below = usage.host_tokens + usage.disk_tokens
         self._cached.labels(CachedIn.SESSION if in_session else CachedIn.ENTRIES).inc(
@@ -201,7 +209,7 @@ class Metrics:
         self._cached.labels(CachedIn.DISK).inc(usage.disk_tokens)
 
     def answered(self, reason: FinishReason, tokens: int, per_token: float | None) -> None:
-        """per_token: mean seconds between tokens."""
+        """Count an answer. per_token: mean seconds between tokens."""
         self._reasons.labels(reason).inc()
         self._answer.observe(tokens)
         self._generated.inc(tokens)
@@ -232,7 +240,7 @@ class Metrics:
         self._handoff_seconds.observe(report.handoff_seconds)
 
     def decoded(self, reports: Sequence[DecodeReport]) -> None:
-        """reports: of all attempts at an answer."""
+        """Count the decode steps and pages of all attempts at an answer."""
         for report in reports:
             self._attended.inc(report.pages_attended)
             self._held.inc(report.pages_held)
@@ -250,7 +258,7 @@ class Metrics:
 
 
 class WorkerState(NamedTuple):
-    """usage: the share of pages in use. queue_tokens: not yet read."""
+    """A worker's gauges. usage: share of pages in use. queue_tokens: prompt tokens not yet read."""
 
     usage: float = 0.0
     pages_free: int = 0
@@ -278,7 +286,7 @@ def state_of(stats: WorkerStats) -> WorkerState:
 
 
 class WorkerGauges:
-    """Workers' states. Each door reports all, so queries take `max by (worker)` first."""
+    """Gauges of all workers. Each door reports all, so queries take `max by (worker)` first."""
 
     def __init__(self, gauge: Callable[..., Any]) -> None:
         self._gauge = gauge
@@ -338,13 +346,13 @@ class WorkerGauges:
                 gauge.labels(worker, tier.tier).set(getattr(tier, name))
 
     def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
-        """Kernels compiled so far, by phase. Counters would be added up over doors."""
+        """Show the kernels compiled so far, by phase. Counters would be added up over doors."""
         for phase, count in phases:
             self._compilations.labels(worker, phase).set(count)
 
     def update(self, workers: Mapping[str, WorkerState]) -> None:
-        """workers: all live ones."""
-        gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # series cannot be removed
+        """Show all live workers, and zeros for those that are gone."""
+        gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # a series cannot be removed
         for worker, state in {**gone, **workers}.items():
             for gauge, value in zip(self._gauges, state, strict=True):
                 gauge.labels(worker).set(value)
@@ -356,7 +364,7 @@ class WorkerGauges:
 
 
 class _NodeCollector(Collector):
-    """Collects what all doors of a node have observed. model_name: a label of every sample, unless empty."""
+    """Collects what all doors of a node have observed."""
 
     def __init__(self, directory: Path, model_name: str) -> None:
         self._directory = directory
@@ -381,7 +389,7 @@ def density(layers: tuple[LayerDensity, ...]) -> float:
 
 
 def scoring_overhead(report: PrefillReport) -> float:
-    """The time of anchors, scores and selection over the time of attention."""
+    """Return the time of anchors, scores and selection over the time of attention."""
     attention = sum(stage.get("attention", 0.0) for stage in report.stages)
     scoring = sum(stage.get(name, 0.0) for stage in report.stages for name in _SCORING)
     return scoring / attention if attention > 0 else 0.0

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a request, and below it of the door's parts of the time to first token.
+"""OpenTelemetry spans: one for a request, and below it the door's parts of the time to first token.
 
 Workers add theirs (`workers/tracing.py`). Without a provider OpenTelemetry is not imported.
 """
@@ -32,7 +32,7 @@ _ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Interval:
-    """Seconds since the request arrived."""
+    """A part of the time to first token. `begin` is seconds after the request's arrival."""
 
     part: str
     begin: float
@@ -40,14 +40,14 @@ class Interval:
 
 
 class Trace(Span):
-    """trace_id: 32 hexadecimal digits. Without a span the caller's, or empty."""
+    """A request's span. trace_id: 32 hexadecimal digits; without a span the caller's, or empty."""
 
     def __init__(self, trace_id: str, *recorded: Any) -> None:
         super().__init__(*recorded)
         self.trace_id = trace_id
 
     def conclude(self, facts: Mapping[str, Any], outcome: str, intervals: Sequence[Interval]) -> None:
-        """facts: those of `_ATTRIBUTES`, and `finish`. outcome: `finished` or a code."""
+        """End the span. facts: values for `_ATTRIBUTES`, and `finish`. outcome: `finished` or a code."""
         if self._span is None:
             return
         for interval in intervals:
@@ -65,7 +65,7 @@ class Tracing:
         self._tracer = None if provider is None else provider.get_tracer("deltafront")
 
     def begin(self, rpc: str, headers: Iterable[tuple[str, str | bytes]], clock: Clock) -> Trace:
-        """Continue the caller's W3C `traceparent`. clock: seconds since arrival."""
+        """Begin a span that continues the caller's W3C `traceparent`. clock: seconds since arrival."""
         carrier = {
             name: value if isinstance(value, str) else value.decode("ascii", "replace")
             for name, value in headers

@@ -56,7 +56,7 @@ def _named(door: DoorConfig, name: str) -> DoorConfig:
 
 
 def shown_name(spec: ModelSpec) -> str:
-    """A model's name without the server's directories."""
+    """Return a model's name without the server's directories."""
     name = spec.path if not Path(spec.path).exists() else Path(spec.path).name
     return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
 
@@ -72,9 +72,8 @@ def request_handler(
     gate: Gate | None = None,
     tracing: Tracing | None = None,
 ) -> RequestHandler:
-    """Make what an edge hands requests to. door_id: tells this door from others. Raises ModelError,
-    FileNotFoundError or ConfigError.
-    """
+    """Make the handler of a door's requests. door_id: tells this door from others. Raises ModelError,
+    FileNotFoundError or ConfigError."""
     directory, door = Path(settings.model.path), settings.door
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = _tokenizer(settings)
@@ -124,7 +123,7 @@ def _limits(
 
 
 def _tokenizer(settings: ServiceConfig) -> TextTokenizer:
-    """Raises ConfigError where `door.reasoning` could never see where reasoning ends."""
+    """Load the tokenizer. Raises ConfigError if `door.reasoning` could never see where reasoning ends."""
     tokenizer = TextTokenizer.load(Path(settings.model.path))
     if settings.door.reasoning == "think" and not tokenizer.spells("</think>"):
         raise ConfigError("door.reasoning = think: </think> is a special token of this model, without text")
@@ -132,7 +131,6 @@ def _tokenizer(settings: ServiceConfig) -> TextTokenizer:
 
 
 def _default_sampling(settings: ServiceConfig, positions: int) -> Sampling:
-    """Raises ModelError."""
     door, file = settings.door, Path(settings.model.path) / "generation_config.json"
     neutral = Sampling(max_tokens=min(door.default_max_tokens, positions))
     if door.sampling_defaults == "neutral":
@@ -186,7 +184,7 @@ def _profile(profile: Profile) -> ProfileInfo:
 
 
 def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
-    """Raises ConfigError."""
+    """Make the part that finds a request's caller. Raises ConfigError."""
     gate = gate if door.tls_only else None
     if door.tokens_file is None:
         return Authenticator(None, gate)
@@ -198,7 +196,7 @@ def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
 
 
 def tls_files(door: DoorConfig) -> TlsFiles | None:
-    """None without TLS. Raises ConfigError."""
+    """Check the TLS files; None without TLS. Raises ConfigError."""
     if door.tls_certificate is None or door.tls_key is None:
         return None
     files = TlsFiles(door.tls_certificate, door.tls_key, door.tls_client_ca)
@@ -214,7 +212,7 @@ def span_sink(door: DoorConfig) -> SpanSink:
 
 
 def make_tracing(door: DoorConfig, door_id: str) -> Tracing:
-    """Raises ConfigError if OpenTelemetry is not installed."""
+    """Make the door's tracing. Raises ConfigError if OpenTelemetry is not installed."""
     try:
         return Tracing(provider(span_sink(door), f"door:{door_id}"))
     except ImportError as error:

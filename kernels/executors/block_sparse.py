@@ -1,4 +1,4 @@
-"""Attention over the tiles of a mask. Suffixes: J keys of a row of tiles."""
+"""Attention over the tiles of a mask. Suffixes: J keys of a query block's tiles."""
 
 import torch
 
@@ -10,7 +10,7 @@ from .launch import launch
 
 class BlockSparseExecutor:
     def __init__(self, options: object = None) -> None:
-        """It takes none."""
+        """Ignore `options`: there are none."""
 
     def new_state(self, spec: StateSpec) -> None:
         return None
@@ -25,7 +25,7 @@ class BlockSparseExecutor:
 
 
 def cpu_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """softmax over the keys of each query block's kept tiles, causal in the diagonal tile."""
+    """Attend with each query block to the keys of its kept tiles. The diagonal tile is causal."""
     batch, heads, rows, _ = x.q_BHTD.shape
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()
@@ -50,13 +50,13 @@ def _attend_block(
 
 
 def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
-    """Positions before `stop` of the tiles' keys."""
+    """List the positions of the tiles' keys that are before `stop`."""
     key_J = (tile_M[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
     return key_J[key_J < stop]
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """`cpu_attend` on the GPU. The last listed tile must be the diagonal; only it is masked."""
+    """Compute `cpu_attend` on the GPU. The last listed tile must be the diagonal; only it is masked."""
     kept = check_mask(x, mask, "block_sparse")
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)

@@ -8,11 +8,15 @@ from .inputs import QueryRows, causal_tiles, new_output
 from .launch import launch
 
 ROWS = 512
-"""Rows of a step on the CPU, which sees no more keys than its last row may."""
+"""Rows that the CPU computes at once. It reads no keys after the last of them."""
 
 
 class DenseExecutor:
-    """Takes no mask, and any q_start. window: the last keys that a row sees, its own included; 0: all."""
+    """Exact attention. It takes no mask, and any q_start.
+
+    Args:
+        window: How many of the last keys a row sees, its own included; 0: all.
+    """
 
     def __init__(self, options: object = None, window: int = 0) -> None:
         self._window = window
@@ -30,13 +34,13 @@ class DenseExecutor:
 
 
 def cpu_attend(x: AttentionInput, window: int = 0) -> torch.Tensor:
-    """softmax(q k^T * scale) v over all keys at or before each row, or its window's. Returns q's dtype."""
+    """Compute softmax(q k^T * scale) v over the keys up to each row, or over its window's, in q's dtype."""
     position_R = torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device)
     return cpu_attend_rows(x, position_R, window)
 
 
 def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor, window: int = 0) -> torch.Tensor:
-    """`cpu_attend` of the rows at the ascending absolute positions position_R: out_BHRD."""
+    """Compute `cpu_attend` for the rows at the ascending absolute positions position_R. Returns out_BHRD."""
     parts = []
     for position in torch.split(position_R, ROWS):
         end = int(position[-1]) + 1
@@ -58,7 +62,7 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor, window: int = 0
 
 
 def kernel_attend(x: AttentionInput, window: int = 0) -> torch.Tensor:
-    """`cpu_attend` on the GPU. Scores are float32; weights are rounded to q's type."""
+    """Compute `cpu_attend` on the GPU. Scores are float32; weights are rounded to q's type."""
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), window=window)
     return out_BHTD

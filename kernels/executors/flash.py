@@ -1,8 +1,7 @@
-"""FlashAttention over three kinds of tile lists: the plain Triton kernel, for any strides, dtype and
-power-of-two D.
+"""FlashAttention as a plain Triton kernel, for any strides, dtype and power-of-two D.
 
-Row i is the absolute position row0 + step * i. It sees the tiles of a mask (LISTED), packed runs before the
-critical region and then every key up to itself (PACKED), or every key up to itself (neither).
+Row i has the absolute position row0 + step * i. It sees the tiles of a mask (LISTED), packed runs and then
+the exact keys of its critical region (PACKED), or every key up to itself (neither).
 
 Strides are in elements, named stride_<tensor><dimension>: q and o(ut) BHR, k and v BGS, p(acked) BGP, i(ndex)
 BHN.
@@ -31,8 +30,8 @@ def step_tile(
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """One tile: rows `col` of k and v. Keys from `stop` on do not exist. A row sees keys up to seen_to, the
-    last WINDOW of them."""
+    """Add one tile to the running softmax: rows `col` of k and v. Keys from `stop` on do not exist. A row
+    sees the last WINDOW keys up to seen_to."""
     dim = tl.arange(0, D)
     valid = (col < stop)[:, None]
     k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=valid, other=0.0)
@@ -63,8 +62,8 @@ def flash_kernel(  # noqa: PLR0915
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of one query head, longest rows first. PACKED slots: `inputs.PackedKeys`.
-    WINDOW: the last keys that a row sees, its own included; 0: all."""
+    """Attend with ROWS rows of one query head, the longest rows first. PACKED: `inputs.PackedKeys`. WINDOW:
+    how many of the last keys a row sees, its own included; 0: all."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -97,7 +96,7 @@ def flash_kernel(  # noqa: PLR0915
             )  # fmt: skip
         begin = (row0 + tile * ROWS) // BLOCK * BLOCK
     if PACKED:
-        # Blocks of rows share one critical region, which begins at a multiple of `chunk`.
+        # The rows of a block share a critical region, which begins at a multiple of `chunk`.
         begin = tl.maximum(first // BLOCK * BLOCK - critical, 0) // chunk * chunk
         lane_head = b * (heads // group) + g
         packed = tl.load(packed_ptr + lane_head * chunk_slots + begin // chunk)
@@ -112,7 +111,7 @@ def flash_kernel(  # noqa: PLR0915
                 D, MASKED=True, WEIGHTED=True, PRECISION=PRECISION,
             )  # fmt: skip
     masked_from = tl.maximum((first + 1) // COLS, begin // COLS)
-    if WINDOW:  # tiles at the window's start are masked as those at its end
+    if WINDOW:  # tiles at the window's start are masked, too
         begin = tl.maximum(first - WINDOW + 1, 0) // COLS * COLS
         whole_from = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), COLS), masked_from)
         for i in range(begin // COLS, whole_from):

@@ -15,7 +15,7 @@ from ..interface import AttentionInput, KernelInputError, TileMask
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The rows of one launch: row i of q and out is the absolute position row0 + step * i."""
+    """The rows of one launch. Row i of q and out has the absolute position row0 + step * i."""
 
     q_BHRD: torch.Tensor
     out_BHRD: torch.Tensor
@@ -25,10 +25,14 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class PackedKeys:
-    """Packed keys of the complete chunks.
+    """The packed keys of complete chunks. k, v and weight may be longer than needed.
 
-    v_BGPD: each run's mean times its weight. weight_BGP: float32; ends with a tile of ones, the weights of
-    exact keys. offset_BGC: int32, packed rows before each chunk. k, v and weight may be longer than needed.
+    Attributes:
+        v_BGPD: Each run's value times its weight.
+        weight_BGP: float32. The last tile is all ones: the weights of exact keys.
+        offset_BGC: int32, packed rows before each chunk.
+        chunk: Tokens of a chunk.
+        critical: Tokens before a query block that are attended to exactly.
     """
 
     k_BGPD: torch.Tensor
@@ -40,14 +44,14 @@ class PackedKeys:
 
 
 def new_output(x: AttentionInput) -> torch.Tensor:
-    """Room for out_BHTD in the projection's layout: a row's heads side by side."""
+    """Allocate out_BHTD in the projection's layout, with a row's heads side by side."""
     batch, heads, rows, dim = x.q_BHTD.shape
     out_BTHD = torch.empty((batch, rows, heads, dim), dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
     return out_BTHD.transpose(1, 2)
 
 
 def check_launch(x: AttentionInput) -> None:
-    """Raises KernelInputError for inputs that no attention kernel computes."""
+    """Check that an attention kernel can compute x. Raises KernelInputError."""
     dim = x.q_BHTD.shape[3]
     if dim not in PREFILL_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {PREFILL_HEAD_DIMS}")
@@ -58,7 +62,7 @@ def check_launch(x: AttentionInput) -> None:
 
 
 def causal_tiles(x: AttentionInput, window: int = 0) -> int:
-    """Tiles that touch the causal triangle of this chunk, or the rows' windows, over batch and heads."""
+    """Count this chunk's causal tiles, or those that its rows' windows touch, over batch and heads."""
     batch, heads = x.q_BHTD.shape[:2]
     first, blocks = x.first_block, x.query_blocks
     unseen = sum(window_begin(row, window) for row in range(first, first + blocks)) if window else 0
@@ -66,22 +70,22 @@ def causal_tiles(x: AttentionInput, window: int = 0) -> int:
 
 
 def window_begin(row: int, window: int) -> int:
-    """The first block of keys that a block of query rows sees."""
+    """Return the first block of keys that query block `row` sees."""
     return max(0, row * BLOCK + 1 - window) // BLOCK
 
 
 def attend_keys(
     q_HTD: torch.Tensor, k_JD: torch.Tensor, v_JD: torch.Tensor, mask_TJ: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """On the CPU, heads that read the same J keys: float32 out_HTD. mask_TJ: as SDPA takes it."""
+    """Attend on the CPU with heads that read the same J keys. mask_TJ is as SDPA takes it. Returns float32
+    out_HTD."""
     shape = (1, q_HTD.shape[0], *k_JD.shape)
     k, v = k_JD.float().expand(shape), v_JD.float().expand(shape)
     return scaled_dot_product_attention(q_HTD[None].float(), k, v, attn_mask=mask_TJ, scale=scale)[0]
 
 
 def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:
-    """The mask, if its shapes, types and device fit x; nothing on the device is read. Raises
-    KernelInputError."""
+    """Return the mask if it fits x. Nothing on the device is read. Raises KernelInputError."""
     x.require_aligned(name)
     if mask is None:
         raise KernelInputError(f"{name} needs a tile mask, from a selector")

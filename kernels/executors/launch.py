@@ -1,4 +1,4 @@
-"""Launches the attention kernel that a device and its inputs take: plain Triton or Hopper."""
+"""Launches the attention kernel that takes the device and the inputs: plain Triton or Hopper."""
 
 from ..interface import AttentionInput, TileMask
 from .flash import launch_plain
@@ -15,10 +15,11 @@ def launch(
     packed: PackedKeys | None = None,
     window: int = 0,
 ) -> None:
-    """Attend with `rows` to the mask's tiles, to packed then exact keys, or (neither) to every key.
+    """Attend with `rows` to the mask's tiles, to packed and then exact keys, or to every key without either.
 
-    tail: more rows, in steps of 1, that see every key; on Hopper in the same launch. window: the last keys
-    that a row sees, its own included; 0: all.
+    Args:
+        tail: More rows, in steps of 1, that see every key. Hopper computes them in the same launch.
+        window: How many of the last keys a row sees, its own included; 0: all.
     """
     check_launch(x)
     if not window and hopper.takes(x, rows) and (tail is None or hopper.takes(x, tail)):

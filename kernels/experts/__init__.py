@@ -1,1 +1,1 @@
-"""Mixtures of experts: which experts a token goes to, and their products."""
+"""Mixtures of experts: routing tokens to experts, and the experts' products."""

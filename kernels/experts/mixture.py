@@ -22,14 +22,14 @@ def mixture(
     router: Router,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Sum each token's experts, each times its share.
+    """Sum the outputs of each token's experts, each times its share.
 
-    Shares are in float32. Products of quantised weights quantise their inputs.
+    Shares are in float32. Products with quantised weights quantise their inputs.
 
     Args:
-        gate_up: [E J, C]: each expert's gate and up, one below the other.
+        gate_up: [E J, C], each expert's gate and up, one below the other.
         down: [E C, I].
-        tile: None for the one that fits the number of tokens; CPUs ignore it.
+        tile: None: the one that fits the number of tokens. CPUs ignore it.
 
     Raises:
         KernelInputError: Widths, dtypes or numbers of experts do not fit together.
@@ -43,7 +43,11 @@ def mixture(
 def compile_mixture(
     experts: int, gate_up: LinearInput, down: LinearInput, router: Router, dtype: torch.dtype
 ) -> None:
-    """Compile the kernels for every number of tokens, with weights like these."""
+    """Compile the kernels that `mixture` launches with these weights, for every number of tokens.
+
+    Args:
+        dtype: The type of tokens' rows.
+    """
     values = down.values_TI if isinstance(down, Fp8Rows) else down
     if not values.is_cuda:
         return

@@ -1,7 +1,7 @@
-"""Products of rows with the matrices of their experts.
+"""Multiplies rows with the matrices of their experts.
 
-A tile is some rows of one expert by some columns. An expert without rows has no tiles; the grid has as many
-as there can be, and each program finds its expert in the counts, so that the host need not know them.
+A tile is some rows of one expert by some output columns. The grid has the most tiles that there can be. Each
+program finds its expert in the counts on the device, so the host need not know them.
 
 Suffixes: M assignments, E experts, I input width, O output width, R rows and C columns of a tile, D a step
 along the inputs.
@@ -24,8 +24,12 @@ from .routing import Routes
 
 @dataclass(frozen=True)
 class Tile:
-    """step_bytes: of each row, in one step along the inputs. most: rows of an expert, in the mean, from which
-    on a larger tile is better."""
+    """Tile sizes and launch options.
+
+    Attributes:
+        step_bytes: Bytes of a row that are multiplied at a time.
+        most: Up to this many rows per expert, in the mean, no larger tile is better.
+    """
 
     rows: int
     columns: int
@@ -40,9 +44,9 @@ TILES = (
     Tile(rows=64, columns=128, step_bytes=128, warps=4, stages=4, most=96),
     Tile(rows=128, columns=128, step_bytes=128, warps=8, stages=4, most=float("inf")),
 )
-"""For decode, short and long chunks."""
+"""For decode, for short chunks and for long ones."""
 _WIDE = (*TILES[:1], Tile(rows=32, columns=32, step_bytes=128, warps=4, stages=2, most=float("inf")))
-"""For float32, which the matrix unit does not take."""
+"""Tiles for float32, which the matrix unit does not take."""
 
 
 @triton.jit
@@ -52,8 +56,8 @@ def experts_kernel(
     PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """GATED: tokens' rows become SiLU(gate) · up in the experts' order. Else rows in that order become
-    assignments' rows, times their share."""
+    """Compute one tile. GATED: from tokens' rows, SiLU(gate) · up in the experts' order. Otherwise: from rows
+    in that order, each assignment's output times its share, in the tokens' order."""
     ACROSS: tl.constexpr = (COLUMNS + COLUMNS_TILE - 1) // COLUMNS_TILE
     block = tl.program_id(0) // ACROSS
     expert_E = tl.arange(0, EXPERTS_BLOCK)
@@ -117,7 +121,7 @@ _product = Launcher(experts_kernel)
 
 
 def tiles_for(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """dtype: of the weights."""
+    """Return the tiles to choose from. dtype: the weights' type."""
     return _WIDE if dtype == torch.float32 else TILES
 
 
@@ -138,13 +142,13 @@ def kernel_product(
     """Multiply each assignment's row with its expert's matrix.
 
     Args:
-        x: If gated a row of each token, else of each assignment in the experts' order.
-        weight: All experts' matrices one below the other; if gated, each gate and then up.
+        x: If gated, one row per token; otherwise one per assignment, in the experts' order.
+        weight: All experts' matrices, one below the other. If gated, a matrix is gate and then up.
         dtype: The outputs' type.
-        tile: None for the one that fits the number of rows.
+        tile: None: the one that fits the number of rows.
 
     Returns:
-        If gated, SiLU(gate) · up in the experts' order; else products times shares in the tokens' order.
+        If gated, SiLU(gate) · up in the experts' order; otherwise products times shares in the tokens' order.
     """
     experts, assignments = len(routes.counts_E), len(routes.order_M)
     x_values, x_scale = _parts(x)
@@ -181,5 +185,5 @@ def kernel_product(
 
 
 def _parts(x: LinearInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and scales; numbers that are not quantised stand for their scales, which nobody reads."""
+    """Return values and scales; rows that are not quantised stand for scales, which are not read."""
     return (x.values_TI, x.scale_T1) if isinstance(x, Fp8Rows) else (x, x)

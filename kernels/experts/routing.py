@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and the tokens of each expert side by side. Nothing waits for the device.
+"""Chooses each token's experts, and sorts the assignments by expert. The host does not wait for the device.
 
 Suffixes: T tokens, E experts, K experts of a token, M = T K assignments; assignment t K + k is token t's k-th
 expert.
@@ -21,15 +21,17 @@ _LEAST = tl.constexpr(-1.0e38)
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How tokens choose experts, the first of equal ones.
+    """How tokens choose experts. Of equal experts the first wins.
 
-    Args:
+    Attributes:
+        per_token: Experts of a token.
         normed: Divide the chosen experts' probabilities by their sum.
-        bias_E: None: probabilities are a softmax. Else they are sigmoids, and this is added for the choice
-            alone, in float32 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        groups, chosen_groups: Experts are in so many groups of neighbours, and a token chooses among those of
-            the best groups, by the sum of a group's two best experts.
-        scale: Multiplies shares.
+        bias_E: None: probabilities are a softmax. Otherwise they are sigmoids, to which this float32 bias is
+            added for the choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        groups: Number of groups of neighbouring experts.
+        chosen_groups: Groups that a token may choose from: those whose two best experts have the largest
+            sums.
+        scale: Factor of the shares.
     """
 
     per_token: int
@@ -44,10 +46,10 @@ class Router:
 class Routes:
     """The experts of tokens.
 
-    Args:
+    Attributes:
         share_M: Each assignment's weight in its token's sum, in float32.
-        order_M: Assignments, those of expert 0 first, in any order within one; int32.
-        counts_E: Assignments of each expert, int32.
+        order_M: int32, assignments sorted by expert, in any order within one.
+        counts_E: int32, assignments of each expert.
     """
 
     share_M: torch.Tensor
@@ -56,7 +58,7 @@ class Routes:
 
 
 def cpu_route(logits_TE: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return expert_TK and share_TK in float32, the best expert first."""
+    """Choose experts on the CPU. Returns expert_TK and share_TK in float32, the best expert first."""
     logits_TE = choice_TE = logits_TE.float()
     if router.bias_E is None:
         share_TE = logits_TE.softmax(-1)
@@ -82,7 +84,6 @@ def _best(score_TX: torch.Tensor, count: int) -> torch.Tensor:
 def _of_best_groups(
     left_TE, expert_E, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr
 ):
-    """Say which experts are in the groups whose two best have the largest sum."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group_E = expert_E // SIZE
     sum_TE = tl.full(left_TE.shape, float("-inf"), tl.float32)
@@ -108,7 +109,8 @@ def route_kernel(
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SCALE: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """place: an assignment's place among its expert's. counts start at 0."""
+    """Choose the experts of TOKENS tokens. place_ptr gets each assignment's place among its expert's. counts
+    start at 0."""
     token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert_E = tl.arange(0, EXPERTS_BLOCK)
     slot_K = tl.arange(0, SLOTS)

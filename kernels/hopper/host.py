@@ -1,5 +1,5 @@
-"""Launches of Hopper kernels ask here about the device, and get descriptors of tensors for
-the copy engine (TMA)."""
+"""Facts about a device and tensor descriptors for its copy engine (TMA), which launches of Hopper kernels
+need."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -20,7 +20,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
-    """Triton's own class checks a tensor first, which takes longer than the rest. Callers have checked it."""
+    """A tensor descriptor made without checks. Triton's own class checks the tensor, which takes longer than
+    the rest; here callers have checked it."""
 
     def __init__(
         self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]

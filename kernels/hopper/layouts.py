@@ -16,5 +16,5 @@ TILE = gl.constexpr(BLOCK)
 
 @gluon.constexpr_function
 def scores_layout(bits=16):
-    """(64, 128) in the matrix unit's registers. bits: of the numbers that it multiplies."""
+    """Return the layout of (64, 128) scores in the matrix unit's registers. bits: size of its inputs."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 256 // bits])

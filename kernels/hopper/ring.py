@@ -13,10 +13,12 @@ from triton.language.core import _aggregate as aggregate
 
 @aggregate
 class Ring:
-    """COUNT buffers from number FIRST on. Use n (from 0) takes buffer FIRST + n % COUNT.
+    """COUNT buffers, from buffer FIRST on, that are used in turn. Use n (from 0) takes buffer FIRST + n %
+    COUNT.
 
-    `full` completes when a buffer has been written, `empty` when every reader has released it. A wait names a
-    completion's parity; in a new barrier odd parity counts as completed.
+    The barrier `full` completes when a buffer has been written, `empty` when every reader has released it. A
+    wait names the parity of the completion that it waits for. In a new barrier odd parity counts as
+    completed.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -35,7 +37,7 @@ class Ring:
 
     @gluon.jit
     def part(self, number):
-        """The number-th COUNT buffers as a ring of their own."""
+        """Return the `number`-th group of COUNT buffers as a ring of its own."""
         return Ring(self.buffers, self.full, self.empty, self.COUNT, number * self.COUNT)
 
     @gluon.jit
@@ -52,7 +54,7 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, use):
-        """The writer's wait for the readers of the buffer's last use."""
+        """Wait, as the writer, until the readers have released the buffer's last use."""
         mbarrier.wait(self.empty.index(self.FIRST + use % self.COUNT), ((use // self.COUNT) & 1) ^ 1)
 
     @gluon.jit
@@ -61,8 +63,8 @@ class Ring:
 
     @gluon.jit
     def release_loaded(self, use):
-        """`release` by a reader that loaded the buffer itself. The fence waits for the loads, which the copy
-        engine, writing by another path (PTX: the async proxy), could overtake."""
+        """Release a buffer that this reader has loaded itself. The fence waits for the loads, which the copy
+        engine could overtake: it writes by another path (PTX: the async proxy)."""
         fence_async_shared()
         gl.thread_barrier()
         self.release(use)

@@ -1,4 +1,4 @@
-"""Rows of 8-bit numbers with one factor each, and their product. Activations are quantised as they come,
+"""Rows of 8-bit floats with one scale each, and their product. Activations are quantised at every call,
 weights once.
 
 Suffixes: T rows (tokens), I input width, O output width.
@@ -20,12 +20,12 @@ from .rows import check_rows
 LARGEST = 448.0
 """The largest number of e4m3."""
 SMALLEST = 1e-12
-"""The least magnitude that a row is divided by."""
+"""A row's largest magnitude counts as at least this."""
 
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """Row t stands for values_TI[t] · scale_T1[t]; e4m3 and float32."""
+    """Quantised rows: row t is values_TI[t] (e4m3) · scale_T1[t] (float32)."""
 
     values_TI: torch.Tensor
     scale_T1: torch.Tensor
@@ -35,13 +35,8 @@ class Fp8Rows:
 
 
 def quantise_rows(x_TI: torch.Tensor) -> Fp8Rows:
-    """Each row over its largest magnitude, rounded to the nearest e4m3.
-
-    A row with NaN or an infinity becomes one with NaN.
-
-    Raises:
-        KernelInputError: x is no matrix with contiguous rows.
-    """
+    """Scale each row by its largest magnitude, and round it to the nearest e4m3. A row with NaN or an
+    infinity becomes one with NaN. Raises KernelInputError."""
     check_rows("quantise_rows", x=x_TI)
     if runs_on_cpu(x_TI, "quantise_rows"):
         return cpu_quantise_rows(x_TI.float())
@@ -59,12 +54,12 @@ def empty_rows(rows: int, width: int, device: torch.device) -> Fp8Rows:
 
 
 def product(x: Fp8Rows, weight: Fp8Rows, bias_O: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x · weightᵀ + bias in `dtype`. weight has one row per output channel.
+    """Compute x · weightᵀ + bias in `dtype`. weight has one row per output channel.
 
-    On a GPU `torch._scaled_mm` with row-wise factors, which adds up in less than float32.
+    On a GPU this is `torch._scaled_mm` with one scale per row, which adds up in less than float32.
 
     Raises:
-        KernelInputError: widths that it does not take.
+        KernelInputError: It does not take these widths.
     """
     rows, width = weight.values_TI.shape
     if x.values_TI.shape[1] != width:
@@ -91,13 +86,13 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 
 def row_warps(block: int) -> int:
-    """32 numbers a thread."""
+    """Give each thread 32 numbers."""
     return min(32, max(1, block // 1024))
 
 
 @triton.jit
 def store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS: tl.constexpr):
-    """One row of float32; x is zero where not inside."""
+    """Quantise and store one row of float32. x is zero where not inside."""
     largest = tl.maximum(tl.max(tl.abs(x), 0), _SMALLEST)
     values = (x * (_LARGEST / largest)).to(tl.float8e4nv)
     tl.store(values_ptr + row * COLUMNS + column, values, mask=inside)

@@ -1,8 +1,8 @@
-"""K/V in 8 bits: a row of D channels, one key/value head of one token, is D integers and a scale.
+"""K/V in 8 bits: a row, the D channels of one key/value head of one token, is D integers and a scale.
 
-Channel d stands for (number[d] - 128) · scale, with numbers of 1 .. 255. A scale's byte has five bits of
-exponent and three behind the point: the upper bits of a float16, times 2^-6. The scale follows from the row
-alone, so a page that fills token by token is never written again.
+Channel d is (number[d] - 128) · scale, with numbers of 1 .. 255. A scale is one byte, five bits of exponent
+and three of fraction: the upper bits of a float16, times 2^-6. It depends on the row alone, so a page that
+fills token by token is never written again.
 
 Suffixes: R rows of a layer's K/V memory, G key/value heads, D head dimension, S tokens of a sequence.
 """
@@ -21,28 +21,31 @@ from ..launches import Launcher, cdiv, next_power_of_2
 BYTES = torch.uint8
 """The type of a row's numbers and of its scale."""
 NOT_A_NUMBER = 255
-"""The scale of a row that has a channel beyond 121,920, which no float16 is, or none at all."""
+"""The scale of a row with a NaN, or with a magnitude above 121,920, which float16 cannot hold."""
 LEAST = 8
-"""The byte of 2^-20. Rows whose largest channel is below 127 times that are rounded to multiples of it."""
+"""The byte of the least scale, 2^-20. Rows that need a smaller one are rounded to multiples of it."""
 
 _LARGEST = 247
 _TO_FLOAT32 = 106 << 3
-"""Between a scale's byte and the upper bits of the same float32."""
+"""Added to a scale's byte, it gives the upper bits of the same float32."""
 _ZERO = 1.5 * 2.0**23 + 128
-"""The least byte of this plus a small number is that number, rounded to the nearest, plus 128."""
+"""A small number plus this has the rounded number, plus 128, in its lowest byte."""
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Those of k and of v, uint8: their memory without the last dimension."""
+    """The scales of k and of v: uint8, in their shapes without the last dimension."""
 
     k: torch.Tensor
     v: torch.Tensor
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers (uint8, x's shape) and scales (uint8, without the last dimension): the least that holds
-    the row's largest magnitude. Rounds to the nearest, ties to even."""
+    """Quantise rows. A scale is the least that holds the row's largest magnitude. Ties round to even.
+
+    Returns:
+        Numbers (uint8, x's shape) and scales (uint8, without the last dimension).
+    """
     x = x.float()
     least = (x.abs().amax(-1) * (1 / 127)).view(torch.int32)
     upper = (least.clamp_max(0x7F800000) + 0xFFFFF) >> 20  # a NaN with more bits would overflow
@@ -53,13 +56,14 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """numbers: [..., D]. scales: [...]. Exact in float16 and float32, where the row is in their range."""
+    """Return rows in `dtype`: numbers [..., D], scales [...]. float16 and float32 are exact within their
+    range."""
     scale = (scales.int() << 7).to(torch.int16).view(torch.float16).float() * 2.0**-6
     return ((numbers.float() - 128) * scale[..., None]).to(dtype)
 
 
 def check_quantised(name: str, numbers: torch.Tensor, scales: torch.Tensor) -> None:
-    """Raises KernelInputError unless these belong together."""
+    """Check that numbers and scales belong together. Raises KernelInputError."""
     if numbers.dtype != BYTES or scales.dtype != BYTES or scales.shape != numbers.shape[:-1]:
         raise KernelInputError(
             f"{name}: 8-bit K/V is uint8 with a uint8 scale a row, not {numbers.dtype} "
@@ -72,14 +76,14 @@ def check_quantised(name: str, numbers: torch.Tensor, scales: torch.Tensor) -> N
 def gather(
     rows: tuple[torch.Tensor, torch.Tensor], scales: Scales, rows_S: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return some tokens' k_GSD and v_GSD in `dtype`, contiguous, by one kernel.
+    """Copy some tokens' K/V, in `dtype`, by one kernel. Returns k_GSD and v_GSD, contiguous.
 
     Args:
         rows: k_RGD and v_RGD.
-        rows_S: int64, not checked, which would wait for the device.
+        rows_S: int64 rows. They are not checked, which would wait for the device.
 
     Raises:
-        KernelInputError: the arguments do not fit together.
+        KernelInputError: The arguments do not fit together.
     """
     for name, x_RGD, scale_RG in (("k", rows[0], scales.k), ("v", rows[1], scales.v)):
         check_quantised(name, x_RGD, scale_RG)
@@ -103,13 +107,16 @@ _APART = tl.constexpr(_TO_FLOAT32)
 _MIDDLE = tl.constexpr(_ZERO)
 _OVER_127 = tl.constexpr(1 / 127)
 UNIT = tl.constexpr(2.0**-6)
-"""`scale_of` is a scale over this."""
+"""A scale is `scale_of` times this."""
 
 
 @triton.jit
 def quantised_halves(low, high):
-    """Rows' numbers, their last dimension in two halves, and scales, all uint8. low, high: float32
-    [tokens, heads, D / 2]."""
+    """Quantise rows given in two halves. low, high: float32 [tokens, heads, D / 2].
+
+    Returns:
+        The numbers of both halves, and the scales, all uint8.
+    """
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), 2)  # of bits, where NaN is the largest
     least = _magnitude(largest.to(tl.float32, bitcast=True) * _OVER_127)
     upper = (tl.minimum(least, 0x7F800000) + 0xFFFFF) >> 20  # a NaN with more bits would overflow
@@ -121,7 +128,6 @@ def quantised_halves(low, high):
 
 @triton.jit
 def _magnitude(x):
-    """The bits of float32 without the sign, int32."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -132,12 +138,12 @@ def _number(x):
 
 @triton.jit
 def scale_of(byte):
-    """float32, without UNIT; NaN stays NaN."""
+    """Return a scale over UNIT, in float32. NaN stays NaN."""
     return (byte.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 _TOKENS = 16
-"""A program's."""
+"""Tokens of a program."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -145,7 +151,7 @@ def gather_kernel(
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, k_out_ptr, v_out_ptr, tokens,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of one head: program (tokens, head)."""
+    """Gather TOKENS tokens of one head: program (tokens, head)."""
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < tokens

@@ -1,4 +1,4 @@
-"""Products with 16-bit or 32-bit weights: ours for many rows on Hopper, else torch's.
+"""Products with 16-bit or 32-bit weights: our kernel for many rows on Hopper, otherwise torch's.
 
 Suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
 """
@@ -13,7 +13,11 @@ from .swiglu import swiglu
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """x · weightᵀ + bias. Raises KernelInputError unless both have one width, dtype and device."""
+    """Compute x · weightᵀ + bias.
+
+    Raises:
+        KernelInputError: x and weight differ in width, dtype or device.
+    """
     _check("linear", x_TI, weight_OI)
     if bias_O is None and _is_ours(x_TI, weight_OI, gated=False):
         return launch(x_TI, weight_OI, gated=False)
@@ -23,10 +27,10 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
 def swiglu_linear(
     x_TI: torch.Tensor, weight_JI: torch.Tensor, bias_J: torch.Tensor | None = None
 ) -> LinearInput:
-    """`swiglu` of x · weightᵀ + bias: [T, I] → [T, O].
+    """Compute `swiglu` of x · weightᵀ + bias: [T, I] → [T, O].
 
     Raises:
-        KernelInputError: as `linear`, and for an odd number of output channels.
+        KernelInputError: As `linear`, and for an odd number of output channels.
     """
     _check("swiglu_linear", x_TI, weight_JI)
     if bias_J is None and _is_ours(x_TI, weight_JI, gated=True):
@@ -35,7 +39,8 @@ def swiglu_linear(
 
 
 def compile_products(weight_OI: torch.Tensor) -> None:
-    """Compile our product with weights like these, if they fit it. The number of rows decides later."""
+    """Compile our kernel for weights like these, if it takes them. Later the number of rows decides which is
+    used."""
     if weight_OI.is_cuda and fits(weight_OI):
         for gated in (False, True):
             launch(torch.zeros_like(weight_OI[:1]), weight_OI, gated=gated)

@@ -1,10 +1,10 @@
 """Products of many rows for Hopper, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
 
-Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which counts at the card's power limit
+Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which matters at the card's power limit
 (docs/log/2026-11-25.md).
 
-One producer warp copies steps of DEPTH columns into a ring; three consumer warpgroups multiply 64 rows of x
-each. Weights come in two pieces of 128 output channels: side by side, or (GATED) gate's and up's.
+One producer warp copies steps of DEPTH columns into a ring. Three consumer warpgroups multiply 64 rows of x
+each. A tile has two pieces of 128 output channels: neighbours, or (GATED) one of gate and one of up.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,15 +29,16 @@ WARPGROUPS = gl.constexpr(3)
 PIECE = gl.constexpr(128)
 """Output channels of a piece of weights."""
 DEPTH = gl.constexpr(64)
-"""Columns that are copied at a time."""
+"""Input columns that are copied at a time."""
 STAGES = gl.constexpr(3)
 BAND = gl.constexpr(11)
-"""Tiles of rows that go through all weights together, so that x stays in L2: 17 MB at 4,096 columns."""
+"""Row tiles that pass through all weights together, so that x stays in L2: 17 MB at 4,096 columns."""
 _LOG2E = gl.constexpr(LOG2E)
 
 
 class LinearWork(NamedTuple):
-    """Tiles of rows and of channels, steps of DEPTH columns, and the distance of a tile's two pieces."""
+    """Sizes of one launch: tiles, and steps of DEPTH columns. `apart`: rows of weights between a tile's two
+    pieces."""
 
     row_tiles: gl.tensor
     column_tiles: gl.tensor
@@ -46,8 +47,13 @@ class LinearWork(NamedTuple):
 
 
 class LinearBuffers(NamedTuple):
-    """x: each warpgroup's 64 rows of a stage. weight: a stage's two pieces, full and empty with x. out: each
-    warpgroup's 64 rows of one piece."""
+    """Shared memory.
+
+    Attributes:
+        x: Each warpgroup's 64 rows of a stage.
+        weight: A stage's two pieces, full and empty with x.
+        out: Each warpgroup's 64 rows of one piece.
+    """
 
     x: Ring
     weight: gl.shared_memory_descriptor
@@ -56,7 +62,6 @@ class LinearBuffers(NamedTuple):
 
 @gluon.jit
 def _tile(number, work):
-    """Its row and column among the tiles."""
     band = BAND * work.column_tiles
     first = number // band * BAND
     height = gl.minimum(work.row_tiles - first, BAND)
@@ -65,7 +70,6 @@ def _tile(number, work):
 
 @gluon.jit
 def _copy_steps(x, weight, buffers, work, GATED: gl.constexpr):
-    """The producer warp. use: steps so far."""
     ring = buffers.x
     use = 0
     for number in range(gl.program_id(0), work.row_tiles * work.column_tiles, gl.num_programs(0)):
@@ -90,7 +94,7 @@ def _copy_steps(x, weight, buffers, work, GATED: gl.constexpr):
 
 @gluon.jit
 def _store(x, out, buffer, row, column):
-    """(64, PIECE) to its place, through a buffer that is free once the copy engine has read it."""
+    """Store (64, PIECE) numbers through a buffer, once the copy engine has read its last contents."""
     tma.store_wait(0)
     buffer.store(x.to(out.dtype))
     fence_async_shared()
@@ -99,7 +103,6 @@ def _store(x, out, buffer, row, column):
 
 @gluon.jit
 def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
-    """use: steps so far."""
     # Two instructions of 128 columns: one of 256 would take too many registers.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     ring = buffers.x
@@ -133,7 +136,8 @@ def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
 def linear_hopper_kernel(
     x, weight, out, row_tiles, column_tiles, steps, apart, GATED: gl.constexpr
 ):  # fmt: skip
-    """x, weight, out: descriptors of 64 rows by DEPTH, PIECE by DEPTH, 64 by PIECE. Others: `LinearWork`."""
+    """Run one program. x, weight and out are descriptors of 64 by DEPTH, PIECE by DEPTH and 64 by PIECE.
+    Other arguments: `LinearWork`."""
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES * WARPGROUPS, GROUP_ROWS, DEPTH], x.layout)
     weight_smem = gl.allocate_shared_memory(weight.dtype, [STAGES, 2 * PIECE, DEPTH], weight.layout)
     out_smem = gl.allocate_shared_memory(out.dtype, [WARPGROUPS, GROUP_ROWS, PIECE], out.layout)

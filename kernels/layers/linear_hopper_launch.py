@@ -12,14 +12,13 @@ from .linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel
 _product = Launcher(linear_hopper_kernel)
 _ROWS = WARPGROUPS.value * WARPGROUP_ROWS
 _FEWEST_ROWS = 1024
-"""Below, cuBLAS's smaller tiles are faster."""
+"""With fewer rows, cuBLAS's smaller tiles are faster."""
 _FILLED = {False: 0.94, True: 0.88}
-"""The least part of the GPU's time that must be useful, by whether gate and up are multiplied
-(docs/log/2026-11-25.md)."""
+"""The part of the GPU's time that must be useful, by `gated` (docs/log/2026-11-25.md)."""
 
 
 def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
-    """Whether the kernel can run and fills the GPU."""
+    """Say whether the kernel can run and fills the GPU."""
     rows, out = x_TI.shape[0], weight_OI.shape[0]
     if rows < _FEWEST_ROWS or not fits(weight_OI) or not _copyable(x_TI):
         return False
@@ -34,7 +33,8 @@ def fits(weight_OI: torch.Tensor) -> bool:
 
 @lru_cache(1024)
 def filled(rows: int, width: int, multiprocessors: int) -> float:
-    """The useful part of the GPU's time for `rows` rows of `width` channels (gate and up are two)."""
+    """Return the useful part of the GPU's time for `rows` rows of `width` channels (gate and up count as
+    two)."""
     columns = 2 * PIECE.value
     tiles = cdiv(rows, _ROWS) * cdiv(width, columns)
     computed = cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
@@ -42,7 +42,7 @@ def filled(rows: int, width: int, multiprocessors: int) -> float:
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """Inputs satisfy `takes`, in any number."""
+    """Launch the kernel on inputs that satisfy `takes`, but for their number of rows."""
     rows, width = x_TI.shape
     columns = weight_OI.shape[0] // (2 if gated else 1)
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)
@@ -63,7 +63,6 @@ def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch
 
 
 def _copyable(x: torch.Tensor) -> bool:
-    """Rows are contiguous and in 16-byte steps."""
     return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 

@@ -19,17 +19,18 @@ LinearInput = torch.Tensor | Fp8Rows
 def add_norm(
     hidden_TC: torch.Tensor, update_TC: torch.Tensor | None, weight_C: torch.Tensor, eps: float, fp8: bool
 ) -> tuple[torch.Tensor, LinearInput]:
-    """hidden + update, and its RMSNorm (Zhang and Sennrich 2019, equation 4) times the weight.
+    """Add the update to hidden, and compute the sum's RMSNorm (Zhang and Sennrich 2019, equation 4). Return
+    both.
 
     The sum is rounded to hidden's dtype, then normed in float32. Nothing is written in place.
 
     Args:
         update_TC: None: the sum is hidden itself.
-        weight_C: in hidden's dtype or float32.
-        fp8: give the norm as rows of e4m3.
+        weight_C: In hidden's dtype or float32.
+        fp8: Return the norm as rows of e4m3.
 
     Raises:
-        KernelInputError: shapes or dtypes differ.
+        KernelInputError: Shapes or dtypes differ.
     """
     given = {"hidden": hidden_TC} if update_TC is None else {"hidden": hidden_TC, "update": update_TC}
     check_rows("add_norm", **given)

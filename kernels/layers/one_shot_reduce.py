@@ -1,11 +1,11 @@
-"""Sums and maxima over the GPUs of one host, for tensors so small that latency is all of their time.
+"""Sums and maxima over the GPUs of one host, for tensors so small that only latency counts.
 
 Each GPU writes its numbers into every other's memory, raises a flag there, and adds up what it was sent
-("one-shot"; FlashInfer and TensorRT-LLM have the like). All GPUs add in one order, so all get the same bits.
+("one-shot", as in FlashInfer and TensorRT-LLM). All GPUs add in one order, so all get the same bits.
 
-A program's place in the others' memory has two halves, used in turn. A half is written again two calls
-later: by then the other GPU has raised its flag of the call between, so it has ended the call before. It may
-be a call ahead, so a flag says the number of its last call.
+In each other GPU's memory a program has a place of two halves, which it uses in turn. It writes a half again
+two calls later. By then the other GPU has raised its flag of the call between, so it has ended the call
+before. That GPU may be one call ahead, so a flag holds the number of its last call.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,9 +22,9 @@ from .norm import LinearInput
 
 _BLOCK = 1024
 ROOM = 1024 * _BLOCK
-"""Most numbers of one call."""
+"""The most numbers of one call."""
 _WIDEST = 8192
-"""Channels of a row that one program holds."""
+"""The most channels of a row, which one program holds."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,7 +33,6 @@ def _send(
     x, inside, call, place, program, places_ptr, flags_ptr,
     RANK: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a program's numbers into the others' memory, and raise its flags there."""
     lane = tl.arange(0, BLOCK)
     for other in tl.static_range(RANKS):
         if other != RANK:
@@ -51,7 +50,6 @@ def _receive(
     x, inside, call, place, program, places_ptr, flags_ptr, other,
     RANK: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Wait for another rank's numbers. Returns float32."""
     flag = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + other * (ROOM // 1024) + program
     while tl.atomic_cas(flag, call, call, sem="acquire", scope="sys") - call < 0:
         pass
@@ -64,8 +62,10 @@ def one_shot_reduce_kernel(
     x_ptr, out_ptr, calls_ptr, places_ptr, flags_ptr, numbers,
     RANK: tl.constexpr, RANKS: tl.constexpr, MAXIMUM: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """places_ptr, flags_ptr: addresses of every rank's memory, by rank. calls_ptr: calls so far of each
-    program."""
+    """Reduce BLOCK numbers over ranks.
+
+    places_ptr, flags_ptr: addresses of every rank's memory, by rank. calls_ptr: calls so far of each program.
+    """
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
@@ -91,7 +91,7 @@ def one_shot_add_norm_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr,
     FP8: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`add_norm_kernel` of the update's sum over ranks. One program a row."""
+    """Compute `add_norm_kernel` of the update's sum over ranks: one program per row."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -121,14 +121,17 @@ def one_shot_add_norm_kernel(
 
 
 def own_memory(ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places and the flags that the other ranks write to, for each to map."""
+    """Allocate the places and the flags that other ranks map and write to."""
     places = torch.zeros(2 * ranks * ROOM, dtype=torch.float32, device=device)
     return places, torch.zeros(ranks * (ROOM // _BLOCK), dtype=torch.int32, device=device)
 
 
 class _OneShot:
-    """memory: every rank's `own_memory`, as mapped here, by rank. All ranks make the same calls in the same
-    order."""
+    """Base of both operations. All ranks make the same calls in the same order.
+
+    Args:
+        memory: Every rank's `own_memory` as mapped here, by rank.
+    """
 
     def __init__(self, rank: int, memory: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._rank, self._memory = rank, memory
@@ -141,13 +144,11 @@ class _OneShot:
 
 
 class OneShotReduce(_OneShot):
-    """Sums and maxima over ranks."""
-
     def takes(self, x: torch.Tensor) -> bool:
         return x.dtype in _DTYPES and 0 < x.numel() <= ROOM
 
     def __call__(self, x: torch.Tensor, maximum: bool) -> torch.Tensor:
-        """Return the sum over ranks, or the maximum. x: contiguous, and `takes` it."""
+        """Return the sum over ranks, or the maximum. x is contiguous and satisfies `takes`."""
         out = torch.empty_like(x)
         one_shot_reduce_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
             x,
@@ -166,8 +167,8 @@ class OneShotReduce(_OneShot):
 
 
 class OneShotAddNorm(_OneShot):
-    """`add_norm` of what ranks have parts of, in one launch instead of two. It needs memory of its own: its
-    programs write elsewhere than those of `OneShotReduce`."""
+    """Adds up the ranks' updates and computes `add_norm`, in one launch instead of two. It needs memory of
+    its own, since its programs write elsewhere than those of `OneShotReduce`."""
 
     def takes(self, update_TC: torch.Tensor) -> bool:
         rows, width = update_TC.shape
@@ -182,7 +183,8 @@ class OneShotAddNorm(_OneShot):
         eps: float,
         fp8: bool,
     ) -> tuple[torch.Tensor, LinearInput]:
-        """Like `norm.add_norm`. update_TC: this rank's part, contiguous like hidden_TC, and `takes` it."""
+        """Compute `norm.add_norm`. update_TC: this rank's part, contiguous like hidden_TC. It satisfies
+        `takes`."""
         rows, width = update_TC.shape
         quantised = empty_rows(rows, width, hidden_TC.device) if fp8 else None
         sum_TC = torch.empty_like(hidden_TC)

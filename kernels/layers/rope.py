@@ -1,4 +1,4 @@
-"""RMSNorms of q and k, rotation, and K/V into their memory, in one pass over the fused projection.
+"""Norms q and k, rotates them and stores K/V, in one pass over the rows of the fused projection.
 
 Suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D head
 dimension, F = D / 2, R rows of a layer's K/V memory.
@@ -20,9 +20,10 @@ from .kv_int8 import Scales, check_quantised, quantise, quantised_halves
 
 @dataclass(frozen=True)
 class KVRows:
-    """K and V of token t go to row rows_T[t] (int64) of k_RGD and v_RGD. Rows do not collide.
+    """Where K/V is stored: that of token t in row rows_T[t] (int64), which no other token has.
 
-    scales: of 8-bit rows (`kv_int8`), [R, G]; None where rows have the model's dtype.
+    Attributes:
+        scales: Scales of 8-bit rows (`kv_int8`), [R, G]. None: rows have the model's dtype.
     """
 
     k_RGD: torch.Tensor
@@ -45,12 +46,13 @@ def rotate_and_store(
     Channel f turns with channel f + D/2 (RoFormer, Su et al. 2021, equation 34).
 
     Args:
-        qkv_TXD: rows of query heads, key heads, value heads. Used up: q_THD may lie in its memory.
+        qkv_TXD: Query heads, key heads, value heads. It is used up: q_THD may lie in its memory.
         cos_T1F, sin_T1F: float32, of the angles.
-        kv: row numbers are not checked, which would wait for the device.
+        norm: None: q and k are not normed.
+        kv: Row numbers are not checked, which would wait for the device.
 
     Raises:
-        KernelInputError: the arguments do not fit together.
+        KernelInputError: The arguments do not fit together.
     """
     _check(qkv_TXD, cos_T1F, sin_T1F, norm, kv)
     if runs_on_cpu(qkv_TXD, "rotate_and_store"):
@@ -134,9 +136,9 @@ def rope_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     INT8: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS rows, HEADS heads of each, as their first and second HALF of channels.
+    """Process TOKENS rows, HEADS heads of each, as the first and second HALF of channels.
 
-    q stays where it is. Each head takes part in one of the three stores.
+    Each head is stored once: q where it was, k and v in their rows.
     """
     D: tl.constexpr = 2 * HALF
     TURNED: tl.constexpr = Q_HEADS + KV_HEADS

@@ -4,7 +4,8 @@ from ..interface import KernelInputError
 
 
 def check_rows(name: str, **rows: torch.Tensor) -> None:
-    """Raises KernelInputError unless these are matrices of one shape, dtype and device, rows contiguous."""
+    """Check that these are matrices of one shape, dtype and device with contiguous rows. Raises
+    KernelInputError."""
     first = next(iter(rows.values()))
     for key, x in rows.items():
         if x.dim() != 2 or x.shape != first.shape:

@@ -1,4 +1,4 @@
-"""Chooses the next token, one row per request, whatever else is in the batch. Suffixes: R requests, V
+"""Chooses each request's next token, independently of the others in the batch. Suffixes: R requests, V
 vocabulary.
 
 Noise depends on (seed, position, token id) alone, so a stream is the same in any batch and on any worker.
@@ -17,10 +17,12 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The sampling parameters of rows as tensors, at addresses that do not change.
+    """The sampling parameters of a batch's rows, as tensors at addresses that do not change.
 
-    drawn_R: rows with a temperature above 0; the others are greedy. draws, filters: whether any row is drawn,
-    or uses top-k or top-p; the host knows these, as they decide what is launched.
+    Attributes:
+        drawn_R: Whether a row's temperature is above 0; the other rows are greedy.
+        draws, filters: Whether any row is drawn, or uses top-k or top-p. The host knows both, since they
+            decide what is launched.
     """
 
     drawn_R: torch.Tensor
@@ -49,11 +51,11 @@ class SamplingRows:
 def sample(
     logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose by temperature, then top-k, then top-p of the rest, as transformers does. The draw is Gumbel's
-    argmax.
+    """Choose tokens by temperature, then top-k, then top-p of the rest, as transformers does. The draw is the
+    argmax of logits with Gumbel noise.
 
     Args:
-        positions_R: absolute position of the token to be chosen.
+        positions_R: Absolute positions of the tokens to be chosen.
 
     Returns:
         Token ids (int64 [R]) and their log-probabilities under the unmodified distribution (float32).
@@ -72,7 +74,8 @@ def sample(
 
 
 def gumbel(seed_R: torch.Tensor, positions_R: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Standard Gumbel noise [R, V] in float64. The hash is splitmix64's finaliser; integers wrap around."""
+    """Return standard Gumbel noise [R, V] in float64. The hash is splitmix64's finaliser; integers wrap
+    around."""
     stream_R = _mix(_mix(seed_R * _GOLDEN + _GOLDEN) + positions_R.to(torch.int64) * _GOLDEN)
     token_V = torch.arange(1, vocab + 1, device=seed_R.device, dtype=torch.int64) * _GOLDEN
     bits_RV = _mix(stream_R[:, None] + token_V)
@@ -87,12 +90,12 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right; torch's own keeps the sign."""
+    """Shift right logically; torch's own shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _filter(scaled_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """-inf where top-k and then top-p drop a token. Tokens that tie with the last one kept are kept."""
+    """Set tokens to -inf that top-k and then top-p drop. Tokens that tie with the last one kept are kept."""
     ordered_RV = scaled_RV.sort(-1, descending=True).values
     rank_V = torch.arange(scaled_RV.shape[1], device=scaled_RV.device)
     ordered_RV = ordered_RV.masked_fill(rank_V >= top_k_R[:, None], float("-inf"))

@@ -15,16 +15,20 @@ from .rows import check_rows
 
 
 def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
-    """SiLU(gate) · up (Shazeer 2020, equation 6) of a row's two halves: [T, 2 I] → [T, I].
+    """Compute SiLU(gate) · up (Shazeer 2020, equation 6) from a row's two halves: [T, 2 I] → [T, I].
 
-    fp8: as rows of e4m3. Raises KernelInputError unless rows are contiguous and even.
+    Args:
+        fp8: Return rows of e4m3.
+
+    Raises:
+        KernelInputError: Rows are not contiguous, or their width is odd.
     """
     return _gated("swiglu", gate_up_TJ, fp8, gelu=False)
 
 
 def geglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
-    """`swiglu` with GELU for SiLU (Shazeer 2020, equation 6), by its tanh form (Hendrycks and Gimpel 2016,
-    section 2)."""
+    """Compute `swiglu` with GELU for SiLU (Shazeer 2020, equation 6), in its tanh form (Hendrycks and Gimpel
+    2016, section 2)."""
     return _gated("geglu", gate_up_TJ, fp8, gelu=True)
 
 
@@ -44,8 +48,14 @@ def cpu_swiglu(gate_up_TJ: torch.Tensor, fp8: bool, gelu: bool = False) -> torch
 
 
 def squared_relu(x_TI: torch.Tensor, fp8: bool) -> LinearInput:
-    """ReLU(x)² (So et al. 2021, section 4.2). fp8: as rows of e4m3. Raises KernelInputError unless rows are
-    contiguous."""
+    """Compute ReLU(x)² (So et al. 2021, section 4.2).
+
+    Args:
+        fp8: Return rows of e4m3.
+
+    Raises:
+        KernelInputError: Rows are not contiguous.
+    """
     check_rows("squared_relu", x=x_TI)
     if runs_on_cpu(x_TI, "squared_relu"):
         return cpu_squared_relu(x_TI, fp8)
@@ -122,7 +132,6 @@ def kernel_squared_relu(x_TI: torch.Tensor, fp8: bool) -> LinearInput:
 
 
 def _launch(x_TJ: torch.Tensor, width: int, kernel: Launcher, fp8: bool, **kind: bool) -> LinearInput:
-    """width: of the kernel's output rows."""
     rows, block = x_TJ.shape[0], next_power_of_2(width)
     if fp8:
         made = empty_rows(rows, width, x_TJ.device)

@@ -50,7 +50,6 @@ def paged_attention_sparse(selected: SelectedPages) -> tuple[torch.Tensor, torch
 
 
 def _pages(x: PagedInput, request: int, window: int = 0) -> torch.Tensor:
-    """All columns of one request, or its window's."""
     tokens = int(x.lengths_R[request])
     pages = -(-tokens // PAGE_TOKENS)
     if tokens < 1 or pages > x.table_RP.shape[1]:
@@ -64,7 +63,7 @@ def _pages(x: PagedInput, request: int, window: int = 0) -> torch.Tensor:
 def _request(
     x: PagedInput, request: int, columns_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out_HD (q's dtype), lse_H and weights_HT (fp32) over some columns of one request."""
+    """Attend to some columns of one request. Returns out_HD (q's dtype), lse_H and weights_HT (fp32)."""
     ids_N = x.table_RP[request].index_select(0, columns_N)
     k_PSG, v_PSG = (None, None) if x.scales is None else (x.scales.k, x.scales.v)
     k_GTD, v_GTD = _gather(x.k_PSGD, k_PSG, ids_N), _gather(x.v_PSGD, v_PSG, ids_N)
@@ -73,7 +72,7 @@ def _request(
     unseen_T = place_T >= x.lengths_R[request]
     if x.window:
         unseen_T |= place_T < x.lengths_R[request] - x.window
-    for page in (slice(PAGE_TOKENS), slice(-PAGE_TOKENS, None)):  # ascending: no other is part empty
+    for page in (slice(PAGE_TOKENS), slice(-PAGE_TOKENS, None)):  # only these have unseen tokens
         if bool(unseen_T[page].any()):
             v_GTD[:, page].masked_fill_(unseen_T[page, None], 0)
     q_GQD = x.q_RHD[request].float().reshape(k_GTD.shape[0], x.group, -1)
@@ -86,7 +85,6 @@ def _request(
 
 
 def _gather(pages_PSGD: torch.Tensor, scales_PSG: torch.Tensor | None, ids_N: torch.Tensor) -> torch.Tensor:
-    """fp32 copy of some pages as one sequence of tokens for each head."""
     chosen_NSGD = pages_PSGD.index_select(0, ids_N)
     if scales_PSG is not None:
         chosen_NSGD = dequantise(chosen_NSGD, scales_PSG.index_select(0, ids_N), torch.float32)
@@ -96,7 +94,7 @@ def _gather(pages_PSGD: torch.Tensor, scales_PSG: torch.Tensor | None, ids_N: to
 def select_pages(
     page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`page_selection.select_pages`. The lower of equal columns wins."""
+    """Select as `page_selection.select_pages` does. Of equal scores the lower column wins."""
     columns_P = torch.arange(page_score_RP.shape[1], device=page_score_RP.device)
     pages_R1 = ((lengths_R + PAGE_TOKENS - 1) // PAGE_TOKENS)[:, None]
     rival_RP = columns_P < pages_R1 - recency

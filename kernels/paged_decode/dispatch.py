@@ -19,13 +19,13 @@ def paged_attention(
     scales: Scales | None = None,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query token of each request over all its tokens, or a window's. Arguments as in `PagedInput`.
+    """Attend with each request's query token to all its tokens, or to a window's. Arguments: `PagedInput`.
 
     Returns:
         out_RHD (q's dtype) and lse_RH (fp32, natural logarithm).
 
     Raises:
-        KernelInputError: as `PagedInput`.
+        KernelInputError: As `PagedInput`.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales, window)
     if x.q_RHD.is_cuda:
@@ -44,14 +44,15 @@ def paged_attention_scored(
     scales: Scales | None = None,
     span: int = PAGE_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`paged_attention` with the attention that each page received (DELTA, Algorithm 2).
+    """Compute `paged_attention` and the attention that each page received (DELTA, Algorithm 2).
 
     Args:
-        span: 16 for scores of pages. 1 for scores of tokens, where other ranks have other heads.
+        span: Tokens that share a score. 16 gives scores of pages; 1 gives scores of tokens, for ranks that
+            have only some of the heads.
 
     Returns:
-        out_RHD, lse_RH and score_RS (fp32), S = 16 P / span: a token's largest weight over all query heads,
-        summed over the span's tokens; 0 past the request's pages.
+        out_RHD, lse_RH and score_RS (fp32), S = 16 P / span. A score adds up, over the span's tokens, each
+            token's largest weight over all query heads. It is 0 past the request's pages.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     if x.q_RHD.is_cuda:
@@ -71,10 +72,11 @@ def paged_attention_sparse(
     scale: float,
     scales: Scales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention` over some of each request's pages (DELTA, Algorithm 1, sparse layers).
+    """Compute `paged_attention` over selected pages of each request (DELTA, Algorithm 1, sparse layers).
 
-    selected_RK, counts_R: from `page_selection.select_pages`; a count of 0 reads all pages. lengths_R: the
-    full length.
+    Args:
+        lengths_R: Full lengths.
+        selected_RK, counts_R: From `page_selection.select_pages`. A count of 0 reads all pages.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     selected = SelectedPages(x, selected_RK, counts_R)

@@ -1,11 +1,12 @@
-"""Paged decode attention in Triton: split over keys (flash-decoding), merged, with page scores in one pass.
+"""Paged decode attention in Triton (flash-decoding). `_attend` reads splits of the keys, `_merge` joins them,
+and `_score` makes page scores without a second pass over the keys.
 
 Suffixes: C splits of a request, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the blocks of a
 bundle.
 
-For page scores `_attend` leaves p of each key under its block's running maximum, and that maximum; `_score`
-turns them into weights once `_merge` knows the LSE. Weights under a near maximum, unlike logits, keep the
-dtype's relative error.
+For page scores `_attend` also writes p of each key, relative to the running maximum after its block, and that
+maximum. `_score` turns both into weights once `_merge` knows the LSE. Unlike logits, such p keep the dtype's
+relative error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,12 +31,16 @@ def _assigned(
     lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A slot's request r, its split, r's number of splits (0: no request is left), tokens and selected pages.
+    """Find what a slot reads. A slot is a program's number among those of one key head.
 
-    Every request has one split. A further max_splits - 1 are shared out in proportion to tokens, so that
+    Every request has one split. A further max_splits - 1 are divided in proportion to tokens, so that
     programs end together; slots are below requests + max_splits - 1. No split is shorter than STEP tokens.
-    Lengths are read on the device, so a CUDA graph stays valid. The loop is over scalars, which stay out of
+    Lengths are read on the device, so a CUDA graph stays valid. The loop is over scalars, which take no
     vector registers.
+
+    Returns:
+        The slot's request r, its split, r's number of splits (0: no request is left), tokens and selected
+            pages.
     """
     total = 0
     for n in range(requests):
@@ -67,13 +72,12 @@ def _assigned(
 
 @triton.jit
 def _window_from(length, STEP: tl.constexpr, WINDOW: tl.constexpr):
-    """The first token that is read of a request whose last WINDOW tokens are seen, in whole steps."""
+    """Return the first token to read, a multiple of STEP, if the last WINDOW tokens are seen."""
     return tl.maximum(length - WINDOW, 0) // STEP * STEP
 
 
 @triton.jit
 def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr, WINDOW: tl.constexpr):
-    """Tokens of request n, its count of selected pages, and steps of STEP tokens to read."""
     length = tl.load(lengths_ptr + n)
     count = length
     read = length
@@ -90,22 +94,26 @@ def _split_of(
     lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr,
     BLOCK: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Returns: the slot's request, its split and number of splits, where the split's tokens begin and end
-    (counted among the selected ones if there is a selection), the first token that is seen, and whether there
-    is a selection."""
+    """Find which tokens a slot reads.
+
+    Returns:
+        The slot's request, its split and number of splits, where the split's tokens begin and end (counted
+            among the selected ones if there is a selection), the first token that is seen, and whether there
+            is a selection.
+    """
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
     r, split, splits, tokens, count = _assigned(
         lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE, WINDOW
     )
     selects = count > 0  # otherwise every page is read
-    if SPARSE:  # ascending: only the last page can have empty slots
+    if SPARSE:  # columns ascend: only the last page can have empty slots
         last = tl.load(selected_ptr + r * stride_sr + tl.maximum(count, 1) - 1)
         chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
         tokens = tl.where(selects, chosen, tokens)
     first = _window_from(tokens, STEP, WINDOW) if WINDOW else 0
     split_tokens = tl.cdiv(tl.cdiv(tokens - first, STEP), tl.maximum(splits, 1)) * STEP
     begin = first + split * split_tokens
-    end = tl.minimum(begin + split_tokens, tokens)  # no request: no tokens
+    end = tl.minimum(begin + split_tokens, tokens)  # a slot without a request has no tokens
     return r, split, splits, begin, end, tokens - WINDOW, selects
 
 
@@ -113,7 +121,7 @@ def _split_of(
 def _leave_for_score(
     p_RBHT_ptr, m_REHW_ptr, p, m_i, bundle_m, first_bundle, start, end, head, heads, valid_head,
 ):  # fmt: skip
-    """Write p of a block's keys [ROWS, BLOCK] for `_score`, and the bundle's maxima when it ends. Returns the
+    """Write p of a block's keys [ROWS, BLOCK] for `_score`, and the bundle's maxima when it ends. Return the
     bundle's maxima so far."""
     BLOCK: tl.constexpr = p.shape[1]
     place = tl.arange(0, _BUNDLE)
@@ -138,7 +146,8 @@ def _attend(
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One key head of one split of a request: program (g, slot). ROWS pads the group for tl.dot."""
+    """Attend with one key head's query heads to one split of a request: program (g, slot). ROWS pads them for
+    tl.dot."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     r, split, splits, begin, end, seen_from, selects = _split_of(
@@ -207,8 +216,8 @@ def _merge(
 ):  # fmt: skip
     """Join the splits of one request and head: program r·heads + h.
 
-    The first C are loaded before their number is known, since few requests have more. M is room for the
-    others.
+    The first C splits are loaded before their number is known, since few requests have more. M is room for
+    the others.
     """
     lane = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
@@ -218,7 +227,7 @@ def _merge(
     m_C = tl.load(m_RHC_ptr + at, mask=c < max_splits, other=0.0)
     l_C = tl.load(l_RHC_ptr + at, mask=c < max_splits, other=0.0)
     acc_CD = tl.load(acc_RHCD_ptr + at[:, None] * D + d[None, :], mask=(c < max_splits)[:, None], other=0.0)
-    valid = c < splits  # the rest was written by nobody
+    valid = c < splits  # no program wrote the others
     m_C = tl.where(valid, m_C, float("-inf"))
     m_i = tl.max(m_C, 0)
     alpha_C = tl.exp2(m_C - m_i)
@@ -246,8 +255,8 @@ def _score(
     p_RBHT_ptr, m_REHW_ptr, lse_ptr, lengths_ptr, score_ptr, heads, columns, bundles,
     H: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the spans of SPAN tokens (a page, or 1) in BLOCKS blocks of one request: program (chunk, r).
-    H pads the heads."""
+    """Compute the scores of one request's spans of SPAN tokens (a page, or 1) in BLOCKS blocks: program
+    (chunk, r). H pads the heads."""
     chunk, r = tl.program_id(0), tl.program_id(1)
     SPANS: tl.constexpr = BLOCKS * BLOCK // SPAN
     tokens = tl.load(lengths_ptr + r)

@@ -1,13 +1,13 @@
-"""Paged decode attention over K/V in 8 bits (`layers.kv_int8`). Suffixes as in `kernel`, whose `_merge` and
-`_score` finish what this begins.
+"""Paged decode attention over K/V in 8 bits (`layers.kv_int8`). `_merge` and `_score` of `kernel` finish what
+this begins. Suffixes as there.
 
 A page's numbers are read in pairs, as 16-bit words, so that loads, shared memory and the transposition of
-values are those of 16-bit pages; pairs then become float16 of the even channels and of the odd. That is
-exact. Both products run over them in float16 with float32 sums.
+values are those of 16-bit pages. Pairs then become float16, split into even and odd channels. That is exact.
+Both products multiply float16 and add up in float32.
 
-K's scales are factors of the columns of scores, V's of weights. The running maximum M is of scores plus about
-log2(V's scale): so the weights that values are multiplied by, 2^(score - M) · scale, are at most 1.1, and
-measure what a token adds to the output.
+K's scales multiply the columns of scores, V's scales the weights. The running maximum M is of scores plus
+about log2(V's scale). So the weights that values are multiplied by, 2^(score - M) · scale, are at most 1.1,
+and they measure what a token adds to the output.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,12 +32,12 @@ _UNPACK = tl.constexpr("""
     sub.f16x2 $1, y, least;
 }
 """)
-"""Two pairs to their two even and their two odd channels: 0x64 before a byte b is 1024 + b as a float16."""
+"""Splits two pairs into two even and two odd channels. The bytes 0x64 and b are 1024 + b as a float16."""
 
 
 @triton.jit
 def _unpacked(pair):
-    """The even and the odd channels of pairs of numbers, less 128, in float16. pair: int16."""
+    """Return the even and the odd channels of pairs of numbers (int16), less 128, in float16."""
     if _NATIVE:
         return tl.inline_asm_elementwise(
             _UNPACK, "=r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -48,7 +48,7 @@ def _unpacked(pair):
 
 @triton.jit
 def _power_of_2(exponent):
-    """float32. exponent: int32 within -126 .. 127."""
+    """Return 2^exponent in float32. exponent: int32 within -126 .. 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -61,7 +61,8 @@ def _attend_int8(  # noqa: PLR0915
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Like `kernel._attend`. k_ptr, v_ptr: of pairs, with strides in pairs, alike for k and v."""
+    """Compute what `kernel._attend` does. k_ptr and v_ptr point to pairs; strides count pairs, alike for k
+    and v."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     PAIRS: tl.constexpr = D // 2
@@ -81,7 +82,7 @@ def _attend_int8(  # noqa: PLR0915
     q_at = q_ptr + r * stride_qr + head[:, None] * stride_qh + 2 * pair[None, :]
     q_even = tl.load(q_at, mask=valid_head[:, None], other=0.0).to(tl.float32)
     q_odd = tl.load(q_at + 1, mask=valid_head[:, None], other=0.0).to(tl.float32)
-    # Rows of q, too, are moved into float16's range by a power of two.
+    # A power of two moves each row of q into float16's range.
     largest = tl.maximum(tl.max(tl.abs(q_even), 1), tl.max(tl.abs(q_odd), 1))
     q_exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
     q_exponent = tl.minimum(q_exponent, 126)
@@ -91,7 +92,7 @@ def _attend_int8(  # noqa: PLR0915
     inside = g * stride_g + (key % _PAGE)[:, None] * stride_s + pair[None, :]
     scale_inside = g + (key % _PAGE) * stride_scale_s
 
-    # Page ids are loaded a block ahead, as are scales: else they take half of the pipeline's stages.
+    # Page ids and scales are loaded a block ahead, else they take half of the pipeline's stages.
     column = (begin + key) // _PAGE
     if SPARSE:
         column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
@@ -115,7 +116,7 @@ def _attend_int8(  # noqa: PLR0915
 
         k_factor = scale_of(k_byte)
         v_factor = scale_of(v_byte)
-        v_log2 = v_byte.to(tl.float32) * 0.125 - 15.0  # a straight line within each octave: up to 0.09 less
+        v_log2 = v_byte.to(tl.float32) * 0.125 - 15.0  # straight within each octave: up to 0.09 less
         kv_at = inside + page[:, None] * stride_p
         k_even, k_odd = _unpacked(tl.load(k_ptr + kv_at, mask=valid[:, None], other=0))
         s = tl.dot(q_even, tl.trans(k_even))

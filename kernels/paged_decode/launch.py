@@ -18,17 +18,24 @@ from . import kernel, kernel_int8
 from .pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
-"""`_attend` has two for each of an H200's multiprocessors."""
+"""Programs of `_attend`: two for each multiprocessor of an H200."""
 _WIDEST = 128
 """The most keys of a block."""
 _FIRST_SPLITS = 8
-"""Splits that are merged at once: those of each of four requests with eight key heads."""
+"""Splits that `_merge` loads first: as many as four requests with eight key heads have each."""
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Keys a block, splits of all requests, warps and stages of `_attend`; blocks a program and warps of
-    `_score`."""
+    """Sizes and launch options of paged decode.
+
+    Attributes:
+        block: Keys of a block.
+        splits: Splits of all requests together.
+        warps, stages: Triton's options for `_attend`.
+        score_blocks: Blocks that one program of `_score` takes.
+        score_warps: Warps of `_score`.
+    """
 
     block: int
     splits: int
@@ -39,18 +46,19 @@ class SplitPlan:
 
     @classmethod
     def of(cls, x: PagedInput, pages: int) -> SplitPlan:
-        """For at most `pages` pages a request. Measured on an H200 (docs/log/2026-11-21.md)."""
+        """Choose a plan for requests of at most `pages` pages. Measured on an H200
+        (docs/log/2026-11-21.md)."""
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
         block = _WIDEST if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
         blocks = x.q_RHD.shape[0] * -(-pages * PAGE_TOKENS // block)
-        score_warps = 1 if x.scales is None else 4  # of weights in 32 bits
+        score_warps = 1 if x.scales is None else 4  # p is in 32 bits then
         splits = min(blocks, max(1, _PROGRAMS // x.k_PSGD.shape[2]))
         return cls(block, splits, score_warps=score_warps)
 
 
 def paged_attention(x: PagedInput, plan: SplitPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     columns = x.table_RP.shape[1]
-    if x.window:  # and a block, since a window begins within one
+    if x.window:  # plus a block, since a window may begin within one
         columns = min(columns, -(-x.window // PAGE_TOKENS) + _WIDEST // PAGE_TOKENS)
     plan = plan or SplitPlan.of(x, columns)
     return _attend(x, None, plan, _scratch(x, plan, 0))
@@ -94,9 +102,8 @@ def paged_attention_scored(
 
 
 def _scratch(x: PagedInput, plan: SplitPlan, bundles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """p_RBHT and m_REHW."""
     requests, heads, _ = x.q_RHD.shape
-    # Over 8-bit pages p lies outside of 16 bits' range where values are tiny.
+    # Tiny values in 8-bit pages take p out of 16 bits' range.
     kind = x.k_PSGD.dtype if x.scales is None else torch.float32
     p_RBHT = x.q_RHD.new_empty((requests, kernel.BUNDLE * bundles, heads, plan.block), dtype=kind)
     m_REHW = torch.empty(
@@ -111,7 +118,7 @@ def _attend(
     plan: SplitPlan,
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page scores are prepared if scratch has bundles."""
+    """Launch `_attend` and `_merge`. `_attend` prepares page scores if the scratch has bundles."""
     requests, heads, dim = x.q_RHD.shape
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")

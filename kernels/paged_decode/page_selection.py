@@ -24,19 +24,17 @@ def select_pages(
     recency: int,
     page_tokens: int = PAGE_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that sparse layers attend to (DELTA, Algorithm 2): K = budget, L = recency.
+    """Select the pages that sparse layers attend to (DELTA, Algorithm 2): K = budget, L = recency.
 
-    The last L pages and the K - L best-scored others; of equal scores the lower column. No host sync.
+    These are the last L pages and the K - L others with the best scores. Of equal scores the lower column
+    wins. The host does not wait. Raises KernelInputError.
 
     Args:
-        page_score_RP: fp32; columns past ceil(length / 16) are ignored.
+        page_score_RP: fp32. Columns past ceil(length / 16) are ignored.
         lengths_R: int32, tokens.
 
     Returns:
         selected_RK (int32, ascending columns; 0 after the count) and counts_R (int32, min(K, pages)).
-
-    Raises:
-        KernelInputError: before anything is launched.
     """
     if page_score_RP.dim() != 2 or page_score_RP.numel() == 0:
         raise KernelInputError(f"page scores must be (requests, pages), not {tuple(page_score_RP.shape)}")
@@ -63,7 +61,8 @@ def _select(
     score_ptr, lengths_ptr, selected_ptr, counts_ptr, stride_sr, columns, budget, recency,
     N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Program r. Without a sort: bisection over the scores' bits, then a prefix sum.
+    """Select request r's pages by bisection over the scores' bits and a prefix sum. r is the program's
+    number.
 
     N, K: powers of two, N at least the columns and K, K at least the budget.
     """

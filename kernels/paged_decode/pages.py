@@ -1,8 +1,8 @@
 """Inputs of paged decode attention, and their checks.
 
-Suffixes: R requests, H query heads, G key/value heads, D head dimension, S slots of a page (its 16
-tokens), K pages selected at most. P counts pages: of the pool in k and v, of one request in tables and page
-scores.
+Suffixes: R requests, H query heads, G key/value heads, D head dimension, S slots of a page (its 16 tokens), K
+pages selected at most. In k and v, P counts pages of the pool; in tables and page scores, pages of one
+request.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,21 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class PagedInput:
-    """One query token of each request against its cached keys and values. Checked when made.
+    """One query token of each request, with its cached keys and values. It is checked when made.
 
-    q_RHD: the dtype of k and v, or float32. k_PSGD, v_PSGD: pages of 16 tokens ("NHD"). scales: of pages
-    in 8 bits (`layers.kv_int8`), [P, S, G]; q may then have any of the other dtypes. Query head h reads
-    key head h // (H // G). table_RP: int32, each request's page ids in order; columns past ceil(length / 16)
-    are never read. lengths_R: int32, at least 1. scale multiplies q·k. Page ids and lengths stay on the
-    device, unchecked. window: the last tokens that are read; 0: all.
+    Query head h reads key head h // (H // G). Page ids and lengths stay on the device, unchecked.
+
+    Attributes:
+        q_RHD: In the dtype of k and v or float32; with 8-bit pages in any float dtype.
+        k_PSGD, v_PSGD: Pages of 16 tokens ("NHD").
+        table_RP: int32, each request's page ids in order. Columns past ceil(length / 16) are never read.
+        lengths_R: int32, at least 1.
+        scale: Factor of q · k.
+        scales: Scales of 8-bit pages (`layers.kv_int8`), [P, S, G].
+        window: How many of the last tokens are read; 0: all.
 
     Raises:
-        KernelInputError: shapes, dtypes, devices or strides that no implementation takes.
+        KernelInputError: No implementation takes these shapes, dtypes, devices or strides.
     """
 
     q_RHD: torch.Tensor
@@ -54,13 +59,11 @@ class PagedInput:
 
 @dataclass(frozen=True)
 class SelectedPages:
-    """Checked against `x` when made.
+    """The pages of each request that are read. Checked against `x` when made.
 
-    selected_RK: int32, ascending columns of the table; the first counts_R are read. counts_R: int32; 0: all
-    pages.
-
-    Raises:
-        KernelInputError: as PagedInput.
+    Attributes:
+        selected_RK: int32, ascending columns of the table. The first counts_R are read.
+        counts_R: int32. 0: all pages are read.
     """
 
     x: PagedInput
@@ -121,7 +124,7 @@ def _check_integers(name: str, x: torch.Tensor, dims: int, q_RHD: torch.Tensor) 
 
 
 def check_per_request(name: str, x: torch.Tensor, dims: int, requests: int, device: torch.device) -> None:
-    """Raises KernelInputError."""
+    """Check that x has one contiguous row a request, on `device`. Raises KernelInputError."""
     if x.dim() != dims or x.shape[0] != requests or x.numel() == 0:
         raise KernelInputError(
             f"{name} must have {dims} dimensions, none of them 0 and the first {requests} (requests), "

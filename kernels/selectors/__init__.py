@@ -1,5 +1,5 @@
 """Selectors: which tiles of the score matrix an executor computes.
 
-Start at `scored.py`: scores, then a rule (`rules/`). `anchors/` and `grouped/` compute scores;
-`streaming.py` needs none.
+Start at `scored.py`: it computes scores, then applies a rule (`rules/`). The scores come from `anchors/` and
+`grouped/`; `streaming.py` needs none.
 """

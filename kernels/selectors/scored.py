@@ -15,11 +15,11 @@ from .rules.rule import Rule
 from .rules.sums import Sums, slabs
 
 SlabSums = Callable[[int, int], Sums]
-"""(first query block, query blocks) -> the logarithms behind those blocks' scores."""
+"""From a first query block and a number of blocks: the logarithms that these blocks' scores are made of."""
 
 
 def rule_of(options: ScoredOptions) -> Rule:
-    """Sink and window become all blocks that hold one of their tokens."""
+    """Make the options' rule. Sink and window are widened to whole blocks."""
     sink_blocks, window_blocks = -(-options.sink // BLOCK), 1 - (1 - options.window) // BLOCK
     if options.share > 0:
         return Rule("top_k", options.share, sink_blocks, window_blocks)
@@ -33,9 +33,9 @@ class ScoredState:
 
 
 class ScoredSelector(ABC):
-    """Works on the GPU slab by slab, without a host sync.
+    """Scores tiles, then applies a rule. On a GPU it works slab by slab, and the host does not wait.
 
-    rule: for every layer and head, unless `thresholds` are set. with_scores: masks carry scores.
+    `rule` is for every layer and head, unless `thresholds` are set. with_scores: masks carry scores.
     """
 
     name: str
@@ -50,7 +50,8 @@ class ScoredSelector(ABC):
         return ScoredState(self.layer_rule(spec))
 
     def layer_rule(self, spec: StateSpec) -> Rule:
-        """Raises KernelInputError if the thresholds do not fit its heads."""
+        """Return the rule with the thresholds of a layer's heads. Raises KernelInputError if they do not
+        fit."""
         if self.thresholds is None:
             return self.rule
         thresholds = self.thresholds(spec.layer, spec.max_tokens)
@@ -63,14 +64,15 @@ class ScoredSelector(ABC):
 
     @abstractmethod
     def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
-        """float32 score_BHNM in torch."""
+        """Compute float32 score_BHNM in torch."""
 
     @abstractmethod
     def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
-        """On the GPU: logarithm rows per query block, and the function that computes a slab of them."""
+        """Return, on the GPU, a query block's number of logarithm rows, and the function that computes a slab
+        of them."""
 
     def scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
-        """float32 score_BHNM; columns after a row's diagonal are 0."""
+        """Compute float32 score_BHNM. Columns after a row's diagonal are 0."""
         self._check(x)
         if x.q_BHTD.is_cuda:
             return self.kernel_scores(x, state, phase)

@@ -1,4 +1,4 @@
-"""Sink and window (StreamingLLM), without a look at q or k."""
+"""Keeps sink and window (StreamingLLM). It does not look at q or k."""
 
 import torch
 
@@ -19,8 +19,8 @@ class StreamingSelector:
         return None
 
     def select(self, x: AttentionInput, state: object, phase: Phase) -> TileMask:
-        """Tiles with one of the first `sink` keys, or one of the last `window` keys of some row of the query
-        block: the same for every head, in one copy."""
+        """Keep tiles with one of the first `sink` keys, or one of the last `window` keys of a row of the
+        query block. All heads share one copy of the mask."""
         x.require_aligned("streaming")
         with phase("selection"):
             device, heads = x.q_BHTD.device, x.q_BHTD.shape[:2]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ...workers.model.decoder.stack import LayerStack
 
 ANSWER_TOKENS = 128
-"""Room for each question with its answer."""
+"""Tokens kept free for each question with its answer."""
 PAGE_OPTIONS = (
     "layers", "dense_layers", "budget", "serving_budget", "recency", "full_layer", "tokens", "json",
 )  # fmt: skip
@@ -213,7 +213,11 @@ class _Documents:
         """Make documents of the texts, to choose Δ-layers by. Raises ValueError if one is too short.
 
         With questions there are three more: facts alone, where all pages look alike; several values for one
-        key; and chains of variables. budget: in pages. tokens: a document's; by default four budgets.
+        key; and chains of variables.
+
+        Args:
+            budget: Pages.
+            tokens: Tokens of a document; by default four budgets.
         """
         from ...workers.calibration.delta_layers import shortest_text
 
@@ -236,7 +240,6 @@ class _Documents:
         ]
 
     def profiled(self, tokens: int) -> tuple[ProfiledText, ...]:
-        """Describe the texts for a profile. tokens: the most that was read of each."""
         return tuple(ProfiledText.of(content, tokens) for content in self._contents.values())
 
     def _encode(self, file: str, most: int, least: int) -> list[int]:

@@ -58,7 +58,13 @@ def chat_command(
 
 @dataclass
 class Conversation:
-    """opening: messages before the questions, with the document. prefill, decode: options. keep: seconds."""
+    """A conversation, perhaps about a document.
+
+    Attributes:
+        opening: Messages before the questions, with the document.
+        prefill, decode: Options of requests.
+        keep: Seconds to keep the document.
+    """
 
     client: DeltafrontClient
     opening: list[Message]
@@ -110,7 +116,6 @@ class Conversation:
 
 
 def _question() -> str | None:
-    """The next line that is not empty. None at the end of the input."""
     question = ""
     while not question:
         err.print("> ", end="")

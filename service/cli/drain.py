@@ -22,7 +22,7 @@ _TIMEOUT_S = 30.0
 
 
 class DrainError(Exception):
-    """The message is one line."""
+    """The node cannot be drained. The message is one line."""
 
 
 def drain_command(
@@ -58,8 +58,13 @@ def drain_node(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Sequence[str]:
-    """Drain the one node of `local` that Ray knows. Returns the classes of the actors left after deadline_s.
-    Raises DrainError if there is no such node, or several, or Ray refuses.
+    """Drain the one node of `local` that Ray knows.
+
+    Returns:
+        The classes of the actors that are left after deadline_s.
+
+    Raises:
+        DrainError: There is no such node, or several, or Ray refuses.
     """
     node, deadline, waiting_for = _find_node(head, local), clock() + deadline_s, ""
     if refusal := head.drain(node, deadline_s):
@@ -96,7 +101,9 @@ def _say(line: str) -> None:
 class RayHead:
     """The head of this machine's Ray cluster, asked as `ray drain-node` does. Nodes are ids in hex.
 
-    Methods raise RayError or TimeoutError if it does not answer. Raises DrainError if there is none.
+    Raises:
+        DrainError: No Ray runs here.
+        RayError, TimeoutError: Methods raise them if the head does not answer.
     """
 
     def __init__(self) -> None:
@@ -114,14 +121,14 @@ class RayHead:
         return GcsClient(address=self.address)
 
     def nodes(self) -> dict[str, bool]:
-        """Living nodes, and whether each is the head's."""
+        """Return living nodes, and whether each is the head's."""
         from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
         nodes = self._client.get_all_node_info(timeout=_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
         return {node.node_id.hex(): node.is_head_node for node in nodes.values()}
 
     def drain(self, node: str, deadline_s: float) -> str | None:
-        """Returns a reason if Ray refuses."""
+        """Drain a node. Return a reason if Ray refuses."""
         from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
         deadline_ms = int((time.time() + deadline_s) * 1000)
@@ -131,7 +138,7 @@ class RayHead:
         return None if accepted else reason or "it does not say why"
 
     def actors(self, node: str) -> list[str]:
-        """Classes of living actors."""
+        """List the classes of a node's living actors."""
 
         async def living() -> Any:
             return await self._client.async_get_all_actor_info(actor_state_name="ALIVE", timeout=_TIMEOUT_S)

@@ -49,7 +49,6 @@ def _shrink(x_NM: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _shade(share: float | None) -> str:
-    """None: above the diagonal."""
     if share is None:
         return " "
     return _SHADES[0] if share <= 0 else _SHADES[min(1 + int(share * (len(_SHADES) - 1)), len(_SHADES) - 1)]

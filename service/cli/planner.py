@@ -1,4 +1,4 @@
-"""Which configuration of one host's GPUs serves a model. Memory is counted as in `size`."""
+"""Chooses the configuration of one host's GPUs that serves a model. Memory is counted as in `size`."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,19 @@ from .size import GIB, RESERVE_GIB, brought_back_bytes, host_tokens, rank_bytes,
 MOST_GPUS = 16
 """The most GPUs that a host is planned with."""
 _LEAST_TOKENS = 256
-"""For which `decode.warm_up` needs room."""
+"""Tokens that `decode.warm_up` needs room for."""
 _CHUNK_TOKENS = 8192
 _TILE_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """A plan's purpose and limits. A host's GPUs have `gpu_gib` each.
+    """The purpose and limits of a plan. A host's GPUs have `gpu_gib` each.
 
-    quantisations: those that may be chosen, best first. kv_dtype: as asked for. stages, ranks: None: any.
+    Attributes:
+        quantisations: Those that may be chosen, the best first.
+        kv_dtype: As asked for.
+        stages, ranks: None: any number.
     """
 
     model: ModelConfig
@@ -46,7 +49,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class HostUse:
-    """beside: ranks are on the stages' GPUs, else on GPUs of their own."""
+    """How GPUs are shared out. beside: ranks are on the stages' GPUs; otherwise on GPUs of their own."""
 
     quantisation: Quantisation | None
     stages: int
@@ -61,8 +64,12 @@ class HostUse:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """prefill_tokens, decode_tokens: `cache_tokens` of both. stage_bytes, rank_bytes: with that K/V, and
-    without what the stage maps."""
+    """A use with its sizes.
+
+    Attributes:
+        prefill_tokens, decode_tokens: `cache_tokens` of both.
+        stage_bytes, rank_bytes: With that K/V, but without what the stage maps.
+    """
 
     use: HostUse
     tokens: int
@@ -73,7 +80,8 @@ class HostPlan:
 
 
 def uses(demand: Demand) -> Iterator[HostUse]:
-    """Best first: unquantised weights, then many stages, for the first token, then many ranks, for the rest.
+    """Yield uses, the best first: unquantised weights, then many stages (for the first token), then many
+    ranks.
 
     Ranks have GPUs of their own where there are enough for both.
     """
@@ -86,13 +94,14 @@ def uses(demand: Demand) -> Iterator[HostUse]:
 
 
 def best(demand: Demand) -> HostPlan | None:
-    """The plan of the first use that fits, with room for two contexts in a stage if decode can hold two."""
+    """Return the plan of the first use that fits, with room for two contexts in a stage if decode can hold
+    two."""
     plans = (plan(demand, use, held) for use in uses(demand) for held in (2, 1))
     return next((found for found in plans if found is not None), None)
 
 
 def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
-    """Fill the GPUs. prompts: contexts that stages have room for. None: decode has no room for so many."""
+    """Fill the GPUs. prompts: contexts that stages have room for. Returns None if something does not fit."""
     context = cache_tokens(demand.tokens)
     how = demand.dtype, use.quantisation, demand.kv_dtype
     stage = _stage_bytes(demand, use, prompts * context)
@@ -117,7 +126,7 @@ def _stage_bytes(demand: Demand, use: HostUse, cache_tokens: int) -> int:
 
 
 def longest(demand: Demand) -> HostPlan | None:
-    """The plan for the longest context that fits, up to the demand's."""
+    """Return the plan for the longest context that fits, up to the demand's."""
     held: HostPlan | None = None
     low, high = 0, pages_for(demand.tokens)
     while low < high:
@@ -129,13 +138,13 @@ def longest(demand: Demand) -> HostPlan | None:
 
 
 def gpus_needed(demand: Demand) -> int | None:
-    """The fewest GPUs of that memory on one host."""
+    """Return the fewest GPUs of that memory on one host."""
     counts = range(1, MOST_GPUS + 1)
     return next((count for count in counts if best(replace(demand, gpus=count))), None)
 
 
 def cache_tokens(tokens: int) -> int:
-    """Whole pages."""
+    """Round up to whole pages, and to what warm-up needs."""
     return max(pages_for(tokens) * PAGE_TOKENS, _LEAST_TOKENS)
 
 
@@ -152,7 +161,7 @@ def _excess(demand: Demand, use: HostUse) -> int:
 
 
 def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
-    """Plain data for `service.config.parse`. path: of the model."""
+    """Make plain data for `service.config.parse`. path: the model's."""
     use, stretched = found.use, demand.tokens > demand.model.positions
     chunk = min(_CHUNK_TOKENS, found.prefill_tokens // _TILE_TOKENS * _TILE_TOKENS)
     model: dict[str, Any] = {"path": path, "dtype": demand.dtype}
@@ -181,7 +190,6 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
 
 
 def explained(demand: Demand, found: HostPlan) -> list[str]:
-    """A line for each choice."""
     use, context, kept = found.use, cache_tokens(found.tokens), demand.reserve_gib
     stage, rank = (size / GIB for size in (found.stage_bytes, found.rank_bytes))
     weights = rank_bytes(demand.model, use.ranks, 0, demand.dtype, use.quantisation) / GIB

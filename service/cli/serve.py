@@ -71,7 +71,7 @@ def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) 
 
 
 def with_keys(settings: ServiceConfig, section: str, keys: Mapping[str, int | None]) -> ServiceConfig:
-    """Replace a section's keys. None keeps one."""
+    """Replace a section's keys. A value of None keeps the key."""
     given = {key: value for key, value in keys.items() if value is not None}
     if not given:
         return settings

@@ -1,4 +1,4 @@
-"""GPUs and memory that a model takes at given context lengths.
+"""Computes the GPUs and memory that a model takes at given context lengths.
 
 Weights and K/V are counted as workers allocate them. All else is a flat reserve per process.
 """
@@ -36,7 +36,7 @@ _8B = ModelConfig(
 )
 _70B = replace(_8B, layers=80, hidden=8192, intermediate=28_672, q_heads=64)
 SHAPES: Mapping[str, ModelConfig] = {"8b": _8B, "70b": _70B}
-"""Llama 3.1. A name may stand for a model directory."""
+"""Models of Llama 3.1. Their names may be given in place of a model directory."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Sizing:
         tokens: Prompt and answer.
         stages: None if no number fits.
         ranks: GPUs of a decode worker (decode.tensor_parallel).
-        stage_bytes, decode_bytes: Per GPU.
+        stage_bytes, decode_bytes: Bytes of a GPU.
         contexts_per_worker: 0 if its GPUs cannot hold the weights and one context.
-        host_cache_gib: Of a decode worker (decode.host_cache_gib); 0: none.
-        host_tokens: Whose K/V it holds.
+        host_cache_gib: Host memory of a decode worker (decode.host_cache_gib); 0: none.
+        host_tokens: Tokens whose K/V it holds.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Sizing:
 
     @property
     def gpus(self) -> int | None:
-        """None if something does not fit."""
+        """All GPUs; None if something does not fit."""
         if self.stages is None or self.decode_workers is None:
             return None
         return self.stages + self.decode_workers * self.ranks
@@ -93,7 +93,8 @@ def weight_bytes(
     embedding: bool = True,
     head: bool = True,
 ) -> int:
-    """Count the weights of some layers' attention and of the MLPs of `mlps`, by default the same layers.
+    """Count the bytes of the attention weights of `layers` and of the MLPs of `mlps`, by default the same
+    layers.
 
     Only the layers' matrices are quantised.
     """
@@ -112,12 +113,12 @@ def weight_bytes(
 
 
 def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | None = None) -> int:
-    """One token's K and V. In 8 bits each row of a head has a scale of a byte."""
+    """Count the bytes of one token's K and V. In 8 bits each row of a head has a scale of a byte."""
     return model.kv_bytes(layers, DTYPE_BYTES[dtype], kv_dtype is not None)
 
 
 def brought_back_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """The copy of one layer's 8-bit K/V in `dtype` that a stage attends to."""
+    """Count the bytes of the copy in `dtype` that a stage makes of one layer's 8-bit K/V to attend to."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     return 0 if kv_dtype is None else tokens * kv_bytes(model, 1, dtype)
 
@@ -130,7 +131,7 @@ def stage_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Weights and K/V of the fullest stage. ModelError: more stages than layers."""
+    """Count the fullest stage's weights and K/V. Raises ModelError for more stages than layers."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     brought_back = brought_back_bytes(model, cache_tokens, dtype, kv_dtype)
     sizes = []
@@ -150,8 +151,8 @@ def rank_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Weights and K/V of a decode worker's rank: its part of the layers and of the head, the whole embedding.
-    ModelError: the ranks cannot share the model equally."""
+    """Count the weights and K/V of a decode worker's rank: its part of the layers and of the head, the whole
+    embedding. Raises ModelError if the ranks cannot share the model equally."""
     part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
     kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
@@ -160,7 +161,7 @@ def rank_bytes(
 
 
 def rank_counts(model: ModelConfig) -> list[int]:
-    """Into how many ranks a decode worker can be cut."""
+    """List the numbers of ranks that a decode worker can be cut into."""
     whole = math.gcd(model.kv_heads, *model.mlp_widths)
     return [n for n in range(1, whole + 1) if whole % n == 0]
 
@@ -236,7 +237,7 @@ def host_tokens(model: ModelConfig, gib: float, dtype: Dtype, kv_dtype: KVDtype 
 def check(
     tokens: int, concurrency: int, gpu_gib: float, reserve_gib: float, host_cache_gib: float = 0.0
 ) -> None:
-    """Raises ValueError for a number that is not positive or finite."""
+    """Check that numbers are positive and finite. Raises ValueError."""
     for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
         if value <= 0:
             raise ValueError(f"{key} = {value}: must be above 0")
@@ -247,7 +248,7 @@ def check(
 
 
 def row(sized: Sizing) -> dict[str, str]:
-    """Column → value. Prefill is stages × GiB, decode is workers × ranks × GiB."""
+    """Return column → value. Prefill is stages × GiB, decode is workers × ranks × GiB."""
     stage, decode = sized.stage_bytes / GIB, decode_cell(sized)
     workers = sized.decode_workers
     host = f"{sized.host_cache_gib:g} GiB, {sized.host_tokens:,} tokens"
@@ -268,12 +269,12 @@ def row(sized: Sizing) -> dict[str, str]:
 
 
 def named(sized: Sizing) -> str:
-    """A model's name, and which of its parts have 8 bits."""
+    """Return a model's name, and which of its parts have 8 bits."""
     parts = [sized.model, sized.quantisation, sized.kv_dtype and f"K/V {sized.kv_dtype}"]
     return ", ".join(part for part in parts if part)
 
 
 def decode_cell(sized: Sizing) -> str:
-    """A worker's ranks × GiB, or its GiB if it is one."""
+    """Return a worker's ranks × GiB, or its GiB if it is one."""
     gib = f"{sized.decode_bytes / GIB:.1f}"
     return gib if sized.ranks == 1 else f"{sized.ranks} × {gib}"

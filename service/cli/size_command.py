@@ -33,7 +33,7 @@ HUB: Mapping[str, str] = {
     "8b": "meta-llama/Llama-3.1-8B-Instruct",
     "70b": "meta-llama/Llama-3.1-70B-Instruct",
 }
-"""Where the models of SHAPES come from."""
+"""Hub ids of the models of SHAPES."""
 
 
 def size_command(
@@ -115,7 +115,6 @@ def _plan(
     json: bool,
     write: Path | None,
 ) -> None:
-    """Ends the process with 1 if nothing fits."""
     if len(models) != 1 or len(tokens) > 1:
         fail("--gpus: takes one model and one number of --tokens")
     try:

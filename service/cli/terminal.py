@@ -26,7 +26,7 @@ from ..request.answers import GenerateFinished, ProfileInfo, ServerInfo, Timings
 
 _SIGNIFICANT_S = 0.0005
 _STAGES_PER_TABLE = 5
-"""More do not fit into 80 columns."""
+"""More stages do not fit into 80 columns."""
 
 # Options that several commands take.
 Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
@@ -231,7 +231,6 @@ def _show_profile(console: Console, profile: ProfileInfo) -> None:
 
 
 def _figures(figures: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
-    """Flatten groups. A name begins with its group's."""
     for name, value in figures.items():
         if not isinstance(value, Mapping):
             yield f"{group}{name}", _format(value)

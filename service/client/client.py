@@ -44,11 +44,11 @@ _CHANNEL = (
     ("grpc.http2.max_pings_without_data", 0),  # any number
 )
 _UNREACHABLE = ("failed to connect", "errors resolving", "name resolution", "dns resolution")
-"""Parts of gRPC's messages, by version."""
+"""Parts of gRPC's messages, which differ by version."""
 
 
 class DeltafrontClient:
-    """Methods raise subclasses of DeltafrontError. Closing an iterator cancels its request.
+    """Calls a server. Methods raise subclasses of DeltafrontError. Closing an iterator cancels its request.
 
     After a lost connection a request goes on where its answer stopped. A server that never answered is
     Unavailable at once. One whose machine is gone is noticed after 6 minutes of silence.
@@ -92,7 +92,7 @@ class DeltafrontClient:
         self.close()
 
     def close(self) -> None:
-        """Running requests raise Cancelled."""
+        """Close the channel. Running requests raise Cancelled."""
         self._closed = True
         self._channel.close()
 
@@ -115,7 +115,7 @@ class DeltafrontClient:
 
         Args:
             cache_salt: K/V is shared only with requests of the same salt.
-            retain_s: A hint to remember the prompt for so long; 0: not at all.
+            retain_s: A hint to remember the prompt for this number of seconds; 0: not at all.
             skip_cache: Read all of the prompt, whatever is remembered of it.
             chat_template_kwargs: Variables of the template for messages.
             special_tokens: `parse` reads control tokens in text, but never in messages.
@@ -269,7 +269,7 @@ class DeltafrontClient:
 def _prompt(
     prompt: PromptLike, special_tokens: str, name: str = "prompt", variables: Mapping[str, Any] | None = None
 ) -> calls.Prompt:
-    """Raises InvalidArgument for a list of anything but ids or whole messages."""
+    """Make a prompt. Raises InvalidArgument for a list of anything but ids or whole messages."""
     if special_tokens not in list(calls.SpecialTokens):
         raise InvalidArgument("special_tokens", f"{special_tokens!r} is not text or parse")
     if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""A server's address and the TLS files for it. Explains wrong ones."""
+"""A server's address and TLS files, and explanations of wrong ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _VARIABLES = {
 
 
 def check_address(address: str) -> None:
-    """Raise InvalidArgument if it is not host:port."""
+    """Check that an address is host:port. Raises InvalidArgument."""
     if not address:
         raise InvalidArgument("address", "is empty: give host:port")
     if _SCHEME.match(address):
@@ -59,7 +59,7 @@ class Tls:
     """PEM files.
 
     Attributes:
-        ca: Signed the server's certificate; by default the system's.
+        ca: The signer of the server's certificate; by default the system's.
         certificate, key: The client's own, if the server asks.
     """
 
@@ -73,7 +73,7 @@ class Tls:
         return cls(**{field: Path(file) for field, file in files.items() if file})
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises InvalidArgument for an unreadable or missing file."""
+        """Read the files. Raises InvalidArgument for an unreadable or missing one."""
         if (self.certificate is None) != (self.key is None):
             raise InvalidArgument("tls", "a client's certificate and its key are needed together")
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))

@@ -12,7 +12,7 @@ _LONGEST_PAUSE_S = 2.0
 
 @dataclass
 class Retries:
-    """One request's retries, for retry_s without an answer. deadline: seconds since the epoch."""
+    """Retries one request for retry_s without an answer. deadline: seconds since the epoch."""
 
     retry_s: float
     deadline: float | None

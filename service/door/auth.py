@@ -25,9 +25,9 @@ def digest(token: str) -> str:
 class TokenFile:
     """A file of lines `TOKEN [name=…] [requests=N] [tokens=N]` and `# comment`, read again when it changes.
 
-    The name is for logs, by default the beginning of the token's digest. Without limits of its own a token
-    has those of `usual`; 0 is no limit. Later an invalid line or a missing file is logged, and its tokens are
-    refused.
+    A token's name is for logs; by default it is the beginning of the token's digest. A token without limits
+    of its own has those of `usual`; 0 is no limit. After the start, an invalid line or a missing file is
+    logged, and its tokens are refused.
 
     Raises:
         OSError: The file cannot be read.
@@ -45,7 +45,7 @@ class TokenFile:
             raise ValueError(f"{path} holds no token: write one a line, or leave out the token file")
 
     def caller(self, token: str) -> Caller | None:
-        """The owner of a token. Every comparison takes the same time."""
+        """Return the caller that has a token. Every comparison takes the same time."""
         self._refresh()
         owner, match = digest(token), None
         for caller in self._callers:
@@ -70,7 +70,6 @@ class TokenFile:
         log.info("the token file was read again: %d tokens", len(self._callers))
 
     def _read(self) -> tuple[tuple[Caller, ...], list[str]]:
-        """The callers, and the problems of invalid lines."""
         callers, problems = [], []
         for number, raw in enumerate(self._path.read_bytes().splitlines(), 1):
             try:
@@ -86,13 +85,13 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Authenticator:
-    """Finds a request's caller. gate: refuses unencrypted requests."""
+    """Finds a request's caller. `gate` refuses unencrypted requests."""
 
     tokens: TokenFile | None
     gate: Gate | None = None
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Raises Unauthenticated."""
+        """Return the caller that the metadata's bearer token names. Raises Unauthenticated."""
         metadata = list(metadata)
         if self.gate is not None:
             self.gate.check(metadata)
@@ -115,7 +114,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _caller(line: str, usual: Quota) -> Caller:
-    """Raises ValueError with a message that does not show the token."""
+    """Read a line. Raises ValueError with a message that does not show the token."""
     token, *pairs = line.split()
     owner = digest(token)
     name, quota = owner[:_NAME_DIGITS], usual

@@ -12,7 +12,8 @@ _SEARCHED_FIELDS = 64
 
 
 def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
-    """Whether a message has more, with the messages in it. Raises ValueError for invalid protobuf."""
+    """Say whether a message, with the messages in it, has more than `max_fields`. Raises ValueError for
+    invalid protobuf."""
     messages: list[tuple[int, int, Any]] = [(0, len(data), descriptor)]
     count = 0
     while messages:
@@ -30,7 +31,7 @@ def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
 def text_of(data: bytes, number: int) -> str:
     """Find a text among a message's first fields; empty if there is none."""
     text = b""
-    with contextlib.suppress(ValueError):  # what was found before it stands
+    with contextlib.suppress(ValueError):  # what was found before the error stands
         for found, wire, start, stop in islice(_fields(data, 0, len(data)), _SEARCHED_FIELDS):
             if found == number and wire == _BYTES:
                 text = data[start:stop]
@@ -60,7 +61,6 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number, and where it ends."""
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]

@@ -28,8 +28,6 @@ _M = TypeVar("_M", bound=Message)
 
 
 def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
-    """Make the method that answers with a stream of `kind`."""
-
     async def method(self: FrontDoor, request: UndecodedMessage, grpc_context: Any) -> AsyncIterator[_M]:
         requests, metadata = self._requests, grpc_context.invocation_metadata()
         with _status_on(grpc_context):
@@ -41,7 +39,7 @@ def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
                     async for event in events:
                         if not isinstance(event, Usage):
                             yield response(kind, event)
-        yield kind()  # takes the status along
+        yield kind()  # carries the status
 
     return method
 
@@ -102,7 +100,7 @@ class FrontDoor:
         with _status_on(grpc_context):
             service = self._message(request).service
         if service is None:
-            yield health_pb2.HealthCheckResponse()  # takes the status along
+            yield health_pb2.HealthCheckResponse()  # carries the status
             return
         while True:
             unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -113,7 +111,7 @@ class FrontDoor:
             await asyncio.sleep(_HEALTH_WATCH_S)
 
     def _message(self, sent: UndecodedMessage) -> Any:
-        """Raises InvalidArgument, or TooLong before it reads a long message."""
+        """Decode a request. Raises InvalidArgument, or TooLong before it decodes a long message."""
         limit = self._requests.max_request_bytes
         if sent.size > limit:
             raise TooLong("request", f"{sent.size} bytes cannot fit this model: at most {limit} do")

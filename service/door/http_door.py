@@ -44,12 +44,12 @@ from .openai_requests import StreamOptions, UnknownModel
 from .reasoning import AnswerPart, ReasoningSplitter, is_open
 
 KEEP_ALIVE_S = 5.0
-"""Longest silence of a stream."""
+"""The longest silence of a stream."""
 _ADVICE = {
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "this server generates text, and makes no embeddings",
 }
-"""For OpenAI's paths that are not served."""
+"""Advice for OpenAI's paths that are not served."""
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -58,13 +58,13 @@ _HEADERS = [
 ]
 """The last one asks nginx to pass events on at once."""
 _JSON_BYTES = 6
-"""Bytes of an escaped character."""
+"""The most bytes of a character in JSON."""
 _RECEIVE_S = 60.0
 """How long a client may take to send a request."""
 
 
 class HttpDoor:
-    """`app` is the ASGI application."""
+    """The HTTP edge. `app` is its ASGI application."""
 
     def __init__(
         self, requests: RequestHandler, max_body_bytes: int, keep_alive_s: float = KEEP_ALIVE_S
@@ -85,7 +85,7 @@ class HttpDoor:
         )
 
     async def _health(self, _request: Request) -> Response:
-        """As in gRPC's health, no token is needed."""
+        """Answer a probe. As in gRPC's health, no token is needed."""
         if not self._requests.ready:
             missing = Unavailable("workers are missing: the server is starting, or one died")
             return _error_response(missing, "")
@@ -149,7 +149,7 @@ class _Completions:
             await response(scope, receive, send)
 
     async def _receive(self, request: Request) -> bytes | DeltafrontError:
-        """An error is raised where the request is audited."""
+        """Read the body. An error is returned, to be raised where the request is audited."""
         try:
             return await self._body(request)
         except DeltafrontError as error:
@@ -158,7 +158,6 @@ class _Completions:
             return Cancelled("the client left while it sent the request")
 
     async def _body(self, request: Request) -> bytes:
-        """Raises Unauthenticated or Overloaded before it reads, TooSlow, and ClientDisconnect."""
         length, body = request.headers.get("content-length", ""), list[bytes]()
         expected, size = int(length) if length.isdecimal() else 0, 0
         self._check_length(expected)
@@ -194,7 +193,7 @@ async def _answer(reply: Reply, events: AsyncIterator[RequestEvent | None]) -> J
 async def _stream(
     reply: Reply, options: StreamOptions, events: AsyncIterator[RequestEvent | None], stream: EventStream
 ) -> None:
-    """Raises DeltafrontError if nothing was sent yet."""
+    """Send an answer as a stream. Raises DeltafrontError if nothing was sent yet."""
     usage = None
     try:
         async for event in events:
@@ -219,7 +218,7 @@ async def _stream(
 
 
 class EventStream:
-    """An ASGI response. `started` tells whether the status is out."""
+    """A response of server-sent events. `started` tells whether the status is out."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An endpoint's form of answers. `source` is the field that holds the prompt."""
+    """The form of an endpoint's answers. `source` is the field that holds the prompt."""
 
     prefix: str
     object_type: str
@@ -64,7 +64,7 @@ TEXT = Endpoint(
 
 @dataclass(frozen=True)
 class Reply:
-    """reasoning: None if an answer's text is its content as it stands."""
+    """Makes the objects that answer one request. reasoning: None if all of the text is content."""
 
     endpoint: Endpoint
     model: str
@@ -73,7 +73,7 @@ class Reply:
     reasoning: ReasoningSplitter | None = None
 
     def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
-        """parts: those before the last one, which `finish` has."""
+        """Make the object of a whole answer. parts: all but the last one, which `finish` has."""
         parts = [*parts, *self.parts(finish.text, finish.usage.completion_tokens, last=True)]
         whole = AnswerPart("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
         choice = _choice(self.endpoint.answer(whole), _reason(finish))
@@ -88,7 +88,8 @@ class Reply:
         return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in parts]
 
     def parts(self, text: str, tokens: int, last: bool = False) -> list[AnswerPart]:
-        """Return nothing where the text is held back. tokens: the answer's, with this text's."""
+        """Tell reasoning from content; nothing while the text is held back. tokens: the answer's number, this
+        text's included."""
         if self.reasoning is None:
             return [AnswerPart(content=text)] if text else []
         parts = [self.reasoning.push(text, tokens), *([self.reasoning.flush()] if last else [])]
@@ -148,7 +149,7 @@ def _report(finish: GenerateFinished) -> Json:
 
 
 def model_card(info: ServerInfo, created: int) -> Json:
-    """`max_model_len` are the positions that prompt and answer share."""
+    """Describe the model. `max_model_len` is the number of positions, which prompt and answer share."""
     card = {"id": info.model, "object": "model", "created": created, "owned_by": "deltafront"}
     return {**card, "display_name": info.display_name, "max_model_len": info.max_positions}
 
@@ -181,7 +182,7 @@ _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
 
 
 def _classify(error: DeltafrontError) -> tuple[int, str, str | None]:
-    """Where waiting does not help, it is 413 and not OpenAI's rate limit."""
+    """Return status, type and code. Where waiting does not help, it is 413 and not OpenAI's rate limit."""
     if isinstance(error, Overloaded) and error.retry_after_s is None:
         return 413, _CLIENT_ERROR, "request_too_large"
     if isinstance(error, TooSlow):
@@ -200,11 +201,11 @@ def error_object(
 
 
 def error_body(error: DeltafrontError, source: str) -> Json:
-    """`source` replaces the contract's `prompt` and `append` in the message."""
+    """Make an error's object. `source` replaces the contract's `prompt` and `append` in the message."""
     _status, kind, code = _classify(error)
     message, param = error.message.replace("the deadline", "timeout_s"), None
     if _is_late(error):
-        param, message = "timeout_s", message.partition(";")[0]  # without words on clocks
+        param, message = "timeout_s", message.partition(";")[0]  # without the advice on clocks
     if isinstance(error, UnknownModel):
         param, code = "model", "model_not_found"
     elif isinstance(error, TooLong):
@@ -219,12 +220,12 @@ def error_body(error: DeltafrontError, source: str) -> Json:
 
 
 def _is_late(error: DeltafrontError) -> bool:
-    """Whether the client's own deadline ended the request."""
+    """Say whether the client's own deadline ended the request."""
     return isinstance(error, DeadlineExceeded) and not isinstance(error, TooSlow)
 
 
 def headers_of(error: DeltafrontError) -> dict[str, str]:
-    """OpenAI's client tries again by itself unless it is told not to."""
+    """Return headers that say when to retry. OpenAI's client retries by itself unless it is told not to."""
     if error.retry_after_s is not None:
         return {"retry-after": str(math.ceil(max(error.retry_after_s, 0.0)))}
     if _is_late(error):

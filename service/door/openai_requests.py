@@ -70,7 +70,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """`continuous_usage_stats` is vLLM's."""
+    """OpenAI's options of a stream, and vLLM's `continuous_usage_stats`."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -118,7 +118,7 @@ _F = TypeVar("_F", bound=_CommonFields)
 
 
 def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
-    """Raises InvalidArgument or UnknownModel."""
+    """Read a chat completion. Raises InvalidArgument or UnknownModel."""
     fields = _read(_ChatFields, body, model, _MAX_VALUES)
     check_count("messages", len(fields.messages))
     messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(fields.messages))
@@ -138,7 +138,7 @@ def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
 
 
 def read_text(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
-    """Raises InvalidArgument or UnknownModel."""
+    """Read a completion. Raises InvalidArgument or UnknownModel."""
     fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
     prompt = replace(_prompt(fields.prompt), special_tokens=SpecialTokens(fields.special_tokens))
     source = (prompt, None) if fields.session_id is None else (None, prompt)
@@ -238,12 +238,11 @@ def _invalid(invalid: ValidationError, known: list[str]) -> InvalidArgument:
 
 
 def _path(loc: tuple[int | str, ...]) -> list[int | str]:
-    """Leave out the names of a union's branches."""
     return [part for part in loc if part not in ("str", "list[str]")]
 
 
 def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, str]:
-    """OpenAI's client sends answers back with nulls and empty lists, which are ignored."""
+    """Read a message. OpenAI's client sends answers back with nulls and empty lists, which are ignored."""
     given = {field: value for field, value in message.items() if value is not None and value != []}
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
@@ -271,7 +270,6 @@ def _text(name: str, content: object) -> str:
 
 
 def _prompt(prompt: object) -> Prompt:
-    """Text, token ids, or a list with one of these."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
             raise InvalidArgument("prompt", f"holds {len(prompt)} prompts: send one a request")

@@ -1,4 +1,4 @@
-"""Tells a model's reasoning, marked `<think>…</think>` at an answer's beginning, from its content."""
+"""Splits a model's reasoning, marked `<think>…</think>` at an answer's beginning, from its content."""
 
 from enum import Enum, auto
 from typing import NamedTuple
@@ -9,7 +9,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def is_open(prompt: str) -> bool:
-    """Whether an answer to this prompt begins inside reasoning."""
+    """Say whether an answer to this prompt begins inside reasoning."""
     return prompt.rfind(_OPEN) > prompt.rfind(_CLOSE)
 
 
@@ -25,11 +25,13 @@ class _State(Enum):
 
 
 class ReasoningSplitter:
-    """Text may come in any pieces: what may be a marker's beginning is held back. `tokens` are those of the
-    answer up to the marker that ends the reasoning; 0 without any.
+    """Splits an answer that comes in any pieces. Text that may begin a marker is held back.
 
     Args:
-        opened: whether the template has written the first marker.
+        opened: The template has written the first marker.
+
+    Attributes:
+        tokens: Tokens of the answer up to the marker that ends the reasoning; 0 without reasoning.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -38,7 +40,7 @@ class ReasoningSplitter:
         self.tokens = 0
 
     def push(self, text: str, tokens: int) -> AnswerPart:
-        """tokens: the answer's, with this text's."""
+        """Split the next text. tokens: the answer's number, this text's included."""
         self._held += text
         if self._state is _State.BEGINNING:
             self._begin(self._held.lstrip())

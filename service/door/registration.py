@@ -37,12 +37,12 @@ from .status import is_ours, not_ours, set_status
 log = logging.getLogger(__name__)
 
 _NO_ERROR = (None, grpc.StatusCode.OK, grpc.StatusCode.OK.value[0])
-"""A status code as gRPC keeps it, a member or its number."""
+"""Codes of calls without an error. gRPC keeps a code as a member or its number."""
 SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 _RECEIVING_BYTES = 256 << 20
-"""All messages that are received at once, at their longest."""
+"""Room for all messages that are received at once, if all are as long as they may be."""
 _ROOM_TIMEOUT_S = 10.0
 _RECEIVE_TIMEOUT_S = 60.0
 _CANCEL_WAIT_S = 0.1
@@ -53,7 +53,7 @@ _DEFAULT_MESSAGE_BYTES = 16 << 20
 
 @dataclass
 class UndecodedMessage:
-    """It can be read once, which frees the bytes."""
+    """A message as it arrived. It can be read once, which frees the bytes."""
 
     kind: type[Message]
     data: bytes = dataclasses.field(repr=False)
@@ -69,7 +69,7 @@ class UndecodedMessage:
         return "" if field is None else text_of(self.data, field.number)
 
     def read(self) -> Message:
-        """Raises InvalidArgument for invalid protobuf or text."""
+        """Decode the message. Raises InvalidArgument for invalid protobuf or text."""
         data, self.data, self.was_read = self.data, b"", True
         name = self.kind.DESCRIPTOR.name
         try:
@@ -111,9 +111,9 @@ class _Handler:
     """gRPC's `RpcMethodHandler`. All requests and answers are streams here, even of one message.
 
     Args:
-        rpc: for the audit log; empty for health checks, which have no line.
-        behaviour: the door's method, or Serve's function that calls it.
-        of_serve: a status that the door did not set becomes UNAVAILABLE.
+        rpc: The name in the audit log; empty for health checks, which have no line.
+        behaviour: The door's method, or Serve's function that calls it.
+        of_serve: Serve calls the door. A status that the door did not set becomes UNAVAILABLE.
     """
 
     rpc: str
@@ -130,7 +130,7 @@ class _Handler:
     stream_unary: None = None
 
     def _replace(self, **changes: Any) -> _Handler:
-        """Serve's functions get the first message of a stream as their request."""
+        """Put Serve's functions in. They get the first message of a stream as their request."""
         behaviour = changes["unary_stream" if self.streaming else "unary_unary"]
         serializer = changes["response_serializer"]
         return dataclasses.replace(self, behaviour=behaviour, response_serializer=serializer, of_serve=True)
@@ -181,7 +181,7 @@ class _Handler:
 
 
 def add_deltafront_to_server(servicer: Any, server: Any, limit: ReceiveLimit | None = None) -> None:
-    """In place of the generated `add_DeltafrontServiceServicer_to_server`. Serve calls it by name."""
+    """Do what the generated `add_DeltafrontServiceServicer_to_server` does. Serve calls it by name."""
     _add(SERVICE, pb, servicer, server, limit)
 
 

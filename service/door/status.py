@@ -12,7 +12,7 @@ from .. import errors
 from ..errors import Code, DeltafrontError
 
 RETRY_AFTER = "retry-after"
-"""Trailing metadata: whole seconds to wait before trying again."""
+"""Trailing metadata: whole seconds to wait before a retry."""
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata for gRPC's own retries. A negative value forbids them."""
 OWN_STATUS = "deltafront-status"
@@ -38,7 +38,7 @@ def status(error: DeltafrontError) -> grpc.StatusCode:
 
 
 def details(error: DeltafrontError) -> str:
-    """Make the message one bounded line."""
+    """Make an error's message one line of bounded length."""
     line = " ".join(error.message.split())
     sizes = map(_sent_bytes, line[: _MAX_DETAILS_BYTES + 1])
     ends = list(itertools.accumulate(sizes, initial=0))

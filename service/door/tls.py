@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. client_ca: signs clients' certificates. None: clients need none."""
+    """PEM files. `client_ca` signed clients' certificates; None: clients need none."""
 
     certificate: Path
     key: Path
     client_ca: Path | None = None
 
     def check(self) -> None:
-        """Raises OSError or ValueError."""
+        """Check that the files can be used together. Raises OSError or ValueError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.certificate, self.key)
@@ -49,14 +49,14 @@ class TlsFiles:
 
 
 class _Reloading:
-    """Called at every handshake."""
+    """gRPC calls it at every handshake."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._stamps = files.stamps()
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns None if the files are unchanged, or while key and certificate do not match."""
+        """Return None if the files are unchanged, or while key and certificate do not match."""
         try:
             stamps = self._files.stamps()
             if stamps == self._stamps:
@@ -82,7 +82,7 @@ class Gate:
         return [*headers, self._mark]
 
     def check(self, headers: Headers) -> None:
-        """Raises Unauthenticated."""
+        """Refuse requests that did not come through the TLS port. Raises Unauthenticated."""
         if self._mark not in list(headers):
             raise Unauthenticated(
                 f"this port is not encrypted: use TLS, on port {self._port}, where gRPC alone is spoken; "
@@ -94,7 +94,7 @@ class TlsPort:
     def __init__(
         self, door: Any, files: TlsFiles, gate: Gate, address: str, max_message_bytes: int, max_calls: int
     ) -> None:
-        """Raises OSError or ValueError for unusable files.
+        """Bind the port. Raises OSError or ValueError for unusable files.
 
         Args:
             address: host:port; port 0 takes any.
@@ -119,7 +119,7 @@ class TlsPort:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Running requests have grace_s to end."""
+        """Stop. Running requests have grace_s to end."""
         await self._server.stop(grace_s)
 
 

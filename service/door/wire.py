@@ -72,15 +72,15 @@ _ALWAYS_READ = ("attention", "sampling", "usage", "timings", "density", "expires
 
 
 def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
-    """Raises InvalidArgument, also for two sources, because a message can hold only one."""
+    """Make a message. Raises InvalidArgument, also for two sources, because a message can hold only one."""
     if request.prompt is not None and request.session_id is not None:
         raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
     return write(pb.GenerateRequest, request)
 
 
 def response(kind: type[_Message], event: RequestEvent) -> _Message:
-    """Raises ValueError for an event that does not answer this rpc."""
-    name, frequent = _EVENTS[type(event)], isinstance(event, Progress | Token)  # fields without forms
+    """Make the message of an event. Raises ValueError for an event that does not answer this rpc."""
+    name, frequent = _EVENTS[type(event)], isinstance(event, Progress | Token)  # no field in _FORMS
     return kind(**{name: vars(event) if frequent else _to_wire(kind, name, event, name)})
 
 
@@ -90,12 +90,13 @@ def read_response(message: pb.PrefillResponse | pb.GenerateResponse) -> Any:
 
 
 def write(kind: type[_Message], value: Any, prefix: str = "") -> _Message:
-    """Make a message of a dataclass. Raises InvalidArgument as `fill_message` does."""
+    """Make a message from a dataclass. Raises InvalidArgument as `fill_message` does."""
     return fill_message(kind, prefix, **vars(value))
 
 
 def fill_message(kind: type[_Message], prefix: str = "", **fields: Any) -> _Message:
-    """Raises InvalidArgument, with `prefix` before the field's name, for a value that does not fit."""
+    """Make a message. For a value that does not fit raises InvalidArgument, with `prefix` before the field's
+    name."""
     message = kind()
     for name, value in fields.items():
         try:
@@ -106,7 +107,7 @@ def fill_message(kind: type[_Message], prefix: str = "", **fields: Any) -> _Mess
 
 
 def read(message: Message) -> Any:
-    """Make a message's plain data. Raises InvalidArgument."""
+    """Turn a message into its plain data. Raises InvalidArgument."""
     fields = message.DESCRIPTOR.fields
     return _KINDS[type(message)](**{field.name: _from_wire(message, field) for field in fields})
 
@@ -186,7 +187,7 @@ def _read_json(message: Struct) -> dict[str, Any]:
 
 
 def _restore_integers(value: Any) -> Any:
-    """A Struct holds every number as a float."""
+    """Make whole numbers integers again. A Struct holds every number as a float."""
     if isinstance(value, list):
         return [_restore_integers(item) for item in value]
     if isinstance(value, dict):
@@ -195,7 +196,6 @@ def _restore_integers(value: Any) -> Any:
 
 
 def _moment(kind: type[Duration | Timestamp], seconds: float) -> Duration | Timestamp:
-    """Make a Duration, or a Timestamp since the epoch."""
     message = kind()
     try:
         message.FromMicroseconds(round(seconds * _MICRO))

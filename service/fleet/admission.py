@@ -27,7 +27,12 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Need:
-    """recompute_tokens: extra room for recomputed K/V. found_tokens: of the prompt, not read again."""
+    """The needs of a request.
+
+    Args:
+        recompute_tokens: Extra room for recomputed K/V.
+        found_tokens: Tokens of the prompt that are not read again.
+    """
 
     read_tokens: int
     answer_tokens: int = 0
@@ -45,7 +50,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Admitted:
-    """Candidates, best first. ttft_s: predicted for the first group."""
+    """Candidates, the best first. ttft_s: predicted for the first group."""
 
     groups: tuple[str, ...]
     workers: tuple[str, ...]
@@ -54,7 +59,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Rejected:
-    """retry_after_s: None if it will never fit."""
+    """A refusal. retry_after_s: None if it will never fit."""
 
     reason: Reason
     message: str
@@ -65,9 +70,9 @@ Decision = Admitted | Rejected
 
 
 def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats]) -> Decision:
-    """groups, workers: not empty."""
+    """Choose candidates for a request. groups and workers are not empty."""
     fitting = [w for w in not_draining(workers) if need.pages(w.page_tokens) <= w.pages_total]
-    page_tokens = workers[0].page_tokens  # groups have the same
+    page_tokens = workers[0].page_tokens  # groups have the same size
     able = [g for g in not_draining(groups) if need.read_tokens <= g.pages_total * page_tokens]
     if not fitting or not able:
         again = f", with {need.recompute_tokens} computed again," if need.recompute_tokens else ""
@@ -86,7 +91,7 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
-    """Seconds to read the prompt behind all that waits. None without a recent rate."""
+    """Predict the seconds to read the prompt after all that waits; None without a recent rate."""
     if group.rate <= 0:
         return None
     return (group.waiting_tokens + need.unread_tokens) / group.rate
@@ -111,14 +116,14 @@ def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
 
 
 def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bool, float, int, str]:
-    """Enough free pages first, then the most, or on the group's node."""
+    """Rank enough free pages first, then the most, or those on the group's node."""
     full = need.pages(worker.page_tokens) > worker.pages_free
     bonus = _SAME_NODE * worker.pages_total if worker.node in group.nodes else 0.0
     return full, -worker.pages_free - bonus, worker.running, worker.name
 
 
 def _group_rank(group: GroupStats) -> tuple[float, int, int, str]:
-    """Shortest wait first. Without any rate a group reads one token a second."""
-    rate = group.tokens_per_second  # an old one will do
+    """Rank the shortest wait first. Without any rate a group reads one token a second."""
+    rate = group.tokens_per_second  # an old rate will do
     wait = group.waiting_tokens / rate if rate > 0 else float(group.waiting_tokens)
     return wait, group.waiting_tokens, group.running + group.waiting, group.name

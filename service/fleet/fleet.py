@@ -20,13 +20,13 @@ _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 _STATS_TIMEOUT_S = 5.0
-"""A slower worker keeps its last known state."""
+"""A worker that answers later keeps its last known state."""
 _NEW_TIMEOUT_S = 2.0
 """A new worker may be loading, and must not delay the poll for longer."""
 _ASK_TIMEOUT_S = 0.5
-"""While a client waits to hear whether it is refused."""
+"""The timeout while a client waits to hear whether it is refused."""
 _STOP_TIMEOUT_S = 1.0
-"""To tell workers what a stopping door has cancelled."""
+"""How long a stopping door may take to tell workers what it has cancelled."""
 _DISCOVERY_FACTOR = 4
 """While a role has no worker, the door looks for one this many times as often."""
 
@@ -44,8 +44,10 @@ class Directory(Protocol):
 
 
 class Fleet:
-    """Polls workers, and renews and cancels requests on them. pairing: `workers.settings.pairing`. Workers of
-    other configurations are left alone.
+    """Polls workers, and renews and cancels requests on them.
+
+    Args:
+        pairing: `workers.settings.pairing`. Workers of other configurations are left alone.
     """
 
     def __init__(
@@ -70,9 +72,9 @@ class Fleet:
         self._changed = asyncio.Event()
         self._polls = 0
         self._charges: list[Charge] = []
-        """Made during a poll, whose answers may be older."""
+        """Charges made during a poll, whose answers may be older."""
         self._forgotten: list[str] = []
-        """Forgotten during a poll."""
+        """Workers forgotten during a poll."""
         self.view = FleetView()
         self._shared_poll = SingleFlight(lambda: self.poll(_ASK_TIMEOUT_S), self.spawn)
         self._shared_refresh = SingleFlight(self.refresh, self.spawn)
@@ -181,7 +183,7 @@ class Fleet:
         return _get(self._handles.workers, name)
 
     async def session_worker(self, name: str) -> DecodeWorker:
-        """The worker that holds a session. Raises NotFound: sessions die with their worker."""
+        """Return the worker that holds a session. Raises NotFound: sessions die with their worker."""
         if name not in self._handles.workers:
             await self._shared_refresh.run()
         worker = self._handles.workers.get(name)
@@ -215,7 +217,7 @@ class Fleet:
             self._held.pop(worker.name, None)
 
     def cancel(self, worker: Leased, request_id: str) -> None:
-        """Cancel in the background, and stop renewing."""
+        """Cancel a request in the background, and stop renewing it."""
         self.drop_lease(worker, request_id)
         self._notify(worker.cancel(request_id), f"cancel {request_id} on {worker.name}")
 
@@ -286,7 +288,8 @@ async def _log_errors(call: Awaitable[Any], description: str) -> None:
 
 
 class SingleFlight:
-    """One run of some work for all who wait for it. start: starts a task and keeps a reference to it."""
+    """Lets all who wait for some work share one run of it. start: starts a task and keeps a reference to
+    it."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ _H = TypeVar("_H")
 
 @dataclass(frozen=True)
 class Charge:
-    """An admitted request takes these tokens of a group's queue and pages of a decode worker."""
+    """Tokens of a group's queue and pages of a decode worker that an admitted request takes."""
 
     group: str
     tokens: int
@@ -51,14 +51,15 @@ class FleetView:
 
 
 def not_draining(states: Sequence[_S]) -> Sequence[_S]:
-    """Those that do not drain, or all if all drain."""
+    """Return the states of workers that do not drain, or all if all drain."""
     return [state for state in states if not state.draining] or states
 
 
 def latest_states(
     polled: Mapping[str, _H], answers: Mapping[str, _S], now: Mapping[str, _H], last: Mapping[str, _S]
 ) -> dict[str, _S]:
-    """The answers of the workers that are known `now`, or the last states of those found since."""
+    """Return the answers of workers that are known `now`, or the last states of those found since the
+    poll."""
     sources = {name: answers if polled.get(name) is handle else last for name, handle in now.items()}
     return {name: states[name] for name, states in sources.items() if name in states}
 

@@ -17,7 +17,7 @@ from .fleet import WorkerHandles
 class RayDirectory:
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, Any]] = {}
-        """Actor's id and proxy, by name."""
+        """The actor's id and proxy, by name."""
 
     async def find(self) -> WorkerHandles:
         actors = await asyncio.to_thread(_list_actors)
@@ -49,7 +49,7 @@ def _list_actors() -> dict[str, Any]:
 
 
 def worker_error(worker: str, failure: Failure) -> WorkerError:
-    """Clients may see the message, so it names no host, path or line of code."""
+    """Translate a failure. Clients may see the message, so it names no host, path or line of code."""
     if failure.cause is None:
         return WorkerLost(worker, f"{worker} {failure.message}")
     lines = str(failure.cause).strip().splitlines()

@@ -15,7 +15,7 @@ Decision = tuple[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Backlog:
-    """A prefill group. tokens_per_second: 0 without a rate."""
+    """A prefill group's queue. tokens_per_second: 0 without a rate."""
 
     waiting_tokens: float
     tokens_per_second: float
@@ -23,7 +23,7 @@ class Backlog:
 
 @dataclass(frozen=True)
 class Load:
-    """A decode worker. requests: how many decode, or wait to decode."""
+    """A decode worker's load. requests: how many decode, or wait to decode."""
 
     pages_used: float
     pages_total: float
@@ -31,7 +31,7 @@ class Load:
 
 
 def groups_wanted(groups: Sequence[Backlog], current: int, backlog_s: float) -> int:
-    """The fewest groups that read the queues within backlog_s."""
+    """Return the fewest groups that read the queues within backlog_s."""
     rates = [group.tokens_per_second for group in groups if group.tokens_per_second > 0]
     if not rates:
         return current
@@ -40,7 +40,8 @@ def groups_wanted(groups: Sequence[Backlog], current: int, backlog_s: float) -> 
 
 
 def workers_wanted(workers: Sequence[Load], current: int, usage: float, max_batch: int) -> int:
-    """The fewest workers that use at most `usage` of their pages, and hold all requests in their batches."""
+    """Return the fewest workers that use at most `usage` of their pages, and hold all requests in their
+    batches."""
     if not workers:
         return current
     pages = sum(worker.pages_total for worker in workers) / len(workers)
@@ -69,7 +70,6 @@ class WorkersByLoad:
 
 
 def _by_replica(context: Any, *names: str) -> list[tuple[float, ...]]:
-    """These metrics of each replica that has recorded all of them."""
     metrics = [context.aggregated_metrics.get(name, {}) for name in names]
     replicas = [replica for replica in metrics[0] if all(replica in values for values in metrics)]
     return [tuple(values[replica] for values in metrics) for replica in replicas]

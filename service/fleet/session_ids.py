@@ -10,7 +10,7 @@ _ID = re.compile(r"((?:decode:)?[A-Za-z0-9_-]{1,64})\.[A-Za-z0-9_-]{1,128}")
 
 
 def worker_of(session_id: str) -> str:
-    """The worker's actor name. Raises NotFound for a malformed id."""
+    """Return the worker's actor name. Raises NotFound for a malformed id."""
     match = _ID.fullmatch(session_id)
     if match is None:
         raise NotFound(NO_SESSION)

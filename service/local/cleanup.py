@@ -78,7 +78,7 @@ def kill_processes(folder: Path) -> None:
 
 
 def writers(folder: Path) -> Iterator[int]:
-    """Ids of this user's other processes that write to files in the folder."""
+    """Yield the ids of this user's other processes that write to files in the folder."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if int(path.name) != os.getpid() and any(

@@ -62,14 +62,14 @@ Make = Callable[[ServiceConfig, Path], Any]
 
 
 class RayProcesses:
-    """Watches Ray's own processes: Ray notices a lost control store after a minute, and leaves HAProxy on the
+    """Watches Ray's own processes. Ray notices a lost control store after a minute, and leaves HAProxy on the
     ports."""
 
     def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
         self._processes = dict(processes)
 
     def failure(self) -> str | None:
-        """Which process has ended, and how."""
+        """Say which process has ended, and how; None if none has."""
         for name, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"{REQUIRED[name]} ({name}) {_describe_exit(code)}"
@@ -92,11 +92,14 @@ def _describe_exit(code: int) -> str:
 
 @contextlib.contextmanager
 def running(settings: ServiceConfig, make: Make | None = None) -> Iterator[RayProcesses]:
-    """Start everything, wait until it answers, and stop it when the block ends.
+    """Start everything, wait until it answers, and stop it when the block ends. Raises ConfigError or
+    StartError.
 
     When one of Ray's processes has ended, leaving the block kills the others.
 
-    settings: from `wiring.local_model`. make: by default `app.application`. Raises ConfigError or StartError.
+    Args:
+        settings: From `wiring.local_model`.
+        make: By default `app.application`.
     """
     prepare(settings)
     with (
@@ -125,7 +128,6 @@ def running(settings: ServiceConfig, make: Make | None = None) -> Iterator[RayPr
 
 
 def _print_log_ends(sessions: Path) -> None:
-    """Print the end of Ray's logs before their folder is removed."""
     for name in REQUIRED:
         for path in sorted(sessions.glob(f"session_*/logs/{name}.*")):
             lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
@@ -151,7 +153,8 @@ def prepare(settings: ServiceConfig) -> None:
 
 
 def check_socket_paths(temporary: str) -> None:
-    """Raise ConfigError if HAProxy would refuse its sockets' paths, and be restarted for ever."""
+    """Check that HAProxy takes its sockets' paths; otherwise it would be restarted for ever. Raises
+    ConfigError."""
     longest = _LONGEST_SOCKET_PATH - len(_SOCKET_PATH)
     if len(temporary) > longest:
         raise ConfigError(
@@ -233,7 +236,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_gpus(settings: ServiceConfig, present: float) -> None:
-    """Raise ConfigError if Ray has too few GPUs, for which Serve would wait for ever."""
+    """Check that Ray has enough GPUs; otherwise Serve would wait for ever. Raises ConfigError."""
     prefill, decode = settings.prefill, settings.decode
     needed = prefill.groups * prefill.stages * prefill.gpus_per_stage
     needed += decode.workers * decode.tensor_parallel * decode.gpus
@@ -249,7 +252,7 @@ def check_gpus(settings: ServiceConfig, present: float) -> None:
 
 
 def ray_environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
-    """Variables to set before Ray starts. Writes HAProxy's program to `folder`."""
+    """Return variables to set before Ray starts. Writes HAProxy's program to `folder`."""
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
         "SOCKET_PATH": "admin.sock",
@@ -272,7 +275,7 @@ def ray_environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
 
 
 def cpus(settings: ServiceConfig) -> int:
-    """The number of CPUs for `ray.init`, at least what the configuration needs. It limits nothing."""
+    """Return the number of CPUs for `ray.init`, at least what the configuration needs. It limits nothing."""
     prefill, decode, door = settings.prefill, settings.decode, settings.door
     needed = (
         door.replicas * door.cpus

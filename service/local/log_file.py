@@ -14,7 +14,7 @@ from ..config import ConfigError
 
 
 def default_log(grpc_port: int) -> Path:
-    """The port's file in this user's folder. Raises ConfigError if the folder is another user's."""
+    """Return the port's file in this user's folder. Raises ConfigError if the folder is another user's."""
     folder = Path(tempfile.gettempdir()) / f"deltafront-logs-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

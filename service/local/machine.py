@@ -12,7 +12,8 @@ _CUDA_ERROR_NO_DEVICE = 100
 
 
 def check_machine(settings: ServiceConfig) -> None:
-    """Raise ConfigError that names the missing library, or the key that needs a GPU."""
+    """Check libraries and GPUs. Raises ConfigError that names the missing library, or the key that needs a
+    GPU."""
     for library in _LIBRARIES:
         if importlib.util.find_spec(library) is None:
             raise ConfigError(f"the library {library!r} is not installed: pip install {library}")
@@ -22,7 +23,7 @@ def check_machine(settings: ServiceConfig) -> None:
 
 
 def _why_no_cuda() -> str | None:
-    """Why no GPU can be used. It asks the driver, since torch takes seconds to load."""
+    """Say why no GPU can be used. It asks the driver, since torch takes seconds to load."""
     torch = importlib.util.find_spec("torch")
     if not (torch and torch.origin and (Path(torch.origin).parent / "lib" / _TORCH_CUDA).exists()):
         return "torch is a build without CUDA"

@@ -18,7 +18,7 @@ _AGENT_PORTS = """metrics_agent_port metrics_export_port dashboard_agent_listen_
 
 
 def public_ports(door: DoorConfig) -> Iterator[tuple[str, str, str, int]]:
-    """Purpose, key, host and port of the configured ports. All others are at loopback."""
+    """Yield purpose, key, host and port of each configured port. All other ports are at loopback."""
     yield "gRPC", "grpc_port", door.host, door.grpc_port
     yield "OpenAI", "http_port", door.host, door.http_port
     if door.tls_certificate is not None:
@@ -37,7 +37,7 @@ def describe_exposure(door: DoorConfig) -> str:
 
 
 def serve_ports(grpc_port: int) -> dict[str, str]:
-    """Ray Serve's internal ports, by environment variable.
+    """Return Ray Serve's internal ports, by environment variable.
 
     Services must not share them: replicas bind with SO_REUSEPORT, and would get each other's requests.
     """
@@ -51,7 +51,7 @@ def serve_ports(grpc_port: int) -> dict[str, str]:
 
 
 def agent_ports(grpc_port: int) -> dict[str, int]:
-    """Ports of a Ray node's agents, by Ray's parameter."""
+    """Return the ports of a Ray node's agents, by Ray's parameter."""
     first = _block_start(grpc_port) + len(_SERVE_PORTS)
     return {name: first + number for number, name in enumerate(_AGENT_PORTS)}
 
@@ -61,14 +61,14 @@ def _block_start(grpc_port: int) -> int:
 
 
 def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
-    """The address of each of HAProxy's ports. Without it Serve's fallback proxy would be public."""
+    """Return the address of each of HAProxy's ports. Without it Serve's fallback proxy would be public."""
     internal = serve_ports(door.grpc_port)
     hosts = {int(internal[name]): LOOPBACK for name in _SERVE_PORTS}
     return hosts | dict.fromkeys((door.grpc_port, door.http_port), door.host)
 
 
 def check_ports(door: DoorConfig) -> None:
-    """Raise ConfigError, with the key, if a port is taken.
+    """Check that no port is taken. Raises ConfigError with the key.
 
     HAProxy listens with SO_REUSEPORT, so a second service would silently get half the requests.
     """

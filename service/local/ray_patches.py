@@ -60,7 +60,6 @@ def _check_raylet(node: Any) -> None:
 
 
 def _node_parameters(**changes: Any) -> Any:
-    """Start Ray nodes with these parameters in a block."""
     from ray._private import parameter
 
     init = parameter.RayParams.__init__

@@ -36,13 +36,12 @@ Failure = Callable[[], str | None]
 
 
 class StartError(RuntimeError):
-    """The message is one line."""
+    """The service cannot start. The message is one line."""
 
 
 def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
-    """Wait until Serve's application runs, however long its model loads. status: `serve.status`. Raises
-    StartError once it cannot run any more.
-    """
+    """Wait until Serve's application runs, however long its model loads. Raises StartError once it cannot run
+    any more. status: `serve.status`."""
     while (application := status().applications.get(name)) is None or application.status != "RUNNING":
         if reason := _deployment_failure(application):
             raise StartError(reason)
@@ -72,7 +71,6 @@ def _pause(failure: Failure, deadline: float, timed_out: str) -> None:
 
 
 def _deployment_failure(application: Any) -> str | None:
-    """Why an application cannot run. None while it still may."""
     if application is None:
         return None
     failed = application.status == "DEPLOY_FAILED"
@@ -86,7 +84,7 @@ def _deployment_failure(application: Any) -> str | None:
 
 
 def health(channel: grpc.Channel) -> int | None:
-    """A door's status. None if it does not answer."""
+    """Return a door's status; None if it does not answer."""
     stub = health_pb2_grpc.HealthStub(channel)
     try:
         return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S).status)
@@ -103,7 +101,7 @@ def _accepts_connections(host: str, port: int) -> bool:
 
 
 def failure_reason(error: BaseException | str) -> str:
-    """The reason in one line."""
+    """Return an error's reason in one line."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     kind, message = _last_error(text)
     if kind in _DIED:
@@ -114,13 +112,12 @@ def failure_reason(error: BaseException | str) -> str:
 
 
 def is_permanent(text: str) -> bool:
-    """Whether a retry would fail too: after our own errors and programming mistakes."""
+    """Say whether a retry would fail too: after our own errors and programming mistakes."""
     errors = _errors(text)
     return bool(errors) and (errors[-1][0].startswith(_OURS) or errors[-1][0].split(".")[-1] in _PERMANENT)
 
 
 def _last_error(text: str) -> tuple[str, str]:
-    """Kind and message. A third party's message begins with its kind."""
     errors = _errors(text)
     if not errors:
         lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]

@@ -26,7 +26,7 @@ _LOG_LINES = 30
 
 
 class NotServing(RuntimeError):
-    """The message ends with the log's last lines."""
+    """The service does not serve. The message ends with the log's last lines."""
 
 
 class LocalService:
@@ -93,7 +93,7 @@ class LocalService:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def stop(self) -> int | None:
-        """Wait for the end, and return the exit status. None if it does not run."""
+        """Stop, wait for the end, and return the exit status; None if it does not run."""
         process, self._process = self._process, None
         if process is None:
             return None

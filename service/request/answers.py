@@ -8,7 +8,7 @@ from .calls import SamplingParams
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. `parts` add up to `ttft_seconds`. `stages` overlap."""
+    """A request's times in seconds. `parts` add up to `ttft_seconds`. `stages` overlap."""
 
     ttft_seconds: float
     parts: dict[str, float]
@@ -18,7 +18,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Density:
-    """Computed ÷ causal tiles."""
+    """Computed ÷ causal tiles, in the mean and by layer."""
 
     method: str = ""
     mean: float = 0.0
@@ -39,9 +39,8 @@ class PrefillFinished:
 
 @dataclass(frozen=True)
 class GenerateFinished:
-    """`density` has no method if no group read the prompt. `page_share` is attended ÷ held pages of sparse
-    layers.
-    """
+    """The last event of an answer. `density` has no method if no group read the prompt. `page_share` is
+    attended ÷ held pages of sparse layers."""
 
     reason: FinishReason
     text: str
@@ -86,7 +85,7 @@ class ProfileInfo:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """People are shown `display_name`."""
+    """Facts about a server. `display_name` is for people."""
 
     version: str
     model: str

@@ -14,7 +14,7 @@ from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
 RETRY_S = 1.0
-"""A caller over its quota comes back after it. A guess: requests' ends are not known."""
+"""When a caller over its quota should come back: a guess, since nobody knows when requests end."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Quota:
     """Limits of a caller's use at any moment. None is no limit.
 
     Args:
-        tokens: of K/V, in sessions too. A request counts its prompt and its longest answer.
+        tokens: Tokens of K/V, in sessions too. A request counts its prompt and its longest answer.
     """
 
     requests: int | None = None
@@ -48,7 +48,7 @@ class RequestUse:
     requests: int = 1
 
     async def set_tokens(self, tokens: int) -> None:
-        """Raises Overloaded."""
+        """Count the request's tokens of K/V. Raises Overloaded if its caller may not hold that many."""
         owner, callers, limit = self.caller.owner, self._callers, self.caller.quota.tokens
         if limit is not None:
             if tokens > limit:
@@ -64,11 +64,11 @@ class RequestUse:
 
 @dataclass(eq=False)
 class Callers:
-    """Every caller's use.
+    """Counts what every caller uses.
 
     Args:
-        worker_uses: returns what the workers reported last.
-        ask_workers: makes them report again.
+        worker_uses: Returns what the workers reported last.
+        ask_workers: Makes them report again.
     """
 
     door: str

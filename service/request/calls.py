@@ -22,11 +22,11 @@ class SpecialTokens(StrEnum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Exactly one of three forms.
+    """A prompt in exactly one of three forms: text, messages or token ids.
 
     Args:
-        token_ids: little-endian uint32.
-        special_tokens: for `text`. Messages never spell control tokens.
+        token_ids: Little-endian uint32.
+        special_tokens: For `text`. Messages never spell control tokens.
     """
 
     text: str | None = field(default=None, repr=False)
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Unchecked. None takes the server's default."""
+    """Unchecked sampling parameters. None: the server's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -51,7 +51,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class AttentionMethod:
-    """Unchecked. Without a name the server's default."""
+    """An unchecked method. Without a name it is the server's default."""
 
     name: str = ""
     options: Mapping[str, float] = field(default_factory=dict)
@@ -59,8 +59,13 @@ class AttentionMethod:
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """`session_ttl` is in seconds, `deadline` in seconds since the epoch. With `retain_s` 0 the prompt is not
-    remembered."""
+    """A request to read a prompt and keep it as a session.
+
+    Args:
+        session_ttl: Seconds.
+        deadline: Seconds since the epoch.
+        retain_s: 0: the prompt is not remembered. None: it is, but for no stated time.
+    """
 
     prompt: Prompt | None = None
     attention: AttentionMethod = AttentionMethod()
@@ -74,7 +79,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest(PrefillRequest):
-    """`answered_ids` are little-endian uint32. They arrived before a connection was lost."""
+    """A request for an answer. `answered_ids`, little-endian uint32, arrived before a connection was lost."""
 
     session_id: str | None = None
     append: Prompt | None = None
@@ -89,12 +94,13 @@ class Call:
     """A checked request.
 
     Args:
-        sampling: a Prefill has `max_tokens` 0.
-        fit_max_tokens: shrink the default `max_tokens` to the positions that are left.
-        keep_ttl_s: how long the prompt stays as a session; 0 makes none.
-        retain_s: how long to remember it rather than others; None: not at all.
-        skip_cache: read all of it, whatever is remembered.
-        trace: the W3C `traceparent` above this request.
+        sampling: A Prefill has `max_tokens` 0.
+        fit_max_tokens: Shrink the default `max_tokens` to the positions that are left.
+        keep_ttl_s: Seconds for which the prompt stays as a session; 0 makes none.
+        retain_s: Seconds for which the prompt is remembered in preference to others; 0: without preference.
+            None: it is not remembered.
+        skip_cache: Read all of the prompt, whatever is remembered.
+        trace: The W3C `traceparent` above this request.
     """
 
     request_id: str

@@ -53,12 +53,12 @@ class Limits:
 
     @property
     def max_characters(self) -> int:
-        """A character has at least one byte."""
+        """Characters of the longest text that can fit. A character has at least one byte."""
         return self.positions * self.longest_token
 
 
 def checked_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
-    """Raises InvalidArgument or DeadlineExceeded."""
+    """Check a request and make it a call. Raises InvalidArgument or DeadlineExceeded."""
     if isinstance(request, GenerateRequest):
         return _generate_call(request, owner, limits)
     _require(request.prompt is not None, "prompt", "is missing: give text, messages or token_ids")
@@ -160,7 +160,7 @@ def _check_length(name: str, characters: int, limits: Limits) -> None:
 
 
 def check_count(name: str, messages: int) -> None:
-    """Edges call it before they read the messages. Raises InvalidArgument."""
+    """Check the number of messages; edges do so before they read them. Raises InvalidArgument."""
     _require(messages <= MAX_MESSAGES, name, f"{messages} are too many: at most {MAX_MESSAGES}")
 
 
@@ -219,7 +219,8 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
 
 
 def model_sampling(generation: Mapping[str, Any], neutral: Sampling) -> Sampling:
-    """Read generation_config.json's content. With `do_sample: false` it is greedy, whatever else it says.
+    """Read sampling parameters from generation_config.json. With `do_sample: false` they are greedy, whatever
+    else it says.
 
     Raises:
         TypeError, ValueError: A value is wrong.
@@ -227,7 +228,7 @@ def model_sampling(generation: Mapping[str, Any], neutral: Sampling) -> Sampling
     sampled = generation.get("do_sample")
     if sampled is False:
         return neutral
-    assumed = {"temperature": 1.0} if sampled else {}  # by transformers, where a file samples
+    assumed = {"temperature": 1.0} if sampled else {}  # as transformers does where a file samples
     said = {**assumed, **generation}
     given = {name: kind(said[name]) for name, kind in _KINDS.items() if said.get(name) is not None}
     try:
@@ -262,7 +263,11 @@ def _ttl(seconds: float, limits: Limits) -> float:
 
 
 def _retain_s(seconds: float | None) -> float | None:
-    """A request says None for calls' default, 0 s; its 0 (do not remember) is None in calls."""
+    """Translate a request's `retain_s` into a call's.
+
+    Without one (None), the call has 0: remember the prompt without preference. A request's 0 becomes None: do
+    not remember it.
+    """
     if seconds is None:
         return 0.0
     _require(0 <= seconds <= _MAX_RETAIN_S, "retain_s", f"{seconds:g} s must be 0 to {_MAX_RETAIN_S:g} s")
@@ -270,5 +275,5 @@ def _retain_s(seconds: float | None) -> float | None:
 
 
 def is_request_id(text: str) -> bool:
-    """It may be empty."""
+    """Say whether a text can be a request's id. It may be empty."""
     return len(text) <= _MAX_REQUEST_ID and text.isprintable()

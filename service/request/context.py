@@ -20,11 +20,11 @@ from .timings import TtftClock
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Made once by each door.
+    """Parts that a door makes once.
 
     Args:
-        vocabulary: token ids below it have an embedding.
-        positions: the longest prompt with its answer, in tokens.
+        vocabulary: Token ids below it have an embedding.
+        positions: Tokens of the longest prompt with its answer.
     """
 
     door: str
@@ -43,12 +43,12 @@ class Resources:
 
 @dataclass(eq=False, kw_only=True)
 class Accepted:
-    """State that edge and run share.
+    """A request's state that edge and run share.
 
     Args:
-        conclude: counts and audits the request, the first time that it is called.
+        conclude: Counts and audits the request, the first time that it is called.
         events: None follows the last.
-        task: the run; None for a request without a stream.
+        task: The run; None for a request without a stream.
         outcome: None if it finished.
     """
 

@@ -35,7 +35,7 @@ _FIELD_BYTES = 1 << 20
 Headers = Iterable[tuple[str, str | bytes]]
 """gRPC's metadata or HTTP's headers."""
 Authenticate = Callable[[Headers], Caller]
-"""Raises Unauthenticated."""
+"""Finds the caller. Raises Unauthenticated."""
 CancelAtOtherDoors = Callable[[str, str], Awaitable[int]]
 """Takes an owner and a request id. Returns how many requests it cancelled."""
 
@@ -78,7 +78,8 @@ class RequestHandler:
         return 2 * self._limits.max_characters + _FIELD_BYTES
 
     def generation_prompt(self, request: GenerateRequest) -> str:
-        """Return what the chat template writes before the answer; nothing behind other prompts."""
+        """Return what the chat template writes before the answer; nothing for prompts that are not
+        messages."""
         prompt = request.append or request.prompt
         if prompt is None or prompt.messages is None:
             return ""
@@ -92,7 +93,7 @@ class RequestHandler:
         return self._resources.settings.reasoning == "think"
 
     def owner(self, headers: Headers) -> str:
-        """Raises Unauthenticated."""
+        """Return the caller's owner. Raises Unauthenticated."""
         return self._authenticate(headers).owner
 
     @contextlib.asynccontextmanager
@@ -102,16 +103,20 @@ class RequestHandler:
         """Accept a request, then count and audit it once, however the block ends.
 
         Args:
-            rpc: the name in metrics and the audit log.
-            request_id: unchecked, for the audit log.
-            size: bytes as they came.
+            rpc: The name in metrics and the audit log.
+            request_id: Unchecked, for the audit log.
+            size: Bytes as they came.
+
         Raises:
-            Unauthenticated; Overloaded; Internal instead of an unexpected exception.
+            Unauthenticated: The caller has no valid token.
+            Overloaded: There is no room for the text.
+            Internal: It replaces an unexpected exception.
         """
         clock, audit, headers = TtftClock(), Audit(rpc), tuple(headers)
         audit.request_id = request_id if is_request_id(request_id) else ""
         trace = self._resources.tracing.begin(rpc, headers, lambda: clock.elapsed)
         audit.trace_id = trace.trace_id
+        # CancelledError and GeneratorExit, which end the block if the client leaves, are not caught below.
         outcome: DeltafrontError | None = Cancelled("the client went away")
         concluded = False
 
@@ -146,7 +151,7 @@ class RequestHandler:
             conclude(outcome)
 
     def run(self, accepted: Accepted, request: PrefillRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Yield Progress …, then PrefillFinished, or Usage, Token … and GenerateFinished.
+        """Run a request: yield Progress …, then PrefillFinished, or Usage, Token … and GenerateFinished.
 
         Raises DeltafrontError, at once if the request is malformed.
         """
@@ -157,19 +162,19 @@ class RequestHandler:
         return self._events(accepted, RequestRun(self._resources, call, accepted))
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:
-        """Cancel at every door, and return how many. Raises InvalidArgument."""
+        """Cancel a caller's requests at every door, and return how many. Raises InvalidArgument."""
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
         here = self.cancel_here(accepted.caller.owner, request_id)
         return here + await self._cancel_at_other_doors(accepted.caller.owner, request_id)
 
     def cancel_here(self, owner: str, request_id: str) -> int:
-        """Returns how many."""
+        """Cancel an owner's requests at this door, and return how many."""
         matching = [a for a in self._accepted if (a.caller.owner, a.audit.request_id) == (owner, request_id)]
         return sum(a.task is not None and a.task.cancel() for a in matching)
 
     async def release_session(self, accepted: Accepted, session_id: str) -> None:
-        """Raises InvalidArgument or NotFound."""
+        """Release a caller's session. Raises InvalidArgument or NotFound."""
         if not session_id:
             raise InvalidArgument("session_id", "is empty")
         worker = await self._resources.fleet.session_worker(worker_of(session_id))
@@ -199,8 +204,8 @@ class RequestHandler:
         self.text_budget.stop()
 
     async def _events(self, accepted: Accepted, run: RequestRun) -> AsyncGenerator[RequestEvent, None]:
-        """Closing the stream cancels the run."""
-        accepted.outcome = Cancelled("the client went away")
+        """Run the request and yield its events. Closing the stream cancels the run."""
+        accepted.outcome = Cancelled("the client went away")  # unless the run ends first
         task = accepted.task = asyncio.create_task(run.run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -233,7 +238,7 @@ async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
         return error
     except asyncio.CancelledError:
         if not task.cancelled():
-            raise  # its reader is cancelled, not the run
+            raise  # the reader was cancelled, not the run
         return Cancelled("the request was cancelled")
     except Exception:
         return _internal_error()
@@ -241,6 +246,6 @@ async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
 
 
 def _internal_error() -> Internal:
-    """Hides the exception in hand from the client."""
+    """Log the current exception, and hide it from the client."""
     log.exception("a request failed")
     return Internal("the service failed; its log says why")

@@ -30,7 +30,7 @@ class TtftClock:
         return self._now() - self.started
 
     def stop(self) -> None:
-        """The first token is out, so lost time is not TTFT."""
+        """Stop counting: the first token is out."""
         self._stopped = True
 
     def lap(self, part: str) -> None:
@@ -57,7 +57,8 @@ class TtftClock:
             self._trace(rest, self._last - left, self._last)
 
     def parts(self) -> dict[str, float]:
-        """Seconds in the order of events. Transport is last, because it happens in several places."""
+        """Return seconds by part, in the order of events. Transport is last, because it happens in several
+        places."""
         parts = dict(self._parts)
         parts[TRANSPORT] = parts.pop(TRANSPORT, 0.0)
         return parts

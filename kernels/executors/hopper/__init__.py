@@ -1,4 +1,4 @@
 """FlashAttention for Hopper, in Gluon.
 
-Start at `attention.py`, which tells the whole, then `items.py` and `softmax.py`.
+Start at `attention.py`, which gives an overview, then `items.py` and `softmax.py`.
 """

@@ -1,14 +1,14 @@
-"""FlashAttention for Hopper, in Gluon: `executors/flash.py` with the roles split by warps.
+"""FlashAttention for Hopper, in Gluon: `executors/flash.py` with its work divided among warps.
 
 *Roles.* One producer warp copies (TMA; `load_items`). Consumer warpgroups of four warps compute 64 rows each
 (`_compute`). A program takes *items* (`items.py`) and visits key tiles for each. No warpgroup waits for
 another.
 
 *One tile* (`_advance`). A warpgroup issues the scores of the next tile and the weighted sum of the last one
-together (FlashAttention-3, section 3.2), and takes exponentials while the matrix unit works for the others.
+together (FlashAttention-3, section 3.2). It takes exponentials while the matrix unit works for the others.
 
-*The grid* is persistent: programs take items from a common counter, a key head's query heads side by side
-(they share keys in L2), longest first.
+*The grid* is persistent: programs take items from a common counter, in one of the orders of `hopper_plan.py`.
+The query heads of a key head are side by side, since they share keys in L2.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -44,11 +44,12 @@ from .softmax import (
 )
 
 NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Whether `_advance` masks a tile: no, yes, or by the tile."""
+"""Whether `_advance` masks a tile: never, always, or if it is one of the extent's masked tiles."""
 
 
 class OwnRows(NamedTuple):
-    """A warpgroup's 64 rows of one item: queries (in shared memory or registers) and what they see."""
+    """A warpgroup's 64 rows of one item: queries (in shared memory or registers) and the keys that they
+    see."""
 
     q: gl.tensor
     seen: Seen
@@ -56,7 +57,7 @@ class OwnRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Descriptors of the output of an item's rows and of tail rows."""
+    """Descriptors of the output, for an item's rows and for tail rows."""
 
     out: tma.tensor_descriptor
     out_tail: tma.tensor_descriptor
@@ -77,7 +78,6 @@ def _begin_scores(q, buffer, PLAN: gl.constexpr):
 
 @gluon.jit
 def _begin_sum(running, buffer, PLAN: gl.constexpr):
-    """Issue acc += p · v of the last tile."""
     v = _matrix(buffer, TILE, PLAN)
     acc = running.acc
     p = running.p
@@ -91,7 +91,7 @@ def _begin_sum(running, buffer, PLAN: gl.constexpr):
 def _advance(
     running, done, i, rows, buffers, WEIGHTED: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Scores and weights of tile i while tile i - 1 is summed. done: tiles summed so far."""
+    """Compute scores and weights of tile i while tile i - 1 is added to acc. done: tiles added so far."""
     seen = rows.seen
     keys = buffers.k
     values = buffers.v
@@ -119,7 +119,7 @@ def _advance(
         lengths = buffer.load(gl.SliceLayout(0, scores_layout()))
     p, m_i, l_i, alpha = online_softmax(s, running.m_i, running.l_i, rows.scale, lengths, WEIGHTED, PLAN)
     if WEIGHTED:
-        keys.release_loaded(done + 1)  # the run lengths are of its stage too
+        keys.release_loaded(done + 1)  # its stage has the run lengths, too
     if PLAN.late_rescale:
         acc = warpgroup_mma_wait(0, deps=[acc])
         values.release(done)
@@ -131,9 +131,9 @@ def _advance(
 
 @gluon.jit
 def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
-    """`_advance` for every tile but the first, in a loop for each kind of tile where that is faster."""
+    """Run `_advance` for every tile but the first, with a loop for each kind of tile where that is faster."""
     if PLAN.packed:
-        if PLAN.warpgroups == 3:  # else an item's rows lie in one block, and only the first tile is masked
+        if PLAN.warpgroups == 3:  # else an item's rows are of one block, and only the first tile is masked
             for i in range(1, ends.masked_end):
                 running, done = _advance(
                     running, done, i, rows, buffers, WEIGHTED=False, MASK=ALWAYS, PLAN=PLAN
@@ -158,10 +158,9 @@ def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
 def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide their order)
     WARPGROUP: gl.constexpr, results, buffers, work, scale, PLAN: gl.constexpr
 ):  # fmt: skip
-    """done: tiles so far, taken: items so far.
+    """Run a consumer warpgroup. done: tiles so far, taken: items so far.
 
-    Output leaves through the queries' buffer. With two of those, it is released when the next item is under
-    way.
+    Output is copied from the queries' buffer. If there are two, a buffer is released during the next item.
     """
     queries = buffers.q.part(WARPGROUP)
     keys = buffers.k
@@ -230,7 +229,8 @@ def hopper_kernel(
     keys, row0, step, tail_row0, critical, chunk, chunk_slots, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One program: buffers and barriers, then the roles. Arguments: `Sources`, `Results`, `Lists`, `Work`."""
+    """Run one program: make buffers and barriers, then start the roles. Arguments: `Sources`, `Results`,
+    `Lists`, `Work`."""
     buffers = new_buffers(q, k, v, weight, PLAN)
     work = Work(
         items, batch, heads, group, tiles, tail_tiles, keys, row0, step, tail_row0, critical, chunk,

@@ -12,15 +12,17 @@ from ...hopper.layouts import GROUP_ROWS, TILE
 from ...hopper.ring import Ring, barriers
 
 ENTRIES = gl.constexpr(2)
-"""Buffers for the number of the next item."""
+"""Buffers for the next item's entry (`items.py`)."""
 
 
 class Buffers(NamedTuple):
-    """All shared memory, which the producer warp writes.
+    """Shared memory, which the producer warp fills.
 
-    q, (1, 1, 64, D) a buffer: queries, then output, of one warpgroup. k and v, (1, 1, 128, D): tiles for
-    every warpgroup. lengths, (1, 1, 128) float32: (PACKED) run lengths of k's keys, full and empty with them.
-    entries, (1,) int64.
+    Attributes:
+        q: (1, 1, 64, D) a buffer: one warpgroup's queries, later its output.
+        k, v: (1, 1, 128, D) a buffer: tiles for every warpgroup.
+        lengths: (1, 1, 128) float32 a buffer (PACKED): run lengths of k's keys, full and empty with them.
+        entries: (1,) int64 a buffer.
     """
 
     q: Ring
@@ -32,7 +34,7 @@ class Buffers(NamedTuple):
 
 @gluon.jit
 def new_buffers(q, k, v, weight, PLAN: gl.constexpr):
-    """q, k, v, weight: descriptors of the sources."""
+    """Allocate the buffers. q, k, v, weight: descriptors of the sources."""
     STAGES: gl.constexpr = PLAN.stages
     READERS: gl.constexpr = PLAN.warpgroups
     QUERIES: gl.constexpr = PLAN.warpgroups * PLAN.query_buffers

@@ -1,4 +1,4 @@
-"""Compile-time choices of the Hopper attention kernel, and why."""
+"""Choices that the Hopper attention kernel is compiled for, and why."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +11,7 @@ ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH = 0, 1, 2
 
 @dataclass(frozen=True)
 class HopperPlan:
-    """The kernel's one compile-time argument. The fields after `order` are what was fastest
+    """The kernel's one compile-time argument. Measurements chose the fields after `order`
     (docs/log/2026-11-21.md)."""
 
     dim: int
@@ -21,18 +21,17 @@ class HopperPlan:
     stages: int
     """Buffers for tiles of keys, and for tiles of values."""
     warpgroups: int
-    """Consumers, 64 rows of an item each."""
+    """Consumer warpgroups, each with 64 rows of an item."""
     query_buffers: int
-    """For each warpgroup."""
+    """Buffers for the queries of one warpgroup."""
     registers: int
     copying_registers: int
     in_pairs: bool
-    """Hand weights on as 32-bit numbers that hold two. Between an item's loops LLVM would keep 16-bit numbers
-    apart."""
+    """Keep two 16-bit weights in one 32-bit register between an item's loops. LLVM would keep them in two."""
     late_rescale: bool
-    """Round weights and rescale acc while the next scores are made."""
+    """Round weights and rescale acc while the next scores are computed."""
     l_i_in_threads: bool
-    """Each of a row's four threads sums its own weights until the item's end."""
+    """Let each of a row's four threads sum its own weights until the item's end."""
 
     @property
     def rows(self) -> int:

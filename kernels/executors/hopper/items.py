@@ -1,8 +1,9 @@
-"""The tiles that a program of the Hopper kernel visits, and the producer warp.
+"""The items and tiles that a program of the Hopper kernel visits, and the producer warp.
 
-An *item* is a tile of PLAN.rows rows of one query head; tail rows come first. An *entry* names it: its number
-in the lower half, its list's length (LISTED) in the upper; negative after the last. Key tiles come in this
-order: *masked* ones (at the diagonal), other exact ones, (PACKED) packed ones.
+An *item* is a tile of PLAN.rows rows of one query head. Tail rows come first. An *entry* is an item as an
+int64 (not a remembered page, as elsewhere): its number in the lower half, its list's length (LISTED) in the
+upper. It is negative after the last item. Key tiles come in this order: *masked* ones (at the diagonal),
+other exact ones, packed ones (PACKED).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,7 +18,7 @@ from ...hopper.layouts import GROUP_ROWS, TILE
 
 
 class Work(NamedTuple):
-    """Rows have positions row0 + step * i."""
+    """Sizes of one launch. Row i has the position row0 + step * i."""
 
     items: gl.tensor
     batch: gl.tensor
@@ -30,15 +31,15 @@ class Work(NamedTuple):
     step: gl.tensor
     tail_row0: gl.tensor
     critical: gl.tensor  # (PACKED) exact keys before a block of rows
-    chunk: gl.tensor  # (PACKED) keys of which runs are packed together
+    chunk: gl.tensor  # (PACKED) keys of a pack chunk
     packed_ptr: gl.tensor  # (PACKED) packed keys before each chunk, (B, G, C)
-    chunk_slots: gl.tensor  # (PACKED) C
+    chunk_slots: gl.tensor  # (PACKED) the length of C
 
 
 class Lists(NamedTuple):
-    """counter_ptr: programs take items from it."""
+    """Where programs find items and tiles. They count the items that they take at `counter_ptr`."""
 
-    order_ptr: gl.tensor  # (LISTED) each list's length, or the entries by length
+    order_ptr: gl.tensor  # (LISTED) lengths of the lists, or (by_length) sorted entries
     counter_ptr: gl.tensor
     index_ptr: gl.tensor  # (LISTED) each list's blocks of keys, (B, H, N, M)
     stride_ib: gl.tensor
@@ -57,7 +58,7 @@ class Sources(NamedTuple):
 
 
 class Item(NamedTuple):
-    """list_tiles: (LISTED) its list's length."""
+    """One item, decoded. list_tiles: (LISTED) its list's length."""
 
     b: gl.tensor
     h: gl.tensor
@@ -70,9 +71,9 @@ class Item(NamedTuple):
 class Extent(NamedTuple):
     first: gl.tensor  # position of the first row
     step: gl.tensor  # from one row's position to the next's
-    tiles: gl.tensor  # in all
-    exact: gl.tensor  # how many are of exact keys
-    masked: gl.tensor  # and of these, masked
+    tiles: gl.tensor  # all tiles
+    exact: gl.tensor  # tiles of exact keys
+    masked: gl.tensor  # masked tiles among these
     masked_block: gl.tensor  # the masked tiles are this block of keys and those after it
     exact_block: gl.tensor  # the other exact tiles are this block and those after it (not LISTED)
 
@@ -87,7 +88,7 @@ def _publish(entry, taken, entries):
 
 @gluon.jit
 def next_entry(taken, entries):
-    """The entry that the producer has published in this turn."""
+    """Wait for the entry that the producer publishes in turn `taken`, and release its buffer."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entries.wait_full(taken)
     entry = gl.max(entries.buffer(taken).load(layout), 0)
@@ -97,7 +98,7 @@ def next_entry(taken, entries):
 
 @gluon.jit
 def item_of(entry, work, PLAN: gl.constexpr):
-    """The item of an entry, in the order that `hopper_plan.py` names."""
+    """Decode an entry. Items are in the plan's order (`hopper_plan.py`)."""
     key_heads = work.heads // work.group
     tail_items = work.batch * work.heads * work.tail_tiles
     item = entry.to(gl.int32)
@@ -124,7 +125,8 @@ def item_of(entry, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def packed_before(row, item, work):
-    """(PACKED) The first exact key of the block of 128 rows around position `row`; packed keys before it."""
+    """(PACKED) Return the first exact key of the block of 128 rows around position `row`, and the number of
+    packed keys before it."""
     chunks = gl.maximum(row // TILE * TILE - work.critical, 0) // work.chunk
     head = item.b * (work.heads // work.group) + item.g
     return chunks * work.chunk, gl.load(work.packed_ptr + head * work.chunk_slots + chunks)
@@ -132,7 +134,8 @@ def packed_before(row, item, work):
 
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
-    """A PACKED item may begin in one block of 128 rows and end in another; its tiles are those of both."""
+    """Return an item's tiles. A PACKED item may begin in one block of 128 rows and end in another; it has the
+    tiles of both."""
     step = gl.where(item.tail, 1, work.step)
     first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
     end = gl.minimum(first + step * (PLAN.rows - 1), work.keys - 1) // TILE + 1
@@ -155,7 +158,7 @@ def extent_of(item, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def exact_key(i, extent):
-    """The first key of an item's i-th tile, an exact one (not LISTED)."""
+    """Return the first key of an item's i-th tile, which is exact (not LISTED)."""
     before = extent.masked
     block = gl.where(i < before, extent.masked_block + i, extent.exact_block + i - before)
     return block * TILE
@@ -167,7 +170,7 @@ def _copy(
 ):
     """Start copying a tile of keys or values from the sequence or (PACKED) from the packed keys.
 
-    MORE: further bytes that complete the barrier `full`.
+    MORE: further bytes that the barrier `full` waits for.
     """
     b, g, row = place
     mbarrier.expect(full, exact.block_type.nbytes + MORE)
@@ -194,7 +197,7 @@ def _copy_queries(item, taken, sources, queries, PLAN: gl.constexpr):
 
 @gluon.jit
 def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
-    """The producer warp: takes items and copies queries, then keys and values. done: tiles so far, taken:
+    """Run the producer warp: take items, copy their queries, then keys and values. done: tiles so far, taken:
     items so far."""
     done = 0
     taken = 0

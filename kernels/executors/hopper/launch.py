@@ -17,7 +17,7 @@ _attend = Launcher(hopper_kernel)
 
 
 def takes(x: AttentionInput, rows: QueryRows) -> bool:
-    """Whether the kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
+    """Say whether the kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
     if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device):
         return False
     if x.q_BHTD.dtype == torch.float32 or x.q_BHTD.shape[3] not in (64, 128):
@@ -26,7 +26,6 @@ def takes(x: AttentionInput, rows: QueryRows) -> bool:
 
 
 def _copyable(t: torch.Tensor) -> bool:
-    """Base and outer strides are in 16-byte steps."""
     steps = [s * t.element_size() for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
     return t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
@@ -39,7 +38,7 @@ def launch(
     mask: TileMask | None,
     packed: PackedKeys | None,
 ) -> None:
-    """`executors.launch.launch` of inputs that satisfy `takes`."""
+    """Do what `executors.launch.launch` does, for inputs that satisfy `takes`."""
     batch, heads, count, dim = rows.q_BHRD.shape
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows
@@ -81,10 +80,10 @@ def launch(
 
 
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
-    """rounds: items that each program takes.
+    """Choose the order of the items, of which each program takes `rounds`.
 
-    The longest rows first balance few items. But then every key head's keys are streamed at once, so their
-    bytes decide.
+    Taking the longest rows first balances few items. But it streams every key head's keys at once, so their
+    size in bytes decides.
     """
     if mask is not None and rounds < 48:
         return BY_LENGTH
@@ -94,7 +93,8 @@ def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: in
 
 
 def by_length(mask: TileMask) -> torch.Tensor:
-    """Entries (`items.py`), longest list first; their numbers are places in (B, H, N)."""
+    """Return the lists' entries (`items.py`), the longest list first. A list's number is its index in (B, H,
+    N)."""
     count = mask.count_BHN.reshape(-1)
     place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
     entries = torch.add(place, count, alpha=1 << 32)
@@ -107,8 +107,8 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _descriptor(t: torch.Tensor, block: int) -> TileDescriptor:
-    """Tiles of `block` rows of one head, or of `block` numbers if t has no D. Strides of size-1 dimensions do
-    not matter."""
+    """Describe tiles of `block` rows of one head, or of `block` numbers if t has no D. Strides of size-1
+    dimensions do not matter."""
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     shape = (1, 1, block, t.shape[3]) if t.dim() == 4 else (1, 1, block)
     return TileDescriptor(t, t.shape, [*strides, 1], shape)

@@ -14,7 +14,7 @@ from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
 from .items import Extent, exact_key, packed_before
 
 NEGATIVE = gl.constexpr(-1.0e30)
-"""A row's largest score before its first tile; finite as in `executors/flash.py`."""
+"""A row's running maximum before its first tile. It is finite, as in `executors/flash.py`."""
 UNSEEN = gl.constexpr(-3.0e38)
 """Score of a masked key, far below NEGATIVE. Otherwise a row that sees none of its first tile would take exp2
 of a rounding error."""
@@ -25,16 +25,16 @@ _TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 class Seen(NamedTuple):
-    """Keys that a warpgroup's rows see. (PACKED) The rows lie in one block of 128 positions."""
+    """The keys that a warpgroup's rows see. (PACKED) The rows are of one block of 128 positions."""
 
-    position: gl.tensor  # (64,), of each row
+    position: gl.tensor  # (64,), positions of the rows
     extent: Extent
     exact_from: gl.tensor  # (PACKED) the first key that is exact
     packed: gl.tensor  # (PACKED) packed keys before it
 
 
 class Ends(NamedTuple):
-    """masked_end, unmasked_end: tiles before and from there on are masked. tiles: their number."""
+    """Tiles before masked_end and from unmasked_end on are masked. tiles: the number of tiles."""
 
     masked_end: gl.tensor
     unmasked_end: gl.tensor
@@ -42,7 +42,7 @@ class Ends(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The last tile's weights are in l_i already, and not yet in acc."""
+    """The running softmax. l_i already contains the last tile's weights; acc does not."""
 
     acc: gl.tensor  # (64, D); (PLAN.late_rescale) not yet rescaled by alpha
     m_i: gl.tensor  # (64,)
@@ -53,13 +53,13 @@ class Running(NamedTuple):
 
 @gluon.constexpr_function
 def acc_layout(dim):
-    """(64, D), likewise."""
+    """Return the layout of acc (64, D) in the matrix unit's registers."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
 
 
 @gluon.constexpr_function
 def spread_layout():
-    """(64, 8): two columns of each row in each of its four threads."""
+    """Return the layout of (64, 8): each of a row's four threads has two columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
 
 
@@ -90,7 +90,7 @@ def zero_l_i(PLAN: gl.constexpr):
 
 @gluon.jit
 def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """p (64, 128) in 16 bits: as the sum's operand, or as (64, 64) pairs of columns."""
+    """Round p (64, 128) to 16 bits: to the operand of p · v, or (in_pairs) to (64, 64) pairs of columns."""
     if PLAN.in_pairs:
         even, odd = gl.split(gl.reshape(p, [GROUP_ROWS, TILE // 2, 2]))
         code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
@@ -102,7 +102,7 @@ def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """The sum's operand, from `rounded`."""
+    """Turn the result of `rounded` into the operand of p · v."""
     if PLAN.in_pairs:
         halves: gl.constexpr = (gl.int16, gl.int16)
         even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [p], halves, True, 1)
@@ -114,7 +114,7 @@ def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_columns(l_i, x):
-    """l_i (64, 8) plus the sums of every eighth column of x, in pairs. Nothing leaves its thread."""
+    """Add the sums of every eighth column of x to l_i (64, 8), pairwise. Nothing leaves its thread."""
     if x.shape[1] > 8:
         halves = gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1])
         left, right = gl.split(halves)
@@ -126,8 +126,8 @@ def _add_columns(l_i, x):
 
 @gluon.jit
 def online_softmax(s, m_i, l_i, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
-    """p of one tile's products s; the new m_i and l_i; alpha. WEIGHTED: keys stand for `lengths` (128,) keys
-    each."""
+    """Return p of one tile's products s, the new m_i and l_i, and alpha. WEIGHTED: each key counts as
+    `lengths` (128,) keys."""
     m_ij = gl.maximum(m_i, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - m_ij[:, None])
     alpha = gl.exp2(m_i - m_ij)
@@ -152,7 +152,7 @@ def tile_columns():
 
 @gluon.jit
 def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
-    """Scores of tile i, UNSEEN where a row does not see the key."""
+    """Set scores of tile i to UNSEEN where a row does not see the key."""
     if PLAN.packed:
         key = exact_key(i, seen.extent) - seen.exact_from + column
         count = seen.position + 1 - seen.exact_from
@@ -165,5 +165,5 @@ def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
 
 @gluon.jit
 def mask_packed(s, column, i, seen):
-    """As `mask_exact`, for packed keys."""
+    """Do what `mask_exact` does, for packed keys."""
     return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

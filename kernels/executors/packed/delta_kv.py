@@ -1,5 +1,5 @@
-"""Delta-KV: far keys packed by runs, the `critical` tokens before each query block exact (DeltaAttention,
-section 4.1).
+"""Delta-KV: attention to far keys packed by runs, exact for the `critical` tokens before each query block
+(DeltaAttention, section 4.1).
 
 Suffixes: J keys that a query block attends to.
 """
@@ -17,7 +17,7 @@ from .pack import pack
 from .runs import PackedRuns, packed_chunks
 
 CHUNK = 512
-"""Tokens in which runs are sought (DeltaAttention section 4.1.1)."""
+"""Tokens of a chunk. No run crosses chunks (DeltaAttention section 4.1.1)."""
 
 
 class DeltaKVExecutor:
@@ -60,12 +60,14 @@ class DeltaKVExecutor:
 def cpu_pack_head(
     k_SD: torch.Tensor, v_SD: torch.Tensor, start_P: torch.Tensor, end: int, *, means: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One row per run: key, value (both rounded as the cache would) and length: keys_PD, values_PD, length_P,
-    float32.
+    """Pack each run of one head into one row.
 
     Args:
-        start_P: first rows of the runs, which cover positions 0 .. end-1. They are the anchors.
-        means: of a run's rows; else the anchor's own (DeltaAttention, section 4.1.2).
+        start_P: The runs' first rows, the anchors. The runs cover positions 0 .. end - 1.
+        means: Pack means of rows; otherwise the anchor's own row (DeltaAttention, section 4.1.2).
+
+    Returns:
+        keys_PD and values_PD, rounded as the cache would, and length_P, in float32.
     """
     length_P = torch.diff(start_P, append=start_P.new_tensor([end]))
     if not means:
@@ -80,7 +82,8 @@ def cpu_pack_head(
 def cpu_attend(
     x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, means: bool
 ) -> torch.Tensor:
-    """counts: a packed key of n rows weighs n * exp(s) (equation 4), else exp(s)."""
+    """Attend to packed and then exact keys. counts: a packed key of n rows weighs n * exp(s) (equation 4),
+    otherwise exp(s)."""
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)
     for b in range(x.q_BHTD.shape[0]):
@@ -107,7 +110,6 @@ def _attend_block(
     packed: tuple[torch.Tensor, ...],
     counts: bool,
 ) -> torch.Tensor:
-    """One query block of a group's heads: packed rows, then exact keys exact_from .. the last row's own."""
     end = x.q_start + rows.stop
     k_JD, v_JD = x.k_BGSD[b, g, exact_from:end], x.v_BGSD[b, g, exact_from:end]
     position_T1 = torch.arange(x.q_start + rows.start, end)[:, None]

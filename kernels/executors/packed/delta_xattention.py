@@ -1,4 +1,5 @@
-"""DeltaXAttention: a mask whose lesser tiles are attended over packed keys (DeltaAttention, section 4.2).
+"""DeltaXAttention: a mask's tiles with the best scores are exact, the others are packed keys (DeltaAttention,
+section 4.2).
 
 Suffixes: J keys attended to.
 """
@@ -20,7 +21,7 @@ from .runs import PackedRuns
 
 
 class DeltaXAttentionExecutor:
-    """The mask must carry scores."""
+    """Attends to a mask's tiles, exactly or packed. The mask must carry scores."""
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
@@ -47,7 +48,7 @@ class DeltaXAttentionExecutor:
         return self.tiles_of_heads(x, mask, state).sum()
 
     def tiles_of_heads(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        """`computed_tiles` of each head: float64 (B, H)."""
+        """Count `computed_tiles` for each head: float64 (B, H)."""
         kept = self._check(x, mask)
         if runs_on_cpu(x.q_BHTD, "delta_xattention"):
             exact_BHNM = cpu_exact_table(kept, self.exact_share)
@@ -75,8 +76,12 @@ class DeltaXAttentionExecutor:
 
 
 def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """bool, laid out as the mask's index: a list's diagonal (last), and others that score like the
-    ceil(exact_share * others)-th highest. Undefined past the count."""
+    """Mark each list's exact tiles: the diagonal, which is last, and the others whose scores reach the
+    ceil(exact_share * others)-th highest.
+
+    Returns:
+        bool, laid out as the mask's index, undefined from the count on.
+    """
     assert mask.score_BHNM is not None
     exact_BHNM = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
     lists = zip(
@@ -94,7 +99,8 @@ def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
 def cpu_attend(
     x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float, means: bool
 ) -> torch.Tensor:
-    """Attend exactly to `exact_share` of the kept tiles and the diagonal, over packed runs to the others."""
+    """Attend exactly to the diagonal and to `exact_share` of the other kept tiles, and over packed runs to
+    the rest."""
     exact_BHNM = cpu_exact_table(mask, exact_share)
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()

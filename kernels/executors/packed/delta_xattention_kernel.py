@@ -1,6 +1,6 @@
-"""DeltaXAttention on the GPU: which tiles are exact, then exact and packed tiles in one pass.
+"""DeltaXAttention on the GPU. One kernel marks the exact tiles, another attends to exact and packed tiles.
 
-Suffixes: N query blocks, M entries of a block's list.
+Suffixes: N query blocks, M tiles of a block's list.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,7 +25,8 @@ _ROUNDING = tl.constexpr(ROUNDING)
 def exact_kernel(
     score_ptr, count_ptr, exact_ptr, stride_sn, exact_share, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """One list: mark scores that reach the ceil(exact_share * others)-th highest, found bit by bit."""
+    """Mark a list's diagonal, and the scores that reach the ceil(exact_share * others)-th highest, found bit
+    by bit."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + row)
     entry = tl.arange(0, ENTRIES)
@@ -45,7 +46,7 @@ def exact_kernel(
 
 
 def kernel_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """`delta_xattention.cpu_exact_table` on the GPU, without a host sync."""
+    """Compute `delta_xattention.cpu_exact_table` on the GPU. The host does not wait for it."""
     assert mask.score_BHNM is not None
     score_BHNM = mask.score_BHNM.contiguous()
     exact_BHNM = torch.empty(score_BHNM.shape, dtype=torch.bool, device=score_BHNM.device)
@@ -73,7 +74,8 @@ def mixed_kernel(
     heads, group, rows, keys, row0, packed_slots, offset_slots, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one query block: each listed tile exact or over its packed rows, the diagonal last."""
+    """Attend with ROWS rows of a query block to each listed tile, exactly or over packed rows, the diagonal
+    last."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)

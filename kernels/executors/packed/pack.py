@@ -23,8 +23,8 @@ def pack_kernel(
     D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, MEANS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """RUNS runs of one key head: sums of rows, by a product with the 0/1 table run x row, or the first
-    rows."""
+    """Pack RUNS runs of one key head. MEANS: rows are added up by a product with the 0/1 table run x row;
+    otherwise first rows are copied."""
     head = tl.program_id(1).to(tl.int64)
     runs = tl.load(offset_ptr + head * offset_slots + chunks)
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
@@ -69,9 +69,10 @@ def pack_kernel(
 def pack(
     x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool, means: bool
 ) -> PackedKeys:
-    """The packed rows of the first `chunks` chunks, in scratch that fits one run per row.
+    """Pack the runs of the first `chunks` chunks. The tensors have room for one run per row.
 
-    counts, means: as in `DeltaKVOptions`.
+    Args:
+        counts, means: As in `DeltaKVOptions`.
     """
     batch, heads, _, dim = x.k_BGSD.shape
     slots = chunks * chunk + BLOCK

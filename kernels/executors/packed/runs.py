@@ -1,4 +1,4 @@
-"""Runs of similar keys, and where they begin: a prompt's state between chunks.
+"""Where runs of similar keys begin: the state of packed attention between chunks.
 
 Suffixes: C complete pack chunks, P packed rows of one key head, R rows of one chunk.
 """
@@ -16,10 +16,12 @@ from ...interface import AttentionInput, KernelInputError, StateSpec
 
 @dataclass
 class PackedRuns:
-    """Where the runs of the complete chunks begin, for one layer of one prompt.
+    """Where the runs of complete chunks begin, for one layer of one prompt.
 
-    start_BGP: int32, position of each run's first row, then the end. offset_BGC: int32, runs before each
-    chunk. chunks: complete ones, known without a sync.
+    Attributes:
+        start_BGP: int32, position of each run's first row, then the end.
+        offset_BGC: int32, runs before each chunk.
+        chunks: Complete chunks, which the host knows without waiting.
     """
 
     start_BGP: torch.Tensor
@@ -36,7 +38,7 @@ class PackedRuns:
         return cls(start, offset, spec.max_tokens)
 
     def check(self, x: AttentionInput, name: str) -> None:
-        """Raises KernelInputError unless this state was made for inputs like x."""
+        """Check that this state was made for inputs like x. Raises KernelInputError."""
         heads, keys = tuple(x.k_BGSD.shape[:2]), x.k_BGSD.shape[2]
         if tuple(self.offset_BGC.shape[:2]) != heads or self.offset_BGC.device != x.k_BGSD.device:
             raise KernelInputError(
@@ -47,9 +49,11 @@ class PackedRuns:
             raise KernelInputError(f"{name}: {keys} keys exceed the state's max_tokens {self.max_tokens}")
 
     def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float, distance: float = 0.0) -> None:
-        """Find the runs of newly completed chunks. No host sync.
+        """Find the runs of newly completed chunks. The host does not wait for the device.
 
-        distance: Euclidean, in place of the cosine where it is above 0 (DeltaAttention, equation 2).
+        Args:
+            distance: Euclidean distance up to which keys are close (DeltaAttention, equation 2); 0: `cos`
+                decides.
         """
         complete = k_BGSD.shape[2] // chunk
         if complete <= self.chunks:
@@ -61,14 +65,13 @@ class PackedRuns:
         self.chunks = complete
 
     def _append(self, is_anchor_BGCR: torch.Tensor, begin: int) -> None:
-        """begin: position of the next chunks' first row."""
         batch, heads, chunks, rows = is_anchor_BGCR.shape
         run_BGCR = is_anchor_BGCR.cumsum(-1)
         before_BG1 = self.offset_BGC[:, :, self.chunks, None]
         upto_BGC = run_BGCR[..., -1].cumsum(-1) + before_BG1
         self.offset_BGC[:, :, self.chunks + 1 : self.chunks + chunks + 1] = upto_BGC
         place_BGCR = run_BGCR + (upto_BGC - run_BGCR[..., -1] - 1)[..., None]
-        unused = self.start_BGP.shape[-1] - 1  # the last slot takes what is not a run
+        unused = self.start_BGP.shape[-1] - 1  # the last slot takes rows that begin no run
         place_BGS = torch.where(is_anchor_BGCR, place_BGCR, unused).flatten(2)
         end = begin + chunks * rows
         row_S = torch.arange(begin, end + 1, dtype=torch.int32, device=is_anchor_BGCR.device)
@@ -77,5 +80,5 @@ class PackedRuns:
 
 
 def packed_chunks(first_block: int, query_blocks: int, critical: int, chunk: int) -> list[int]:
-    """For each query block: pack chunks that lie before its last `critical` tokens."""
+    """Count, for each query block, the pack chunks that end at least `critical` tokens before it."""
     return [max(0, (first_block + n) * BLOCK - critical) // chunk for n in range(query_blocks)]

@@ -10,7 +10,7 @@ from .form import AnchorSettings, BlockAnchors, SideSettings
 
 
 def cpu_summarise(x_BGSD: torch.Tensor, cos: float, side: SideSettings, first_block: int = 0) -> BlockAnchors:
-    """The slots of every block of x, float32. first_block: where x begins in the prompt."""
+    """Fill the slots of every block of x, in float32. first_block: where x begins in the prompt."""
     runs = cpu_scan(x_BGSD, cos, BLOCK)
     strict = _fill(x_BGSD, runs, side, first_block)
     if side.relax is None:
@@ -53,11 +53,11 @@ def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_bloc
 def cpu_scores(
     x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings
 ) -> torch.Tensor:
-    """Tile scores, float32 score_BHNM (DeltaAttention section 4.3, changed by docs/decisions/0003).
+    """Compute tile scores, float32 score_BHNM (DeltaAttention section 4.3, changed by docs/decisions/0003).
 
-    Sum (or largest) over query slots a of the sum over key slots b of n_b exp(q_a . k_b scale), each query
-    slot's values divided by their sum over all keys before it. n_b: rows of slot b, in the query's own block
-    only those up to the query slot's first row.
+    A query slot a weighs a key slot b by n_b exp(q_a . k_b scale), divided by the sum of a's weights over all
+    keys before it. n_b is b's number of rows; in the query's own block it is the number up to a's first row.
+    A tile's score is the sum over its key slots, and the sum (or largest) over its query slots.
     """
     batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
     groups, columns, key_slots = keys.count_BGMA.shape[1:]

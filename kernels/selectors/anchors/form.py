@@ -1,4 +1,4 @@
-"""The form of DPXA's anchors, and the table that holds a block's slots.
+"""Settings of DPXA's anchors, and the table of a block's slots.
 
 Suffixes: A anchor slots of a block.
 """
@@ -20,9 +20,11 @@ Representative = Literal["mean", "anchor"]
 class SideSettings:
     """How one side (q or k) of a block is summarised.
 
-    cap: slots per block, a power of two up to 128. representative: a slot holds the mean of its rows, or the
-    run's first row. relax: a block with more runs than slots is scanned again with a cosine lower by this;
-    then every (runs / cap)-th is kept.
+    Attributes:
+        cap: Slots per block, a power of two up to 128.
+        representative: Whether a slot holds the mean of its rows, or the run's first row.
+        relax: A block with more runs than slots is scanned again with a cosine lower by this. If it still has
+            too many, every (runs / cap)-th is kept.
     """
 
     cap: int
@@ -40,9 +42,14 @@ class SideSettings:
 
 @dataclass(frozen=True)
 class AnchorSettings:
-    """cos: a row joins a run at this cosine. weighted: count a key slot once per row it stands for.
-    row_normalised: each query anchor's scores sum to 1 first; else all cells of a query block share one
-    normaliser (the thesis). largest: a tile's score is its largest query anchor's, not their sum.
+    """How anchors are found and scored.
+
+    Attributes:
+        cos: A row joins a run at this cosine.
+        weighted: Count a key slot once for each of its rows.
+        row_normalised: Divide each query anchor's scores by their own sum; otherwise all cells of a query
+            block by one sum (the thesis).
+        largest: A tile's score is that of its largest query anchor, not their sum.
     """
 
     cos: float
@@ -57,8 +64,9 @@ class AnchorSettings:
 class BlockAnchors:
     """The slots of consecutive blocks.
 
-    first_BGMA: int32, absolute position of a slot's first row. count_BGMA: float32, rows it stands for. A
-    slot with count 0 is empty, and its vector means nothing.
+    Attributes:
+        first_BGMA: int32, absolute position of a slot's first row.
+        count_BGMA: float32, rows of a slot. 0: the slot is empty, and its vector means nothing.
     """
 
     vector_BGMAD: torch.Tensor

@@ -29,7 +29,8 @@ WARPGROUPS = gl.constexpr(4)
 
 
 class Keys(NamedTuple):
-    """k, count: descriptors (`hopper_launch.key_tiles`). first_ptr: positions."""
+    """Tables of key slots. k and count are descriptors (`hopper_launch.key_tiles`); first_ptr has
+    positions."""
 
     k: tma.tensor_descriptor
     count: tma.tensor_descriptor
@@ -55,7 +56,7 @@ class Out(NamedTuple):
 
 
 class ScoreWork(NamedTuple):
-    """The slab is query blocks first_row_block .. + slab_blocks of the chunk."""
+    """Sizes of one launch. The slab is query blocks first_row_block .. + slab_blocks of the chunk."""
 
     kv_heads: gl.tensor
     group: gl.tensor
@@ -67,18 +68,22 @@ class ScoreWork(NamedTuple):
 
 
 class ScoreRows(NamedTuple):
-    """A warpgroup's query slots, a number or a pointer each."""
+    """A warpgroup's query slots: each field has a value per slot."""
 
     first: gl.tensor
     used: gl.tensor
     valid: gl.tensor
     out: gl.tensor
-    highest: gl.tensor  # the last of their query blocks
+    highest: gl.tensor  # (one value) the last of their query blocks
 
 
 class SlotBuffers(NamedTuple):
-    """q: each warpgroup's 64 rows. k, (1, 16, 4, 2, D), and counts, (1, 8, 4, 4): a tile's, full and empty
-    together."""
+    """Shared memory.
+
+    Attributes:
+        q: Each warpgroup's 64 rows.
+        k, counts: A tile's (1, 16, 4, 2, D) and (1, 8, 4, 4), full and empty together.
+    """
 
     q: gl.shared_memory_descriptor
     k: Ring
@@ -87,7 +92,6 @@ class SlotBuffers(NamedTuple):
 
 @gluon.jit
 def _diagonals(tile, units, work):
-    """The prompt's first and last query block among the `units` of a tile."""
     first = work.first_block + work.first_row_block
     low = first + tile * units // work.group
     return low, first + gl.minimum((tile * units + units - 1) // work.group, work.slab_blocks - 1)
@@ -95,7 +99,6 @@ def _diagonals(tile, units, work):
 
 @gluon.jit
 def _tiles(work, PLAN: gl.constexpr):
-    """This program's key tiles: its part of those up to its last query block."""
     tile = gl.num_programs(0) - 1 - gl.program_id(0)  # long rows first
     _, highest = _diagonals(tile, PLAN.units * WARPGROUPS, work)
     tiles = highest // PLAN.blocks + 1
@@ -106,7 +109,6 @@ def _tiles(work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _copy_keys(keys, buffers, work, PLAN: gl.constexpr):
-    """The producer warp."""
     ring = buffers.k
     lane = gl.program_id(1)
     _, begin, end = _tiles(work, PLAN)
@@ -122,15 +124,15 @@ def _copy_keys(keys, buffers, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _by_block(s_XY, PLAN: gl.constexpr):
-    """(64, 128) products as (64, W, S). `key_tiles` orders a tile's slots so that blocks of up to 32 add up
-    within a thread."""
+    """Reshape (64, 128) products to (64, W, S). `key_tiles` orders a tile's slots so that blocks of up to 32
+    add up within a thread."""
     s_XPTE = gl.reshape(s_XY, [GROUP_ROWS, 16, 4, 2])
     return gl.reshape(gl.permute(s_XPTE, [0, 2, 1, 3]), [GROUP_ROWS, PLAN.blocks, PLAN.k_slots])
 
 
 @gluon.jit
 def _counts(buffer, s_XWS, PLAN: gl.constexpr):
-    """A tile's counts (W, S), each thread's own. A row's four threads read 64 bytes side by side."""
+    """Load a tile's counts (W, S), each thread its own. A row's four threads read 64 bytes side by side."""
     s_XUTV = gl.permute(gl.reshape(s_XWS, [GROUP_ROWS, 4, 8, 4]), [0, 2, 1, 3])
     lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     count_UTV = buffer._reinterpret(gl.float32, [8, 4, 4], lines).load(gl.SliceLayout(0, s_XUTV.type.layout))
@@ -142,7 +144,7 @@ def _counts(buffer, s_XWS, PLAN: gl.constexpr):
 def _add_up(
     tile, use, q, buffers, rows, first_ptr, scale, DIAGONAL: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Store log2 sums of one key tile's blocks. DIAGONAL: some row does not see all of it."""
+    """Store the log2 sums of one key tile's blocks. DIAGONAL: some row does not see all of it."""
     W: gl.constexpr = PLAN.blocks
     S: gl.constexpr = PLAN.k_slots
     ring = buffers.k
@@ -186,7 +188,6 @@ def _add_up(
 
 @gluon.jit
 def _table(row_X, tile, batch, kv_head, work, PLAN: gl.constexpr):
-    """Places of the warpgroup's rows in the tables; their slab's blocks and heads; whether they exist."""
     unit_X = tile * PLAN.units + row_X // PLAN.q_slots
     block_X = unit_X // work.group
     head_X = kv_head * work.group + unit_X % work.group
@@ -198,7 +199,8 @@ def _table(row_X, tile, batch, kv_head, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _score_rows(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN: gl.constexpr):
-    """One warpgroup: 64 query slots, ordered by block, then head, against the program's key tiles."""
+    """Run a consumer warpgroup: 64 query slots, ordered by block, then head, against the program's key
+    tiles."""
     tile, begin, end = _tiles(work, PLAN)
     tile = tile * WARPGROUPS + WARPGROUP
     batch = (gl.program_id(1) // work.kv_heads).to(gl.int64)
@@ -240,7 +242,7 @@ def anchors_hopper_kernel(
     kv_heads, group, query_blocks, first_block, first_row_block, slab_blocks, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One tile of query slots against its part of the key tiles."""
+    """Score a tile of query slots against this program's part of the key tiles."""
     STAGES: gl.constexpr = PLAN.stages
     keys = Keys(k, count, k_first_ptr, stride_tb, stride_tg)
     queries = Queries(q_ptr, q_first_ptr, q_count_ptr)

@@ -14,7 +14,7 @@ from .hopper import WARPGROUPS, anchors_hopper_kernel
 
 _score = Launcher(anchors_hopper_kernel)
 _BEGIN = 3
-"""A program's start takes as long as so many key tiles."""
+"""A program's start takes as long as this number of key tiles."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ScorePlan:
 def launch(
     x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings, sums: Sums
 ) -> None:
-    """Fill the sums' part. Inputs satisfy `scores.takes_hopper`."""
+    """Fill `sums.part_BHNRM`. Inputs satisfy `scores.takes_hopper`."""
     part, first_row = sums.part_BHNRM, sums.first_row
     batch, kv_heads, _, dim = x.k_BGSD.shape
     blocks = part.shape[2]
@@ -63,7 +63,7 @@ def launch(
 
 
 def key_tiles(keys: BlockAnchors) -> tuple[TileDescriptor, TileDescriptor]:
-    """Descriptors of the slots' vectors and counts. A tile of 128 arrives with its quarters interleaved."""
+    """Describe the slots' vectors and counts. A tile of 128 slots arrives with its quarters interleaved."""
     vector, count = keys.vector_BGMAD, keys.count_BGMA
     lanes, dim = vector.shape[0] * vector.shape[1], vector.shape[4]
     slots = vector.shape[2] * vector.shape[3]
@@ -77,8 +77,7 @@ plan_of = cache(ScorePlan)
 
 
 def splits_of(programs: int, steps: int, multiprocessors: int) -> int:
-    """Into how many parts to cut the `steps` key tiles of each of `programs` programs so that all end
-    soonest."""
+    """Choose how many parts to cut each program's `steps` key tiles into, so that all end soonest."""
 
     def time(splits: int) -> int:
         return -(-programs * splits // multiprocessors) * (-(-steps // splits) + _BEGIN)

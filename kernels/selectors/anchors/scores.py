@@ -21,9 +21,9 @@ from .form import AnchorSettings, BlockAnchors
 
 _TILE = BLOCK
 _PROGRAMS = 528
-"""Four for each multiprocessor of an H200. With fewer query tiles, programs split their keys."""
+"""Programs wanted: four a multiprocessor of an H200. If query tiles are fewer, programs split their keys."""
 _LEAST_STEPS = 8
-"""Key tiles that a program should have."""
+"""The fewest key tiles of a program."""
 
 
 @triton.jit(do_not_specialize=["query_blocks", "first_block", "first_row_block", "slab_blocks"])
@@ -34,11 +34,12 @@ def _score_kernel(  # noqa: PLR0915
     D: tl.constexpr, Q_SLOTS: tl.constexpr, K_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
     X: tl.constexpr, W: tl.constexpr, DIAGONAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of query slots against the key blocks before its first diagonal, or from there on (DIAGONAL,
-    which costs registers).
+    """Score a tile of query slots against the key blocks before its first diagonal, or from there on
+    (DIAGONAL, which takes registers).
 
-    Units (query block, head of the group) of one key head fill a tile, Q_SLOTS rows each, by block. The slab
-    is query blocks first_row_block .. + slab_blocks. The third axis of programs splits the key blocks.
+    A unit is one query head of one query block. Units of one key head fill a tile, Q_SLOTS rows each, by
+    block. The slab is query blocks first_row_block .. + slab_blocks. The third axis of programs splits the
+    key blocks.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -117,7 +118,8 @@ def score_sums(
     first_row: int,
     blocks: int,
 ) -> Sums:
-    """log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, one row per query slot."""
+    """Compute the log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, one row per
+    query slot."""
     batch, heads = x.q_BHTD.shape[:2]
     kv_heads, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks
@@ -156,14 +158,14 @@ def score_sums(
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> bool:
-    """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, slots that fit."""
+    """Say whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, slots that fit."""
     if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
         return False
     return head_dim in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4
 
 
 def slot_dtype(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> torch.dtype:
-    """The slots' type: 8-bit floats, which the Hopper kernel multiplies twice as fast, where a slot is a row
-    as it was."""
+    """Return the slots' type. It is an 8-bit float if slots are unchanged rows and the Hopper kernel runs,
+    which multiplies these twice as fast."""
     rows = form.q.representative == form.k.representative == "anchor"
     return torch.float8_e4m3fn if rows and takes_hopper(device, dtype, head_dim, form) else dtype

@@ -16,7 +16,13 @@ from .summary import empty_table, kernel_summarise
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """Also the layer's key slots: `done` of its `blocks` hold theirs. dtype: of the keys."""
+    """The rule and the key slots of one layer.
+
+    Attributes:
+        dtype: The keys' type.
+        blocks: Blocks of the whole prompt.
+        done: Blocks whose slots are filled.
+    """
 
     dtype: torch.dtype
     table: BlockAnchors
@@ -25,7 +31,7 @@ class KeyAnchors(ScoredState):
 
 
 class AnchorsSelector(ScoredSelector):
-    """The keyword arguments are for ablations (`benchmarks.recall`), and for the thesis's form."""
+    """DPXA. The keyword arguments are for ablations (`benchmarks.recall`), and for the thesis's form."""
 
     name = "anchors"
 
@@ -94,7 +100,7 @@ class ThesisAnchorsSelector(AnchorsSelector):
 
 
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
-    """This chunk's first key block, or an earlier one that has no slots yet."""
+    """Return this chunk's first key block, or an earlier one that has no slots yet."""
     table = state.table
     made_for = (*table.count_BGMA.shape[:2], state.blocks, table.vector_BGMAD.shape[4])
     needed = (*x.k_BGSD.shape[:2], x.key_blocks, x.k_BGSD.shape[3])

@@ -1,4 +1,4 @@
-"""Slots of blocks on the GPU: `next` from a Gram matrix, the chase along it, sums of rows.
+"""Fills slots of blocks on the GPU: `next` from a Gram matrix, runs by following it, then sums of rows.
 
 Suffixes: R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
 """
@@ -22,7 +22,7 @@ def _next_kernel(
     x_ptr, next_ptr, stride_xb, stride_xg, stride_xs, kv_heads, rows, blocks, cos, relaxed_cos, stride_nl,
     D: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The first later row far from each row of a block (BLOCK if none), by threshold."""
+    """Find the first later row far from each row of a block (BLOCK if none), for each threshold."""
     block = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // kv_heads * stride_xb + lane % kv_heads * stride_xg
@@ -49,7 +49,6 @@ def _next_kernel(
 
 @triton.jit(do_not_specialize=["lanes"])
 def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
-    """The first row of every run of Z blocks, in order, and the number of runs."""
     lane_Z = tl.program_id(0).to(tl.int64) * Z + tl.arange(0, Z)
     valid_Z = lane_Z < lanes
     row_Z = tl.where(valid_Z, 0, _BLOCK)
@@ -70,7 +69,6 @@ def _fill_kernel(
     stride_vb, stride_vg, stride_ab, stride_ag, kv_heads, rows, blocks, lanes, first_block,
     D: tl.constexpr, CAP: tl.constexpr, SLOTS: tl.constexpr, LEVELS: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """The slots of one block from the starts of its runs."""
     block = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -136,7 +134,7 @@ def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnch
 def kernel_summarise(
     x_BGSD: torch.Tensor, cos: float, side: SideSettings, table: BlockAnchors, place: int, first_block: int
 ) -> None:
-    """Write the slots of every block of x into table[place ..]."""
+    """Write the slots of every block of x into `table`, from block `place` on."""
     batch, kv_heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
     blocks, levels = -(-rows // BLOCK), 1 if side.relax is None else 2

@@ -1,4 +1,4 @@
-"""XAttention: tiles ranked by antidiagonal sums in stride x stride cells (Xu et al. 2025, sections 2.1-2.2).
+"""XAttention: ranks tiles by antidiagonal sums in stride x stride cells (Xu et al. 2025, sections 2.1-2.2).
 
 Suffixes: I, J groups of `stride` query or key rows, S = stride in grouped tensors.
 """
@@ -33,16 +33,16 @@ class AntidiagonalSelector(GroupedSelector):
 
 
 def scoring_selector(options: AntidiagonalOptions) -> AntidiagonalSelector:
-    """A selector whose masks carry scores, for `delta_xattention`."""
+    """Make a selector whose masks carry scores, for `delta_xattention`."""
     return AntidiagonalSelector(options, with_scores=True)
 
 
 def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
-    """Tile scores of XAttention, float32 score_BHNM.
+    """Compute XAttention's tile scores, float32 score_BHNM.
 
-    A cell's logit is the mean of q . k over its antidiagonal: rows u against keys stride-1-u. Softmax over
-    the causal key groups, then sums over tiles. Unlike the authors' code, a group's own cell counts only keys
-    up to the query, and a ragged group only rows that exist.
+    A cell's logit is the mean of q . k over its antidiagonal: row u against key stride-1-u. A softmax runs
+    over the causal key groups, then tiles are added up. Unlike the authors' code, a group's own cell counts
+    only keys up to the query, and a ragged group only rows that exist.
     """
     rows, dim = x.q_BHTD.shape[2:]
     per_block = BLOCK // stride
@@ -70,5 +70,4 @@ def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """float32, filled up with zeros to whole blocks."""
     return functional.pad(x.float(), (0, 0, 0, -x.shape[2] % BLOCK))

@@ -1,8 +1,10 @@
-"""Groups of rows side by side, and sums of scores between them, on the GPU.
+"""Packs groups of rows side by side, and sums scores between groups, on the GPU.
 
 Suffixes: I, J query and key groups of `step` rows, F = slots x D, X query groups and Y key groups of a tile,
-W its key blocks. Two groups' logit is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]. Reads
-from L2 bound it, so antidiagonals (slots = step) of 16-bit inputs are multiplied in 8 bits.
+W its key blocks.
+
+Two groups' logit is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]. Reads from L2 bound the
+kernel, so antidiagonals (slots = step) of 16-bit inputs are multiplied in 8 bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,7 +32,7 @@ def _pack_kernel(
     D: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, REVERSED: tl.constexpr, LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The first SLOTS rows of each group side by side, zeros past the end, clamped to +-LIMIT."""
+    """Copy the first SLOTS rows of each group side by side, zeros past the end, clamped to +-LIMIT."""
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // x_heads * stride_xb + lane % x_heads * stride_xg
     place_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -57,7 +59,6 @@ def _own_kernel(
     rows, q_start, groups_I, scale_log2,
     D: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Logits of groups against themselves, over pairs whose key is not after the query."""
     group_I = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -83,7 +84,13 @@ def _own_kernel(
 
 @dataclass(frozen=True)
 class Grouping:
-    """Rows per group; rows of a group that are paired (all, or the first); groups per block."""
+    """How rows are grouped.
+
+    Attributes:
+        step: Rows per group.
+        slots: Rows of a group that are paired: all, or the first.
+        per_block: Groups per block.
+    """
 
     step: int
     slots: int
@@ -116,7 +123,7 @@ def packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: 
 
 
 def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
-    """float32 own_BHI, times log2 e; -inf without a pair."""
+    """Compute logits of groups against themselves: float32 own_BHI, times log2 e; -inf without a pair."""
     batch, heads, rows, dim = x.q_BHTD.shape
     check_head_dim(dim)
     row_groups = x.query_blocks * (BLOCK // step)
@@ -144,7 +151,7 @@ def _grouped_kernel(
     STEP: tl.constexpr, SLOTS: tl.constexpr, PER_BLOCK: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
     X: tl.constexpr, Y: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of X query groups against all key groups before them: log2 sums per key block.
+    """Compute log2 sums per key block of a tile of X query groups, over the key groups up to them.
 
     The slab is the query groups first_group .. last_group-1 of q, which begins at the prompt's start_group.
     With several slots own_ptr holds the logits of groups against themselves.
@@ -196,8 +203,13 @@ def _grouped_kernel(
 
 @dataclass(frozen=True)
 class Groups:
-    """k's groups side by side, (lanes x padded groups, slots x D). own_BHI: `own_logits`, None for one slot.
-    start: the prompt's group where q begins."""
+    """Packed keys, and the queries that they are scored against.
+
+    Attributes:
+        k_XF: k's groups side by side, (lanes x padded groups, slots x D).
+        own_BHI: `own_logits`; None for one slot.
+        start: The prompt's group where q begins.
+    """
 
     q_BHTD: torch.Tensor
     k_XF: torch.Tensor
@@ -216,18 +228,18 @@ def pack(
     grouping: Grouping,
     own_BHI: torch.Tensor | None = None,
 ) -> Groups:
-    """Copy k's groups side by side, rows in reverse within a group."""
+    """Copy k's groups side by side, with rows in reverse within a group."""
     k_XF = packed(k_BGSD, grouping, _TILE_Y, reverse=True)
     group = q_BHTD.shape[1] // k_BGSD.shape[1]
     return Groups(q_BHTD, k_XF, own_BHI, grouping, group, q_start // grouping.step, scale)
 
 
 def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
-    """log2 of the sums of e^logit per query group and key block, for N = `blocks` query blocks from
+    """Compute log2 of the sums of e^logit per query group and key block, for N = `blocks` query blocks from
     `first_row` on.
 
     Returns:
-        part_BHNRM, fp16; R groups per block, M the key blocks up to the last of them.
+        part_BHNRM, fp16. R: groups per block. M: key blocks up to the last query block.
     """
     grouping, per_block = groups.grouping, groups.grouping.per_block
     batch, heads, rows, _ = groups.q_BHTD.shape

@@ -1,4 +1,4 @@
-"""The base of selectors that score groups of rows, and the two ablations: strided rows and block means.
+"""The base of selectors that score groups of rows, and two ablations: strided rows and block means.
 
 Suffixes: I, J query and key groups.
 """
@@ -20,7 +20,7 @@ from .kernel import Grouping, Groups, log_sums, pack
 class GroupedSelector(ScoredSelector):
     @abstractmethod
     def cpu_form(self, x: AttentionInput) -> torch.Tensor:
-        """float32 score_BHNM in torch."""
+        """Compute float32 score_BHNM in torch."""
 
     @abstractmethod
     def groups(self, x: AttentionInput) -> Groups: ...
@@ -36,7 +36,7 @@ class GroupedSelector(ScoredSelector):
 
 
 class NaiveSelector(GroupedSelector):
-    """Tiles ranked by every stride-th row of q and k."""
+    """Ranks tiles by every stride-th row of q and k."""
 
     name = "naive"
 
@@ -52,7 +52,7 @@ class NaiveSelector(GroupedSelector):
         return pack(x.q_BHTD, x.k_BGSD, x.q_start, x.scale, grouping)
 
     def cpu_form(self, x: AttentionInput) -> torch.Tensor:
-        """The attention of sampled query rows over sampled keys up to each, added up in tiles."""
+        """Compute the attention of sampled query rows to sampled keys up to each, added up in tiles."""
         per_block = BLOCK // self.stride
         q_BHID, k_BGJD = _sampled(x.q_BHTD, self.stride), _sampled(x.k_BGSD, self.stride)
         logit_BHIJ = per_query_head(k_BGJD, q_BHID) * x.scale
@@ -64,12 +64,11 @@ class NaiveSelector(GroupedSelector):
 
 
 def _sampled(x: torch.Tensor, stride: int) -> torch.Tensor:
-    """float32 rows 0, stride, 2 stride, ..., filled up with zeros to whole blocks."""
     return functional.pad(x[:, :, ::stride].float(), (0, 0, 0, (-x.shape[2] % BLOCK) // stride))
 
 
 class BlockPoolSelector(GroupedSelector):
-    """Tiles ranked by mean query against mean key."""
+    """Ranks tiles by mean query against mean key."""
 
     name = "block_pool"
     sampled = 1.0 / BLOCK**2
@@ -79,7 +78,7 @@ class BlockPoolSelector(GroupedSelector):
         return pack(q_BHND, k_BGMD, x.first_block, x.scale, Grouping(1, 1, 1))
 
     def cpu_form(self, x: AttentionInput) -> torch.Tensor:
-        """Softmax over the causal key blocks of mean(q) . mean(k)."""
+        """Compute the softmax of mean(q) . mean(k) over the causal key blocks."""
         q_BHND, k_BGMD = block_means(x.q_BHTD), block_means(x.k_BGSD)
         row_N = torch.arange(x.query_blocks, device=q_BHND.device) + x.first_block
         column_M = torch.arange(x.key_blocks, device=q_BHND.device)
@@ -87,7 +86,7 @@ class BlockPoolSelector(GroupedSelector):
 
 
 def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
-    """float32 mean of each block of rows, over the rows that exist."""
+    """Compute the float32 mean of each block of rows, over the rows that exist."""
     batch, heads, rows, dim = x_BGSD.shape
     padded = functional.pad(x_BGSD.float(), (0, 0, 0, -rows % BLOCK)).view(batch, heads, -1, BLOCK, dim)
     start_M = torch.arange(padded.shape[2], device=x_BGSD.device) * BLOCK
@@ -95,8 +94,7 @@ def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 def _read_once(x_BGSD: torch.Tensor) -> torch.Tensor:
-    """`block_means` without a float32 copy of x. Means stay float32, so that small numbers are not rounded
-    further."""
+    """Compute `block_means` without a float32 copy of x."""
     full_rows = x_BGSD.shape[2] // BLOCK * BLOCK
     batch, heads, _, dim = x_BGSD.shape
     blocks = x_BGSD[:, :, :full_rows].reshape(batch, heads, -1, BLOCK, dim)
@@ -107,8 +105,8 @@ def _read_once(x_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: int) -> torch.Tensor:
-    """Softmax every row over its allowed columns, then add up tiles of per_block x per_block groups: float32
-    score_BHNM. Rows without an allowed column give nothing."""
+    """Compute the softmax of every row over its allowed columns, and add up tiles of per_block x per_block
+    groups. Returns float32 score_BHNM. Rows without an allowed column add nothing."""
     logit_BHIJ = logit_BHIJ.masked_fill(~allowed_IJ, float("-inf"))
     mass_BHIJ = torch.softmax(logit_BHIJ, dim=-1).nan_to_num(0.0)
     batch, heads, rows, columns = mass_BHIJ.shape
@@ -117,7 +115,7 @@ def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: i
 
 
 def per_query_head(k_BGJX: torch.Tensor, q_BHIX: torch.Tensor) -> torch.Tensor:
-    """q . k for every query head against its key head: logit_BHIJ."""
+    """Compute q . k for every query head against its key head: logit_BHIJ."""
     batch, heads, rows, width = q_BHIX.shape
     groups = k_BGJX.shape[1]
     stacked = q_BHIX.reshape(batch, groups, heads // groups * rows, width)

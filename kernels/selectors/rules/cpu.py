@@ -9,7 +9,8 @@ _FLOAT_BITS = 1 << 31
 
 
 def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
-    """The tiles that `rule` keeps of float32 scores >= 0. Columns after the diagonal are ignored."""
+    """Return the tiles that `rule` keeps. Scores are float32 and >= 0; columns after the diagonal are
+    ignored."""
     mask = compact(kept_table(score_BHNM, rule, first_block))
     if not with_scores:
         return mask
@@ -55,7 +56,8 @@ def _highest_floor(
     need_BHN1: torch.Tensor,
     limit: int,
 ) -> torch.Tensor:
-    """The highest level below `limit` at which the kept weight is still `need`, by bisection (int64)."""
+    """Find, by bisection, the highest level below `limit` at which the kept weight still reaches `need`
+    (int64)."""
     low_BHN1 = torch.zeros_like(need_BHN1, dtype=torch.int64)
     high_BHN1 = torch.full_like(low_BHN1, limit)
     for _ in range((limit - 1).bit_length()):

@@ -1,4 +1,4 @@
-"""From scores, or logarithms of their parts, to kept tiles, on the GPU, by bisection over whole numbers.
+"""Turns scores, or logarithms of their parts, into kept tiles on the GPU, by bisection over whole numbers.
 
 Suffixes: R rows of logarithms of one query block, W key blocks of the prompt (not of the chunk, so that sums
 keep their order), rounded up to a power of two.
@@ -29,7 +29,7 @@ _KINDS = {"cumulative": _CUMULATIVE.value, "top_k": _TOP_K.value}
 
 @triton.jit
 def fast_log2(x):
-    """log2 of normal positive numbers within 2e-5, -inf for 0, at half the instructions."""
+    """Return log2 of normal positive numbers within 2e-5, -inf for 0, at half the instructions."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
     t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
@@ -40,13 +40,13 @@ def fast_log2(x):
 
 @triton.jit
 def in_16_bits(log2_sum):
-    """Cut off above fp16's range, where logits tie instead of turning infinite."""
+    """Convert to fp16. Logits above its range are cut off, so that they tie instead of turning infinite."""
     return tl.minimum(log2_sum, 60000.0).to(tl.float16)
 
 
 @triton.jit
 def _highest_floor(level_W, weight_W, forced_W, need, limit):
-    """`cpu._highest_floor` of one row, or a level that keeps as much."""
+    """Compute `cpu._highest_floor` of one row, or a level that keeps as much."""
     low = tl.zeros((), tl.int32)
     high = tl.zeros((), tl.int32) + limit
     while high - low > 1:
@@ -62,7 +62,7 @@ def _kept(
     score_W, column_W, diagonal, threshold, sink_blocks, window_blocks,
     KIND: tl.constexpr, OUTSIDE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of a row that the rule keeps (`rule.Rule`). score_W is 0 after the diagonal."""
+    """Return the tiles of a row that the rule keeps (`rule.Rule`). score_W is 0 after the diagonal."""
     causal_W = column_W <= diagonal
     forced_W = causal_W & ((column_W > diagonal - window_blocks) | (column_W < sink_blocks))
     ranked_W = causal_W
@@ -92,7 +92,6 @@ def _score_of_sums(
     in_ptr, stride_r, column_W, causal_W,
     R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Tile scores from log2 sums (`sums.Sums`)."""
     score_W = tl.zeros((W,), tl.float32)
     all_sum = tl.zeros((), tl.float32)
     row_max = tl.full((), float("-inf"), tl.float32)
@@ -103,7 +102,7 @@ def _score_of_sums(
     next_W = tl.load(in_ptr + column_W, mask=causal_W, other=float("-inf"))
     for row in range(R):
         part_W = next_W.to(tl.float32)
-        more_W = causal_W & (row + 1 < R)  # asked for before it is needed
+        more_W = causal_W & (row + 1 < R)  # loaded before it is needed
         next_W = tl.load(in_ptr + (row + 1) * stride_r + column_W, mask=more_W, other=float("-inf"))
         if NORM:
             row_max = tl.max(part_W, axis=0)
@@ -129,7 +128,8 @@ def _rule_kernel(
     R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, KIND: tl.constexpr,
     OUTSIDE: tl.constexpr, LEVELS: tl.constexpr, WITH_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """R = 0: in_ptr holds scores. KIND = _SCORES_ONLY: write the row's scores and select nothing."""
+    """Select the tiles of one row. R = 0: in_ptr holds scores. KIND = _SCORES_ONLY: write the row's scores
+    and select nothing."""
     row = tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -170,7 +170,7 @@ def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
 
 
 def width_of(prompt_tokens: int) -> int:
-    """W of a prompt. Raises KernelInputError for more blocks than can be ranked."""
+    """Return W for a prompt. Raises KernelInputError for more blocks than can be ranked."""
     blocks = -(-prompt_tokens // BLOCK)
     if blocks > MAX_BLOCKS:
         raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
@@ -185,7 +185,7 @@ def apply_to_sums(
     count_BHN: torch.Tensor | None,
     score_BHNM: torch.Tensor | None,
 ) -> None:
-    """Write the slab's rows of those tables that are given. Without a rule: scores alone."""
+    """Write the slab's rows of those tables that are given. Without a rule only scores can be written."""
     given = (index_BHNM, count_BHN, score_BHNM)
     tables = [None if table is None else table[:, :, sums.first_row :] for table in given]
     part = sums.part_BHNRM
@@ -231,7 +231,6 @@ def _launch(
 
 
 def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
-    """`cpu.select` on the GPU."""
     check_scores(score_BHNM, first_block)
     if score_BHNM.stride(3) != 1:
         raise KernelInputError("scores must be contiguous along key blocks")

@@ -9,16 +9,16 @@ from ...interface import KernelInputError
 
 LEVELS = 1 << 17
 """The cumulative rule counts scores in 1 / LEVELS of the row's largest. Whole numbers make sums exact in any
-order, so chunks cannot move a tile."""
+order, so the same tiles are kept however a prompt is cut into chunks."""
 
 ROUNDING = 1.0 - 2.0**-22
-"""Factor of a share of tiles before it is rounded up: in float32 0.6 of 25 are a little more than 15."""
+"""A share of tiles is multiplied by this and rounded up. In float32, 0.6 of 25 is a little more than 15."""
 
 TINY, LARGER = 2.0**-64, 2.0**64
 """Scores of a row whose largest is below TINY are scaled by LARGER, else LEVELS over it would be infinite."""
 
 MAX_BLOCKS = (1 << 31) // LEVELS - 1
-"""Key blocks for which a row's sum stays within int32: 2 million tokens."""
+"""The most key blocks for which a row's sum stays within int32: 2 million tokens."""
 
 Kind = Literal["cumulative", "top_k"]
 
@@ -27,15 +27,15 @@ Kind = Literal["cumulative", "top_k"]
 class Rule:
     """Which tiles of a row of scores are kept.
 
-    Forced tiles always are: the first `sink_blocks`, and the last `window_blocks` with the diagonal.
+    Forced tiles always are: the first `sink_blocks`, and the last `window_blocks` with the diagonal. Equal
+    scores are kept or dropped together. A row without a positive score is kept whole.
 
-    cumulative: the highest-scoring tiles, until they and the forced ones hold at least `threshold` of the
-    row's sum (XAttention, section 2.2); 1 keeps everything. top_k: until at least `threshold` of the row's
-    causal tiles, rounded up, are kept. Equal scores are kept or dropped together. A row without a positive
-    score is kept whole.
-
-    threshold: one number, or a float tensor with one per head. outside: sums leave out forced tiles;
-    otherwise a sink that holds most of a row fills its quota.
+    Attributes:
+        kind: "cumulative" keeps the best tiles until they and the forced ones hold at least `threshold` of
+            the row's sum (XAttention, section 2.2); 1 keeps everything. "top_k" keeps them until they are at
+            least `threshold` of the row's causal tiles, rounded up.
+        threshold: One number, or a float tensor with one per head.
+        outside: Leave forced tiles out of sums. Otherwise a sink that holds most of a row fills its quota.
     """
 
     kind: Kind
@@ -67,7 +67,7 @@ class Rule:
 
 
 def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:
-    """Raises KernelInputError unless the scores fit a chunk that starts at `first_block`."""
+    """Check that scores fit a chunk that starts at block `first_block`. Raises KernelInputError."""
     if score_BHNM.dim() != 4 or score_BHNM.numel() == 0:
         raise KernelInputError(
             f"scores must be (batch, heads, query blocks, key blocks) and not empty, "

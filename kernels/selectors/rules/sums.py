@@ -1,4 +1,4 @@
-"""Logarithms of scores, slab by slab, from score kernels to rules.
+"""Logarithms of scores, which score kernels hand to rules slab by slab.
 
 Suffixes: R rows of logarithms of one query block.
 """
@@ -11,16 +11,18 @@ import torch
 from ...interface import AttentionInput
 
 PART_BYTES = 768 << 20
-"""Most memory of one slab's logarithms."""
+"""The most memory that one slab's logarithms take."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """log2 of the parts of a slab's tile scores: part_BHNRM, N query blocks from `first_row` on; undefined
-    after the diagonal.
+    """The logarithms of one slab of N query blocks.
 
-    normalised: every part row's values are divided by their sum first, else by that of all. largest: the
-    score is the rows' largest, not their sum.
+    Attributes:
+        part_BHNRM: log2 of the parts of tile scores, undefined after the diagonal.
+        first_row: The slab's first query block in the chunk.
+        normalised: First divide each part row's values by their sum; otherwise by the sum of all.
+        largest: A score is the largest of its part rows, not their sum.
     """
 
     part_BHNRM: torch.Tensor
@@ -30,14 +32,15 @@ class Sums:
 
 
 def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torch.Tensor:
-    """fp16 (*rows, columns), every row on 32 bytes."""
+    """Allocate fp16 (*rows, columns), with each row aligned to 32 bytes."""
     return torch.empty((*rows, -(-columns // 16) * 16), dtype=torch.float16, device=like.device)[
         ..., :columns
     ]
 
 
 def slabs(x: AttentionInput, parts: int) -> Iterator[tuple[int, int]]:
-    """(first query block, query blocks) of slabs whose logarithms, `parts` rows a block, fit PART_BYTES."""
+    """Yield the first query block and number of blocks of slabs whose logarithms, `parts` rows a block, fit
+    PART_BYTES."""
     batch, heads = x.q_BHTD.shape[:2]
     row_bytes = batch * heads * parts * (x.key_blocks + 16) * 2
     size = max(8, PART_BYTES // row_bytes // 8 * 8)

@@ -1,1 +1,1 @@
-"""One request's run: `request_run.py` is where it begins."""
+"""One request's run. Start at `request_run.py`."""

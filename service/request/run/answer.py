@@ -1,4 +1,4 @@
-"""A client's part of one answer. It outlives attempts and workers."""
+"""Sends one answer's events to the client, across attempts and workers."""
 
 import time
 from collections.abc import Sequence
@@ -15,13 +15,14 @@ from ..timings import decode_parts
 
 
 class Answer:
-    """Emits events, and measures.
+    """Emits a request's events, and measures it.
 
     Attributes:
-        new_tokens: of the prompt and what is appended.
-        session_tokens: of the session before them.
-        cached_tokens: of both, whose K/V was there. host_tokens, disk_tokens: of those, as in Usage.
-        decoded: reports of all attempts.
+        new_tokens: Tokens of the prompt and of the append.
+        session_tokens: Tokens of the session before them.
+        cached_tokens: Tokens of both whose K/V was there.
+        host_tokens, disk_tokens: Cached tokens from host memory and disk.
+        decoded: Reports of all attempts.
     """
 
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
@@ -51,7 +52,8 @@ class Answer:
         return self.session_tokens + self.new_tokens
 
     def finish_reason(self, tokens_left: int) -> events.FinishReason | None:
-        """None while the answer is not complete. `tokens_left` may still be generated."""
+        """Return why the answer ended; None while it is not complete. `tokens_left` may still be
+        generated."""
         if not self.ids:
             return None
         if self._text.stopped:
@@ -61,7 +63,7 @@ class Answer:
         return events.FinishReason.LENGTH if tokens_left <= 0 else None
 
     def progress(self, event: events.Progress) -> None:
-        """Never go back when a replay reads again."""
+        """Emit progress, but never go back when a replay reads again."""
         if event.tokens_done > self._tokens_shown and not self.ids:
             self._tokens_shown = event.tokens_done
             self._accepted.events.put_nowait(event)
@@ -71,7 +73,7 @@ class Answer:
             self._prefill = report
 
     def token(self, event: events.Token, report: events.DecodeReport) -> bool:
-        """Return whether a stop string ended the answer."""
+        """Emit a token. Return whether a stop string ended the answer."""
         now, index = time.monotonic(), len(self.ids)
         if not index:
             clock = self._accepted.clock
@@ -94,7 +96,7 @@ class Answer:
             self._metrics.pulled(report)
 
     def finish(self, reason: events.FinishReason, report: events.DecodeReport) -> None:
-        """The held-back text may complete a stop string."""
+        """Emit the last event. The held-back text may complete a stop string."""
         rest = Match("") if reason is events.FinishReason.STOP_STRING else self._text.flush()
         reason = events.FinishReason.STOP_STRING if rest.stopped else reason
         self.decoded.append(report)
@@ -127,7 +129,6 @@ class Answer:
         )
 
     def _report(self) -> dict[str, Any]:
-        """Count the prompt, and make the fields of both last events."""
         accepted, prompt, parts = self._accepted, self._prefill, self._accepted.clock.parts()
         usage = self._usage()
         self._metrics.prompted(usage, in_session=bool(self.session_tokens))

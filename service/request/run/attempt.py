@@ -1,4 +1,4 @@
-"""One attempt at a request on workers, and its replays."""
+"""An attempt's leases on workers, a request's deadline, and when a failed attempt is repeated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..timings import REPLAY, TtftClock
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.25
-"""Before a replay if no other worker is left. Each next pause is four times as long."""
+"""The pause before a replay if no other worker is left. Each next one is four times as long."""
 BUSY_RETRY_S = 5.0
-"""For a refusal that names no time."""
+"""When to retry after a refusal that names no time."""
 
 
 class Attempt:
@@ -54,7 +54,7 @@ class Attempt:
 
 @contextlib.asynccontextmanager
 async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Raises DeadlineExceeded."""
+    """End the block at the deadline. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(None if deadline is None else deadline - time.time()) as timeout:
             yield timeout
@@ -66,7 +66,7 @@ async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Time
 
 @dataclass
 class Replays:
-    """Attempts a request again after a worker failed."""
+    """Counts a request's failed attempts, and says whether it is attempted again."""
 
     resources: Resources
     clock: TtftClock

@@ -1,4 +1,4 @@
-"""Where an attempt runs. The client hears of a refusal only after all workers have refused."""
+"""Chooses where an attempt runs. The client hears of a refusal only after all workers have refused."""
 
 import math
 import time
@@ -23,8 +23,12 @@ RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LA
 
 @dataclass(frozen=True)
 class Placed:
-    """groups: in the order to ask them. worker: has the pages, and the first `plan.prefix_tokens` tokens, as
-    `reserved` says."""
+    """An attempt's place.
+
+    Attributes:
+        groups: In the order to ask them.
+        worker: Has the pages and, as `reserved` says, the first `plan.prefix_tokens` tokens.
+    """
 
     groups: Sequence[str]
     worker: DecodeWorker
@@ -40,9 +44,11 @@ async def place(
     hit: PrefixHit | None,
     lap: Callable[[str], None],
 ) -> Placed:
-    """hit: what a group reads on from, if its worker has room.
+    """Reserve an attempt's pages, and choose the groups to ask. Raises Overloaded, DeadlineExceeded or
+    Unavailable.
 
-    Raises Overloaded, DeadlineExceeded or Unavailable.
+    Args:
+        hit: A remembered beginning. A group reads on from it if its worker has room.
     """
     fleet = resources.fleet
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
@@ -67,7 +73,8 @@ async def place(
 async def admit(
     resources: Resources, plan: Plan, deadline: float | None, *, polled: bool = False
 ) -> admission.Admitted:
-    """Ask for the workers' state before refusing. Raises Overloaded, DeadlineExceeded or Unavailable."""
+    """Choose candidates. Ask for the workers' state before refusing. Raises Overloaded, DeadlineExceeded or
+    Unavailable."""
     view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
     left = None if deadline is None else deadline - time.time()
     need = admission.Need(
@@ -101,7 +108,7 @@ async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: P
 
 
 def _of_all_queues(refused: Sequence[Refused]) -> Refused:
-    """One answer of all full groups. A place in any of them will do, so their rates add."""
+    """Make one answer of all full groups'. A place in any of them will do, so their rates add."""
     first = soonest(refused)
     places_per_second = sum(1 / one.retry_after_s for one in refused if one.retry_after_s)
     return replace(first, retry_after_s=1 / places_per_second) if places_per_second else first
@@ -136,7 +143,7 @@ def soonest(refused: Sequence[Refused]) -> Refused:
 
 
 def _wait(refused: Refused) -> tuple[bool, float]:
-    """A sort key. Workers that can never accept come last."""
+    """Return a sort key. Workers that can never accept come last."""
     never = refused.reason is RefusalReason.TOO_LARGE
     return never, math.inf if refused.retry_after_s is None else refused.retry_after_s
 

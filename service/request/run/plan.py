@@ -1,4 +1,4 @@
-"""A prompt's token ids, and one attempt's: to read, and to answer with.
+"""What one attempt has to prefill, and how many tokens it may still generate.
 
 A decode worker reads what was streamed before, because a sparse prefill would make other K/V of it.
 """
@@ -20,13 +20,14 @@ from ..text.tokenizer import TemplateError, TextTooLong, TokenLimit
 async def tokenize(
     resources: Resources, text: HeldText, prompt: Prompt, *, appended: bool, answer: bool
 ) -> bytes:
-    """Return little-endian uint32.
+    """Tokenise a prompt as little-endian uint32.
 
     Args:
-        appended: nothing is written before it.
-        answer: messages end with the generation prompt.
+        appended: Nothing is written before it.
+        answer: Messages end with the generation prompt.
+
     Raises:
-        InvalidArgument or TooLong, which name the field.
+        InvalidArgument, TooLong: They name the field.
     """
     if prompt.token_ids is not None:
         return prompt.token_ids
@@ -61,16 +62,17 @@ async def tokenize(
 
 @dataclass(frozen=True)
 class Plan:
-    """Ids are little-endian uint32.
+    """One attempt. Ids are little-endian uint32.
 
     Args:
-        read_ids: the prompt and what is appended; for a session, what is appended and what was streamed.
-        max_tokens: what may still be generated.
-        keep_tokens: so many of the first become a session.
-        answered_ids: what was streamed after a prompt.
-        session_id, prefix_tokens: read behind this session, or so many remembered tokens.
-        worker_reads: a decode worker reads `read_ids` behind them; else a group reads what follows the prefix
-            of `read_ids`.
+        read_ids: The prompt and what is appended; for a session, what is appended and what was streamed.
+        max_tokens: Tokens that may still be generated.
+        keep_tokens: The number of first tokens that become a session.
+        answered_ids: Tokens that were streamed after a prompt.
+        session_id: The attempt continues this session.
+        prefix_tokens: The attempt continues this number of remembered tokens.
+        worker_reads: A decode worker reads `read_ids` after them; otherwise a group reads what follows the
+            prefix of `read_ids`.
     """
 
     read_ids: bytes
@@ -101,11 +103,11 @@ class Plan:
 
     @property
     def recompute_tokens(self) -> int:
-        """Recomputed blocks do not overwrite the old ones."""
+        """Room for recomputed blocks, which do not overwrite the old ones."""
         return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.read_tokens, appended=False)
 
     def inexact_ids(self, method: MethodSpec) -> bytes:
-        """Return nothing if the method makes the K/V of exact attention."""
+        """Return the tokens whose K/V is not that of exact attention: `read_ids`, or none."""
         return b"" if is_exact(method, self.read_tokens) else self.read_ids
 
 
@@ -122,11 +124,12 @@ def plan_answer(
     """Plan an attempt.
 
     Args:
-        prompt: empty for a session, whose length its worker checks.
-        max_tokens: of the whole answer; 0 for a Prefill.
-        answered: the part of the answer that the client has.
+        prompt: Empty for a session, whose length its worker checks.
+        max_tokens: Tokens of the whole answer; 0 for a Prefill.
+        answered: The part of the answer that the client has.
+
     Raises:
-        TooLong if the answer does not fit, or with `fit_max_tokens` not even one token of it.
+        TooLong: The answer does not fit, or with `fit_max_tokens` not even one token of it.
     """
     read = prompt + append
     tokens = len(read) // ID_BYTES

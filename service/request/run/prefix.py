@@ -26,12 +26,12 @@ _MIN_TOKENS = 128
 _ANSWER_WAIT_S = 0.5
 """Slow workers are left out, because the prompt can be read."""
 _MUCH_FULLER = 0.5
-"""A worker is passed over if its share of pages in use exceeds another one's by so much."""
+"""A worker is passed over if its share of pages in use exceeds another one's by this."""
 
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """A worker that remembers a prompt's first tokens. group_reads: a prefill group reads the rest."""
+    """A worker that remembers a prompt's first tokens. `group_reads`: a prefill group reads the rest."""
 
     worker: DecodeWorker
     prefix: Prefix
@@ -40,8 +40,14 @@ class PrefixHit:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Tokens a second, 0 where unknown: read by a decode worker behind a prefix, read by a prefill group, and
-    fetched back by its stages. queued: tokens that the group reads first."""
+    """How fast workers read. Rates are tokens a second, 0 where unknown.
+
+    Attributes:
+        append: A decode worker reads after a prefix.
+        read: A prefill group reads.
+        fetch: The group's stages fetch K/V back.
+        queued: Tokens that the group reads first.
+    """
 
     append: float = 0.0
     read: float = 0.0
@@ -59,7 +65,12 @@ def prompt_key(
     profile: Profile | None,
     retain_s: float | None,
 ) -> PromptKey:
-    """`ids` are little-endian uint32. owner: empty where all callers share what is remembered."""
+    """Make the key by which a prompt's K/V is found.
+
+    Args:
+        ids: Little-endian uint32.
+        owner: Empty where all callers share what is remembered.
+    """
     tokens = len(ids) // ID_BYTES
     exact_root = root_of(owner, salt, model, "dense")
     root = exact_root
@@ -84,19 +95,20 @@ def usable_prefix(found: int, tokens: int) -> int:
 
 
 def resume_at(found: int, tokens: int, method: MethodSpec) -> int:
-    """How many of the `found` tokens a group can skip, and still compute what it would from the beginning."""
+    """Count how many of the `found` tokens a group can skip and still compute the same as from the
+    beginning."""
     step = resume_step(method)
     usable = min(usable_prefix(found, tokens), lasting_tokens(method, tokens))
     return usable // step * step if step else 0
 
 
 def rest_is_long(prefix: int, start: int, tokens: int, most_rest: int, rates: Rates) -> bool:
-    """Whether a prefill group would read the rest of a prompt sooner than a decode worker.
+    """Say whether a prefill group would read the rest of a prompt sooner than a decode worker.
 
     Args:
-        prefix: tokens that the decode worker would skip.
-        start: tokens that the group would skip.
-        most_rest: tokens that a decode worker reads at most, where the rates are unknown.
+        prefix: Tokens that the decode worker would skip.
+        start: Tokens that the group would skip.
+        most_rest: Tokens that a decode worker reads at most, where the rates are unknown.
     """
     rest = tokens - prefix
     if not (rates.append and rates.read):
@@ -105,7 +117,7 @@ def rest_is_long(prefix: int, start: int, tokens: int, most_rest: int, rates: Ra
 
 
 def group_seconds(start: int, tokens: int, rates: Rates) -> float:
-    """The seconds for a group to read a prompt from `start` on. Fetching counts if its rate is known."""
+    """Predict how long a group reads a prompt from `start` on. Fetching counts if its rate is known."""
     fetching = start / rates.fetch if rates.fetch else 0.0
     return (rates.queued + tokens - start) / rates.read + fetching
 
@@ -122,9 +134,9 @@ def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: 
     another one.
 
     Args:
-        found: worker → tokens.
-        workers: all that may serve it.
-        tokens: of the prompt and its answer.
+        found: Worker → tokens.
+        workers: All that may serve it.
+        tokens: Tokens of the prompt and its answer.
     """
     in_use = {w.name: 1 - w.pages_free / w.pages_total for w in workers if w.pages_total}
     emptiest = min(in_use.values(), default=0.0)
@@ -181,7 +193,6 @@ def _shared(
 
 
 def _rates(fleet: Fleet, worker: str) -> Rates:
-    """The rates of the group that is free first."""
     groups: Sequence[GroupStats] = not_draining(tuple(fleet.view.groups.values()))
     state = fleet.view.workers.get(worker)
     append = state.append_tokens_per_second if state is not None else 0.0

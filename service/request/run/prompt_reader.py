@@ -1,7 +1,7 @@
-"""A prompt that a prefill group reads while its K/V goes to a decode worker.
+"""Has a prefill group read a prompt while its K/V goes to a decode worker.
 
-If the group dies, the next one goes on after the last chunk that arrived. A method that cannot go on starts
-over.
+If the group dies, the next one goes on after the last chunk that arrived. If the method cannot go on, it
+starts over.
 """
 
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PromptReader:
-    """groups: in the order to ask them. worker: has the pages."""
+    """Reads one prompt. groups: in the order to ask them. worker: has the pages."""
 
     resources: Resources
     attempt: Attempt
@@ -50,10 +50,10 @@ class PromptReader:
             trace=self.call.trace,
         )
         self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
-        """Tokens read → reports of the group that read the last, and of all groups, without lost work."""
+        """Tokens read → reports, without lost work, of the group that read the last and of all groups."""
 
     async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
-        """Raises DeltafrontError, or WorkerError if the reservation is lost."""
+        """Read the prompt. Raises DeltafrontError, or WorkerError if the reservation is lost."""
         fleet, settings = self.resources.fleet, self.resources.settings
         while True:
             try:
@@ -113,7 +113,7 @@ class PromptReader:
         raise refusal_error(soonest(refused))
 
     async def _read_on(self, group: Group, progress: Callable[[Progress], None]) -> PrefillReport | Refused:
-        """A group that fails has ended the request, or does so when nobody renews it."""
+        """Read on one group. A group that fails has ended the request, or does so when nobody renews it."""
         self.attempt.add(group)
         try:
             async for event in group.prefill(self._job):

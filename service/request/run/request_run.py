@@ -27,14 +27,14 @@ from .prefix import PrefixHit, find_prefix, prompt_key
 from .prompt_reader import PromptReader
 
 _LAST_REPORT_S = 5.0
-"""To wait for a worker's report on a complete answer."""
+"""How long to wait for a worker's report on a complete answer."""
 
 _FAILURES = (events.FinishReason.FAILED, events.FinishReason.CANCELLED, events.FinishReason.NO_KV)
 _WorkerEvents = AsyncIterator[events.FirstTokenTimings | events.Token | events.FinishEvent]
 
 
 class RequestRun:
-    """Keeps what outlives an attempt, so that a replay goes on from what was streamed."""
+    """Runs a request. It keeps what outlives an attempt, so that a replay goes on from what was streamed."""
 
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
         self._resources = resources
@@ -45,10 +45,10 @@ class RequestRun:
         self._prompt_ids = self._append_ids = b""
         self._key: prompts.PromptKey | None = None
         self._kept: tuple[DecodeWorker, events.Session] | None = None
-        """The client learns of it at the end."""
+        """A session that the client learns of at the end."""
 
     async def run(self) -> None:
-        """Raises DeltafrontError."""
+        """Run the request to its last event. Raises DeltafrontError."""
         accepted, callers, deadline = self._accepted, self._resources.callers, self._call.deadline
         async with callers.request(accepted.caller) as use, deadline_timeout(deadline) as timeout:
             await self._tokenize()
@@ -67,7 +67,6 @@ class RequestRun:
                 raise
 
     async def _tokenize(self) -> None:
-        """Tokenise the texts, and let them go."""
         resources, text, call = self._resources, self._accepted.text, self._call
         if call.prompt is not None:
             answer = call.append is None and not call.prefill_only
@@ -145,7 +144,8 @@ class RequestRun:
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
     ) -> bool:
-        """Returns False if the worker no longer remembers the prefix, or has no room.
+        """Answer from a remembered prefix. Returns False if the worker no longer remembers it, or has no
+        room.
 
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """
@@ -208,7 +208,7 @@ class RequestRun:
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
     async def _session_tokens(self) -> int:
-        """For a complete answer's usage; 0 if the worker is silent."""
+        """Ask for the session's length, for a complete answer's usage; 0 if the worker is silent."""
         fleet, call = self._resources.fleet, self._call
         try:
             with Attempt(fleet) as attempt:
@@ -286,7 +286,6 @@ class RequestRun:
     async def _stop(
         self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents
     ) -> events.DecodeReport:
-        """Cancel the rest of a complete answer, and wait for the last report."""
         try:
             async with asyncio.timeout(_LAST_REPORT_S):
                 await worker.cancel(attempt.request_id)
@@ -317,7 +316,7 @@ class RequestRun:
             self._answer.finish_prefill(session, event.report)
 
     def _is_complete(self, plan: Plan) -> bool:
-        """Finish if a worker or a door died before the finish event."""
+        """Finish the answer if a worker or a door died just before the finish event."""
         reason = self._answer.finish_reason(plan.max_tokens)
         if reason is not None:
             self._answer.finish(reason, events.DecodeReport())

@@ -1,8 +1,9 @@
-"""Control tokens mark turns and ends. A message that spells one must not speak as somebody else.
+"""Keeps messages from spelling control tokens.
 
-Only those that the template wrote may stay control tokens. The tokenizer needs one text, because words merge
-across the borders of messages. So an alias tokenizer reads control tokens as text, and knows a secret alias
-for each, which replaces the template's.
+Control tokens mark turns and ends. A message that spells one must not speak as somebody else, so only those
+that the template wrote may stay control tokens. The tokenizer needs one text, because words merge across the
+borders of messages. So an alias tokenizer reads control tokens as text, and knows a secret alias for each,
+which replaces the template's.
 
 To find the template's, messages are rendered again with masked contents, without the characters that control
 tokens begin and end with.
@@ -36,9 +37,9 @@ class Masking:
     """A way to mask contents of messages.
 
     Args:
-        marker: stands before each control token that the template may see.
-        visible: those tokens.
-        safe: no change by the template can make a control token of the contents.
+        marker: Stands before each control token that the template may see.
+        visible: Those tokens.
+        safe: No change by the template can make a control token of the contents.
     """
 
     contents: Sequence[str]
@@ -52,7 +53,8 @@ class Masking:
 
 
 class ControlTokens:
-    """Special tokens, and `also` those that some models do not flag as special."""
+    """Finds and replaces control tokens: special tokens, and `also` those that some models do not flag as
+    special."""
 
     def __init__(self, tokenizer: Tokenizer, also: Iterable[str] = ()) -> None:
         named, self._state = frozenset(also), tokenizer.to_str()
@@ -70,13 +72,14 @@ class ControlTokens:
         self.may_be_normalised = state["normalizer"] is not None and any(
             token["normalized"] for token in self._tokens.values()
         )
-        """Whether a text without control tokens may be normalised to one with some."""
+        """Whether the normaliser may make a control token of a text without one."""
 
     def find(self, text: str) -> list[str]:
         return [match.group() for match in self._matches(text)]
 
     def maskings(self, contents: Sequence[str]) -> Iterator[Masking]:
-        """Yield maskings from the safest to the one that shows a template most. Raises MaskingError."""
+        """Yield maskings, from the safest to the one that shows the template most. Raises MaskingError if
+        contents leave no characters to mask with."""
         ends = sorted({end for token in self._tokens for end in (token[0], token[-1])})
         used = set[str]().union(*contents)
         unused = (character for character in map(chr, chain(*_PRIVATE_USE)) if character not in used)
@@ -101,9 +104,10 @@ class ControlTokens:
         """Write the template's control tokens as aliases, and unmask the messages'.
 
         Args:
-            expected: the template's tokens for harmless messages.
+            expected: The template's tokens for harmless messages.
+
         Raises:
-            MaskingError if the messages made the template write others.
+            MaskingError: The messages made the template write others.
         """
         first, *parts = rendered.split(masking.marker)
         text, found = [self._replace(first, self._aliases.__getitem__)], self.find(first)
@@ -120,7 +124,7 @@ class ControlTokens:
 
     @cached_property
     def alias_tokenizer(self) -> Tokenizer:
-        """Reads control tokens as text, and aliases as control tokens."""
+        """A tokenizer that reads control tokens as text, and aliases as control tokens."""
         state = json.loads(self._state)
         for token in state["added_tokens"]:
             token["special"] = token["content"] in self._tokens
@@ -159,7 +163,7 @@ class ControlTokens:
 
 
 def any_of_pattern(words: Iterable[str]) -> str:
-    """A trie: it looks at each letter once."""
+    """Make a pattern for any of the words: a trie, which looks at each letter once."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[:1], []).append(word[1:])

@@ -1,19 +1,19 @@
-"""Token ids to text while they arrive: whole characters, and nothing past a stop string."""
+"""Turns token ids into text while they arrive: whole characters, and nothing past a stop string."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
-"""An unfinished character needs 4 bytes at most. More are garbage."""
+"""An unfinished character has at most 4 bytes. More tokens are garbage."""
 _MAX_TEXTLESS_TOKENS = 16
-"""More are special tokens, which change nothing."""
+"""More tokens without text are special ones, which change nothing."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Pieces of text that add up to `decode(all ids)`.
+    """Makes pieces of text that add up to `decode(all ids)`.
 
     A piece is the difference of two decodings from the same token with text, because tokenizers drop a
     sequence's leading space. A decoding that ends in U+FFFD is held back as an unfinished character.
@@ -79,7 +79,7 @@ class StopMatcher:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - length :]):
             return length
@@ -87,7 +87,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """Token ids and their text. The client already has `answered`. End tokens have no text."""
+    """An answer's token ids and text. The client already has `answered`. End tokens have no text."""
 
     def __init__(
         self,
@@ -115,6 +115,6 @@ class AnswerText:
         return match
 
     def flush(self) -> Match:
-        """It may complete a stop string."""
+        """Return the held-back text, which may complete a stop string."""
         match = self._matcher.push(self._detokenizer.flush())
         return match if match.stopped else Match(match.text + self._matcher.flush())

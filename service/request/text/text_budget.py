@@ -1,4 +1,4 @@
-"""Room for the texts that a door holds until they are tokenised, in bytes as sent.
+"""Bounds the texts that a door holds until they are tokenised, in bytes as sent.
 
 Long texts are tokenised one after the other, so that they take bounded memory. Short texts never wait for
 them.
@@ -45,9 +45,8 @@ class HeldText:
 
 
 class TextBudget:
-    """Long texts of one caller take half of it, those of all callers three quarters. One that is alone may
-    take all.
-    """
+    """Room for texts. One caller's long texts may take half of it, all callers' three quarters, and a text
+    that is alone all."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -55,7 +54,7 @@ class TextBudget:
         self._long = ThreadPoolExecutor(1, "long-texts")
 
     def hold(self, owner: str, size: int) -> HeldText:
-        """Raises Overloaded."""
+        """Hold room for a text. Raises Overloaded."""
         self.check(owner, size)
         held = HeldText(owner, size, self)
         self._held.add(held)
@@ -65,7 +64,7 @@ class TextBudget:
         self._held.discard(held)
 
     def check(self, owner: str, size: int, replaced: HeldText | None = None) -> None:
-        """Count the room of `replaced` as free. Raises Overloaded."""
+        """Check that there is room, counting that of `replaced` as free. Raises Overloaded."""
         if size > self._max_bytes:
             raise Overloaded(f"{size} bytes are more than this server reads at once, {self._max_bytes}")
         others = [held for held in self._held if held is not replaced]

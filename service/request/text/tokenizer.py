@@ -1,4 +1,4 @@
-"""Text and chat messages to token ids and back, without transformers."""
+"""Turns text and chat messages into token ids and back, without transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .control_tokens import TEMPLATE_READS_TOKENS, ControlTokens, MaskingError
 Message = Mapping[str, str]
 
 _PIECE = 16_384
-"""Characters that one thread tokenises of a long text."""
+"""Characters of a piece of a long text, which one thread tokenises."""
 _BATCH = 16
 """Pieces between two checks of the limit. Each takes 2 MB meanwhile."""
 _LONGEST_PIECE = 1 << 22
@@ -41,7 +41,7 @@ _LONGEST_PIECE = 1 << 22
 _PROBE = 4
 """Characters per token of a long piece's beginning, which is tokenised first."""
 _PROBE_SLACK = 64
-"""The cut may add some tokens, but not so many."""
+"""More tokens than a cut can add."""
 _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 """Long texts are cut before a space between two letters."""
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
@@ -59,14 +59,14 @@ class TokenizationStopped(Exception): ...
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """`stopped` tells whether to give up."""
+    """When to give up: above `tokens` tokens, or when `stopped` says so."""
 
     tokens: int = 1 << 62
     stopped: Callable[[], bool] = bool
 
 
 class TextTokenizer:
-    """Thread-safe. Encoding releases the interpreter lock, so call it in a thread.
+    """Encodes and decodes. Thread-safe. Encoding releases the interpreter lock, so call it in a thread.
 
     It packs ids as little-endian uint32, and raises TextTooLong or TokenizationStopped.
     """
@@ -87,7 +87,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> TextTokenizer:
-        """Raises FileNotFoundError or ModelError."""
+        """Load a model directory's tokenizer. Raises FileNotFoundError or ModelError."""
         path = directory / TOKENIZER
         if not has_tokenizer(directory):
             raise FileNotFoundError(f"{path} does not exist: the model directory has no tokenizer")
@@ -98,7 +98,8 @@ class TextTokenizer:
         return cls(tokenizer, files.template, files.special)
 
     def with_variables(self, variables: Mapping[str, Any]) -> TextTokenizer:
-        """Raises TemplateError for a name that requests may not set, or a text with a control token."""
+        """Return a tokenizer whose chat template sees these variables. Raises TemplateError for a name that
+        requests may not set, or a text with a control token."""
         for name in variables:
             if name in OURS or name in self._special:
                 raise TemplateError(f"{name} is not for a request to set")
@@ -128,7 +129,7 @@ class TextTokenizer:
         return self._ids_with_aliases(text, add_bos)
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> bytes:
-        """Raises TemplateError, also if the template leaves out a message."""
+        """Encode a conversation. Raises TemplateError, also if the template leaves out a message."""
         return self._chat([], messages, add_generation_prompt)
 
     def encode_chat_append(self, messages: Sequence[Message]) -> bytes:
@@ -154,7 +155,7 @@ class TextTokenizer:
         return ""
 
     def spells(self, text: str) -> bool:
-        """Whether answers can hold this text. Special tokens have none."""
+        """Say whether answers can hold this text. Special tokens have none."""
         return text in self.decode(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -273,7 +274,6 @@ def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> N
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Include the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -323,7 +323,8 @@ def _longest_token(tokenizer: Tokenizer, state: Mapping[str, Any]) -> int:
 
 
 def _splits_at_spaces(tokenizer: Tokenizer, state: Mapping[str, Any]) -> bool:
-    """Whether pieces that are cut at seams have the ids of the whole text. state: tokenizer.json's content.
+    """Say whether pieces that are cut at seams have the ids of the whole text. state: tokenizer.json's
+    content.
 
     True for byte-level BPE, whose words begin with their space, if neither normaliser, added tokens nor BOS
     reach across a seam. Unknown parts make it False.
@@ -351,7 +352,6 @@ def _words_keep_their_space(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def _components(state: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]:
-    """Flatten nested sequences of a tokenizer's parts."""
     if state is None:
         return []
     if state["type"] != "Sequence":
