@@ -97,8 +97,8 @@ class Call:
         sampling: A Prefill has `max_tokens` 0.
         fit_max_tokens: Shrink the default `max_tokens` to the positions that are left.
         keep_ttl_s: Seconds for which the prompt stays as a session; 0 makes none.
-        retain_s: Seconds for which the prompt is remembered in preference to others; 0: without preference.
-            None: it is not remembered.
+        remembers: Whether the prompt is remembered when the request ends.
+        retain_s: Seconds for which it is kept rather than others.
         skip_cache: Read all of the prompt, whatever is remembered.
         trace: The W3C `traceparent` above this request.
     """
@@ -118,7 +118,8 @@ class Call:
     answered: tuple[int, ...] = ()
     fit_max_tokens: bool = False
     cache_salt: str = ""
-    retain_s: float | None = 0.0
+    remembers: bool = True
+    retain_s: float = 0.0
     skip_cache: bool = False
     trace: str = ""
 

@@ -97,6 +97,7 @@ def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampl
         keep_ttl_s=0.0 if request.session_ttl is None else _ttl(request.session_ttl, limits),
         deadline=request.deadline,
         cache_salt=request.cache_salt,
+        remembers=request.retain_s != 0,
         retain_s=_retain_s(request.retain_s),
         skip_cache=request.skip_cache,
     )
@@ -262,16 +263,11 @@ def _ttl(seconds: float, limits: Limits) -> float:
     return seconds
 
 
-def _retain_s(seconds: float | None) -> float | None:
-    """Translate a request's `retain_s` into a call's.
-
-    Without one (None), the call has 0: remember the prompt without preference. A request's 0 becomes None: do
-    not remember it.
-    """
+def _retain_s(seconds: float | None) -> float:
     if seconds is None:
         return 0.0
     _require(0 <= seconds <= _MAX_RETAIN_S, "retain_s", f"{seconds:g} s must be 0 to {_MAX_RETAIN_S:g} s")
-    return seconds or None
+    return seconds
 
 
 def is_request_id(text: str) -> bool:

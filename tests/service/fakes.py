@@ -391,7 +391,7 @@ class FakeDecode(Pausing):
 
     def _remember(self, request: _Request) -> None:
         key = request.reservation.key
-        if not self.remembers or key is None or key.retain_s is None:
+        if not self.remembers or key is None or not key.remembers:
             return
         exact = not request.inexact if request.reservation.reads else key.exact
         lasting = len(key.chain) * PAGE if request.reservation.reads or key.exact else key.lasting_tokens

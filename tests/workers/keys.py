@@ -15,5 +15,5 @@ DENSE = method_spec("dense")
 
 
 def key_of(ids: Sequence[int], owner: str = "me", method: MethodSpec = DENSE, **more: Any) -> PromptKey:
-    given = {"salt": "", "model": "m", "profile": None, "retain_s": 0.0, **more}
+    given = {"salt": "", "model": "m", "profile": None, "remembers": True, "retain_s": 0.0, **more}
     return prompt_key(packed(ids), owner=owner, method=method, **given)

@@ -47,7 +47,8 @@ class PromptKey:
         lasting_tokens: Number of first tokens that get the same K/V from a prefill group in a longer prompt.
         chain: Links of the full pages.
         tail: Packed ids behind them.
-        retain_s: How long the K/V is kept rather than other K/V; None: it is not remembered.
+        remembers: Whether the request's K/V is remembered when it ends.
+        retain_s: How long it is kept rather than other K/V.
     """
 
     root: bytes
@@ -55,7 +56,8 @@ class PromptKey:
     lasting_tokens: int
     chain: bytes = field(repr=False)
     tail: bytes = field(repr=False, default=b"")
-    retain_s: float | None = 0.0
+    remembers: bool = True
+    retain_s: float = 0.0
 
     @property
     def exact(self) -> bool:

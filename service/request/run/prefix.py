@@ -63,7 +63,8 @@ def prompt_key(
     model: str,
     method: MethodSpec,
     profile: Profile | None,
-    retain_s: float | None,
+    remembers: bool,
+    retain_s: float,
 ) -> PromptKey:
     """Make the key by which a prompt's K/V is found.
 
@@ -84,6 +85,7 @@ def prompt_key(
         lasting_tokens=lasting_tokens(method, tokens),
         chain=chain,
         tail=ids[len(chain) // LINK_BYTES * PAGE_TOKENS * ID_BYTES :],
+        remembers=remembers,
         retain_s=retain_s,
     )
 

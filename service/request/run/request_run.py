@@ -86,6 +86,7 @@ class RequestRun:
                 model=resources.model,
                 method=call.method,
                 profile=resources.profile,
+                remembers=call.remembers,
                 retain_s=call.retain_s,
             )
 

@@ -25,7 +25,7 @@ Expected = Callable[[list[int]], list[int]]
 
 async def read(run: Bench, name: str, ids: Sequence[int], **more: Any) -> Answer:
     """A prompt that a group reads, whose key a door has made."""
-    key = key_of(ids, **{part: more.pop(part) for part in ("retain_s", "owner") if part in more})
+    key = key_of(ids, **{part: more.pop(part) for part in ("remembers", "retain_s", "owner") if part in more})
     await run.reserve(name, len(ids), NEW, key=key, **more)
     await run.deliver(name, list(ids))
     return await run.collect(
@@ -160,7 +160,7 @@ async def test_what_is_only_remembered_is_free_room(bench: Any) -> None:
 
 async def test_others_and_those_who_opt_out_find_nothing(bench: Any) -> None:
     run = await bench()
-    await read(run, "forgotten", DOCUMENT, retain_s=None)
+    await read(run, "forgotten", DOCUMENT, remembers=False)
     assert await found(run, DOCUMENT) == 0
     await read(run, "mine", DOCUMENT)
     assert await found(run, DOCUMENT, owner="you") == 0

@@ -37,7 +37,10 @@ def spell(letters: str) -> list[int]:
 
 def reserve(manager: PageManager, letters: str, found: int = 0, **more: Any) -> RequestPages | Refused:
     """A prompt of whole pages and one token of answer, in a page more."""
-    key = key_of(spell(letters), **{name: more.pop(name) for name in ("retain_s", "method") if name in more})
+    key = key_of(
+        spell(letters),
+        **{name: more.pop(name) for name in ("remembers", "retain_s", "method") if name in more},
+    )
     tokens = PAGE_TOKENS * found
     given = {"prompt_tokens": len(spell(letters)) - tokens, "max_tokens": 1, "prefix_tokens": tokens, **more}
     return manager.reserve(Reservation(request_id="r", owner="me", key=key, **given), now=0.0)
@@ -150,10 +153,9 @@ def test_a_failed_request_leaves_nothing_and_takes_nothing_with_it() -> None:
     assert (pages.pool.free, found(pages, "abcd")) == (12, 2)
 
 
-@pytest.mark.parametrize("retain_s", [None])
-def test_who_opts_out_leaves_nothing(retain_s: None) -> None:
+def test_who_opts_out_leaves_nothing() -> None:
     pages, _ = manager(6)
-    read(pages, "abcd", retain_s=retain_s)
+    read(pages, "abcd", remembers=False)
     assert found(pages, "abcd") == len(pages.pool.entries) == 0
 
 

@@ -162,7 +162,7 @@ class RequestPages:
 
         `answer_ids` are ids of tokens behind the prompt, little-endian uint32.
         """
-        if self.key is None or self.key.retain_s is None or self._ended:
+        if self.key is None or not self.key.remembers or self._ended:
             return
         chain = self.key.longer(answer_ids) if answer_ids else self.key.chain
         root = self.key.exact_root if self.exact else self.key.root
