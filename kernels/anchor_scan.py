@@ -25,12 +25,12 @@ METRICS = {"cosine": 0, "euclidean": 1}
 
 @dataclass(frozen=True)
 class AnchorRuns:
-    """Runs of rows, chunk by chunk.
+    """The runs of every chunk.
 
     Attributes:
         is_anchor_BGS: bool.
-        run_BGS: int32, the number of a row's run within its chunk, from 0.
-        runs_BGC: int32, how many runs a chunk has.
+        run_BGS: int32, a row's run within its chunk, from 0.
+        runs_BGC: int32, a chunk's number of runs.
     """
 
     is_anchor_BGS: torch.Tensor
@@ -145,8 +145,7 @@ def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
-    """Find, for each of BLOCK rows, the first later row that is far from it; BLOCK if none. Only `rows` rows
-    exist."""
+    """Find, for each of BLOCK rows, of which `rows` exist, the first later row far from it; BLOCK if none."""
     row_R = tl.arange(0, _BLOCK)
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)
@@ -156,7 +155,7 @@ def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def orbit(next_R, start):
-    """Mark the rows that are reached from row `start` by following `next`; none if it is BLOCK."""
+    """Mark the rows reached from row `start` by following `next`; none if it is BLOCK."""
     row_R = tl.arange(0, _BLOCK)
     is_anchor_R = tl.zeros((_BLOCK,), tl.int32)
     current = start

@@ -83,7 +83,7 @@ class CompositionState:
 
 
 class Composition:
-    """A selector and an executor. Without a selector every causal tile is computed."""
+    """A selector and an executor. Without a selector all causal tiles are computed."""
 
     def __init__(self, selector: Selector | None, executor: Executor) -> None:
         self.selector = selector

@@ -14,8 +14,7 @@ Phases = tuple[tuple[str, int], ...]
 
 @dataclass
 class Compilations:
-    """The counts of one process. Once `ready` is set, requests may wait for a compilation, so each is
-    logged."""
+    """One process's counts. Once `ready` is set, requests may wait for a compilation, so it is logged."""
 
     warm_up: int = 0
     serving: int = 0

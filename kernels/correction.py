@@ -82,7 +82,7 @@ class Correction:
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:
-        """Return the first row of the dense end in this chunk, or the chunk's length if there is none."""
+        """Return where the dense end begins in this chunk, else the chunk's length."""
         begin = max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
         return min(max(0, begin - x.q_start), x.q_BHTD.shape[2])
 
@@ -95,12 +95,8 @@ class Correction:
 
 
 def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dense attention for the rows first, first + gamma, … below `tail`, and for all rows from `tail`
-    on.
-
-    Returns:
-        Both groups of rows, in q's dtype.
-    """
+    """Compute dense attention for rows first, first + gamma, … below `tail`, and for all rows from `tail` on.
+    Return both, in q's dtype."""
     stop = x.q_start + x.q_BHTD.shape[2]
     every = torch.arange(x.q_start + first, max(x.q_start + tail, x.q_start + first), gamma)
     strided, last = (
@@ -113,13 +109,11 @@ def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tupl
 def cpu_add_differences(
     out_BHTD: torch.Tensor, dense_BHRD: torch.Tensor, carried_BHD: torch.Tensor, first: int, gamma: int
 ) -> torch.Tensor:
-    """Add each dense row's difference to its own row and the gamma - 1 rows after it, in place.
+    """Add each dense row's difference to its own row and the gamma - 1 rows after it, in place. Return the
+    next chunk's carried_BHD.
 
     Args:
-        carried_BHD: The difference that the chunk before leaves for the rows before `first`.
-
-    Returns:
-        The difference for the next chunk.
+        carried_BHD: The difference for the rows before `first`.
     """
     sparse_BHRD = out_BHTD[:, :, first::gamma].float()
     difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)

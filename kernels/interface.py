@@ -55,13 +55,13 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class AttentionInput:
-    """One chunk of queries, with the keys and values of all tokens so far, for causal attention.
+    """One chunk of queries, and the keys and values of all tokens so far. Attention is causal.
 
     Query head h reads key head h // (H // G). The head dimension is contiguous.
 
     Attributes:
-        q_BHTD: At positions q_start .. q_start + T - 1.
-        k_BGSD, v_BGSD: At positions 0 .. S - 1, with S = q_start + T.
+        q_BHTD: Positions q_start .. q_start + T - 1.
+        k_BGSD, v_BGSD: Positions 0 .. S - 1, S = q_start + T.
         q_start: A multiple of BLOCK for every method but `dense`.
         prompt_tokens: Tokens of the whole prompt.
         scale: Factor of q · k.
@@ -85,15 +85,12 @@ class AttentionInput:
         prompt_tokens: int | None = None,
         scale: float | None = None,
     ) -> AttentionInput:
-        """Check tensors and fill in defaults.
+        """Check tensors and fill in defaults. Raises KernelInputError.
 
         Args:
             q_start: None: the queries are the last rows of the keys.
-            prompt_tokens: None: the prompt ends with this chunk.
+            prompt_tokens: None: the prompt ends here.
             scale: None: 1 / sqrt(D).
-
-        Raises:
-            KernelInputError: Shapes, types or lengths do not fit together.
         """
         _check_tensors(q_BHTD, k_BGSD, v_BGSD)
         keys, rows = k_BGSD.shape[2], q_BHTD.shape[2]

@@ -25,7 +25,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def strides(*tensors: torch.Tensor, dims: int = 3) -> list[int]:
-    """Return the first `dims` strides of each tensor, in the order in which kernels take them."""
+    """Return each tensor's first `dims` strides, in the order in which kernels take them."""
     return [stride for x in tensors for stride in x.stride()[:dims]]
 
 
@@ -60,7 +60,7 @@ class Launcher:
         return partial(self._launch, (x, y, z))
 
     def key(self, arguments: Sequence[Any], constants: dict[str, Any]) -> Hashable:
-        """Return a key that is the same for all launches of one compiled kernel."""
+        """Return what is equal for all launches of one compiled kernel."""
         if (pointers := self._pointers) is None:
             pointers = self._look_at(arguments)
         return (

@@ -51,12 +51,8 @@ class Preset:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method's name with a value for every option. It is hashable and can be sent to other processes.
-
-    Attributes:
-        module: `Preset.module`.
-        correction: Whether the name ends in `+delta`.
-    """
+    """A method's name, and a value for every option. It is hashable and crosses processes. module:
+    `Preset.module`."""
 
     name: str
     module: str

@@ -27,11 +27,7 @@ def option(default: V, low: float, high: float, help: str, choices: tuple[V, ...
 
 
 def options_of(form: type[Any]) -> Mapping[str, Option]:
-    """Return a dataclass's options by field name.
-
-    Raises:
-        TypeError: A field is not made with `option`.
-    """
+    """Return a dataclass's options by name. Raises TypeError for a field that is not made with `option`."""
     for declared in fields(form):
         if _KEY not in declared.metadata:
             raise TypeError(f"{form.__name__}.{declared.name} is not made with `option`: it has no bounds")

@@ -184,12 +184,7 @@ class Metrics:
         self._again.inc(tokens)
 
     def first_token(self, parts: Sequence[tuple[str, float]], read_tokens: int) -> None:
-        """Observe the time to first token.
-
-        Args:
-            parts: Their seconds add up to it.
-            read_tokens: Prompt tokens without cached ones.
-        """
+        """Observe the time to first token and its `parts`. read_tokens: prompt tokens without cached ones."""
         prompt = next((name for bound, name in _LENGTHS if read_tokens <= bound), "more")
         self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
         for part, seconds in parts:

@@ -12,11 +12,8 @@ ROWS = 512
 
 
 class DenseExecutor:
-    """Exact attention. It takes no mask, and any q_start.
-
-    Args:
-        window: How many of the last keys a row sees, its own included; 0: all.
-    """
+    """Exact attention, without a mask and from any q_start. window: how many of the last keys a row sees, its
+    own included; 0: all."""
 
     def __init__(self, options: object = None, window: int = 0) -> None:
         self._window = window

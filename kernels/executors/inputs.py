@@ -29,10 +29,9 @@ class PackedKeys:
 
     Attributes:
         v_BGPD: Each run's value times its weight.
-        weight_BGP: float32. The last tile is all ones: the weights of exact keys.
+        weight_BGP: float32. It ends with a tile of ones, the weights of exact keys.
         offset_BGC: int32, packed rows before each chunk.
-        chunk: Tokens of a chunk.
-        critical: Tokens before a query block that are attended to exactly.
+        critical: Tokens before a query block that are exact.
     """
 
     k_BGPD: torch.Tensor

@@ -18,7 +18,7 @@ def launch(
     """Attend with `rows` to the mask's tiles, to packed and then exact keys, or to every key without either.
 
     Args:
-        tail: More rows, in steps of 1, that see every key. Hopper computes them in the same launch.
+        tail: More rows, in steps of 1, that see every key; on Hopper in the same launch.
         window: How many of the last keys a row sees, its own included; 0: all.
     """
     check_launch(x)

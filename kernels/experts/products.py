@@ -28,7 +28,7 @@ class Tile:
 
     Attributes:
         step_bytes: Bytes of a row that are multiplied at a time.
-        most: Up to this many rows per expert, in the mean, no larger tile is better.
+        most: The most rows per expert, in the mean, for which no larger tile is better.
     """
 
     rows: int
@@ -56,8 +56,8 @@ def experts_kernel(
     PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile. GATED: from tokens' rows, SiLU(gate) · up in the experts' order. Otherwise: from rows
-    in that order, each assignment's output times its share, in the tokens' order."""
+    """Compute one tile. GATED: SiLU(gate) · up of tokens' rows, in the experts' order. Otherwise outputs of
+    rows in that order, times their share, in the tokens' order."""
     ACROSS: tl.constexpr = (COLUMNS + COLUMNS_TILE - 1) // COLUMNS_TILE
     block = tl.program_id(0) // ACROSS
     expert_E = tl.arange(0, EXPERTS_BLOCK)

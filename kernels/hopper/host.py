@@ -20,8 +20,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
-    """A tensor descriptor made without checks. Triton's own class checks the tensor, which takes longer than
-    the rest; here callers have checked it."""
+    """A tensor descriptor without Triton's check of the tensor, which takes longer than the rest. Callers
+    have checked it."""
 
     def __init__(
         self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]

@@ -13,12 +13,10 @@ from triton.language.core import _aggregate as aggregate
 
 @aggregate
 class Ring:
-    """COUNT buffers, from buffer FIRST on, that are used in turn. Use n (from 0) takes buffer FIRST + n %
-    COUNT.
+    """COUNT buffers in turn, from buffer FIRST on. Use n (from 0) takes buffer FIRST + n % COUNT.
 
     The barrier `full` completes when a buffer has been written, `empty` when every reader has released it. A
-    wait names the parity of the completion that it waits for. In a new barrier odd parity counts as
-    completed.
+    wait names a completion's parity. In a new barrier odd parity counts as completed.
     """
 
     buffers: gl.shared_memory_descriptor

@@ -76,11 +76,11 @@ def check_quantised(name: str, numbers: torch.Tensor, scales: torch.Tensor) -> N
 def gather(
     rows: tuple[torch.Tensor, torch.Tensor], scales: Scales, rows_S: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy some tokens' K/V, in `dtype`, by one kernel. Returns k_GSD and v_GSD, contiguous.
+    """Copy some tokens' K/V by one kernel. Returns k_GSD and v_GSD in `dtype`, contiguous.
 
     Args:
         rows: k_RGD and v_RGD.
-        rows_S: int64 rows. They are not checked, which would wait for the device.
+        rows_S: int64, not checked, which would wait for the device.
 
     Raises:
         KernelInputError: The arguments do not fit together.
@@ -112,11 +112,8 @@ UNIT = tl.constexpr(2.0**-6)
 
 @triton.jit
 def quantised_halves(low, high):
-    """Quantise rows given in two halves. low, high: float32 [tokens, heads, D / 2].
-
-    Returns:
-        The numbers of both halves, and the scales, all uint8.
-    """
+    """Quantise rows in two halves: float32 [tokens, heads, D / 2]. Returns both halves' numbers and the
+    scales, all uint8."""
     largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), 2)  # of bits, where NaN is the largest
     least = _magnitude(largest.to(tl.float32, bitcast=True) * _OVER_127)
     upper = (tl.minimum(least, 0x7F800000) + 0xFFFFF) >> 20  # a NaN with more bits would overflow

@@ -51,8 +51,8 @@ class SamplingRows:
 def sample(
     logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose tokens by temperature, then top-k, then top-p of the rest, as transformers does. The draw is the
-    argmax of logits with Gumbel noise.
+    """Choose tokens by temperature, then top-k, then top-p of the rest, as transformers does. The draw is
+    Gumbel's argmax.
 
     Args:
         positions_R: Absolute positions of the tokens to be chosen.

@@ -47,12 +47,11 @@ def paged_attention_scored(
     """Compute `paged_attention` and the attention that each page received (DELTA, Algorithm 2).
 
     Args:
-        span: Tokens that share a score. 16 gives scores of pages; 1 gives scores of tokens, for ranks that
-            have only some of the heads.
+        span: 16 for scores of pages; 1 for scores of tokens, where other ranks have other heads.
 
     Returns:
-        out_RHD, lse_RH and score_RS (fp32), S = 16 P / span. A score adds up, over the span's tokens, each
-            token's largest weight over all query heads. It is 0 past the request's pages.
+        out_RHD, lse_RH and score_RS (fp32), S = 16 P / span: each token's largest weight over all query
+            heads, added up over the span's tokens; 0 past the request's pages.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     if x.q_RHD.is_cuda:

@@ -1,12 +1,12 @@
 """Paged decode attention in Triton (flash-decoding). `_attend` reads splits of the keys, `_merge` joins them,
-and `_score` makes page scores without a second pass over the keys.
+`_score` makes page scores in the same pass over the keys.
 
 Suffixes: C splits of a request, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the blocks of a
 bundle.
 
-For page scores `_attend` also writes p of each key, relative to the running maximum after its block, and that
-maximum. `_score` turns both into weights once `_merge` knows the LSE. Unlike logits, such p keep the dtype's
-relative error.
+For page scores `_attend` leaves p of each key under the running maximum after its block, and that maximum.
+`_score` turns them into weights once `_merge` knows the LSE. Unlike logits, such p keep the dtype's relative
+error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -31,7 +31,7 @@ def _assigned(
     lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Find what a slot reads. A slot is a program's number among those of one key head.
+    """Find what a slot, a program of a key head, reads.
 
     Every request has one split. A further max_splits - 1 are divided in proportion to tokens, so that
     programs end together; slots are below requests + max_splits - 1. No split is shorter than STEP tokens.
@@ -98,8 +98,7 @@ def _split_of(
 
     Returns:
         The slot's request, its split and number of splits, where the split's tokens begin and end (counted
-            among the selected ones if there is a selection), the first token that is seen, and whether there
-            is a selection.
+            among selected ones, if any), the first token that is seen, and whether there is a selection.
     """
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
     r, split, splits, tokens, count = _assigned(

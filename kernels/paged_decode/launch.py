@@ -118,7 +118,6 @@ def _attend(
     plan: SplitPlan,
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `_attend` and `_merge`. `_attend` prepares page scores if the scratch has bundles."""
     requests, heads, dim = x.q_RHD.shape
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")

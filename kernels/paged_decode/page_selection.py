@@ -64,7 +64,7 @@ def _select(
     """Select request r's pages by bisection over the scores' bits and a prefix sum. r is the program's
     number.
 
-    N, K: powers of two, N at least the columns and K, K at least the budget.
+    N, K: powers of two, N >= columns and K, K >= budget.
     """
     r = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, N)

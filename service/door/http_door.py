@@ -64,8 +64,6 @@ _RECEIVE_S = 60.0
 
 
 class HttpDoor:
-    """The HTTP edge. `app` is its ASGI application."""
-
     def __init__(
         self, requests: RequestHandler, max_body_bytes: int, keep_alive_s: float = KEEP_ALIVE_S
     ) -> None:
@@ -108,8 +106,6 @@ class HttpDoor:
 
 @dataclass(frozen=True)
 class _Completions:
-    """An endpoint that answers requests, as an ASGI application."""
-
     endpoint: Endpoint
     requests: RequestHandler
     max_body_bytes: int

@@ -63,7 +63,6 @@ def trailers(error: DeltafrontError) -> list[tuple[str, str]]:
 
 
 def set_status(context: Any, error: DeltafrontError) -> None:
-    """Give a call of gRPC or Serve the error's status."""
     context.set_code(status(error))
     context.set_details(details(error))
     context.set_trailing_metadata(trailers(error))

@@ -49,7 +49,7 @@ class TlsFiles:
 
 
 class _Reloading:
-    """gRPC calls it at every handshake."""
+    """Reads changed certificates. gRPC calls it at every handshake."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -136,8 +136,6 @@ class _Servicer:
 
 
 class _Context:
-    """gRPC's context with the gate's mark."""
-
     def __init__(self, context: Any, gate: Gate) -> None:
         self._context = context
         self._gate = gate

@@ -27,12 +27,8 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Need:
-    """The needs of a request.
-
-    Args:
-        recompute_tokens: Extra room for recomputed K/V.
-        found_tokens: Tokens of the prompt that are not read again.
-    """
+    """A request's needs. recompute_tokens: extra room for recomputed K/V. found_tokens: prompt tokens that
+    are not read again."""
 
     read_tokens: int
     answer_tokens: int = 0

@@ -64,7 +64,7 @@ class PrefillRequest:
     Args:
         session_ttl: Seconds.
         deadline: Seconds since the epoch.
-        retain_s: 0: the prompt is not remembered. None: it is, but for no stated time.
+        retain_s: 0: do not remember the prompt. None: remember it, without preference.
     """
 
     prompt: Prompt | None = None

@@ -108,9 +108,8 @@ class RequestHandler:
             size: Bytes as they came.
 
         Raises:
-            Unauthenticated: The caller has no valid token.
-            Overloaded: There is no room for the text.
-            Internal: It replaces an unexpected exception.
+            Unauthenticated, Overloaded
+            Internal: Instead of an unexpected exception.
         """
         clock, audit, headers = TtftClock(), Audit(rpc), tuple(headers)
         audit.request_id = request_id if is_request_id(request_id) else ""

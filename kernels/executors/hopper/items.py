@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Where programs find items and tiles. They count the items that they take at `counter_ptr`."""
+    """Where programs find items and tiles. They draw the next item's number from `counter_ptr`."""
 
     order_ptr: gl.tensor  # (LISTED) lengths of the lists, or (by_length) sorted entries
     counter_ptr: gl.tensor
@@ -88,7 +88,7 @@ def _publish(entry, taken, entries):
 
 @gluon.jit
 def next_entry(taken, entries):
-    """Wait for the entry that the producer publishes in turn `taken`, and release its buffer."""
+    """Wait for the entry that the producer publishes in turn `taken`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entries.wait_full(taken)
     entry = gl.max(entries.buffer(taken).load(layout), 0)

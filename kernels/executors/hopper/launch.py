@@ -80,10 +80,10 @@ def launch(
 
 
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
-    """Choose the order of the items, of which each program takes `rounds`.
+    """Choose the order of the items, `rounds` for each program.
 
-    Taking the longest rows first balances few items. But it streams every key head's keys at once, so their
-    size in bytes decides.
+    The longest rows first balance few items. But then every key head's keys are streamed at once, so their
+    bytes decide.
     """
     if mask is not None and rounds < 48:
         return BY_LENGTH
@@ -93,8 +93,7 @@ def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: in
 
 
 def by_length(mask: TileMask) -> torch.Tensor:
-    """Return the lists' entries (`items.py`), the longest list first. A list's number is its index in (B, H,
-    N)."""
+    """Return the lists' entries (`items.py`), the longest list first. Lists are numbered as in (B, H, N)."""
     count = mask.count_BHN.reshape(-1)
     place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
     entries = torch.add(place, count, alpha=1 << 32)
@@ -107,7 +106,7 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _descriptor(t: torch.Tensor, block: int) -> TileDescriptor:
-    """Describe tiles of `block` rows of one head, or of `block` numbers if t has no D. Strides of size-1
+    """Describe tiles of `block` rows of one head, or of `block` numbers without D. Strides of size-1
     dimensions do not matter."""
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     shape = (1, 1, block, t.shape[3]) if t.dim() == 4 else (1, 1, block)

@@ -53,7 +53,7 @@ class Running(NamedTuple):
 
 @gluon.constexpr_function
 def acc_layout(dim):
-    """Return the layout of acc (64, D) in the matrix unit's registers."""
+    """Return the layout of acc (64, D) in registers."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
 
 
@@ -102,7 +102,7 @@ def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Turn the result of `rounded` into the operand of p · v."""
+    """Make the operand of p · v from `rounded` p."""
     if PLAN.in_pairs:
         halves: gl.constexpr = (gl.int16, gl.int16)
         even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [p], halves, True, 1)

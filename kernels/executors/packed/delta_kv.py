@@ -82,7 +82,7 @@ def cpu_pack_head(
 def cpu_attend(
     x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, means: bool
 ) -> torch.Tensor:
-    """Attend to packed and then exact keys. counts: a packed key of n rows weighs n * exp(s) (equation 4),
+    """Attend to packed and exact keys. counts: a packed key of n rows weighs n * exp(s) (equation 4),
     otherwise exp(s)."""
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)

@@ -76,7 +76,7 @@ class DeltaXAttentionExecutor:
 
 
 def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """Mark each list's exact tiles: the diagonal, which is last, and the others whose scores reach the
+    """Mark each list's exact tiles: the diagonal (last), and others that score at least like the
     ceil(exact_share * others)-th highest.
 
     Returns:

@@ -46,7 +46,7 @@ def exact_kernel(
 
 
 def kernel_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """Compute `delta_xattention.cpu_exact_table` on the GPU. The host does not wait for it."""
+    """Compute `delta_xattention.cpu_exact_table` without a wait for the device."""
     assert mask.score_BHNM is not None
     score_BHNM = mask.score_BHNM.contiguous()
     exact_BHNM = torch.empty(score_BHNM.shape, dtype=torch.bool, device=score_BHNM.device)

@@ -49,10 +49,10 @@ class PackedRuns:
             raise KernelInputError(f"{name}: {keys} keys exceed the state's max_tokens {self.max_tokens}")
 
     def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float, distance: float = 0.0) -> None:
-        """Find the runs of newly completed chunks. The host does not wait for the device.
+        """Find the runs of newly completed chunks. The host does not wait.
 
         Args:
-            distance: Euclidean distance up to which keys are close (DeltaAttention, equation 2); 0: `cos`
+            distance: The largest Euclidean distance to an anchor (DeltaAttention, equation 2); 0: `cos`
                 decides.
         """
         complete = k_BGSD.shape[2] // chunk

@@ -16,13 +16,7 @@ from .summary import empty_table, kernel_summarise
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """The rule and the key slots of one layer.
-
-    Attributes:
-        dtype: The keys' type.
-        blocks: Blocks of the whole prompt.
-        done: Blocks whose slots are filled.
-    """
+    """A layer's rule and key slots, of which `done` of its `blocks` are filled. dtype: the keys' type."""
 
     dtype: torch.dtype
     table: BlockAnchors

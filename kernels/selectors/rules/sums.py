@@ -16,13 +16,13 @@ PART_BYTES = 768 << 20
 
 @dataclass(frozen=True)
 class Sums:
-    """The logarithms of one slab of N query blocks.
+    """The logarithms of one slab.
 
     Attributes:
         part_BHNRM: log2 of the parts of tile scores, undefined after the diagonal.
-        first_row: The slab's first query block in the chunk.
-        normalised: First divide each part row's values by their sum; otherwise by the sum of all.
-        largest: A score is the largest of its part rows, not their sum.
+        first_row: The slab's first query block.
+        normalised: Divide each part row's values by their own sum first, not by the sum of all.
+        largest: A score is its rows' largest, not their sum.
     """
 
     part_BHNRM: torch.Tensor
