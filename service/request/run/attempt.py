@@ -27,11 +27,12 @@ BUSY_RETRY_S = 5.0
 class Attempt:
     """A request's place on workers: renewed while the block runs, cancelled at its end.
 
-    Leaving never waits, so it works while the task is being cancelled.
+    Leaving never waits, so it works while the task is being cancelled. Workers know the attempt by an id of
+    its own, which begins with the request's and so is found in logs by it.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.request_id = uuid.uuid4().hex
+    def __init__(self, fleet: Fleet, request_id: str) -> None:
+        self.request_id = f"{request_id}~{uuid.uuid4().hex[:12]}"
         self._fleet = fleet
         self._workers: list[Leased] = []
 

@@ -117,7 +117,7 @@ class RequestRun:
                 return
             hit = None
         await use.set_tokens(plan.read_tokens + plan.answer_tokens)
-        with Attempt(resources.fleet) as attempt:
+        with Attempt(resources.fleet, self._call.request_id) as attempt:
             lap = self._accepted.clock.lap
             placed = await place(resources, attempt, plan, self._reservation, hit, lap)
             plan = placed.plan
@@ -162,7 +162,7 @@ class RequestRun:
             worker_reads=True,
         )
         await use.set_tokens(plan.read_tokens + plan.answer_tokens)
-        with Attempt(self._resources.fleet) as attempt:
+        with Attempt(self._resources.fleet, self._call.request_id) as attempt:
             reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
             if isinstance(reserved, requests.Refused):
                 return False
@@ -181,7 +181,7 @@ class RequestRun:
         if self._is_complete(plan):
             return
         await use.set_tokens(plan.read_tokens + plan.max_tokens)
-        with Attempt(fleet) as attempt:
+        with Attempt(fleet, call.request_id) as attempt:
             worker = await fleet.session_worker(worker_of(call.session_id or ""))
             try:
                 reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
@@ -212,7 +212,7 @@ class RequestRun:
         """Ask for the session's length, for a complete answer's usage; 0 if the worker is silent."""
         fleet, call = self._resources.fleet, self._call
         try:
-            with Attempt(fleet) as attempt:
+            with Attempt(fleet, call.request_id) as attempt:
                 async with asyncio.timeout(_LAST_REPORT_S):
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
                     nothing = Plan(b"", 0, session_id=call.session_id, worker_reads=True)
