@@ -89,7 +89,7 @@ def _bounds(q_RHD: torch.Tensor, k_PSGD: torch.Tensor, table_RP: torch.Tensor) -
     key, a negative one its least."""
     group = q_RHD.shape[1] // k_PSGD.shape[2]
     rows, heads, channels = q_RHD.shape
-    q_RGKD = q_RHD.view(rows, heads // group, group, channels)
+    q_RGKD = q_RHD.reshape(rows, heads // group, group, channels)
     least_RPGD, most_RPGD = (x_PGD.float()[table_RP] for x_PGD in (k_PSGD.amin(1), k_PSGD.amax(1)))
     up_RGKP = torch.einsum("rgkd,rpgd->rgkp", q_RGKD.clamp(min=0), most_RPGD)
     down_RGKP = torch.einsum("rgkd,rpgd->rgkp", q_RGKD.clamp(max=0), least_RPGD)
