@@ -194,8 +194,11 @@ class PagedKVCache:
         Args:
             after: A CUDA event to wait for first.
         Raises:
-            KVCacheError: The tokens do not fit the pages. Nothing was written.
+            KVCacheError: The tokens do not fit the pages, or a layer is not in this cache. Nothing was
+                written.
         """
+        for layer in layers:
+            self._index(layer)
         tokens = next(iter(layers.values()))[0].shape[0]
         first, inside = divmod(start, PAGE_TOKENS)
         count = pages_for(inside + tokens)

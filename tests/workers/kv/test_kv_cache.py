@@ -64,6 +64,8 @@ def test_layers_land_in_their_pages_run_or_not(pages: tuple[int, ...]) -> None:
     for start, kept in ((50, 4), (48, 3), (-1, 4)):
         with pytest.raises(KVCacheError, match="do not fit"):
             cache.write_layers(pages[:kept], start, {4: (k_TGD[:15], v_TGD[:15])})
+    with pytest.raises(KVCacheError, match="layer 99 is not one of"):
+        cache.write_layers(pages, 0, dict.fromkeys((4, 99), (k_TGD[:15] + 7, v_TGD[:15])))
     assert torch.equal(cache.k_LPSGD, other.k_LPSGD), "nothing is written by a write that is refused"
 
 
