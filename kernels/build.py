@@ -83,7 +83,7 @@ class CompositionState:
 
 
 class Composition:
-    """A selector and an executor. Without a selector all causal tiles are computed."""
+    """A selector and an executor. Without a selector the executor chooses the keys."""
 
     def __init__(self, selector: Selector | None, executor: Executor) -> None:
         self.selector = selector

@@ -199,8 +199,10 @@ class Selector(Protocol):
 
 
 class Executor(Protocol):
-    """Attends to a mask's tiles, or to all causal tiles without a mask. `attend` returns out_BHTD in q's
-    dtype."""
+    """Attends to a mask's tiles; without one, to keys that it chooses itself, mostly all causal ones.
+
+    `attend` returns out_BHTD in q's dtype.
+    """
 
     def new_state(self, spec: StateSpec) -> Any: ...
 
@@ -214,8 +216,9 @@ class Attention(Protocol):
     """A method as layers call it.
 
     Each chunk brings the keys of all tokens so far, so a new state may start in the middle of a prompt. A
-    method registered `from_keys` then gives the same bits as with the old state. Its rows up to the prompt's
-    last whole block depend on the prompt's length only through thresholds and `min_tokens`.
+    method registered `from_keys` then gives the same bits as with the old state, if it starts at a multiple
+    of `resume_step`. Its first `lasting_tokens` rows depend on the prompt's length only through thresholds
+    and `min_tokens`.
     """
 
     def new_state(self, spec: StateSpec) -> Any: ...

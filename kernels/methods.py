@@ -51,8 +51,8 @@ class Preset:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method's name, and a value for every option. It is hashable and crosses processes. module:
-    `Preset.module`."""
+    """A method's name, and a value for every option. It is hashable and crosses processes. module: The module
+    that defines its options."""
 
     name: str
     module: str
@@ -88,7 +88,7 @@ def register(
     Args:
         options: A frozen dataclass whose fields are made with `options.option`.
         selector, executor: Make the part from the options: a callable, or its path "module:object". Without a
-            selector every causal tile is computed.
+            selector the executor chooses the keys.
         source: Paper and section.
         whole_prompt: The method takes a prompt in one piece, so the service refuses it.
         from_keys: See `interface.Attention`. Otherwise a prompt starts over where a prefill group dies, and

@@ -21,7 +21,7 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 
 def write(path: Path, hosts: Mapping[int, str] | None = None) -> None:
-    """Write the program. Raises FileNotFoundError if HAProxy is not installed.
+    """Write the program that starts HAProxy. Raises FileNotFoundError if that is not installed.
 
     Args:
         hosts: Port → address to listen at, instead of Serve's.

@@ -179,7 +179,7 @@ class Form(Enum):
 
 
 def forms(role: Callable[..., object]) -> Mapping[str, Form]:
-    """Return the form of each method of a role."""
+    """Map the names of a role's methods to their `Form`s."""
     methods = inspect.getmembers(role, inspect.isfunction)
     return {name: _form(method) for name, method in methods if not name.startswith("_")}
 

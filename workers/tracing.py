@@ -78,7 +78,7 @@ class Span:
         return Span(self._tracer, span, self._clock, since)
 
     def part(self, name: str, begin: float | None, end: float | None) -> None:
-        """Record a part between two moments of the span's clock, if both have come."""
+        """Record a child span from begin to end, on the span's clock, unless it is empty or one is None."""
         if self._tracer is not None and begin is not None and end is not None and end > begin:
             span = self._tracer.start_span(name, self._below(), start_time=self._moment(begin))
             span.end(self._moment(end))

@@ -12,8 +12,10 @@ ROWS = 512
 
 
 class DenseExecutor:
-    """Exact attention, without a mask and from any q_start. window: how many of the last keys a row sees, its
-    own included; 0: all."""
+    """Exact causal attention from any q_start; ignores masks.
+
+    window: how many of the last keys a row sees, its own included; 0: all.
+    """
 
     def __init__(self, options: object = None, window: int = 0) -> None:
         self._window = window

@@ -42,7 +42,7 @@ def filled(rows: int, width: int, multiprocessors: int) -> float:
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """Launch the kernel. Inputs satisfy `takes`, whatever their number of rows."""
+    """Launch the kernel. Inputs satisfy `takes`, but may have fewer rows."""
     rows, width = x_TI.shape
     columns = weight_OI.shape[0] // (2 if gated else 1)
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)

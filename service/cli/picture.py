@@ -1,7 +1,7 @@
-"""`deltafront picture`: which tiles a prompt reads, and where its time to first token went.
+"""`deltafront picture`: which tiles are computed for a prompt, and where its time to first token went.
 
-The prompt is read here, with the configuration's model and chunks. Unlike a server it reads the last layer
-whole. torch is imported when the command runs.
+This process prefills it, with the configuration's model and chunks. Unlike a server it computes all rows of
+the last layer. torch is imported when the command runs.
 """
 
 from __future__ import annotations

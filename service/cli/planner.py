@@ -94,8 +94,8 @@ def uses(demand: Demand) -> Iterator[HostUse]:
 
 
 def best(demand: Demand) -> HostPlan | None:
-    """Return the plan of the first use that fits, with room for two contexts in a stage if decode can hold
-    two."""
+    """Plan the first of `uses` that fits: with room for two contexts if stages and decode hold both, else
+    one."""
     plans = (plan(demand, use, held) for use in uses(demand) for held in (2, 1))
     return next((found for found in plans if found is not None), None)
 

@@ -113,7 +113,7 @@ class _Handler:
     Args:
         rpc: The name in the audit log; empty for health checks, which have no line.
         behaviour: The door's method, or Serve's function that calls it.
-        of_serve: Serve calls the door. A status that the door did not set becomes UNAVAILABLE.
+        of_serve: `behaviour` is Serve's function. A status that the door did not set becomes UNAVAILABLE.
     """
 
     rpc: str

@@ -68,7 +68,7 @@ def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
 
 
 def check_ports(door: DoorConfig) -> None:
-    """Check that no port is taken. Raises ConfigError with the key.
+    """Check that no port is taken, but for the replicas' own. Raises ConfigError with the key.
 
     HAProxy listens with SO_REUSEPORT, so a second service would silently get half the requests.
     """

@@ -49,7 +49,7 @@ class Accepted:
         conclude: Counts and audits the request, the first time that it is called.
         events: None follows the last.
         task: The run; None for a request without a stream.
-        outcome: None if it finished.
+        outcome: Its error; None before the run, and after success.
     """
 
     caller: Caller

@@ -1,5 +1,5 @@
 """The ranks of a decode worker (tensor parallelism). Each has a share of the heads, their K/V, and its part
-of every matrix.
+of every layer's matrices; the embedding and the router of experts are whole.
 
 Rank 0 is the worker. It schedules, and sends each piece of work to the other ranks before it begins its own.
 So all ranks make the same calls in the same order, and meet in the collectives of each layer. A page has the

@@ -102,7 +102,7 @@ class DecodeActor(Leaving):
         return self.hosted.fault
 
     async def exported_memory(self, pairing: str) -> Any:
-        """Return `DecodeEngine.exported_memory`; None if the stage belongs to another pairing."""
+        """Return `DecodeEngine.exported_memory`; None if `settings.pairing` is not ours."""
         return self.hosted.exported_memory() if pairing == self._pairing else None
 
 

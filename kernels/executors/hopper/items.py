@@ -88,7 +88,7 @@ def _publish(entry, taken, entries):
 
 @gluon.jit
 def next_entry(taken, entries):
-    """Wait for the entry that the producer publishes in turn `taken`."""
+    """Wait for the producer's work item number `taken`, free its place, and return it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entries.wait_full(taken)
     entry = gl.max(entries.buffer(taken).load(layout), 0)

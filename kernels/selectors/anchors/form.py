@@ -22,7 +22,7 @@ class SideSettings:
 
     Attributes:
         cap: Slots per block, a power of two up to 128.
-        representative: Whether a slot holds the mean of its rows, or the run's first row.
+        representative: A slot holds the mean of its rows (`mean`) or its first row (`anchor`).
         relax: A block with more runs than slots is scanned again with a cosine lower by this. If it still has
             too many, every (runs / cap)-th is kept.
     """

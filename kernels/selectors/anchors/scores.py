@@ -1,7 +1,6 @@
-"""Sums of anchor scores on the GPU.
+"""Sums each tile's anchor scores, on the GPU.
 
-Suffixes: X rows of a query tile (slots of several heads and blocks), Y columns of a key tile (slots of W
-blocks).
+Suffixes: X query slots of a kernel's tile, of several heads and blocks; Y its key slots; W its key blocks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

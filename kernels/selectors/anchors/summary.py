@@ -134,7 +134,7 @@ def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnch
 def kernel_summarise(
     x_BGSD: torch.Tensor, cos: float, side: SideSettings, table: BlockAnchors, place: int, first_block: int
 ) -> None:
-    """Write the slots of every block of x into `table`, from block `place` on."""
+    """Fill `table` from block `place` on. x begins at block `first_block` of the prompt."""
     batch, kv_heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
     blocks, levels = -(-rows // BLOCK), 1 if side.relax is None else 2

@@ -25,7 +25,7 @@ BUSY_RETRY_S = 5.0
 
 
 class Attempt:
-    """A request's place on workers: renewed while the block runs, cancelled at its end.
+    """A request's place on workers. Used by `with`: workers are renewed inside, and cancelled at the end.
 
     Leaving never waits, so it works while the task is being cancelled. Workers know the attempt by an id of
     its own, which begins with the request's and so is found in logs by it.

@@ -2,8 +2,8 @@
 
 A group is `GROUP_PAGES` pages of a prompt, beginning at a multiple of `GROUP_PAGES`. It has its last page's
 name. It is saved from host memory once all of its pages are there. It is loaded into host memory when a
-prompt is found on disk alone. `Entries` chooses which groups are given up. A group is retained as long as its
-last page. Accounting on the event loop's thread.
+prompt needs pages that are only on disk. `Entries` chooses which groups are given up. A group is retained as
+long as its last page. Only the event loop's thread uses this.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Compares weights with a configuration by their files' headers alone, in milliseconds."""
+"""Compares weights with a configuration by their files' headers, in milliseconds.
+
+Only biases that must be 0 are read.
+"""
 
 import json
 import math

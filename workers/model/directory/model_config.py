@@ -224,7 +224,7 @@ class ModelConfig:
         return halves + (tables * self.vocab + head) * self.hidden
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of all tensors by Hugging Face's names, without a tied head."""
+        """Return the shapes of all tensors by a Llama checkpoint's names, without a tied head."""
         table = {EMBEDDING: (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
         head = {} if self.tied_embeddings else {HEAD: (self.vocab, self.hidden)}
         layers = {
