@@ -31,6 +31,7 @@ Answers = Callable[[Panel, Query], list[Series]]
 _COLUMN, _LINE = 0.62, 0.36
 """Inches of a column and of a unit of height."""
 _DPI = 96
+_COLOURS = 256
 _LEAST_POINTS = 6.0
 """Height of a row with a name."""
 _FEW = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
@@ -69,11 +70,14 @@ class Line(NamedTuple):
 
 
 def draw(dashboard: Dashboard, answers: Answers, path: Path) -> None:
-    """Writes a PNG. Raises ValueError for a panel that has no data at all."""
+    """Write a PNG of few colours, which is half as large. Raises ValueError for a panel that has no data at
+    all."""
     content = io.BytesIO()
     with mpl.rc_context(_STYLE):
         compose(dashboard, answers).savefig(content, format="png")
-    Image.open(content).convert("RGB").save(path, optimize=True)
+    whole = Image.open(content).convert("RGB")
+    few = whole.quantize(_COLOURS, kmeans=3, dither=Image.Dither.NONE)  # without kmeans alike series merge
+    few.save(path, optimize=True)
 
 
 def compose(dashboard: Dashboard, answers: Answers) -> Figure:
