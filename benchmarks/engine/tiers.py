@@ -34,7 +34,7 @@ GROUP_TOKENS = GROUP_PAGES * PAGE_TOKENS
 _PATIENCE_S = 120.0
 _ROUNDS, _ANSWER = 3, 384
 _EVERY_S = 0.75
-"""A question is asked every so often while another session's tokens are timed."""
+"""The time from one question to the next while another session's tokens are timed."""
 _READERS = 4
 _CHUNK = 8 << 20
 
@@ -116,11 +116,11 @@ def _answer_s(
     """Return the seconds of a session's answer while questions about documents are asked.
 
     Args:
-        ask: asks the nth question.
-        from_host: the fewest and the most tokens that must come from host memory for a question.
+        ask: Asks the nth question.
+        from_host: The fewest and the most tokens that must come from host memory for a question.
 
     Raises:
-        RuntimeError: more or fewer came.
+        RuntimeError: More or fewer came.
     """
     stop, questions = threading.Event(), list[GenerateFinished]()
 

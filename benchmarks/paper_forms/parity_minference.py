@@ -64,7 +64,7 @@ class HostIndex:
     """Their kernel `convert_vertical_slash_indexes_kernel`, one thread after another on the host.
 
     Args:
-        source: Text of a .cu file. What follows the kernel is left out, since it launches it.
+        source: Text of a .cu file. The text behind the kernel only launches it and is left out.
 
     Raises:
         FileNotFoundError: there is no g++.
@@ -154,7 +154,8 @@ def _modules(folder: Path) -> tuple[ModuleType, ModuleType, ModuleType]:
 
 @dataclass(frozen=True)
 class Lines:
-    """What their code chose for one head. vertical_X: keys. slash_X: distances. mass_LS: their attention."""
+    """The lines that their code chose for one head. vertical_X: keys. slash_X: distances. mass_LS: the last
+    queries' attention."""
 
     vertical_X: torch.Tensor
     slash_X: torch.Tensor

@@ -21,7 +21,7 @@ _LEAST = tl.constexpr(-1.0e38)
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How tokens choose experts. Of equal experts the first wins.
+    """How tokens choose experts. Among equal experts the first wins.
 
     Attributes:
         per_token: Experts of a token.

@@ -94,7 +94,7 @@ def _gather(pages_PSGD: torch.Tensor, scales_PSG: torch.Tensor | None, ids_N: to
 def select_pages(
     page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select as `page_selection.select_pages` does. Of equal scores the lower column wins."""
+    """Select as `page_selection.select_pages` does. Among equal scores the lower column wins."""
     columns_P = torch.arange(page_score_RP.shape[1], device=page_score_RP.device)
     pages_R1 = ((lengths_R + PAGE_TOKENS - 1) // PAGE_TOKENS)[:, None]
     rival_RP = columns_P < pages_R1 - recency

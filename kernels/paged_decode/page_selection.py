@@ -26,7 +26,7 @@ def select_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the pages that sparse layers attend to (DELTA, Algorithm 2): K = budget, L = recency.
 
-    These are the last L pages and the K - L others with the best scores. Of equal scores the lower column
+    These are the last L pages and the K - L others with the best scores. For equal scores the lower column
     wins. The host does not wait. Raises KernelInputError.
 
     Args:

@@ -105,7 +105,7 @@ def switch(amount: Amount, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def tiers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a decode worker's configuration: with --chaos-tiers host memory and files below the pages."""
+    """Configure a decode worker's host memory and files below the pages, with --chaos-tiers alone."""
     if not request.config.getoption("--chaos-tiers"):
         return {}
     return {**TIERS, "store": str(tmp_path_factory.getbasetemp() / "store")}

@@ -121,13 +121,13 @@ def haystack_of(tokenizer: Tokenizer, tokens: int, needles: list[hay.Needle]) ->
 
 @pytest.fixture(scope="session")
 def haystack(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
-    """Of `document` tokens."""
+    """A haystack of `document` tokens."""
     return haystack_of(tokenizer, sizes.document, hay.make_needles(sizes.needles, seed=11))
 
 
 @pytest.fixture(scope="session")
 def middling(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
-    """Of `mid` tokens, with a single needle."""
+    """A haystack of `mid` tokens, with a single needle."""
     return haystack_of(tokenizer, sizes.mid, hay.make_needles(1, seed=11))
 
 

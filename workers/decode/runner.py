@@ -68,8 +68,11 @@ class ReadPart:
 class _Begun:
     """A read whose last layers are still to come.
 
-    Its tensors stay on the device, since every upload would wait there behind K/V from host memory. table_N:
-    the page table. rows_T: of the cache, for the tokens that are read.
+    Its tensors stay on the device, since an upload may wait there behind K/V from host memory.
+
+    Attributes:
+        table_N: The page table.
+        rows_T: The cache's rows of the tokens that are read.
     """
 
     hidden_TC: torch.Tensor
@@ -259,7 +262,7 @@ class DecodeRunner:
 
     def _begin(self, pages: Sequence[int], step: Read) -> _Begun:
         packed = torch.tensor([*pages, *step.ids], dtype=torch.int32, device=self.stack.device)
-        both = packed.to(torch.int64)  # few bytes may go with the commands, past the copies under way
+        both = packed.to(torch.int64)  # half the bytes on a link that copies may hold
         table_N, ids_T = both[: len(pages)], both[len(pages) :]
         select_blocks = None
         if step.select_blocks:

@@ -1,4 +1,4 @@
-"""What one attempt has to prefill, and how many tokens it may still generate.
+"""Plans what one attempt has to prefill, and how many tokens it may still generate.
 
 A decode worker reads what was streamed before, because a sparse prefill would make other K/V of it.
 """
