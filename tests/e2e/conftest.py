@@ -110,7 +110,7 @@ class Haystack:
 
 
 def haystack_of(tokenizer: Tokenizer, tokens: int, needles: list[hay.Needle]) -> Haystack:
-    """Real prose of about so many tokens with needles in it (a little less, never more)."""
+    """Real prose of about `tokens` tokens with needles in it (a little less, never more)."""
 
     def count(value: str) -> int:
         return len(tokenizer.encode(value).ids)
