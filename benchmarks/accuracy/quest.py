@@ -49,8 +49,8 @@ class QuestAttention:
             args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
             return paged_attention(*args, scale=self._scale)[0]
         lengths_R = rows.lengths_R.long()
-        held = pages_for(int(lengths_R.max()))
-        table_RP = rows.table_RP[:, :held].long()
+        table_RP = rows.table_RP.long()
+        held = table_RP.shape[1]
         bound_RHP = _bounds(q_RHD.float(), k_PSGD, table_RP)
         last_R = (lengths_R - 1) // PAGE_TOKENS
         place_P = torch.arange(held, device=q_RHD.device)
