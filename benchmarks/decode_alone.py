@@ -1,11 +1,14 @@
 """A token's time on one GPU without a service: a decode worker's own steps, K/V in 16 and in 8 bits.
 
-    python -m deltafront.benchmarks.decode_alone [--quantisation fp8] --result FILE
+    python -m deltafront.benchmarks.decode_alone [--quantisation fp8] [--moving] --result FILE
 
 The 8B shape with random weights and four requests of --tokens tokens. K/V is drawn, not read, so one GPU of
 80 GB holds four of 131,072 tokens in 16 bits beside weights in 8. Steps are launched as a worker launches
 them: captured, the next one before the tokens of the last are waited for. Rows say `alone` for where they
 were decoded (`engine.rows`). Random weights show no fault of a kernel: tests/kernels/paged_decode does.
+
+--moving: only what a step of one request takes while other pages are copied without a pause, over what it
+takes otherwise: from host memory as a worker brings a document back, and to host memory as entries leave.
 """
 
 from __future__ import annotations
@@ -14,9 +17,13 @@ import argparse
 import gc
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -31,6 +38,8 @@ from deltafront.kernels.layers.kv_int8 import Scales, quantise
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.decode.step_rows import Row
+from deltafront.workers.kv.host_memory import HostMemory
+from deltafront.workers.kv.pages.host_tier import BATCH_PAGES, Runs
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.load import load_model
@@ -108,6 +117,54 @@ def measured(stack: LayerStack, tokens: int, kv_dtype: KVDtype | None, mark: str
     yield {**rows.row(f"memory{mark}", gib, "GiB", tokens=tokens, gpus=0), **more}
 
 
+def while_moving(stack: LayerStack, tokens: int) -> Iterator[rows.Row]:
+    """Steps alone and beside copies take turns. The copies are of pages that no request has."""
+    runner = make_runner(stack, tokens, rows.BATCH, None)
+    runner.compile()
+    own = requests(tokens, 1, 1, False)
+    first, pages = pages_for(tokens + ANSWER_ROOM), pages_for(tokens)
+    memory = HostMemory(runner.cache, pages)
+    layers, runs = range(stack.config.layers), [(first, 0, pages)]
+    back = [(runs, range(n, n + 1), True) for n in layers]
+    leaving = [
+        ([(first + n, n, min(BATCH_PAGES, pages - n))], layers, False) for n in range(0, pages, BATCH_PAGES)
+    ]
+    for name, copies in (("token_moving_in", back), ("token_moving_out", leaving)):
+        alone, beside = list[float](), list[float]()
+        for _ in range(_REPEATS):
+            alone.append(step_ms(runner, own))
+            with _repeated(partial(_copy, memory, copies)):
+                beside.append(step_ms(runner, own))
+        ratio = round(statistics.median(beside) / statistics.median(alone), 3)
+        yield {**rows.row(name, ratio, "ratio", tokens=tokens, gpus=0), "decode_gpu": "alone"}
+    memory.close()
+
+
+def _copy(memory: HostMemory, copies: Sequence[tuple[Runs, range, bool]]) -> None:
+    for runs, layers, back in copies:
+        memory.copy(runs, layers, back)
+
+
+@contextmanager
+def _repeated(work: Callable[[], object]) -> Iterator[None]:
+    """Repeat work on a thread of its own, from before the block to behind it."""
+    stop, begun = threading.Event(), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            work()
+            begun.set()
+
+    with ThreadPoolExecutor(1) as thread:
+        repeating = thread.submit(run)
+        begun.wait()
+        try:
+            yield
+        finally:
+            stop.set()
+            repeating.result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,6 +173,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131_072, help="of each request")
     parser.add_argument("--quantisation", choices=get_args(Quantisation), help="model.quantisation")
     parser.add_argument("--kv-dtypes", nargs="+", choices=("16", *get_args(KVDtype)), default=["16", "int8"])
+    parser.add_argument("--moving", action="store_true", help="only steps beside copies, K/V in 16 bits")
     parser.add_argument("--model", type=Path, help="where the model is made; memory-backed by default")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
@@ -129,11 +187,15 @@ def main() -> None:
     write_model(model, shape, device)
     stack = load_model(ModelSpec(path=str(model), dtype="bfloat16", quantisation=given.quantisation), device)
     mark = f"_{given.quantisation}" if given.quantisation else ""
-    for kind in given.kv_dtypes:
+    for kind in given.kv_dtypes[: 1 if given.moving else None]:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        for one in measured(stack, given.tokens, None if kind == "16" else kind, mark):
+        dtype = None if kind == "16" else kind
+        found = (
+            while_moving(stack, given.tokens) if given.moving else measured(stack, given.tokens, dtype, mark)
+        )
+        for one in found:
             print(one, flush=True)
             commit = given.commit or commit_of(ROOT)
             rows.merge_into(given.result, [one], torch.cuda.get_device_name(), commit)

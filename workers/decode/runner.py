@@ -16,6 +16,7 @@ from ...kernels.constants import BLOCK
 from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.layers.rope import KVRows
 from ...kernels.layers.sampling import sample
+from ...kernels.layers.to_host import choices_to_host
 from ...kernels.methods import method_spec
 from ..kv.cache import PagedKVCache
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
@@ -85,22 +86,21 @@ class LaunchedStep:
     """Each row's choice on its way to the host."""
 
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
-        self._read = read
-        # One copy brings both: float64 holds token ids and float32 exactly.
-        self._chosen_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
-        self._copied: Any = None
-        if self._chosen_R2.is_cuda:
-            device_R2, rows = self._chosen_R2, len(read)
-            room = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)
-            self._chosen_R2 = room[:rows]
-            self._chosen_R2.copy_(device_R2, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+        self._read, rows = read, len(read)
+        self._written: Any = None
+        if ids_R.is_cuda:
+            # A step that nobody waits for writes before the next one does, even if its memory is used again.
+            self._chosen_R2 = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)[:rows]
+            choices_to_host(ids_R, logprob_R, self._chosen_R2)
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._written.record()
+        else:
+            self._chosen_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
 
     def chosen(self) -> list[SampledToken]:
         """Wait for the device, but not for what was launched afterwards."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._written is not None:
+            self._written.synchronize()
         chosen = zip(self._chosen_R2.tolist(), self._read, strict=True)
         return [SampledToken(int(token), logprob, *pages) for (token, logprob), pages in chosen]
 

@@ -6,7 +6,6 @@ Shape suffixes: R requests of the batch, P columns of the page table.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ...kernels.layers.sampling import SamplingRows
@@ -120,9 +119,10 @@ class StepRows:
     def _write(self, first: int, rows: Sequence[Row], end: int) -> None:
         if first == end:
             return
-        table = np.full((end - first, self.table_RP.shape[1]), self._scratch_page, dtype=np.int32)
-        for index, row in enumerate(rows):
-            table[index, : len(row.pages)] = row.pages
+        self.table_RP[first:end] = self._scratch_page
+        for index, row in enumerate(rows, first):
+            # A copy of at most 64 KiB does not wait behind K/V that comes from host memory.
+            self.table_RP[index, : len(row.pages)].copy_(torch.tensor(row.pages, dtype=torch.int32))
         none = [0] * (end - first - len(rows))
         for target, values in (
             (self.lengths_R, [row.length for row in rows]),
@@ -130,7 +130,6 @@ class StepRows:
             (self.selects_R, [int(row.selects_pages) for row in rows]),
         ):
             target[first:end].copy_(torch.tensor(values + none, dtype=target.dtype))
-        self.table_RP[first:end].copy_(torch.from_numpy(table))
         if rows:
             _write_sampling(self.sampling, first, [row.sampling for row in rows], self._vocab)
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
-from deltafront.kernels.layers import fp8, kv_int8, linear_hopper_launch, norm, one_shot_reduce, rope, swiglu
+from deltafront.kernels.layers import (
+    fp8,
+    kv_int8,
+    linear_hopper_launch,
+    norm,
+    one_shot_reduce,
+    rope,
+    swiglu,
+    to_host,
+)
 from tests.kernels.descriptor_types import descriptor_type
 
 FP8_TYPES = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
@@ -104,6 +113,14 @@ SWIGLU_CASES = [
     ),
 ]
 
+CHOICES_CASES = [
+    (
+        to_host.choices_kernel,
+        {"ids_ptr": "*i64", "logprob_ptr": "*fp32", "host_ptr": "*fp64", "rows": "i32"},
+        {"BLOCK": to_host._ROWS},
+    )
+]
+
 SQUARED_RELU_CASES = [
     (
         swiglu.squared_relu_kernel,
@@ -158,5 +175,5 @@ REDUCE_CASES += [
 
 COMPILE_CASES = [
     *(*FP8_CASES, *PRODUCT_CASES, *NORM_CASES, *ROPE_CASES, *GATHER_CASES),
-    *(*SWIGLU_CASES, *SQUARED_RELU_CASES, *REDUCE_CASES),
+    *(*SWIGLU_CASES, *SQUARED_RELU_CASES, *CHOICES_CASES, *REDUCE_CASES),
 ]
