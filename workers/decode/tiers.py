@@ -136,8 +136,10 @@ class Tiers:
         request_id, key = reservation.request_id, reservation.key
         if self.store is None or key is None or not reservation.prefix_tokens:
             return [], 0
-        on_gpu, _exact = self._requests.entries.find(key)
+        on_gpu, in_host, _exact = self._requests.manager.find(key)
         pages = reservation.prefix_tokens // PAGE_TOKENS
+        if len(on_gpu) + len(in_host) >= pages:
+            return [], 0
         loading = self.under_way.begin(self.store.load(key, len(on_gpu), pages))
         self._loading.add(request_id)
         try:

@@ -15,18 +15,16 @@ from ...messages.prompts import LINK_BYTES, PromptKey, links_of
 
 @dataclass(slots=True)
 class Entry:
-    """A remembered page.
+    """A remembered page, the same object in each tier that has it.
 
     Attributes:
         name: The prompt's root and the page's link.
-        used: When its last holder let go of it, by the clock of `Entries`.
-        until: When its retention ends, by the same clock.
+        until: When its retention ends, by the clock of `Entries`.
         place: The page's index in the prompt.
         before: The name of the page before it; empty for the first.
     """
 
     name: bytes
-    used: float
     until: float
     place: int
     before: bytes
@@ -39,9 +37,9 @@ class Entries:
         self._clock = clock
         self._pages: dict[bytes, int] = {}
         self._entries: dict[int, Entry] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Pages that nobody holds, in the order in which they are given up."""
-        self._retained: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, float] = OrderedDict()
+        """Pages that nobody holds, in the order in which they are given up, and when each was let go."""
+        self._retained: OrderedDict[int, float] = OrderedDict()
         """The same for pages that are still retained."""
         self._soonest = float("inf")
         """The earliest end of a retention in `_retained`."""
@@ -71,11 +69,11 @@ class Entries:
             The pages, and whether dense attention made all of them.
         """
         pages: list[int] = []
-        exact = True
+        exact, root, page_of = True, key.root, self._pages.get
         for link in links_of(key.chain[first * LINK_BYTES :]):
-            page = self._pages.get(key.root + link)
+            page = page_of(root + link)
             if page is None:
-                page = self._pages.get(key.exact_root + link)
+                page = page_of(key.exact_root + link)
             elif not key.exact:
                 exact = False
             if page is None:
@@ -98,19 +96,20 @@ class Entries:
         for place, (link, page) in enumerate(zip(links, islice(pages, first, None), strict=False), first):
             name = root + link
             if name not in self._pages and page not in self._entries:
-                self._pages[name], self._entries[page] = page, Entry(name, now, now + retain_s, place, before)
+                self._pages[name], self._entries[page] = page, Entry(name, now + retain_s, place, before)
                 new.append(page)
             before = name
         return new
 
-    def enter(self, page: int, entry: Entry) -> bool:
-        """Remember a held page under a copy of an entry. Returns False if the name or the page is already
-        here."""
-        if entry.name in self._pages or page in self._entries:
-            return False
-        copied = Entry(entry.name, entry.used, entry.until, entry.place, entry.before)
-        self._pages[entry.name], self._entries[page] = page, copied
-        return True
+    def enter(self, pages: Iterable[int], entries: Iterable[Entry]) -> None:
+        """Remember held pages under entries of another tier. Names and pages that are already here stay as
+        they are."""
+        for page, entry in zip(pages, entries, strict=True):
+            if entry.name not in self._pages and page not in self._entries:
+                self._pages[entry.name], self._entries[page] = page, entry
+
+    def __getitem__(self, page: int) -> Entry:
+        return self._entries[page]
 
     def get(self, page: int) -> Entry | None:
         return self._entries.get(page)
@@ -130,34 +129,43 @@ class Entries:
             if page in self._entries:
                 del self._pages[self._entries.pop(page).name]
 
-    def let_go(self, pages: Iterable[int]) -> None:
-        """Note that nobody holds these pages any more. The first is given up first."""
-        now, idle = self._clock(), list(pages)
-        for page in idle:
-            entry = self._entries[page]
-            entry.used = now
+    def let_go(self, pages: Iterable[int]) -> list[int]:
+        """Note that nobody holds these pages any more. The first is given up first.
+
+        Returns:
+            The pages that are not remembered.
+        """
+        now, idle, others = self._clock(), list[int](), list[int]()
+        for page in pages:
+            entry = self._entries.get(page)
+            if entry is None:
+                others.append(page)
+                continue
+            idle.append(page)
             if entry.until > now:
-                self._retained[page] = None
+                self._retained[page] = now
                 self._soonest = min(self._soonest, entry.until)
             else:
-                self._idle[page] = None
+                self._idle[page] = now
         self.on_idle(idle)
+        return others
 
-    def take(self, page: int) -> None:
-        """Note that somebody holds this page again."""
-        self._idle.pop(page, None)
-        self._retained.pop(page, None)
+    def take(self, pages: Iterable[int]) -> None:
+        """Note that somebody holds these pages again."""
+        for page in pages:
+            self._idle.pop(page, None)
+            self._retained.pop(page, None)
 
     def evict(self, count: int) -> list[int]:
         """Give up and forget `count` pages that nobody holds."""
         self._end_retention()
-        now, gone = self._clock(), list[int]()
-        for _ in range(count):
-            self.evicted_retained += not self._idle
-            page, _ = (self._idle or self._retained).popitem(last=False)
-            self.evicted_age_s += now - self._entries[page].used
-            gone.append(page)
+        unretained = min(count, len(self._idle))
+        given_up = [self._idle.popitem(last=False) for _ in range(unretained)]
+        given_up += [self._retained.popitem(last=False) for _ in range(count - unretained)]
+        gone = [page for page, _let_go in given_up]
         self.evicted += count
+        self.evicted_retained += count - unretained
+        self.evicted_age_s += count * self._clock() - sum(let_go for _page, let_go in given_up)
         self.drop(gone)
         return gone
 
@@ -175,10 +183,7 @@ class Entries:
         if now < self._soonest:
             return
         over = [page for page in self._retained if self._entries[page].until <= now]
-        for page in over:
-            del self._retained[page]
-        self._idle = OrderedDict.fromkeys(
-            sorted([*self._idle, *over], key=lambda page: self._entries[page].used)
-        )
+        idle = [*self._idle.items(), *((page, self._retained.pop(page)) for page in over)]
+        self._idle = OrderedDict(sorted(idle, key=lambda one: one[1]))
         left = (self._entries[page].until for page in self._retained)
         self._soonest = min(left, default=float("inf"))

@@ -105,11 +105,8 @@ class HostTier:
         """Begin to copy slots into pages. Both stay in use until the copy is over."""
         coming = PagesBack(pages, slots, self._layers, self._clock())
         self.pool.retain(slots)
-        for page, slot in zip(pages, slots, strict=True):
-            entry = self.pool.entries.get(slot)
-            assert entry is not None
-            self._on_gpu.enter(page, entry)
-            self._coming[page] = coming
+        self._on_gpu.enter(pages, (self.pool.entries[slot] for slot in slots))
+        self._coming |= dict.fromkeys(pages, coming)
         self._asked.append(coming)
         self._ask.set()
         return coming
@@ -172,10 +169,7 @@ class HostTier:
         )
 
     def _offer(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            entry = self._on_gpu.get(page)
-            assert entry is not None
-            self._offered.append((page, entry))
+        self._offered.extend((page, self._on_gpu[page]) for page in pages)
         self._wake.set()
 
     def _next(self) -> tuple[list[tuple[int, Entry]], list[int]]:
@@ -185,12 +179,14 @@ class HostTier:
         """
         new: list[tuple[int, Entry]] = []
         known: list[int] = []
-        while self._offered and len(new) + len(known) < BATCH_PAGES:
+        entries = self.pool.entries
+        for _ in range(min(BATCH_PAGES, len(self._offered))):
             page, entry = self._offered.popleft()
-            slot = self.pool.entries.page_of(entry.name)
+            slot = entries.page_of(entry.name)
             if slot is not None:
-                self.pool.entries.retain([slot], entry.until - entry.used)
                 known.append(slot)
+                if (held := entries[slot]) is not entry:
+                    held.until = max(held.until, entry.until)
             elif self._on_gpu.get(page) is entry:
                 new.append((page, entry))
             else:
@@ -208,7 +204,7 @@ class HostTier:
                 await self._move(runs, range(self._layers), False)
             for (page, entry), slot in zip(batch, slots, strict=True):
                 if self._on_gpu.get(page) is entry:  # else its page may have been written to meanwhile
-                    self.pool.entries.enter(slot, entry)
+                    self.pool.entries.enter([slot], [entry])
                 else:
                     self.too_late += 1
             self.on_kept([*slots, *known])

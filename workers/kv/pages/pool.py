@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ....kernels.constants import PAGE_TOKENS
@@ -91,13 +91,15 @@ def paired_runs(
 def page_runs(pages: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int, int]]:
     """Group pairs of a page and a slot that follow one another in both: (first page, first slot, count)."""
     runs: list[tuple[int, int, int]] = []
+    first = beside = count = 0
     for page, slot in zip(pages, slots, strict=True):
-        first, beside, count = runs[-1] if runs else (page, slot, 0)
-        if (page, slot) == (first + count, beside + count) and runs:
-            runs[-1] = first, beside, count + 1
-        else:
-            runs.append((page, slot, 1))
-    return runs
+        if count and page == first + count and slot == beside + count:
+            count += 1
+            continue
+        if count:
+            runs.append((first, beside, count))
+        first, beside, count = page, slot, 1
+    return [*runs, (first, beside, count)] if count else runs
 
 
 class PagePool:
@@ -132,7 +134,7 @@ class PagePool:
 
     def unheld(self, pages: Iterable[int]) -> int:
         """Count the pages that have no reference."""
-        return sum(self._references[page] == 0 for page in pages)
+        return sum(not self._references[page] for page in pages)
 
     def allocate(self, count: int) -> tuple[int, ...]:
         """Take `count` pages. Raises OutOfPages."""
@@ -153,10 +155,13 @@ class PagePool:
     def retain(self, pages: Iterable[int]) -> None:
         """Add one reference to each page. Raises ValueError, having added none, if a page is neither in use
         nor remembered."""
-        used_pages = [self._in_use(page) for page in pages]
-        for page in used_pages:
-            if self._references[page] == 0:
-                self.entries.take(page)
+        held = self._checked(pages)
+        idle = [page for page in held if not self._references[page]]
+        for page in idle:
+            if page not in self.entries:
+                raise ValueError(f"page {page} is free and cannot be shared")
+        self.entries.take(idle)
+        for page in held:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -166,19 +171,16 @@ class PagePool:
             ValueError: A page has too few references: a second release would give it to two requests. Nothing
                 was changed.
         """
-        drops: dict[int, int] = {}
-        for page in pages:
-            drops[page] = drops.get(page, 0) + 1
+        drops = Counter(self._checked(pages))
         for page, drop in drops.items():
-            if drop > self._references[self._checked(page)]:
+            if drop > self._references[page]:
                 raise ValueError(
                     f"page {page} is released {drop} times but has {self._references[page]} holders"
                 )
         for page, drop in drops.items():
             self._references[page] -= drop
-        freed = [page for page in drops if self._references[page] == 0]
-        self.entries.let_go(page for page in reversed(freed) if page in self.entries)
-        self._free += [page for page in freed if page not in self.entries]
+        freed = [page for page in drops if not self._references[page]]
+        self._free += self.entries.let_go(reversed(freed))
         self._free.sort(reverse=True)  # a merge: both parts are mostly in order
         if freed:
             self._on_free()
@@ -187,12 +189,9 @@ class PagePool:
         self._free += self.entries.clear()
         self._free.sort(reverse=True)
 
-    def _checked(self, page: int) -> int:
-        if not 0 <= page < len(self._references):
-            raise ValueError(f"page {page} is not one of this pool's {self.total} pages")
-        return page
-
-    def _in_use(self, page: int) -> int:
-        if self._references[self._checked(page)] == 0 and page not in self.entries:
-            raise ValueError(f"page {page} is free and cannot be shared")
-        return page
+    def _checked(self, pages: Iterable[int]) -> list[int]:
+        checked = list(pages)
+        for page in (min(checked, default=0), max(checked, default=0)):
+            if not 0 <= page < self.total:
+                raise ValueError(f"page {page} is not one of this pool's {self.total} pages")
+        return checked

@@ -202,10 +202,11 @@ class StoreTier:
             self._wake.set()
 
     async def _save(self, entry: Entry) -> None:
-        slots, retain_s = self._slots_of(entry.name), entry.until - self._clock()
+        retain_s = entry.until - self._clock()
         if self._groups.page_of(entry.name) is not None:
             self._hold(entry.name, retain_s)
             return
+        slots = self._slots_of(entry.name)
         if len(slots) < GROUP_PAGES or not await self._make_room():
             return
         pool = self._host.pool
@@ -232,8 +233,8 @@ class StoreTier:
         if number is None:
             number, now = next(self._numbers), self._clock()
             self._names[number] = name
-            self._groups.enter(number, Entry(name, now, now, 0, b""))
-        self._groups.take(number)
+            self._groups.enter([number], [Entry(name, now, 0, b"")])
+        self._groups.take([number])
         self._groups.retain([number], retain_s)
         return number
 
@@ -292,7 +293,7 @@ class StoreTier:
         self.lost += 1
         number = self._groups.page_of(name)
         if number is not None:
-            self._groups.take(number)
+            self._groups.take([number])
             self._groups.drop([number])
             del self._names[number]
         await self._remove(name)
