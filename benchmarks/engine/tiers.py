@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import statistics
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +31,10 @@ from .setup import ANSWER_ROOM
 
 GROUP_TOKENS = GROUP_PAGES * PAGE_TOKENS
 _PATIENCE_S = 120.0
-_ROUNDS, _ANSWER = 3, 384
-_EVERY_S = 0.75
-"""The time from one question to the next while another session's tokens are timed."""
+_ROUNDS, _ANSWER = 5, 640
+_QUESTIONS, _FIRST_S, _EVERY_S = 6, 0.25, 0.75
+"""Questions that are asked while another session's answer is timed, when the first is, and the time from one
+to the next."""
 _READERS = 4
 _CHUNK = 8 << 20
 
@@ -46,7 +46,7 @@ def _session(tokens: int) -> int:
 
 def settings(tokens: int, host_gib: float, store: Path, *, mapped: bool) -> dict[str, Any]:
     """Return what the service's configuration sets. mapped: stages use the decode worker's pages."""
-    room = (tokens + _session(tokens) + 2 * ANSWER_ROOM) // PAGE_TOKENS * PAGE_TOKENS
+    room = (tokens + _session(tokens) + 4 * ANSWER_ROOM) // PAGE_TOKENS * PAGE_TOKENS
     return {
         **({"prefill.cache_tokens": room} if mapped else {}),
         "decode.cache_tokens": room,
@@ -67,12 +67,12 @@ def measured(
     """Yields `ttft_cached_host`, `token_while_moving`, and of services started anew `ttft_cached_disk`,
     `disk_read` (the same files, read and thrown away) and their ratio.
 
-    `token_while_moving` divides two times of a session's answer. Questions are asked meanwhile, equally
-    often: in the first their documents come from host memory, in the second one document stays on the GPU.
-    So the ratio holds what moving costs, and not what reading a question does.
+    `token_while_moving` divides two times of a session's answer. The same number of questions is asked
+    meanwhile: in the first their documents come from host memory, in the second one document stays on the
+    GPU. So the ratio holds what moving costs, and not what reading a question does.
     """
     documents = [made(tokens - APPENDED, 400 + n) for n in range(2)]
-    pages, least = tokens // PAGE_TOKENS, tokens - 3 * ANSWER_ROOM
+    pages, least = tokens // PAGE_TOKENS, tokens - 5 * ANSWER_ROOM
 
     def ask(client: DeltafrontClient, n: int, seed: int) -> GenerateFinished:
         question = made(APPENDED, 500 + seed)
@@ -89,7 +89,7 @@ def measured(
         for _ in range(_ROUNDS):
             ask(client, 0, next(seeds))
             stay.append(_answer_s(client, asked, lambda _n: ask(client, 0, next(seeds)), (0, ANSWER_ROOM)))
-            move.append(_answer_s(client, asked, lambda n: ask(client, n, next(seeds)), (least, tokens)))
+            move.append(_answer_s(client, asked, lambda n: ask(client, n + 1, next(seeds)), (least, tokens)))
         ratio = round(sum(move) / sum(stay), 3)
         yield row("token_while_moving", ratio, "ratio", tokens=tokens, gpus=gpus)
         _wait_for_pages(client, "disk", pages * 2 * 0.98)
@@ -120,24 +120,20 @@ def _answer_s(
         from_host: The fewest and the most tokens that must come from host memory for a question.
 
     Raises:
-        RuntimeError: More or fewer came.
+        RuntimeError: More or fewer came, or a question was not asked during the answer.
     """
-    stop, questions = threading.Event(), list[GenerateFinished]()
+    began = time.perf_counter()
 
-    def run() -> None:
-        for number in itertools.count(1):
-            begun = time.monotonic()
-            questions.append(ask(number))
-            if stop.wait(max(0.0, begun + _EVERY_S - time.monotonic())):
-                return
+    def question(number: int) -> GenerateFinished:
+        time.sleep(max(0.0, began + _FIRST_S + _EVERY_S * number - time.perf_counter()))
+        return ask(number)
 
     with ThreadPoolExecutor(1) as thread:
-        asking = thread.submit(run)
-        try:
-            (times,) = measure.answers(client, asked, "full", _ANSWER)
-        finally:
-            stop.set()
-            asking.result()
+        asking = thread.submit(lambda: [question(number) for number in range(_QUESTIONS)])
+        (times,) = measure.answers(client, asked, "full", _ANSWER)
+        questions = asking.result() if asking.done() else []
+    if not questions or times[0] - began > _FIRST_S:
+        raise RuntimeError("the answer did not last from before the first question to behind the last one")
     found, (fewest, most) = [one.usage.host_tokens for one in questions], from_host
     if not all(fewest <= count <= most for count in found):
         raise RuntimeError(f"{found} tokens came from host memory for questions, not {fewest} to {most}")
