@@ -7,6 +7,7 @@ each question finds its document in host memory alone. A service that is started
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import re
 import statistics
@@ -67,9 +68,9 @@ def measured(
     """Yields `ttft_cached_host`, `token_while_moving`, and of services started anew `ttft_cached_disk`,
     `disk_read` (the same files, read and thrown away) and their ratio.
 
-    `token_while_moving` divides two times of a session's answer. The same number of questions is asked
-    meanwhile: in the first their documents come from host memory, in the second one document stays on the
-    GPU. So the ratio holds what moving costs, and not what reading a question does.
+    `token_while_moving` divides two times of a session's answer, the median of several pairs. The same number
+    of questions is asked meanwhile: in the first their documents come from host memory, in the second one
+    document stays on the GPU. So the ratio holds what moving costs, and not what reading a question does.
     """
     documents = [made(tokens - APPENDED, 400 + n) for n in range(2)]
     pages, least = tokens // PAGE_TOKENS, tokens - 5 * ANSWER_ROOM
@@ -90,7 +91,7 @@ def measured(
             ask(client, 0, next(seeds))
             stay.append(_answer_s(client, asked, lambda _n: ask(client, 0, next(seeds)), (0, ANSWER_ROOM)))
             move.append(_answer_s(client, asked, lambda n: ask(client, n + 1, next(seeds)), (least, tokens)))
-        ratio = round(sum(move) / sum(stay), 3)
+        ratio = round(statistics.median(map(operator.truediv, move, stay)), 3)
         yield row("token_while_moving", ratio, "ratio", tokens=tokens, gpus=gpus)
         _wait_for_pages(client, "disk", pages * 2 * 0.98)
     results, reads = [], list[float]()

@@ -82,15 +82,16 @@ def plan_reads(
 def next_layers(read: int, here: int, layers: int) -> range:
     """Choose the layers that a read computes next, while K/V comes layer by layer; none if too few have come.
 
-    They are at least half of the layers left, so that a read has few parts and ends soon after the last layer
-    has come.
+    They are at least half of the layers left, and both of the last two, so that a read has few parts and ends
+    soon after the last layer has come. Other requests' tokens pay for each part.
 
     Args:
         read: Layers that are computed.
         here: Layers whose K/V has come.
         layers: The model's layers.
     """
-    return range(read, here) if 2 * (here - read) >= layers - read else range(0)
+    left = layers - read
+    return range(read, here) if here - read >= max(min(left, 2), left / 2) else range(0)
 
 
 def tail_start(tokens: int) -> int:

@@ -150,8 +150,9 @@ class HostTier:
             del self._coming[page]
         if error:
             self._on_gpu.drop(coming.pages)
-        self.pool.release(coming.slots)
         coming.moved(count, error)
+        # Readers that waited for the layers go on first: a prompt has thousands of slots.
+        asyncio.get_running_loop().call_soon(self.pool.release, coming.slots)
 
     def stats(self, bytes_per_page: int) -> TierStats:
         entries = self.pool.entries
