@@ -7,7 +7,8 @@ every prefill method and kept as a session; the questions are appended to it as 
 several at once. A case NAME=METHOD[@full|delta] is a prefill method with its options and the page selection
 of decode; the first one is what the others are compared with. Blocks are computed again for a question as the
 configuration says. An answer is exact if its tokens are a right answer's; where several are right, it need be
-one of them. --minutes: no document is begun later.
+one of them. --minutes: no document is begun later. --outcomes: a file that gets each document's answers as
+soon as they are there; what is in it already is not asked again.
 
 Prints a line for each case and document and a table; writes the JSON named by --result: questions lost and
 won, the exact sign test, the interval drawn over documents, and how many answers are the first case's token
@@ -18,17 +19,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, sign_test
@@ -187,21 +190,64 @@ def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
     }
 
 
-def main() -> int:
-    arguments = _arguments()
-    model = load(arguments.config).model.path
-    tokenizer, started = load_tokenizer(model), time.monotonic()
+def append_answers(path: Path, task: str, index: int, found: Sequence[Answers]) -> None:
+    """Append a document's answers in all cases, as one line."""
+    line = json.dumps({"task": task, "index": index, "answers": [asdict(one) for one in found]})
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
+def read_answers(path: Path) -> dict[tuple[str, int], list[Answers]]:
+    """Return what `append_answers` wrote, by task and document's index."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {(one["task"], one["index"]): [_answers(given) for given in one["answers"]] for one in lines}
+
+
+def _answers(given: Mapping[str, Any]) -> Answers:
+    golds = [[tuple(gold) for gold in right] for right in given["golds"]]
+    tokens = [tuple(answer) for answer in given["tokens"]]
+    return Answers(**{**given, "case": Case(**given["case"]), "golds": golds, "tokens": tokens})
+
+
+def _asked(
+    arguments: argparse.Namespace, left: Sequence[tuple[str, int, int]]
+) -> Iterator[tuple[str, int, list[Answers]]]:
+    """Ask about the documents left, (task, index, number of questions) each."""
+    started = time.monotonic()
+    tokenizer = load_tokenizer(load(arguments.config).model.path)
     texts = {path.stem: load_text(path, tokenizer) for path in arguments.text}
-    found: dict[str, list[Answers]] = {task: [] for task, _ in arguments.tasks}
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
-        for index, (task, questions) in itertools.product(range(arguments.documents), arguments.tasks):
+        for task, index, questions in left:
             if arguments.minutes is not None and time.monotonic() - started > 60 * arguments.minutes:
                 print(f"{arguments.minutes:g} minutes are over: the documents left are not read", flush=True)
-                break
+                return
             text = list(texts)[index % len(texts)]
             rng = random.Random(f"{arguments.seed} {task} {arguments.tokens} {index}")
             document = TASKS[task](rng, arguments.tokens, questions, texts[text])
-            found[task] += answers(client, f"{text}-{index}", document, arguments.cases, arguments.at_once)
+            yield (
+                task,
+                index,
+                answers(client, f"{text}-{index}", document, arguments.cases, arguments.at_once),
+            )
+
+
+def main() -> int:
+    arguments = _arguments()
+    known = {}
+    if arguments.outcomes and arguments.outcomes.exists():
+        known = read_answers(arguments.outcomes)
+    if any({one.case for one in found} != set(arguments.cases) for found in known.values()):
+        raise SystemExit(f"{arguments.outcomes} has other cases: give another file")
+    of = itertools.product(range(arguments.documents), arguments.tasks)
+    wanted = [(task, index, questions) for index, (task, questions) in of]
+    left = [one for one in wanted if one[:2] not in known]
+    for task, index, new in _asked(arguments, left) if left else ():
+        known[task, index] = new
+        if arguments.outcomes:
+            append_answers(arguments.outcomes, task, index, new)
+    found: dict[str, list[Answers]] = {task: [] for task, _ in arguments.tasks}
+    for task, index, _questions in wanted:
+        found[task] += known.get((task, index), [])
     result = {
         "hardware": arguments.hardware or f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "commit": arguments.commit or commit_of(ROOT),
@@ -229,6 +275,7 @@ def _arguments() -> argparse.Namespace:
     add("--documents", type=int, default=3)
     add("--tasks", type=told(_asking), nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
     add("--minutes", type=float, help="after which no document is begun")
+    add("--outcomes", type=Path, help="JSON lines, one for each document of a task")
     add("--cases", type=told(parse_case), nargs="+", default=[*map(parse_case, CASES)], metavar="NAME=METHOD")
     add("--at-once", type=int, default=8, help="questions under way")
     add("--gate", type=told(parse_gate), nargs="+", default=[], metavar="NAME:exact>=NUMBER")

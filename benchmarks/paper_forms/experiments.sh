@@ -62,7 +62,7 @@ served() { # TOKENS COUNT TASK:COUNT…: the shipped configuration, or CONFIG
   "$python" -m "$here.accuracy.served" --config "${CONFIG:-deploy/config/gpu.yaml}" --text "$texts"/*.txt \
     --tokens "$tokens" --documents "$count" --tasks "$@" --seed 83 --minutes "${MINUTES:-4}" \
     --cases dense=dense dpxa=dpxa delta=dense@delta shipped=dpxa@delta --hardware "${HARDWARE:-}" \
-    --result "$out/$part.json"
+    --outcomes "$out/$part.jsonl" --result "$out/$part.json"
 }
 short() { # COUNT TASK:COUNT: untuned, at 4,096 tokens
   shards --no-adapter --documents "$1x4096" --tasks "$2" --seed 61 --chunk 4096 --key-tokens 1024 --methods \

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltafront.benchmarks.accuracy import served as module
 from deltafront.benchmarks.accuracy.report import missed, parse_gate
-from deltafront.benchmarks.accuracy.served import Answers, answers, parse_case, rows
+from deltafront.benchmarks.accuracy.served import Answers, answers, append_answers, parse_case, rows
 from deltafront.benchmarks.accuracy.tables import served
 from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, Timings
 from deltafront.workers.calibration.probes import Document, Question
@@ -100,6 +104,23 @@ def test_every_method_reads_once_and_cases_are_paired_with_the_first() -> None:
         " | 0.333 (0.333 to 0.333) | 4, 0; 0.12 | 2 |"
     )
     assert row in table
+
+
+def test_known_answers_are_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes, result = tmp_path / "answers.jsonl", tmp_path / "result.json"
+    found = [answers(FakeClient(), f"{n}", Document([1] * 40, QUESTIONS), CASES, 2) for n in range(2)]  # type: ignore[arg-type]
+    for index, of_document in enumerate(found):
+        append_answers(outcomes, "needles", index, of_document)
+    monkeypatch.setattr(module, "LocalService", None)
+    files = ["--outcomes", str(outcomes), "--result", str(result)]
+    given = ["--tasks", "needles:3", "--documents", "2", "--commit", "c", *files, "--cases"]
+    named = ["dense=dense", "sparse=dpxa:tau=0.5", "pages=dpxa:tau=0.5@delta"]
+    monkeypatch.setattr(sys, "argv", ["served", *given, *named])
+    assert module.main() == 0
+    assert json.loads(result.read_text())["rows"] == rows([*found[0], *found[1]], CASES, "needles")
+    monkeypatch.setattr(sys, "argv", ["served", *given, *named[:2]])
+    with pytest.raises(SystemExit, match="has other cases: give another file"):
+        module.main()
 
 
 def test_a_task_that_the_first_case_fails_has_no_share() -> None:
