@@ -152,8 +152,10 @@ class DeltaKVOptions(RunOptions):
 
 @dataclass(frozen=True)
 class DeltaXAttentionOptions(RunOptions, AntidiagonalOptions):
-    """DeltaAttention section 4.2: XAttention's tiles, those with lower scores over packed runs."""
+    """DeltaAttention section 4.2: XAttention's tiles, those with lower scores over packed runs. Anchors' own
+    rows are packed, as in the paper."""
 
+    means: bool = option(False, 0, 1, "pack the means of a run's keys and values; 0: its anchor's own")
     exact_share: float = option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly")
 
 

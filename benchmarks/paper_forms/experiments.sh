@@ -141,12 +141,12 @@ case $part in
   ideas-7680) ideas 0.25 0.26 "${untuned[@]}" ;;
   ideas-130500) ideas 0.06 0.07 "${whole[@]}" --tasks copies:16 needles:40 ;;
   forms-keys)
-    thesis=delta_kv_thesis:min_tokens=0 anchors=delta_kv:min_tokens=0,means=0 packed=delta_xattention:$some
+    thesis=delta_kv_thesis:min_tokens=0 anchors=delta_kv:min_tokens=0,means=0 packed=delta_xattention:$some,means
     shards "${untuned[@]}" --methods $thesis,cos=0.88 $thesis $thesis,cos={0.8,0.78} \
       $thesis,distance={8.8,10.6,12.1} delta_kv_periodic:min_tokens=0,every=3 \
       delta_kv_random:min_tokens=0,keep=0.333 \
-      $anchors $anchors,counts=0 $anchors,critical={128,2048} "xattention:$some" $packed $packed,means=0 \
-      $packed,exact_share=0 $packed,means=0,exact_share=0 delta_xattention_all_packed:$some,means=0 \
+      $anchors $anchors,counts=0 $anchors,critical={128,2048} "xattention:$some" $packed={1,0} \
+      $packed={1,0},exact_share=0 delta_xattention_all_packed:$some,means=0 \
       xattention_skip:$some,means=0
     ;;
   forms-tiles)
@@ -163,8 +163,8 @@ case $part in
   forms-long)
     shards "${whole[@]}" --chunk 131072 --tasks copies:16 needles:40 --methods streaming \
       streaming+delta:gamma={32,128,256} streaming_smoothed:linear=1 streaming:sink=1024,window=4096 \
-      vertical_slash vertical_slash+delta flex xattention:share=0.07 delta_xattention:share=0.07 \
-      delta_xattention:share=0.07,means=0
+      vertical_slash vertical_slash+delta flex xattention:share=0.07 \
+      delta_xattention:share=0.07,means={1,0}
     ;;
   forms-decode)
     "$python" -m "$here.paper_forms.delta_layers" "${model[@]}" --text "$texts/calibration/sympy.txt" \

@@ -238,6 +238,25 @@ async def test_slots_that_a_request_waits_for_are_held_and_given_back_with_it() 
         assert run.found("abc") == (3, 0) and run.all_free()
 
 
+@pytest.mark.parametrize("read_again", [False, True])
+async def test_retention_that_is_asked_for_later_holds_in_host_memory_too(read_again: bool) -> None:
+    run = Setup(pages=8, slots=20)
+    pool = run.manager.pool
+    assert await run.read("ab")
+    await run.settle()
+    if read_again:  # so both tiers have an entry of their own
+        pool.release(pool.allocate(8))
+        assert await run.read("ab")
+    pages, _slots, _exact = run.manager.find(key_of(spell("ab")))
+    pool.retain(pages)
+    pool.entries.retain(pages, 10.0)
+    pool.release(pages)
+    await run.settle()
+    until = pool.entries[pages[0]].until
+    slots = [run.host.pool.entries.page_of(name_of(letters)) for letters in ("a", "ab")]
+    assert [run.host.pool.entries[slot].until for slot in slots if slot is not None] == [until] * 2
+
+
 words = st.text(alphabet="ab", min_size=1, max_size=6)
 
 

@@ -1,0 +1,102 @@
+"""How long a small copy takes beside large ones of the same GPU, by its kind: what waits for a copy engine.
+
+    python -m deltafront.benchmarks.small_copies [--queued-mib 512] [--piece-mib 8]
+
+A thread copies between pinned memory and the GPU without a pause, in pieces, --queued-mib asked for at once.
+Another stream copies little and waits for it. Prints medians and the longest, in ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+_TIMES, _PAUSE_S = 60, 0.0037
+_SMALL, _OVER = 16_384, 17_000
+"""int32 numbers: 64 KiB, up to which the driver sends pageable memory along with its commands; and more."""
+
+
+# mypy: allow-untyped-defs, allow-untyped-decorators
+@triton.jit
+def _copy_kernel(source_ptr, target_ptr, numbers, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(target_ptr + place, tl.load(source_ptr + place, mask=place < numbers), mask=place < numbers)
+
+
+def kinds() -> Mapping[str, Callable[[], object]]:
+    """Return the small copies by name."""
+    chosen = torch.rand(64, 2, dtype=torch.float64, device="cuda")
+    pinned, pageable = torch.zeros(64, 2, dtype=torch.float64).pin_memory(), chosen.cpu()
+    table = torch.arange(_OVER, dtype=torch.int32)
+    pinned_table, on_gpu = table.pin_memory(), table.cuda()
+    return {
+        "to the host, pinned": lambda: pinned.copy_(chosen, non_blocking=True),
+        "to the host, pageable": lambda: pageable.copy_(chosen),
+        "to the host, a kernel": lambda: _copy_kernel[(1,)](chosen, pinned, 128, 128),
+        "to the GPU, pageable, 64 KiB": lambda: on_gpu[:_SMALL].copy_(table[:_SMALL]),
+        "to the GPU, pageable, 68 KB": lambda: on_gpu.copy_(table),
+        "to the GPU, pinned, 64 KiB": lambda: on_gpu[:_SMALL].copy_(pinned_table[:_SMALL], non_blocking=True),
+        "to the GPU, pinned, 68 KB": lambda: on_gpu.copy_(pinned_table, non_blocking=True),
+        "to the GPU, a kernel": lambda: _copy_kernel[(1,)](pinned_table, on_gpu, _OVER, 32_768),
+    }
+
+
+def times_ms(copy: Callable[[], object]) -> list[float]:
+    times, stream = list[float](), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(_TIMES):
+            time.sleep(_PAUSE_S)
+            began = time.perf_counter()
+            copy()
+            stream.synchronize()
+            times.append(1e3 * (time.perf_counter() - began))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--queued-mib", type=int, default=512)
+    parser.add_argument("--piece-mib", type=int, default=8)
+    given = parser.parse_args()
+    size, piece = given.queued_mib << 20, given.piece_mib << 20
+    host, gpu = torch.empty(size, dtype=torch.uint8).pin_memory(), torch.empty(size, dtype=torch.uint8).cuda()
+    stop = threading.Event()
+
+    def copy_on(out: bool) -> None:
+        target, source = (host, gpu) if out else (gpu, host)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            while not stop.is_set():
+                for at in range(0, size, piece):
+                    target[at : at + piece].copy_(source[at : at + piece], non_blocking=True)
+                stream.synchronize()
+
+    copies = kinds()
+    for copy in copies.values():
+        copy()
+    for beside in ("nothing", "copies to the GPU", "copies to the host"):
+        stop.clear()
+        thread = threading.Thread(target=copy_on, args=(beside == "copies to the host",))
+        if beside != "nothing":
+            thread.start()
+        for name, copy in copies.items():
+            times = times_ms(copy)
+            print(
+                f"beside {beside:19} {name:30} {statistics.median(times):7.2f} {max(times):7.2f}", flush=True
+            )
+        stop.set()
+        if beside != "nothing":
+            thread.join()
+
+
+if __name__ == "__main__":
+    main()
