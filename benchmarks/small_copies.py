@@ -15,41 +15,35 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-import triton
-import triton.language as tl
+
+from deltafront.kernels.layers.to_host import choices_to_host
 
 _TIMES, _PAUSE_S = 60, 0.0037
 _SMALL, _OVER = 16_384, 17_000
 """int32 numbers: 64 KiB, up to which the driver sends pageable memory along with its commands; and more."""
 
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
-@triton.jit
-def _copy_kernel(source_ptr, target_ptr, numbers, BLOCK: tl.constexpr):
-    place = tl.arange(0, BLOCK)
-    tl.store(target_ptr + place, tl.load(source_ptr + place, mask=place < numbers), mask=place < numbers)
-
-
 def kinds() -> Mapping[str, Callable[[], object]]:
     """Return the small copies by name."""
-    chosen = torch.rand(64, 2, dtype=torch.float64, device="cuda")
+    ids, logprob = torch.arange(64, device="cuda"), torch.rand(64, device="cuda")
+    chosen = torch.stack((ids.double(), logprob.double()), dim=1)
     pinned, pageable = torch.zeros(64, 2, dtype=torch.float64).pin_memory(), chosen.cpu()
     table = torch.arange(_OVER, dtype=torch.int32)
     pinned_table, on_gpu = table.pin_memory(), table.cuda()
     return {
         "to the host, pinned": lambda: pinned.copy_(chosen, non_blocking=True),
         "to the host, pageable": lambda: pageable.copy_(chosen),
-        "to the host, a kernel": lambda: _copy_kernel[(1,)](chosen, pinned, 128, 128),
+        "to the host, a kernel": lambda: choices_to_host(ids, logprob, pinned),
         "to the GPU, pageable, 64 KiB": lambda: on_gpu[:_SMALL].copy_(table[:_SMALL]),
         "to the GPU, pageable, 68 KB": lambda: on_gpu.copy_(table),
         "to the GPU, pinned, 64 KiB": lambda: on_gpu[:_SMALL].copy_(pinned_table[:_SMALL], non_blocking=True),
         "to the GPU, pinned, 68 KB": lambda: on_gpu.copy_(pinned_table, non_blocking=True),
-        "to the GPU, a kernel": lambda: _copy_kernel[(1,)](pinned_table, on_gpu, _OVER, 32_768),
     }
 
 
 def times_ms(copy: Callable[[], object]) -> list[float]:
-    times, stream = list[float](), torch.cuda.Stream()
+    times = list[float]()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for _ in range(_TIMES):
             time.sleep(_PAUSE_S)
@@ -73,7 +67,7 @@ def main() -> None:
 
     def copy_on(out: bool) -> None:
         target, source = (host, gpu) if out else (gpu, host)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             while not stop.is_set():
                 for at in range(0, size, piece):
