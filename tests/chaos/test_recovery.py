@@ -98,14 +98,16 @@ class Pause:
 
 def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> Pause | None:
     """What clients with long prompts see from then on when the process of a kind that works most gets a
-    signal. Infinite where one of them fails; None where the process did nothing for them."""
+    signal. Prompts are read whole, whatever is remembered of them: else nobody works for them. Infinite where
+    one of them fails; None where the process did nothing for them."""
     begun, killed, before = threading.Event(), math.inf, seconds_of(service, kind)
 
     def ask(number: int) -> float:
         heard: list[float] = []
         text = prompt(2 * number + 1)
         with service.client() as client:
-            for event in client.generate(text, max_tokens=60, ignore_eos=True, method="dense"):
+            asked = client.generate(text, max_tokens=60, ignore_eos=True, method="dense", skip_cache=True)
+            for event in asked:
                 heard.append(time.monotonic())
                 if number == 0 and (kind not in _DECODE or isinstance(event, Token)):
                     begun.set()
