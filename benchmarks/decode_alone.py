@@ -17,11 +17,8 @@ import argparse
 import gc
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +29,7 @@ import torch
 from deltafront.benchmarks.engine import rows
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.setup import ANSWER_ROOM, delta_layers
-from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.harness import commit_of, repeated
 from deltafront.benchmarks.reader import ROOT
 from deltafront.kernels.layers.kv_int8 import Scales, quantise
 from deltafront.workers.decode.decode_attention import plan_layers
@@ -133,7 +130,7 @@ def while_moving(stack: LayerStack, tokens: int) -> Iterator[rows.Row]:
         alone, beside = list[float](), list[float]()
         for _ in range(_REPEATS):
             alone.append(step_ms(runner, own))
-            with _repeated(partial(_copy, memory, copies)):
+            with repeated(partial(_copy, memory, copies)):
                 beside.append(step_ms(runner, own))
         ratio = round(statistics.median(beside) / statistics.median(alone), 3)
         yield {**rows.row(name, ratio, "ratio", tokens=tokens, gpus=0), "decode_gpu": "alone"}
@@ -143,26 +140,6 @@ def while_moving(stack: LayerStack, tokens: int) -> Iterator[rows.Row]:
 def _copy(memory: HostMemory, copies: Sequence[tuple[Runs, range, bool]]) -> None:
     for runs, layers, back in copies:
         memory.copy(runs, layers, back)
-
-
-@contextmanager
-def _repeated(work: Callable[[], object]) -> Iterator[None]:
-    """Repeat work on a thread of its own, from before the block to behind it."""
-    stop, begun = threading.Event(), threading.Event()
-
-    def run() -> None:
-        while not stop.is_set():
-            work()
-            begun.set()
-
-    with ThreadPoolExecutor(1) as thread:
-        repeating = thread.submit(run)
-        begun.wait()
-        try:
-            yield
-        finally:
-            stop.set()
-            repeating.result()
 
 
 def main() -> None:
@@ -187,13 +164,16 @@ def main() -> None:
     write_model(model, shape, device)
     stack = load_model(ModelSpec(path=str(model), dtype="bfloat16", quantisation=given.quantisation), device)
     mark = f"_{given.quantisation}" if given.quantisation else ""
-    for kind in given.kv_dtypes[: 1 if given.moving else None]:
+    if given.moving:
+        given.kv_dtypes = ["16"]
+    for kind in given.kv_dtypes:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        dtype = None if kind == "16" else kind
         found = (
-            while_moving(stack, given.tokens) if given.moving else measured(stack, given.tokens, dtype, mark)
+            while_moving(stack, given.tokens)
+            if given.moving
+            else measured(stack, given.tokens, None if kind == "16" else kind, mark)
         )
         for one in found:
             print(one, flush=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
+from deltafront.benchmarks.harness import repeated
 from deltafront.kernels.layers.to_host import choices_to_host
 
 _TIMES, _PAUSE_S = 60, 0.0037
@@ -63,33 +65,29 @@ def main() -> None:
     given = parser.parse_args()
     size, piece = given.queued_mib << 20, given.piece_mib << 20
     host, gpu = torch.empty(size, dtype=torch.uint8).pin_memory(), torch.empty(size, dtype=torch.uint8).cuda()
-    stop = threading.Event()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def copy_on(out: bool) -> None:
-        target, source = (host, gpu) if out else (gpu, host)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    def copy_all(target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(stream):
-            while not stop.is_set():
-                for at in range(0, size, piece):
-                    target[at : at + piece].copy_(source[at : at + piece], non_blocking=True)
-                stream.synchronize()
+            for at in range(0, size, piece):
+                target[at : at + piece].copy_(source[at : at + piece], non_blocking=True)
+            stream.synchronize()
 
     copies = kinds()
     for copy in copies.values():
         copy()
-    for beside in ("nothing", "copies to the GPU", "copies to the host"):
-        stop.clear()
-        thread = threading.Thread(target=copy_on, args=(beside == "copies to the host",))
-        if beside != "nothing":
-            thread.start()
-        for name, copy in copies.items():
-            times = times_ms(copy)
-            print(
-                f"beside {beside:19} {name:30} {statistics.median(times):7.2f} {max(times):7.2f}", flush=True
-            )
-        stop.set()
-        if beside != "nothing":
-            thread.join()
+    for beside, large in (
+        ("nothing", nullcontext()),
+        ("copies to the GPU", repeated(partial(copy_all, gpu, host))),
+        ("copies to the host", repeated(partial(copy_all, host, gpu))),
+    ):
+        with large:
+            for name, copy in copies.items():
+                times = times_ms(copy)
+                print(
+                    f"beside {beside:19} {name:30} {statistics.median(times):7.2f} {max(times):7.2f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -190,17 +190,21 @@ def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
     }
 
 
-def append_answers(path: Path, task: str, index: int, found: Sequence[Answers]) -> None:
+Wanted = tuple[str, int, int, int, int]
+"""A document: its task, index and number of questions, its length in tokens and the seed."""
+
+
+def append_answers(path: Path, wanted: Wanted, found: Sequence[Answers]) -> None:
     """Append a document's answers in all cases, as one line."""
-    line = json.dumps({"task": task, "index": index, "answers": [asdict(one) for one in found]})
+    line = json.dumps({"document": wanted, "answers": [asdict(one) for one in found]})
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
 
 
-def read_answers(path: Path) -> dict[tuple[str, int], list[Answers]]:
-    """Return what `append_answers` wrote, by task and document's index."""
+def read_answers(path: Path) -> dict[Wanted, list[Answers]]:
+    """Return the answers that `append_answers` wrote, by document."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {(one["task"], one["index"]): [_answers(given) for given in one["answers"]] for one in lines}
+    return {tuple(one["document"]): [_answers(given) for given in one["answers"]] for one in lines}
 
 
 def _answers(given: Mapping[str, Any]) -> Answers:
@@ -209,26 +213,21 @@ def _answers(given: Mapping[str, Any]) -> Answers:
     return Answers(**{**given, "case": Case(**given["case"]), "golds": golds, "tokens": tokens})
 
 
-def _asked(
-    arguments: argparse.Namespace, left: Sequence[tuple[str, int, int]]
-) -> Iterator[tuple[str, int, list[Answers]]]:
-    """Ask about the documents left, (task, index, number of questions) each."""
+def _asked(arguments: argparse.Namespace, left: Sequence[Wanted]) -> Iterator[tuple[Wanted, list[Answers]]]:
+    """Ask about the documents that are left."""
     started = time.monotonic()
     tokenizer = load_tokenizer(load(arguments.config).model.path)
     texts = {path.stem: load_text(path, tokenizer) for path in arguments.text}
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
-        for task, index, questions in left:
+        for wanted in left:
+            task, index, questions, tokens, seed = wanted
             if arguments.minutes is not None and time.monotonic() - started > 60 * arguments.minutes:
                 print(f"{arguments.minutes:g} minutes are over: the documents left are not read", flush=True)
                 return
             text = list(texts)[index % len(texts)]
-            rng = random.Random(f"{arguments.seed} {task} {arguments.tokens} {index}")
-            document = TASKS[task](rng, arguments.tokens, questions, texts[text])
-            yield (
-                task,
-                index,
-                answers(client, f"{text}-{index}", document, arguments.cases, arguments.at_once),
-            )
+            rng = random.Random(f"{seed} {task} {tokens} {index}")
+            document = TASKS[task](rng, tokens, questions, texts[text])
+            yield wanted, answers(client, f"{text}-{index}", document, arguments.cases, arguments.at_once)
 
 
 def main() -> int:
@@ -239,15 +238,17 @@ def main() -> int:
     if any({one.case for one in found} != set(arguments.cases) for found in known.values()):
         raise SystemExit(f"{arguments.outcomes} has other cases: give another file")
     of = itertools.product(range(arguments.documents), arguments.tasks)
-    wanted = [(task, index, questions) for index, (task, questions) in of]
-    left = [one for one in wanted if one[:2] not in known]
-    for task, index, new in _asked(arguments, left) if left else ():
-        known[task, index] = new
+    documents: list[Wanted] = [
+        (task, index, questions, arguments.tokens, arguments.seed) for index, (task, questions) in of
+    ]
+    left = [one for one in documents if one not in known]
+    for wanted, new in _asked(arguments, left) if left else ():
+        known[wanted] = new
         if arguments.outcomes:
-            append_answers(arguments.outcomes, task, index, new)
+            append_answers(arguments.outcomes, wanted, new)
     found: dict[str, list[Answers]] = {task: [] for task, _ in arguments.tasks}
-    for task, index, _questions in wanted:
-        found[task] += known.get((task, index), [])
+    for wanted in documents:
+        found[wanted[0]] += known.get(wanted, [])
     result = {
         "hardware": arguments.hardware or f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "commit": arguments.commit or commit_of(ROOT),

@@ -10,7 +10,7 @@
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS/calibration --packages sympy
 # OUT: for results, and for the profile that `thresholds` leaves. MINUTES (4): no document is begun later. A part
-# goes on from OUT/PART_*.jsonl when it is run again. TOGETHER: processes beside each other, and shards. MODEL:
+# goes on from OUT/PART*.jsonl when it is run again. TOGETHER: processes beside each other, and shards. MODEL:
 # in place of the embedded model's name.
 set -euo pipefail
 part=$1 texts=$2 out=$3

@@ -1,4 +1,4 @@
-"""What a decode step has chosen, on its way to the host. Suffixes: R rows of the batch."""
+"""Writes the tokens that a decode step has chosen to the host. Suffixes: R rows of the batch."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -110,7 +110,7 @@ def test_known_answers_are_not_asked_again(tmp_path: Path, monkeypatch: pytest.M
     outcomes, result = tmp_path / "answers.jsonl", tmp_path / "result.json"
     found = [answers(FakeClient(), f"{n}", Document([1] * 40, QUESTIONS), CASES, 2) for n in range(2)]  # type: ignore[arg-type]
     for index, of_document in enumerate(found):
-        append_answers(outcomes, "needles", index, of_document)
+        append_answers(outcomes, ("needles", index, 3, 8192, 3), of_document)
     monkeypatch.setattr(module, "LocalService", None)
     files = ["--outcomes", str(outcomes), "--result", str(result)]
     given = ["--tasks", "needles:3", "--documents", "2", "--commit", "c", *files, "--cases"]

@@ -106,8 +106,8 @@ def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> Pause | 
         heard: list[float] = []
         text = prompt(2 * number + 1)
         with service.client() as client:
-            asked = client.generate(text, max_tokens=60, ignore_eos=True, method="dense", skip_cache=True)
-            for event in asked:
+            events = client.generate(text, max_tokens=60, ignore_eos=True, method="dense", skip_cache=True)
+            for event in events:
                 heard.append(time.monotonic())
                 if number == 0 and (kind not in _DECODE or isinstance(event, Token)):
                     begun.set()

@@ -89,7 +89,8 @@ class LaunchedStep:
         self._read, rows = read, len(read)
         self._written: Any = None
         if ids_R.is_cuda:
-            # A step that nobody waits for writes before the next one does, even if its memory is used again.
+            # This memory may be used again while a step that was given up still writes to it. The next step
+            # writes later, since both are on one stream.
             self._chosen_R2 = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)[:rows]
             choices_to_host(ids_R, logprob_R, self._chosen_R2)
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]

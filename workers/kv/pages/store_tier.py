@@ -284,9 +284,7 @@ class StoreTier:
             if slot is None:
                 break
             slots.append(slot)
-            entry: Entry | None = self._host.pool.entries.get(slot)
-            assert entry is not None
-            name = entry.before
+            name = self._host.pool.entries[slot].before
         return slots[::-1]
 
     async def _forget(self, name: bytes) -> None:
