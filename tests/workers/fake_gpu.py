@@ -56,7 +56,7 @@ class _Tensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args = tuple(_META if _names_gpu(one) else one for one in args)
         kwargs = {name: _META if _names_gpu(one) else one for name, one in (kwargs or {}).items()}
-        kwargs.pop("pin_memory", None)
+        is_pinned = kwargs.pop("pin_memory", False)
         if func == torch.Tensor.pin_memory:
             return args[0]
         if func == torch.Tensor.copy_ and _on_gpu(args[1]) and not _on_gpu(args[0]):
@@ -71,7 +71,8 @@ class _Tensors(TorchFunctionMode):
             if func in _READS:
                 FakeGpu.note(func.__name__)
             return _TOLD[func](args[0])
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        return made.zero_() if is_pinned else made  # no kernel will write it
 
 
 def _read(x: torch.Tensor) -> torch.Tensor:
