@@ -1,8 +1,8 @@
 """README's table: what each saving makes of a time, and of answers, out of benchmarks/results/.
 
 Times are an 8B model's with random weights, answers a small model's. A row has both of one configuration;
-where they were measured at different densities, the row says at which. The first row's answers at its own
-density are of texts that nothing was tuned on (docs/experiments/0001); sets A and B stand beside them.
+where they were measured at different densities, the row says at which. Answers of texts that nothing was
+tuned on (docs/experiments) stand before those of sets A and B.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADER = ("what", "Deltafront", "compared with", "faster", "exact answers kept")
 TOKENS = 131_072
 LONGEST = "ttft_dpxa", 524_288
 """Case and tokens that several GPUs are shown with."""
-SHIPPED = "dpxa:density=0.075"
+SHIPPED, SELECTED = "dpxa:density=0.075", "decode 8,14,18,21:256"
 
 
 def _plain(row: Row) -> bool:
@@ -29,8 +29,11 @@ def _plain(row: Row) -> bool:
     return row["tokens"] == TOKENS and row["gpus"] == 1 and not other
 
 
-def lines(engine_of_8b: Result, held_out: Result, untuned: Result, far: Result) -> list[Line]:
-    """untuned: answers to needles in texts that nothing was tuned on. far: KL beyond 131,072 tokens."""
+def lines(
+    engine_of_8b: Result, held_out: Result, untuned: Result, far: Result, served: Result, decoded: Result
+) -> list[Line]:
+    """held_out: of sets A and B. The others are of texts that nothing was tuned on: untuned, answers after
+    prefill; far, KL beyond 131,072 tokens; served, answers through gRPC; decoded, after dense prefill."""
     of = {row["case"]: row for row in engine_of_8b["rows"] if _plain(row)}
     longest = max(row["tokens"] for row in held_out["rows"])
     answers = {row["case"]: row for row in held_out["rows"] if row["tokens"] == longest}
@@ -42,7 +45,7 @@ def lines(engine_of_8b: Result, held_out: Result, untuned: Result, far: Result) 
     return [
         (
             *_timed(first, sparse, fa2, dense),
-            f"{_untuned(untuned)}; {_kept(answers, 'dpxa_default_alone', 'dpxa_alone')}",
+            f"{_untuned(untuned, SHIPPED)}; {_kept(answers, 'dpxa_default_alone', 'dpxa_alone')}",
         ),
         (
             *_timed("The same in 8 bits (FP8 weights and activations)", of["ttft_dpxa_fp8"], bits),
@@ -54,11 +57,13 @@ def lines(engine_of_8b: Result, held_out: Result, untuned: Result, far: Result) 
             _value(question),
             _value(of["ttft_question"], "none recomputed"),
             "",
-            f"{_kept(answers, 'dpxa_default')}; none recomputed: as in the first row on set B",
+            f"{_untuned(served, 'dpxa')}; {_kept(answers, 'dpxa_default')};"
+            " none recomputed: as in the first row",
         ),
         (
             *_timed("Each further token, 256 selected pages", of["token_delta"], pages),
-            f"{kept(selected)} after dense prefill, {_documents(selected)}",
+            f"after dense prefill {_untuned(decoded, SELECTED, shows_density=False)};"
+            f" {kept(selected)}, {_documents(selected)}",
         ),
     ]
 
@@ -95,11 +100,10 @@ def _kept(answers: Mapping[str, Row], *cases: str) -> str:
     return "; ".join(f"{kept(row)} at density {row['density']:.3f}, {_documents(row)}" for row in rows)
 
 
-def _untuned(result: Result) -> str:
-    (row,) = (row for row in result["rows"] if (row["case"], row["task"]) == (SHIPPED, "needles"))
-    return (
-        f"{kept(row)} at density {row['density']:.3f}, {row['documents']} documents that nothing was tuned on"
-    )
+def _untuned(result: Result, case: str, *, shows_density: bool = True) -> str:
+    (row,) = (row for row in result["rows"] if (row["case"], row["task"]) == (case, "needles"))
+    density = f" at density {row['density']:.3f}" if shows_density else ""
+    return f"{kept(row)}{density}, {row['documents']} documents that nothing was tuned on"
 
 
 def _far(result: Result) -> str:

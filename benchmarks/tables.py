@@ -130,16 +130,17 @@ def service_overhead(result: Result) -> str:
     return markdown(header, rows) + memory + provenance(result)
 
 
-def headline(engine_of_8b: Result, held_out: Result, untuned: Result, far: Result) -> str:
+def headline(engine_of_8b: Result, held_out: Result, untuned: Result, *others: Result) -> str:
+    commits = ", ".join(dict.fromkeys(result["commit"][:8] for result in (untuned, *others)))
     sources = (
         f"Times: one {engine_of_8b['gpu']}, medians, commit {engine_of_8b['commit']} and older ones."
         f" Answers of sets A and B: {held_out['gpu']}, of other documents and KL: {untuned['hardware']},"
-        f" commit {untuned['commit']}; all of the 135M model, to questions of the form that its adapter was"
+        f" commits {commits}; all of the 135M model, to questions of the form that its adapter was"
         " trained on, as a share of those without the saving; in brackets 95% of what documents drawn with"
         " replacement give, where the results hold it. docs/figures.md names each row's commit and each set's"
         " documents, docs/experiments the others."
     )
-    lines = headlines.lines(engine_of_8b, held_out, untuned, far)
+    lines = headlines.lines(engine_of_8b, held_out, untuned, *others)
     return markdown(headlines.HEADER, lines) + f"\n\n{sources}"
 
 
@@ -215,7 +216,17 @@ def sizing() -> str:
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "headline": (headline, ("engine_h200", "accuracy_h200", "accuracy_long_h100", "accuracy_far_h100")),
+    "headline": (
+        headline,
+        (
+            "engine_h200",
+            "accuracy_h200",
+            "accuracy_long_h100",
+            "accuracy_far_h100",
+            "accuracy_served_h100",
+            "accuracy_forms_decode_h100",
+        ),
+    ),
     "kernels_h200": (kernels, ("kernels_h200",)),
     "recall_h200": (recall, ("recall_h200",)),
     "recall_prose_h200": (recall, ("recall_prose_h200",)),

@@ -9,7 +9,7 @@ import pytest
 
 from deltafront.benchmarks import headline
 from deltafront.benchmarks.accuracy.tables import kept
-from deltafront.benchmarks.tables import RESULTS, kernels
+from deltafront.benchmarks.tables import RESULTS, TABLES, kernels
 
 
 def results(name: str) -> dict[str, Any]:
@@ -19,8 +19,7 @@ def results(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def lines() -> list[headline.Line]:
-    names = "engine_h200", "accuracy_h200", "accuracy_long_h100", "accuracy_far_h100"
-    return headline.lines(*map(results, names))
+    return headline.lines(*map(results, TABLES["headline"][1]))
 
 
 def test_every_row_has_speed_and_answers(lines: list[headline.Line]) -> None:
@@ -59,6 +58,14 @@ def test_the_pages_that_are_timed_are_those_whose_answers_are_shown(lines: list[
     (pages,) = (line for line in lines if "selected pages" in line[0])
     (row,) = (row for row in results("accuracy_h200")["rows"] if row["case"] == "delta_256_pages")
     assert "256" in pages[0] and row["method"].endswith(":256") and kept(row) in pages[4]
+    assert headline.SELECTED == f"decode {row['method'].removeprefix('decode ')}"
+
+
+def test_answers_on_text_that_nothing_was_tuned_on_come_first(lines: list[headline.Line]) -> None:
+    for line in (lines[0], lines[3], lines[4]):
+        first, *others = line[4].split("; ")
+        assert first.endswith("documents that nothing was tuned on")
+        assert any("set B" in other for other in others)
 
 
 def test_an_interval_stands_only_where_documents_were_drawn() -> None:
