@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,3 +20,11 @@ def told(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
+
+
+def shard(given: str) -> tuple[int, int]:
+    """I and N of I/N, one of N processes. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)/(\d+)", given)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"no shard {given!r}: I/N with I from 0 to N - 1")
+    return int(match[1]), int(match[2])

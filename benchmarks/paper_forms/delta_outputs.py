@@ -1,9 +1,10 @@
 """Outputs and the order of keys under the Δ correction, and what its Lemma 1 bounds (Willette et al. 2025,
 Figures 3, 9, 11).
 
-    python -m deltafront.benchmarks.paper_forms.delta_outputs --text FILE [FILE …] --tokens 130900
+    python -m deltafront.benchmarks.paper_forms.delta_outputs --text FILE [FILE …] --tokens 130900 --out FILE
 
-Each document is read densely and with every method, in one piece. Of 128 rows, by layer, over rows and heads:
+Each text's document is read densely and with every method, in one piece. For 128 rows, by layer, over rows
+and heads:
 
 cosine: between a head's output and dense attention's.
 ranks: Spearman's correlation of a query's logits over the keys before those rows with dense attention's. The
@@ -13,17 +14,30 @@ Lemma 1 is looked at for the dense reading's rows, with the keys that `streaming
 ones: the mean of what the difference of outputs misses of the dropped keys' part, the mean of its bound, and
 the largest share of the bound that is reached.
 
---before: the rows end so many tokens before the document does. The correction's dense end is at most 255
-rows, which are dense whatever came before. Shape suffixes as in `kernels.interface`; R rows, X kept keys.
+--before: the rows end so many tokens before the document does, once for each number. The correction's dense
+end is at most 255 rows, which are dense whatever came before.
+--out: gets a line of JSON for each document when it is read; documents that stand in it are not read again.
+--shard I/N: only texts I, I + N, I + 2 N, …, as one of N processes. --tables FILE …: reads no document, and
+prints the tables of what stands in these files. A figure is the mean over documents ± its standard error.
+
+Shape suffixes as in `kernels.interface`; R rows, X kept keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from deltafront.benchmarks.accuracy.paired import mean_and_error
+from deltafront.benchmarks.arguments import shard, told
 from deltafront.benchmarks.markdown import markdown
 from deltafront.benchmarks.paper_forms.delta_xattention import listed
 from deltafront.benchmarks.paper_forms.levels import METHODS, documents_of, model_of, parser_of
@@ -41,6 +55,9 @@ from deltafront.workers.model.decoder.stack import LayerStack
 ROWS = 128
 METHODS_SHOWN = ["streaming", "streaming+delta", "streaming+delta:spread=0"]
 """The paper's three: alone, corrected by equation 6, and by equation 5."""
+Figures = dict[str, Any]
+"""before; methods: of each, by layer, `cosine` and `ranks`; lemma: of each choice of keys, `error`, `bound`
+and `most`. In a file also `document` and `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +87,26 @@ class Bound:
 
 @torch.inference_mode()
 def last_rows(
-    stack: LayerStack, ids: Sequence[int], method: str, rows: slice, bounds: dict[str, Bound] | None = None
-) -> list[LastRows]:
-    """By layer, of a reading with the method at any length. bounds: sums for Lemma 1's figures."""
-    given, found = parse_method(method), list[LastRows]()
+    stack: LayerStack,
+    ids: Sequence[int],
+    method: str,
+    slices: Sequence[slice],
+    bounds: Sequence[dict[str, Bound]] = (),
+) -> list[list[LastRows]]:
+    """By slice of rows and layer, of a reading with the method at any length. bounds: by slice, sums for
+    Lemma 1's figures."""
+    given, found = parse_method(method), [list[LastRows]() for _ in slices]
     options = {"min_tokens": 0} if "min_tokens" in given.values else {}
     attention = build(method_spec(given.name, {**given.values, **options}))
 
     def hook(layer: int, x: AttentionInput) -> torch.Tensor:
         out_BHTD = attended(attention, x, layer)
-        kept = (out_BHTD[0, :, rows], x.q_BHTD[0, :, rows], x.k_BGSD[0, :, : rows.start])
-        found.append(LastRows(*(part.clone() for part in kept)))
-        if bounds is not None:
-            _add_bounds(x, rows, bounds)
+        k_GSD = x.k_BGSD[0].clone()
+        for rows, layers in zip(slices, found, strict=True):
+            kept = out_BHTD[0, :, rows].clone(), x.q_BHTD[0, :, rows].clone()
+            layers.append(LastRows(*kept, k_GSD[:, : rows.start]))
+        for rows, sums in zip(slices, bounds, strict=False):
+            _add_bounds(x, rows, sums)
         return out_BHTD
 
     read_densely(stack, embedded(stack, ids), hook)
@@ -94,21 +118,24 @@ def cosine(mine: LastRows, dense: LastRows) -> float:
     return float(torch.nn.functional.cosine_similarity(*pair, dim=2).mean())
 
 
-def rank_correlation(mine: LastRows, dense: LastRows) -> float:
-    """The mean over heads and rows. Equal logits are ranked in the order of their keys."""
-    group = mine.q_HRD.shape[0] // mine.k_GSD.shape[0]
-    found = []
-    for h in range(mine.q_HRD.shape[0]):
-        ranks = []
-        for one in (mine, dense):
-            logit_RS = one.q_HRD[h].float() @ one.k_GSD[h // group].float().T
-            order_RS = logit_RS.argsort(dim=1, stable=True)
-            place_S = torch.arange(order_RS.shape[1], device=order_RS.device).expand_as(order_RS)
-            ranks.append(torch.empty_like(order_RS).scatter_(1, order_RS, place_S).double())
-        keys = ranks[0].shape[1]
-        apart_R = (ranks[0] - ranks[1]).square().sum(1)
-        found.append((1 - 6 * apart_R / (keys * (keys**2 - 1))).mean())
-    return float(torch.stack(found).mean())
+def rank_correlations(each: Sequence[LastRows], dense: LastRows) -> list[float]:
+    """Of each with dense attention, the mean over heads and rows."""
+    heads, keys = dense.q_HRD.shape[0], dense.k_GSD.shape[1]
+    total_M = [0.0] * len(each)
+    for h in range(heads):
+        dense_RS = _ranks(dense, h)
+        for m, mine in enumerate(each):
+            apart_R = (_ranks(mine, h) - dense_RS).square().sum(1)
+            total_M[m] += float((1 - 6 * apart_R / (keys * (keys**2 - 1))).mean())
+    return [total / heads for total in total_M]
+
+
+def _ranks(one: LastRows, h: int) -> torch.Tensor:
+    """Of the keys by a head's logits, [R, S], float64. Equal logits are ranked in the order of their keys."""
+    group = one.q_HRD.shape[0] // one.k_GSD.shape[0]
+    order_RS = (one.q_HRD[h].float() @ one.k_GSD[h // group].float().T).argsort(dim=1, stable=True)
+    place_S = torch.arange(order_RS.shape[1], device=order_RS.device).expand_as(order_RS)
+    return torch.empty_like(order_RS).scatter_(1, order_RS, place_S).double()
 
 
 def lemma_1(
@@ -129,7 +156,7 @@ def lemma_1(
     return error_RD, head_R1 * largest_RD
 
 
-def _add_bounds(x: AttentionInput, rows: slice, bounds: dict[str, Bound]) -> None:
+def _add_bounds(x: AttentionInput, rows: slice, sums: dict[str, Bound]) -> None:
     streamed_NM = listed(x, StreamingSelector(StreamingOptions()).select(x, None, no_phase))[0, 0]
     row_R = torch.arange(rows.start, rows.stop, device=x.q_BHTD.device)
     key_S = torch.arange(rows.stop, device=row_R.device)
@@ -139,8 +166,8 @@ def _add_bounds(x: AttentionInput, rows: slice, bounds: dict[str, Bound]) -> Non
         k_SD, v_SD = (kv[0, h // x.group, : rows.stop] for kv in (x.k_BGSD, x.v_BGSD))
         logit_RS = x.q_BHTD[0, h, rows].float() @ k_SD.float().T * x.scale
         logit_RS.masked_fill_(~seen_RS, -torch.inf)
-        bounds["streaming"].add(*lemma_1(logit_RS, v_SD, kept_RS))
-        bounds["best keys"].add(*lemma_1(logit_RS, v_SD, best(logit_RS, kept_RS.sum(1))))
+        sums["streaming"].add(*lemma_1(logit_RS, v_SD, kept_RS))
+        sums["best keys"].add(*lemma_1(logit_RS, v_SD, best(logit_RS, kept_RS.sum(1))))
 
 
 def best(logit_RS: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
@@ -150,40 +177,109 @@ def best(logit_RS: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logit_RS, dtype=torch.bool).scatter_(1, order_RX, within_RX)
 
 
+def figures(
+    stack: LayerStack, ids: Sequence[int], methods: Sequence[str], before: Sequence[int]
+) -> list[Figures]:
+    """Of one document, for each number of tokens before its end."""
+    stops = [len(ids) - one for one in before]
+    slices = [slice(stop - ROWS, stop) for stop in stops]
+    bounds = [{"streaming": Bound(), "best keys": Bound()} for _ in slices]
+    dense_BL = last_rows(stack, ids, "dense", slices, bounds)
+    mine_MBL = [last_rows(stack, ids, method, slices) for method in methods]
+    found = []
+    for b, tokens in enumerate(before):
+        layers = range(len(dense_BL[b]))
+        ranks_LM = [rank_correlations([mine[b][n] for mine in mine_MBL], dense_BL[b][n]) for n in layers]
+        by_method = {
+            method: {
+                "cosine": [cosine(mine[b][n], dense_BL[b][n]) for n in layers],
+                "ranks": [ranks_M[m] for ranks_M in ranks_LM],
+            }
+            for m, (method, mine) in enumerate(zip(methods, mine_MBL, strict=True))
+        }
+        lemma = {
+            name: {"error": sums.error / sums.count, "bound": sums.bound / sums.count, "most": sums.most}
+            for name, sums in bounds[b].items()
+        }
+        found.append({"before": tokens, "methods": by_method, "lemma": lemma})
+    return found
+
+
+def tables(found: Sequence[Figures]) -> str:
+    """In Markdown, for each number of tokens before the end."""
+    parts = []
+    for before in sorted({one["before"] for one in found}):
+        each = [one for one in found if one["before"] == before]
+        methods = list(each[0]["methods"])
+        layers = range(len(each[0]["methods"][methods[0]]["cosine"]))
+
+        def cells(of: Iterable[int], each: Sequence[Figures] = each) -> list[str]:
+            kept = list(of)
+            return [
+                ", ".join(
+                    _mean([sum(one["methods"][method][kind][n] for n in kept) / len(kept) for one in each])
+                    for kind in ("cosine", "ranks")
+                )
+                for method in each[0]["methods"]
+            ]
+
+        header = ["layer", *(f"`{method}`: cosine, ranks" for method in methods)]
+        rows = [[str(layer), *cells([layer])] for layer in layers]
+        lemma = [
+            [
+                name,
+                *(_mean([one["lemma"][name][kind] for one in each], 5) for kind in ("error", "bound")),
+                f"{max(one['lemma'][name]['most'] for one in each):.3f}",
+            ]
+            for name in each[0]["lemma"]
+        ]
+        parts += [
+            f"{len(each)} documents, {ROWS} rows that end {before} before the last",
+            markdown(header, [*rows, ["all", *cells(layers)]]),
+            markdown(["Lemma 1, kept keys", "error", "bound", "largest share of the bound"], lemma),
+        ]
+    return "\n\n".join(parts)
+
+
+def _mean(values: Sequence[float], places: int = 3) -> str:
+    mean, error = mean_and_error(values)
+    return f"{mean:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
+
+
+def _read(path: Path) -> list[Figures]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def main(given: Sequence[str] | None = None) -> None:
     load(METHODS)
     parser = parser_of(__doc__ or "", questions=40)
     parser.add_argument("--methods", type=known_method, nargs="+", default=METHODS_SHOWN)
-    parser.add_argument("--before", type=int, default=0)
+    parser.add_argument("--before", type=int, nargs="+", default=[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shard", type=told(shard), default=(0, 1), metavar="I/N")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no document is begun")
+    parser.add_argument("--tables", type=Path, nargs="+", default=[], metavar="FILE")
     arguments = parser.parse_args(given)
-    stack, documents = load_model(model_of(arguments), arguments.device), documents_of(arguments)
-    bounds = {"streaming": Bound(), "best keys": Bound()}
-    figures_MFL = torch.zeros(len(arguments.methods), 2, stack.config.layers)
-    for document in documents:
-        stop = len(document.ids) - arguments.before
-        rows = slice(stop - ROWS, stop)
-        dense = last_rows(stack, document.ids, "dense", rows, bounds)
-        for m, method in enumerate(arguments.methods):
-            mine = last_rows(stack, document.ids, method, rows)
-            for layer, pair in enumerate(zip(mine, dense, strict=True)):
-                figures_MFL[m, :, layer] += torch.tensor([cosine(*pair), rank_correlation(*pair)])
-    figures_MFL /= len(documents)
-    print(f"{len(documents)} documents of {arguments.tokens} tokens, {ROWS} rows that end "
-          f"{arguments.before} before the last\n")  # fmt: skip
-    header = ["layer", *(f"`{method}`: cosine, ranks" for method in arguments.methods)]
-    cells = [
-        [name, *(", ".join(f"{number:.3f}" for number in method) for method in figures)]
-        for name, figures in (
-            *((str(layer), figures_MFL[:, :, layer].tolist()) for layer in range(stack.config.layers)),
-            ("all", figures_MFL.mean(2).tolist()),
-        )
-    ]
-    print(markdown(header, cells))
-    lemma = [
-        [name, f"{sums.error / sums.count:.5f}", f"{sums.bound / sums.count:.5f}", f"{sums.most:.3f}"]
-        for name, sums in bounds.items()
-    ]
-    print("\n" + markdown(["Lemma 1, kept keys", "error", "bound", "largest share of the bound"], lemma))
+    if arguments.tables:
+        print(tables([one for path in arguments.tables for one in _read(path)]))
+        return
+    if arguments.out is None:
+        parser.error("--out: a file for each document's figures")
+    started, (first, step) = time.monotonic(), arguments.shard
+    done = {one["document"] for one in _read(arguments.out)} if arguments.out.exists() else set()
+    named = zip((path.stem for path in arguments.text), documents_of(arguments), strict=True)
+    stack = load_model(model_of(arguments), arguments.device)
+    for name, document in islice(named, first, None, step):
+        if name in done:
+            continue
+        if time.monotonic() - started > 60 * arguments.minutes:
+            print(f"{arguments.minutes:g} minutes are over: the documents left are not read", flush=True)
+            break
+        found = figures(stack, document.ids, arguments.methods, arguments.before)
+        lines = [json.dumps({"document": name, "tokens": len(document.ids), **one}) for one in found]
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write("\n".join([*lines, ""]))
+        print(f"{name}: read", flush=True)
 
 
 if __name__ == "__main__":

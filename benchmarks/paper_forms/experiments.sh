@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Runs docs/experiments/0001, 0002 and 0003 on one GPU, a part at a time:
+# Runs docs/experiments/0001 to 0004 on one GPU, a part at a time:
 #   benchmarks/paper_forms/experiments.sh PART TEXTS OUT
 # PART of 0001: tiles, keys (untuned, 7,680 tokens), thresholds (before long-thresholds), long, long-thresholds
 # (130,500 tokens), decode, decay. PART of 0002: code, plays (untuned, 4,096 tokens; TEXTS of plays: a folder of
 # them), ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262, far-524, ideas-7680, ideas-130500. PART of
-# 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long, forms-decode, outputs (130,500 tokens).
-# TEXTS: a folder that these commands have written; far-* need three packages' sources to a file. `thresholds`
-# and `forms-decode` calibrate on SymPy's sources, which are of set B:
+# 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long, forms-decode, outputs (130,500 tokens). PART of
+# 0004: far-* and ruler-130500 with more documents, fp8, outputs.
+# TEXTS: a folder that the first command has written, of far-* the third. `thresholds` and `forms-decode`
+# calibrate on SymPy's sources, which are of set B:
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS/calibration --packages sympy
+#   python -m deltafront.benchmarks.accuracy.sources FAR_TEXTS --far
 # OUT: for results, and for the profile that `thresholds` leaves. MINUTES (4): no document is begun later. A part
 # goes on from OUT/PART*.jsonl when it is run again. TOGETHER: processes beside each other, and shards. MODEL:
 # in place of the embedded model's name.
@@ -126,16 +128,17 @@ case $part in
   ruler-8192 | ruler-32768)
     ruler "${part#ruler-}" 20 dpxa:density=0.075 dpxa xattention:share=0.1 streaming
     ;;
-  ruler-130500) ruler 130500 6 dpxa:density=0.075 xattention:share=0.1 streaming ;;
+  ruler-130500) TASKS=${TASKS:-ruler_single_1:4} ruler 130500 20 dpxa:density=0.075 xattention:share=0.1 streaming ;;
   served-8192) served 8192 20 ruler_{single_1,multikey_1,multikey_2}:4 ;;
   served-130500) served 130500 20 needles:40 ruler_single_1:4 ;;
   time)
     shards "${whole[@]}" --tasks copies:16 --methods {dpxa,xattention}:share={0.03,0.06,0.12} \
       xattention:share={0.03,0.06,0.12},stride=16
     ;;
-  far-131) far 131000 8e6 6 ;;
-  far-262) far 262144 16.4e6 6 ;;
-  far-524) far 524288 33.5e6 3 ;;
+  far-131) far 131000 8e6 20 ;;
+  far-262) far 262144 16.4e6 20 ;;
+  far-524) far 524288 33.5e6 20 ;;
+  fp8) shards "${whole[@]}" "${shipped[@]}" --tasks needles:40 --quantisation fp8 --methods dpxa:density=0.075 ;;
   code) short 21 copies:8 ;;
   plays) short 37 names:8 ;;
   ideas-7680) ideas 0.25 0.26 "${untuned[@]}" ;;
@@ -175,10 +178,14 @@ case $part in
       random:4:{1,2,3}:256 "${shifted[0]}:64:8"
     ;;
   outputs)
-    for before in 0 256; do
-      "$python" -m "$here.paper_forms.delta_outputs" "${model[@]}" --text "$texts"/{networkx,rich,transformers}.txt \
-        --tokens 130500 --before $before | tee "$out/outputs_$before.out"
+    pids=()
+    for ((shard = 0; shard < together; shard++)); do
+      "$python" -m "$here.paper_forms.delta_outputs" "${model[@]}" --text "$texts"/*.txt --tokens 130500 \
+        --before 0 256 --minutes "${MINUTES:-4}" --shard "$shard/$together" --out "$out/outputs_$shard.jsonl" &
+      pids+=($!)
     done
+    for pid in "${pids[@]}"; do wait "$pid"; done
+    "$python" -m "$here.paper_forms.delta_outputs" --tables "$out"/outputs_*.jsonl | tee "$out/outputs.out"
     ;;
   *) echo "no part $part" >&2 && exit 2 ;;
 esac

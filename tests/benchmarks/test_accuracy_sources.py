@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import tarfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from deltafront.benchmarks.accuracy.sources import LEFT_OUT, PACKAGES, files_of, main, plays_of
+from deltafront.benchmarks.accuracy import sources
+from deltafront.benchmarks.accuracy.sources import FAR, LEFT_OUT, PACKAGES, files_of, main, plays_of, text_of
 
 
 def test_a_text_holds_a_packages_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +27,19 @@ def test_read_before_or_missing(tmp_path: Path) -> None:
     assert not {"sympy", "torch"} & {name.lower() for name in PACKAGES} and len(PACKAGES) > 20
     with pytest.raises(SystemExit, match="no-such-package is not installed"):
         main([str(tmp_path), "--packages", "no-such-package"])
+
+
+def test_far_texts_are_of_two_packages_that_no_other_text_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(FAR) == len(set(FAR)) == 40
+    assert not {name.lower() for name in FAR} & {name.lower() for name in (*PACKAGES, "sympy", "torch")}
+    monkeypatch.setattr(sources, "FAR", ("packaging", "rich"))
+    main([str(tmp_path), "--far"])
+    (path,) = tmp_path.iterdir()
+    assert path.name == "packaging+rich.txt"
+    assert path.read_text(encoding="utf-8") == f"{text_of('packaging')}\n{text_of('rich')}"
+    assert f"packaging+rich {version('packaging')} {version('rich')}: " in capsys.readouterr().out
 
 
 def test_plays_come_from_the_archive_without_poems_and_old_spelling(tmp_path: Path) -> None:

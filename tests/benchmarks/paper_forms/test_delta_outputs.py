@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from deltafront.benchmarks.paper_forms import delta_outputs
 from deltafront.benchmarks.paper_forms.delta_outputs import (
-    Bound,
     LastRows,
     best,
     cosine,
+    figures,
     last_rows,
     lemma_1,
-    rank_correlation,
+    main,
+    rank_correlations,
+    tables,
 )
+from deltafront.workers.calibration.probes import Document
 from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 
@@ -42,10 +49,9 @@ def test_ranks_are_correlated_as_spearman_says() -> None:
                 places.append([sorted(logits).index(logit) for logit in logits])
             pair = torch.tensor(places, dtype=torch.float64)
             found.append(float(torch.corrcoef(pair)[0, 1]))
-    assert rank_correlation(mine, dense) == pytest.approx(sum(found) / 12)
-    assert rank_correlation(mine, mine) == 1.0
-    turned = LastRows(mine.out_HRD, -mine.q_HRD, mine.k_GSD)
-    assert rank_correlation(turned, mine) == pytest.approx(-1.0)
+    turned = LastRows(dense.out_HRD, -dense.q_HRD, dense.k_GSD)
+    each = rank_correlations([mine, dense, turned], dense)
+    assert each == pytest.approx([sum(found) / 12, 1.0, -1.0])
 
 
 def test_outputs_are_compared_row_by_row() -> None:
@@ -87,21 +93,74 @@ def test_best_keys_are_those_of_the_largest_logits() -> None:
     assert kept_RS.tolist() == [[False, True, True, True], [True, False, False, False]]
 
 
-def test_a_method_that_keeps_everything_is_dense(tmp_path: Path) -> None:
+@pytest.fixture
+def stack(tmp_path: Path) -> LayerStack:
     config = read_config(directory := make_tiny_model(tmp_path))
     every = range(config.layers)
     where = {"dtype": torch.float32, "device": torch.device("cpu")}
-    stack = load_stack(directory, StackSpec(config=config, layers=every, embedding=True, head=True, **where))
-    ids, rows = random.Random(2).choices(range(199), k=800), slice(600, 728)
-    bounds = {"streaming": Bound(), "best keys": Bound()}
-    dense = last_rows(stack, ids, "dense", rows, bounds)
-    whole = last_rows(stack, ids, "streaming", rows)
-    short = last_rows(stack, ids, "streaming:sink=1,window=100", rows)
-    assert len(dense) == config.layers
-    for layer, mine in enumerate(dense):
-        assert mine.out_HRD.shape[1] == 128 and mine.k_GSD.shape[1] == 600
-        assert cosine(whole[layer], mine) == pytest.approx(1.0, abs=1e-5)
-    assert cosine(short[-1], dense[-1]) < 0.999
-    assert rank_correlation(short[0], dense[0]) == 1.0, "the first layer's queries and keys are the same"
-    for sums in bounds.values():  # 800 tokens are within streaming's window
-        assert sums.count > 0 and sums.error / sums.count < 1e-6
+    return load_stack(directory, StackSpec(config=config, layers=every, embedding=True, head=True, **where))
+
+
+IDS = random.Random(2).choices(range(199), k=800)
+
+
+def test_rows_are_those_before_the_end(stack: LayerStack) -> None:
+    (near, far) = last_rows(stack, IDS, "dense", [slice(600, 728), slice(400, 528)])
+    assert len(near) == len(far) == stack.config.layers
+    assert near[0].out_HRD.shape[1] == 128
+    assert (near[0].k_GSD.shape[1], far[0].k_GSD.shape[1]) == (600, 400)
+    assert torch.equal(far[1].k_GSD, near[1].k_GSD[:, :400])
+    (alone,) = last_rows(stack, IDS, "dense", [slice(400, 528)])
+    for layer in range(stack.config.layers):
+        assert torch.equal(alone[layer].out_HRD, far[layer].out_HRD)
+        assert torch.equal(alone[layer].q_HRD, far[layer].q_HRD)
+
+
+def test_a_method_that_keeps_everything_is_dense(stack: LayerStack) -> None:
+    found = figures(stack, IDS, ["streaming", "streaming:sink=1,window=100"], [72, 272])
+    assert [one["before"] for one in found] == [72, 272]
+    for one in found:
+        whole, short = one["methods"].values()
+        assert whole["cosine"] == pytest.approx([1.0] * stack.config.layers, abs=1e-5)
+        assert short["cosine"][-1] < 0.999
+        assert short["ranks"][0] == 1.0, "the first layer's queries and keys are the same"
+        assert short["ranks"][-1] < 1.0
+        for sums in one["lemma"].values():  # 800 tokens are within streaming's window
+            assert sums["error"] < 1e-6
+
+
+def test_tables_are_means_over_documents() -> None:
+    def of(cosine: float, error: float, most: float) -> dict[str, Any]:
+        lemma = {"streaming": {"error": error, "bound": 1.0, "most": most}}
+        return {
+            "before": 0,
+            "methods": {"m": {"cosine": [cosine, 0.5], "ranks": [0.25, 0.75]}},
+            "lemma": lemma,
+        }
+
+    text = tables([of(0.5, 0.2, 0.9), of(0.7, 0.4, 0.3)])
+    assert "2 documents, 128 rows that end 0 before the last" in text
+    assert "| 0 | 0.600 ± 0.100, 0.250 ± 0.000 |" in text
+    assert "| all | 0.550 ± 0.050, 0.500 ± 0.000 |" in text
+    assert "| streaming | 0.30000 ± 0.10000 | 1.00000 ± 0.00000 | 0.900 |" in text
+
+
+def test_documents_that_stand_in_the_file_are_not_read_again(
+    tmp_path: Path, stack: LayerStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(delta_outputs, "documents_of", lambda _: [Document(IDS, ())] * 3)
+    monkeypatch.setattr(delta_outputs, "load_model", lambda *_: stack)
+    out = tmp_path / "out.jsonl"
+    command = ["--out", str(out), "--before", "0", "64", "--methods", "streaming"]
+    command += ["--text", "first.txt", "second.txt", "third.txt"]
+    main([*command, "--shard", "1/2"])
+    assert capsys.readouterr().out == "second: read\n"
+    main(command)
+    assert capsys.readouterr().out == "first: read\nthird: read\n"
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    names = "second", "first", "third"
+    assert [(one["document"], one["before"]) for one in kept] == [
+        (name, n) for name in names for n in (0, 64)
+    ]
+    main(["--tables", str(out)])
+    assert capsys.readouterr().out.count("3 documents, 128 rows") == 2
