@@ -181,7 +181,7 @@ def test_nodes_talk_by_tls_and_refuse_who_has_no_certificate(
 
 READ_ONLY = (
     "mount --make-rprivate / && mount --bind {temporary} {temporary} && mount --bind /dev/shm /dev/shm && "
-    "mount -o remount,bind,ro / && ! touch {root}/written 2>/dev/null"
+    "mount -o remount,bind,ro / && ! touch /written 2>/dev/null"
 )
 """In a mount namespace of its own. Temporary files and shared memory have mounts of their own there, as in a
 pod, whether or not they have them here; other mounts stay as they are."""
@@ -216,7 +216,7 @@ class Confined(LocalService):
     """In a mount namespace whose root is read-only."""
 
     def __enter__(self) -> LocalService:
-        read_only = READ_ONLY.format(root=ROOT, temporary=shlex.quote(tempfile.gettempdir()))
+        read_only = READ_ONLY.format(temporary=shlex.quote(tempfile.gettempdir()))
         script = f"{read_only} && exec {shlex.join(self._command)}"
         self._command = ["unshare", "--mount", "sh", "-c", script]
         return super().__enter__()
