@@ -47,9 +47,11 @@ rows = [row for row in json.load(open(sys.argv[1]))["prefill"] if row["method"] 
 (row,) = [row for row in rows if not stride or row["options"]["stride"] == int(stride)]
 print(row["levels"][int(number)]["density"])' "$out/profile.json" "$@"
 }
-far() { # TOKENS ROPE_THETA COUNT
-  shards "${shipped[@]}" --documents "$3x$1" --positions "$1" --rope-theta "$2" --tasks prose --seed 71 --chunk 65536 \
-    --methods dpxa:density=0.075 dpxa:share=0.05 xattention:share=0.05 streaming
+far() { # TOKENS ROPE_THETA COUNT METHODS…: more than are named here
+  local tokens=$1 theta=$2 count=$3
+  shift 3
+  shards "${shipped[@]}" --documents "${count}x$tokens" --positions "$tokens" --rope-theta "$theta" --tasks prose \
+    --seed 71 --chunk 65536 --methods dpxa:density=0.075 dpxa:share=0.05 xattention:share=0.05 streaming "$@"
 }
 ruler() { # TOKENS COUNT METHODS…
   local tokens=$1 count=$2 tasks=()
@@ -137,7 +139,7 @@ case $part in
     ;;
   far-131) far 131000 8e6 20 ;;
   far-262) far 262144 16.4e6 20 ;;
-  far-524) far 524288 33.5e6 20 ;;
+  far-524) far 524288 33.5e6 20 dpxa:share=0.022 ;;
   fp8) shards "${whole[@]}" "${shipped[@]}" --tasks needles:40 --quantisation fp8 --methods dpxa:density=0.075 ;;
   code) short 21 copies:8 ;;
   plays) short 37 names:8 ;;
