@@ -237,6 +237,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "accuracy_equal_time_h200": (equal_time, ("accuracy_equal_time_h200",)),
     "accuracy_decode_h200": (held_out_decode, ("accuracy_h200",)),
     "accuracy_runs_h200": (held_out_runs, ("accuracy_h200",)),
+    "accuracy_demo_cpu": (accuracy, ("accuracy_demo_cpu",)),
     "accuracy_baselines_cpu": (baselines, ("accuracy_baselines_cpu",)),
     "accuracy_served_cpu": (served, ("accuracy_served_cpu",)),
     "precision_h200": (precision, ("precision_h200",)),
