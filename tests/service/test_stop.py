@@ -90,6 +90,9 @@ def test_a_door_that_stops_leaves_no_task(
     assert not door.decode.used() and not door.group._open
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning"
+)
 def test_a_door_that_does_not_stop_its_requests_would_be_noticed(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
