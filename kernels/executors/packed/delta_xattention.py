@@ -5,7 +5,6 @@ Suffixes: J keys attended to.
 """
 
 import math
-from typing import Any
 
 import torch
 
@@ -26,8 +25,8 @@ class DeltaXAttentionExecutor:
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
         self.distance = options.distance
-        self._how: dict[str, Any] = {"exact_share": options.exact_share, "means": options.means}
         self.exact_share = options.exact_share
+        self._means = options.means
 
     def new_state(self, spec: StateSpec) -> PackedRuns:
         return PackedRuns.empty(spec, BLOCK)
@@ -40,9 +39,8 @@ class DeltaXAttentionExecutor:
         with phase("anchors"):
             state.extend(x.k_BGSD, BLOCK, self.cos, self.distance)
         with phase("attention"):
-            if runs_on_cpu(x.q_BHTD, "delta_xattention"):
-                return cpu_attend(x, kept, state, **self._how)
-            return kernel_attend(x, kept, state, **self._how)
+            attend = cpu_attend if runs_on_cpu(x.q_BHTD, "delta_xattention") else kernel_attend
+            return attend(x, kept, state, self._exact(x, kept), means=self._means)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
         return self.tiles_of_heads(x, mask, state).sum()
@@ -50,10 +48,7 @@ class DeltaXAttentionExecutor:
     def tiles_of_heads(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
         """Count `computed_tiles` for each head: float64 (B, H)."""
         kept = self._check(x, mask)
-        if runs_on_cpu(x.q_BHTD, "delta_xattention"):
-            exact_BHNM = cpu_exact_table(kept, self.exact_share)
-        else:
-            exact_BHNM = kernel_exact_table(kept, self.exact_share)
+        exact_BHNM = self._exact(x, kept)
         entry_M = torch.arange(kept.index_BHNM.shape[-1], device=exact_BHNM.device)
         listed_BHNM = entry_M < kept.count_BHN[..., None]
         batch, heads = x.q_BHTD.shape[:2]
@@ -63,6 +58,11 @@ class DeltaXAttentionExecutor:
         tile_BHX = torch.where(lesser_BHNM, kept.index_BHNM, 0).long().view(batch, heads, -1)
         packed_BHX = runs_BHM.gather(2, tile_BHX) * lesser_BHNM.view(batch, heads, -1)
         return packed_BHX.sum(2) + (listed_BHNM & exact_BHNM).sum((2, 3), dtype=torch.float64)
+
+    def _exact(self, x: AttentionInput, kept: TileMask) -> torch.Tensor:
+        """Mark the exact tiles, laid out as the mask's index."""
+        table = cpu_exact_table if runs_on_cpu(x.q_BHTD, "delta_xattention") else kernel_exact_table
+        return table(kept, self.exact_share)
 
     def _check(self, x: AttentionInput, mask: TileMask | None) -> TileMask:
         kept = check_mask(x, mask, "delta_xattention")
@@ -97,11 +97,13 @@ def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
 
 
 def cpu_attend(
-    x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float, means: bool
+    x: AttentionInput, mask: TileMask, state: PackedRuns, exact_BHNM: torch.Tensor, *, means: bool
 ) -> torch.Tensor:
-    """Attend exactly to the diagonal and to `exact_share` of the other kept tiles, and over packed runs to
-    the rest."""
-    exact_BHNM = cpu_exact_table(mask, exact_share)
+    """Attend to the mask's tiles, to those that are marked exactly, to the others over packed runs.
+
+    Args:
+        exact_BHNM: bool, laid out as the mask's index. The diagonal is marked.
+    """
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()
     for b in range(x.q_BHTD.shape[0]):

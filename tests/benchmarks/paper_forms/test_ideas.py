@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from deltafront.benchmarks.paper_forms import ideas
+from deltafront.benchmarks.paper_forms.delta_xattention import listed
 from deltafront.benchmarks.paper_forms.oracle import corrected_rows, mean_tiles
 from deltafront.benchmarks.reference.attention import reference_attention
 from deltafront.benchmarks.testing import (
@@ -23,6 +25,8 @@ from deltafront.benchmarks.testing import (
 from deltafront.kernels.build import build, options_for, part_of
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.executors.block_sparse import cpu_attend
+from deltafront.kernels.executors.packed.delta_xattention_kernel import kernel_attend
+from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
 from deltafront.kernels.methods import PRESETS, load, method_spec, registered
 from deltafront.kernels.selectors.streaming import StreamingSelector
@@ -86,36 +90,61 @@ def test_a_new_chunk_is_scored_anew() -> None:
             assert float(seen.computed) == float(covered.computed)
 
 
+def moved(given: Any) -> Any:
+    """To the GPU where there is one."""
+    tensors = {key: one for key, one in vars(given).items() if isinstance(one, torch.Tensor)}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return replace(given, **{key: one.to(device) for key, one in tensors.items()})
+
+
+def with_means(x: AttentionInput, mask: TileMask) -> torch.Tensor:
+    executor = ideas.MeanTilesExecutor(None)
+    state = executor.new_state(spec_of(x))
+    with poisoned_empty():
+        return executor.attend(x, mask, state, no_phase)
+
+
 @pytest.mark.parametrize("start", [0, 384])
-def test_dropped_tiles_stand_as_their_means(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ideas, "SLAB", 2)
+def test_dropped_tiles_stand_as_their_means(start: int) -> None:
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16, rows=900 - start)
     mask = random_mask(x, 0.3)
-    executor = ideas.MeanTilesExecutor(None)
-    with poisoned_empty():
-        found = executor.attend(x, mask, None, no_phase)
     kept_HNM = torch.zeros(4, x.query_blocks, x.key_blocks, dtype=torch.bool)
     for at, row in enumerate(tiles(mask)):
         kept_HNM[at // x.query_blocks, at % x.query_blocks, row] = True
-    assert_rows_close(found, mean_tiles(x, kept_HNM))
+    assert_rows_close(with_means(x, mask), mean_tiles(x, kept_HNM))
     kept, causal = int(kept_HNM.sum()), 4 * sum(x.first_block + n + 1 for n in range(x.query_blocks))
-    assert float(executor.computed_tiles(x, mask, None)) == pytest.approx(kept + (causal - kept) / BLOCK)
+    executor = ideas.MeanTilesExecutor(None)
+    computed = executor.computed_tiles(x, mask, executor.new_state(spec_of(x)))
+    assert float(computed) == pytest.approx(kept + (causal - kept) / BLOCK)
+
+
+def test_the_kernel_takes_means_as_the_cpu_does() -> None:
+    """In the interpreter, or compiled."""
+    x = random_input(900, q_heads=4, kv_heads=2, head_dim=16)
+    mask = random_mask(x, 0.3)
+    expected = with_means(x, mask)
+    state = PackedRuns.empty(spec_of(x), BLOCK)
+    state.extend(x.k_BGSD, BLOCK, ideas.ANY_COSINE)
+    assert state.offset_BGC[0, 0].tolist() == list(range(900 // BLOCK + 1)), "a run for each whole tile"
+    x, state = moved(x), moved(state)
+    kept_BHNM = listed(x, moved(mask)).contiguous()
+    with poisoned_empty():
+        found = kernel_attend(x, ideas.causal_list(kept_BHNM, 0), state, kept_BHNM, means=True)
+    assert_rows_close(found.cpu(), expected)
 
 
 def test_means_are_exact_where_nothing_is_dropped_and_where_tiles_are_alike() -> None:
     x = random_input(700, q_heads=2, kv_heads=1, head_dim=16)
-    executor = ideas.MeanTilesExecutor(None)
-    assert_rows_close(executor.attend(x, full_mask(x), None, no_phase), reference_attention(x))
+    assert_rows_close(with_means(x, full_mask(x)), reference_attention(x))
     short = random_input(100, q_heads=2, kv_heads=1, head_dim=16)
-    assert_rows_close(executor.attend(short, full_mask(short), None, no_phase), reference_attention(short))
+    assert_rows_close(with_means(short, full_mask(short)), reference_attention(short))
     for kv in (x.k_BGSD, x.v_BGSD):
         kv.copy_(kv[:, :, torch.arange(700) // BLOCK * BLOCK])
-    assert_rows_close(executor.attend(x, random_mask(x, 0.2), None, no_phase), reference_attention(x))
+    assert_rows_close(with_means(x, random_mask(x, 0.2)), reference_attention(x))
 
 
 @pytest.mark.parametrize("start", [0, 256])
-def test_rows_behind_a_dense_row_get_its_difference(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ideas, "ROWS", 32)
+def test_rows_behind_a_dense_row_get_its_difference(start: int) -> None:
     x = random_input(1100, q_heads=4, kv_heads=2, head_dim=16, rows=1100 - start)
     drift = torch.arange(x.q_BHTD.shape[2])[:, None] / 40
     x.q_BHTD.copy_(0.4 * x.q_BHTD + torch.cat([drift.sin(), drift.cos(), (3 * drift).sin()] * 6, 1)[:, :16])

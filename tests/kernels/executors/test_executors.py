@@ -195,12 +195,12 @@ def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dty
     mixed = DeltaXAttentionExecutor(MIXED)
     state = mixed.new_state(spec_of(x))
     state.extend(x.k_BGSD, 128, mixed.cos)
+    exact_BHNM = delta_xattention_kernel.kernel_exact_table(mask, 0.3)
     for means in (True, False):
-        options: dict[str, Any] = {"exact_share": 0.3, "means": means}
         with poisoned_empty():
-            found = delta_xattention_kernel.kernel_attend(x, mask, state, **options)
+            found = delta_xattention_kernel.kernel_attend(x, mask, state, exact_BHNM, means=means)
         expected = delta_xattention.cpu_attend(
-            as_stored(x), mask_on_cpu(mask), state_on_cpu(state), **options
+            as_stored(x), mask_on_cpu(mask), state_on_cpu(state), exact_BHNM.cpu(), means=means
         )
         assert_rows_close(found.cpu(), expected)
 
