@@ -58,7 +58,7 @@ def lines(
             _value(of["ttft_question"], "none recomputed"),
             "",
             f"{_untuned(served, 'dpxa')}; {_kept(answers, 'dpxa_default')};"
-            " none recomputed: as in the first row",
+            " none recomputed: as in the first row on set B",
         ),
         (
             *_timed("Each further token, 256 selected pages", of["token_delta"], pages),
