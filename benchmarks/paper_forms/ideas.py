@@ -25,7 +25,7 @@ from .methods import ChangedRowsOptions, SharedMasksOptions
 
 HALVINGS = 12
 ANY_COSINE = -2.0
-"""All of a chunk's keys are one run."""
+"""A cosine that any two keys reach, so that all keys of a chunk are one run."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class MeanTilesExecutor:
     def attend(
         self, x: AttentionInput, mask: TileMask | None, state: PackedRuns, phase: Phase
     ) -> torch.Tensor:
-        kept_BHNM = listed(x, check_mask(x, mask, "mean tiles")).contiguous()
+        kept_BHNM = listed(x, check_mask(x, mask, "mean tiles"))
         with phase("anchors"):
             state.extend(x.k_BGSD, BLOCK, ANY_COSINE)
         with phase("attention"):

@@ -132,14 +132,14 @@ def mixed_kernel(
 def kernel_attend(
     x: AttentionInput, mask: TileMask, state: PackedRuns, exact_BHNM: torch.Tensor, *, means: bool
 ) -> torch.Tensor:
-    """Compute `delta_xattention.cpu_attend` on the GPU. exact_BHNM must be contiguous."""
+    """Compute `delta_xattention.cpu_attend` on the GPU."""
     check_launch(x)
     q, k, v = x.q_BHTD, x.k_BGSD, x.v_BGSD
     out = new_output(x)
     packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, means=means)
     constants = tile_constants(q) | {"COLS": 64 if q.shape[3] <= 128 else 32}
     tensors = (q, k, v, out, packed.k_BGPD, packed.v_BGPD, packed.weight_BGP, state.offset_BGC)
-    lists = (mask.index_BHNM, exact_BHNM.view(torch.int8), mask.count_BHN.contiguous())
+    lists = (mask.index_BHNM, exact_BHNM.contiguous().view(torch.int8), mask.count_BHN.contiguous())
     sizes = (q.shape[1], x.group, q.shape[2], k.shape[2], x.q_start)
     mixed_kernel[(triton.cdiv(q.shape[2], constants["ROWS"]), q.shape[0] * q.shape[1])](
         *tensors,

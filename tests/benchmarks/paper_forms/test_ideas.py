@@ -91,7 +91,7 @@ def test_a_new_chunk_is_scored_anew() -> None:
 
 
 def moved(given: Any) -> Any:
-    """To the GPU where there is one."""
+    """Copy its tensors to the GPU where there is one."""
     tensors = {key: one for key, one in vars(given).items() if isinstance(one, torch.Tensor)}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return replace(given, **{key: one.to(device) for key, one in tensors.items()})
@@ -119,7 +119,7 @@ def test_dropped_tiles_stand_as_their_means(start: int) -> None:
 
 
 def test_the_kernel_takes_means_as_the_cpu_does() -> None:
-    """In the interpreter, or compiled."""
+    """It runs in the interpreter, or compiled where there is a GPU. The table of exact tiles is a slice."""
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16)
     mask = random_mask(x, 0.3)
     expected = with_means(x, mask)
@@ -127,7 +127,7 @@ def test_the_kernel_takes_means_as_the_cpu_does() -> None:
     state.extend(x.k_BGSD, BLOCK, ideas.ANY_COSINE)
     assert state.offset_BGC[0, 0].tolist() == list(range(900 // BLOCK + 1)), "a run for each whole tile"
     x, state = moved(x), moved(state)
-    kept_BHNM = listed(x, moved(mask)).contiguous()
+    kept_BHNM = listed(x, moved(mask))
     with poisoned_empty():
         found = kernel_attend(x, ideas.causal_list(kept_BHNM, 0), state, kept_BHNM, means=True)
     assert_rows_close(found.cpu(), expected)
