@@ -22,8 +22,8 @@ def told(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-def shard(given: str) -> tuple[int, int]:
-    """I and N of I/N, one of N processes. Raises ValueError."""
+def parse_shard(given: str) -> tuple[int, int]:
+    """Read I/N, the I-th of N processes. Raises ValueError."""
     match = re.fullmatch(r"(\d+)/(\d+)", given)
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError(f"no shard {given!r}: I/N with I from 0 to N - 1")

@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
     from . import interpreter
 
     interpreter.without_idle_work()
-    # What nobody has written is NaN, so that whoever reads it fails in every run, not by chance. On a GPU
-    # this would also choose other kernels.
+    # Fill new memory with NaN, so that a test that reads it unwritten fails in every run, not by chance. On
+    # a GPU this would also choose other kernels.
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 torch.set_num_threads(1)

@@ -80,7 +80,7 @@ from deltafront.benchmarks.accuracy.questions import (
 )
 from deltafront.benchmarks.accuracy.report import BASELINE, Outcome, line, parse_gate
 from deltafront.benchmarks.accuracy.tasks import TASKS, parse_task
-from deltafront.benchmarks.arguments import shard, told
+from deltafront.benchmarks.arguments import parse_shard, told
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.reader import (
     MODEL,
@@ -360,7 +360,7 @@ def _arguments() -> argparse.Namespace:
     add("--quantisation", choices=get_args(Quantisation), help="also with the layers in so many bits")
     add("--kv-dtype", choices=get_args(KVDtype), help="also with K/V in so many bits")
     add("--device", default="cuda" if cuda else "cpu")
-    add("--shard", type=told(shard), metavar="I/N", help="every N-th document from I on, for `merge`")
+    add("--shard", type=told(parse_shard), metavar="I/N", help="every N-th document from I on, for `merge`")
     add("--result", type=Path)
     add("--outcomes", type=Path, help="documents that stand in it are not read again")
     add("--minutes", type=float, help="after which no document is begun")

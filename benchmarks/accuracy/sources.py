@@ -17,7 +17,7 @@ import argparse
 import hashlib
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -84,18 +84,22 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     packages = zip(FAR[::2], FAR[1::2], strict=True) if arguments.far else zip(arguments.packages)
-    for name, text in plays_of(arguments.plays) if arguments.plays else _texts_of(packages):
+    texts = _plays(arguments.plays) if arguments.plays else map(_joined, packages)
+    for name, described, text in texts:
         (arguments.folder / f"{name.lower()}.txt").write_text(text, encoding="utf-8")
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        versions = (
-            "" if arguments.plays else "".join(f" {distribution(one).version}" for one in name.split("+"))
-        )
-        print(f"{name}{versions}: {len(text)} characters, sha256 {digest}")
+        print(f"{described}: {len(text)} characters, sha256 {digest}")
 
 
-def _texts_of(packages: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, str]]:
-    for names in packages:
-        yield "+".join(names), "\n".join(map(text_of, names))
+def _joined(packages: Sequence[str]) -> tuple[str, str, str]:
+    """Return the name, the description with versions, and the text of packages, one behind the other."""
+    text = "\n".join(map(text_of, packages))
+    described = " and ".join(f"{package} {distribution(package).version}" for package in packages)
+    return "+".join(packages), described, text
+
+
+def _plays(archive: Path) -> Iterator[tuple[str, str, str]]:
+    return ((name, name, text) for name, text in plays_of(archive))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from deltafront.benchmarks.accuracy.paired import mean_and_error
-from deltafront.benchmarks.arguments import shard, told
+from deltafront.benchmarks.arguments import parse_shard, told
 from deltafront.benchmarks.markdown import markdown
 from deltafront.benchmarks.paper_forms.delta_xattention import listed
 from deltafront.benchmarks.paper_forms.levels import METHODS, documents_of, model_of, parser_of
@@ -91,7 +91,7 @@ def last_rows(
     ids: Sequence[int],
     method: str,
     slices: Sequence[slice],
-    bounds: Sequence[dict[str, Bound]] = (),
+    bounds: Sequence[dict[str, Bound]] | None = None,
 ) -> list[list[LastRows]]:
     """By slice of rows and layer, of a reading with the method at any length. bounds: by slice, sums for
     Lemma 1's figures."""
@@ -105,8 +105,9 @@ def last_rows(
         for rows, layers in zip(slices, found, strict=True):
             kept = out_BHTD[0, :, rows].clone(), x.q_BHTD[0, :, rows].clone()
             layers.append(LastRows(*kept, k_GSD[:, : rows.start]))
-        for rows, sums in zip(slices, bounds, strict=False):
-            _add_bounds(x, rows, sums)
+        if bounds is not None:
+            for rows, sums in zip(slices, bounds, strict=True):
+                _add_bounds(x, rows, sums)
         return out_BHTD
 
     read_densely(stack, embedded(stack, ids), hook)
@@ -119,7 +120,7 @@ def cosine(mine: LastRows, dense: LastRows) -> float:
 
 
 def rank_correlations(each: Sequence[LastRows], dense: LastRows) -> list[float]:
-    """Of each with dense attention, the mean over heads and rows."""
+    """Correlate the ranks of each with dense attention's. A number is the mean over heads and rows."""
     heads, keys = dense.q_HRD.shape[0], dense.k_GSD.shape[1]
     total_M = [0.0] * len(each)
     for h in range(heads):
@@ -131,7 +132,7 @@ def rank_correlations(each: Sequence[LastRows], dense: LastRows) -> list[float]:
 
 
 def _ranks(one: LastRows, h: int) -> torch.Tensor:
-    """Of the keys by a head's logits, [R, S], float64. Equal logits are ranked in the order of their keys."""
+    """Rank the keys by a head's logits: rank_RS, float64. Equal logits keep the order of their keys."""
     group = one.q_HRD.shape[0] // one.k_GSD.shape[0]
     order_RS = (one.q_HRD[h].float() @ one.k_GSD[h // group].float().T).argsort(dim=1, stable=True)
     place_S = torch.arange(order_RS.shape[1], device=order_RS.device).expand_as(order_RS)
@@ -180,7 +181,7 @@ def best(logit_RS: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
 def figures(
     stack: LayerStack, ids: Sequence[int], methods: Sequence[str], before: Sequence[int]
 ) -> list[Figures]:
-    """Of one document, for each number of tokens before its end."""
+    """Read one document with every method; return its figures for each number of tokens before its end."""
     stops = [len(ids) - one for one in before]
     slices = [slice(stop - ROWS, stop) for stop in stops]
     bounds = [{"streaming": Bound(), "best keys": Bound()} for _ in slices]
@@ -206,39 +207,42 @@ def figures(
 
 
 def tables(found: Sequence[Figures]) -> str:
-    """In Markdown, for each number of tokens before the end."""
-    parts = []
-    for before in sorted({one["before"] for one in found}):
-        each = [one for one in found if one["before"] == before]
-        methods = list(each[0]["methods"])
-        layers = range(len(each[0]["methods"][methods[0]]["cosine"]))
+    """Write the tables in Markdown, for each number of tokens before the end."""
+    places = sorted({one["before"] for one in found})
+    return "\n\n".join(_tables([one for one in found if one["before"] == place]) for place in places)
 
-        def cells(of: Iterable[int], each: Sequence[Figures] = each) -> list[str]:
-            kept = list(of)
-            return [
-                ", ".join(
-                    _mean([sum(one["methods"][method][kind][n] for n in kept) / len(kept) for one in each])
-                    for kind in ("cosine", "ranks")
-                )
-                for method in each[0]["methods"]
-            ]
 
-        header = ["layer", *(f"`{method}`: cosine, ranks" for method in methods)]
-        rows = [[str(layer), *cells([layer])] for layer in layers]
-        lemma = [
-            [
-                name,
-                *(_mean([one["lemma"][name][kind] for one in each], 5) for kind in ("error", "bound")),
-                f"{max(one['lemma'][name]['most'] for one in each):.3f}",
-            ]
-            for name in each[0]["lemma"]
+def _tables(each: Sequence[Figures]) -> str:
+    """Write the tables of documents whose rows end at one place."""
+    first = each[0]
+    methods = list(first["methods"])
+    layers = list(range(len(first["methods"][methods[0]]["cosine"])))
+    kinds = [(method, kind) for method in methods for kind in ("cosine", "ranks")]
+    rows = [
+        [
+            name,
+            *(_mean([_over(one["methods"][method][kind], kept) for one in each]) for method, kind in kinds),
         ]
-        parts += [
-            f"{len(each)} documents, {ROWS} rows that end {before} before the last",
-            markdown(header, [*rows, ["all", *cells(layers)]]),
-            markdown(["Lemma 1, kept keys", "error", "bound", "largest share of the bound"], lemma),
+        for name, kept in (*((str(layer), [layer]) for layer in layers), ("all", layers))
+    ]
+    lemma = [
+        [
+            name,
+            *(_mean([one["lemma"][name][kind] for one in each], 5) for kind in ("error", "bound")),
+            f"{max(one['lemma'][name]['most'] for one in each):.3f}",
         ]
+        for name in first["lemma"]
+    ]
+    parts = (
+        f"{len(each)} documents, {ROWS} rows that end {first['before']} before the last",
+        markdown(["layer", *(f"`{method}`, {kind}" for method, kind in kinds)], rows),
+        markdown(["Lemma 1, kept keys", "error", "bound", "largest share of the bound"], lemma),
+    )
     return "\n\n".join(parts)
+
+
+def _over(by_layer: Sequence[float], layers: Sequence[int]) -> float:
+    return sum(by_layer[layer] for layer in layers) / len(layers)
 
 
 def _mean(values: Sequence[float], places: int = 3) -> str:
@@ -256,7 +260,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", type=known_method, nargs="+", default=METHODS_SHOWN)
     parser.add_argument("--before", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--shard", type=told(shard), default=(0, 1), metavar="I/N")
+    parser.add_argument("--shard", type=told(parse_shard), default=(0, 1), metavar="I/N")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no document is begun")
     parser.add_argument("--tables", type=Path, nargs="+", default=[], metavar="FILE")
     arguments = parser.parse_args(given)

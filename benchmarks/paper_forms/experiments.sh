@@ -21,19 +21,30 @@ mkdir -p "$out"
 here=deltafront.benchmarks
 model=(${MODEL:+--model "$MODEL"})
 
-shards() { # ARGUMENTS…: all documents, in `together` processes; then their rows together
+beside() { # FUNCTION ARGUMENTS…: called with each shard's number behind them, in `together` processes
   local pids=() shard failed=0
   for ((shard = 0; shard < together; shard++)); do
-    "$python" -m "$here.accuracy" "${model[@]}" --text "$texts"/*.txt "$@" --minutes "${MINUTES:-4}" \
-      --outcomes "$out/${part}_$shard.jsonl" --shard "$shard/$together" \
-      --result "$out/${part}_$shard.json" > >(tee "$out/${part}_$shard.out") 2>&1 &
+    "$@" "$shard" &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
-  ((failed)) && exit 1
-  local results=()
+  return "$failed"
+}
+shards() { # ARGUMENTS…: all documents, in processes beside each other; then their rows together
+  beside one_shard "$@"
+  local results=() shard
   for ((shard = 0; shard < together; shard++)); do results+=("$out/${part}_$shard.json"); done
   "$python" -m "$here.accuracy.merge" "${results[@]}" --result "$out/$part.json"
+}
+one_shard() { # ARGUMENTS… SHARD
+  local shard=${!#}
+  "$python" -m "$here.accuracy" "${model[@]}" --text "$texts"/*.txt "${@:1:$#-1}" --minutes "${MINUTES:-4}" \
+    --outcomes "$out/${part}_$shard.jsonl" --shard "$shard/$together" \
+    --result "$out/${part}_$shard.json" > >(tee "$out/${part}_$shard.out") 2>&1
+}
+outputs_shard() { # SHARD
+  "$python" -m "$here.paper_forms.delta_outputs" "${model[@]}" --text "$texts"/*.txt --tokens 130500 \
+    --before 0 256 --minutes "${MINUTES:-4}" --shard "$1/$together" --out "$out/outputs_$1.jsonl"
 }
 
 untuned=(--no-adapter --documents 42x7680 --tasks copies:8 --seed 61 --chunk 7680)
@@ -180,13 +191,7 @@ case $part in
       random:4:{1,2,3}:256 "${shifted[0]}:64:8"
     ;;
   outputs)
-    pids=()
-    for ((shard = 0; shard < together; shard++)); do
-      "$python" -m "$here.paper_forms.delta_outputs" "${model[@]}" --text "$texts"/*.txt --tokens 130500 \
-        --before 0 256 --minutes "${MINUTES:-4}" --shard "$shard/$together" --out "$out/outputs_$shard.jsonl" &
-      pids+=($!)
-    done
-    for pid in "${pids[@]}"; do wait "$pid"; done
+    beside outputs_shard
     "$python" -m "$here.paper_forms.delta_outputs" --tables "$out"/outputs_*.jsonl | tee "$out/outputs.out"
     ;;
   *) echo "no part $part" >&2 && exit 2 ;;

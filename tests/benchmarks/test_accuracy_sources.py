@@ -39,7 +39,7 @@ def test_far_texts_are_of_two_packages_that_no_other_text_has(
     (path,) = tmp_path.iterdir()
     assert path.name == "packaging+rich.txt"
     assert path.read_text(encoding="utf-8") == f"{text_of('packaging')}\n{text_of('rich')}"
-    assert f"packaging+rich {version('packaging')} {version('rich')}: " in capsys.readouterr().out
+    assert f"packaging {version('packaging')} and rich {version('rich')}: " in capsys.readouterr().out
 
 
 def test_plays_come_from_the_archive_without_poems_and_old_spelling(tmp_path: Path) -> None:

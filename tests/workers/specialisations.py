@@ -183,7 +183,7 @@ def decode_after_warm_up(directory: str, case: Case, seen: set[tuple[str, str]])
 
 def main() -> None:
     directory, *cases = sys.argv[1:]
-    torch.use_deterministic_algorithms(True)  # so that host memory that nobody wrote is NaN in every run
+    torch.use_deterministic_algorithms(True)  # fills new host memory with NaN
     for case in (Case(**json.loads(given)) for given in cases):
         waits, model = set[str](), f"{directory}/{case.model}"
         with fake_gpu() as seen:

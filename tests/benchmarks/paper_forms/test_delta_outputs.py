@@ -140,8 +140,8 @@ def test_tables_are_means_over_documents() -> None:
 
     text = tables([of(0.5, 0.2, 0.9), of(0.7, 0.4, 0.3)])
     assert "2 documents, 128 rows that end 0 before the last" in text
-    assert "| 0 | 0.600 ± 0.100, 0.250 ± 0.000 |" in text
-    assert "| all | 0.550 ± 0.050, 0.500 ± 0.000 |" in text
+    assert "| 0 | 0.600 ± 0.100 | 0.250 ± 0.000 |" in text
+    assert "| all | 0.550 ± 0.050 | 0.500 ± 0.000 |" in text
     assert "| streaming | 0.30000 ± 0.10000 | 1.00000 ± 0.00000 | 0.900 |" in text
 
 
