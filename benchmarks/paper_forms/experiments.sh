@@ -5,7 +5,7 @@
 # (130,500 tokens), decode, decay. PART of 0002: code, plays (untuned, 4,096 tokens; TEXTS of plays: a folder of
 # them), ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262, far-524, ideas-7680, ideas-130500. PART of
 # 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long, forms-decode, outputs (130,500 tokens). PART of
-# 0004: far-* and ruler-130500 with more documents, fp8, outputs.
+# 0004: far-*, ruler-130500, decay and keys with more documents, fp8, outputs.
 # TEXTS: a folder that the first command has written, of far-* the third. `thresholds` and `forms-decode`
 # calibrate on SymPy's sources, which are of set B:
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
@@ -135,7 +135,7 @@ case $part in
       8,14,18,21:256:4 8,14,18,21:256:16
     ;;
   decay)
-    "$python" -m "$here.paper_forms.delta_decay" "${model[@]}" --text "$texts"/{networkx,rich,transformers}.txt \
+    "$python" -m "$here.paper_forms.delta_decay" "${model[@]}" --text "$texts"/*.txt \
       --tokens 130500 --questions 100 --gamma 2 8 16 64 256 | tee "$out/decay.out"
     ;;
   ruler-8192 | ruler-32768)

@@ -50,6 +50,11 @@ def test_a_constant_difference_is_held_whole() -> None:
     assert row(16, [Held()]) == "| 16 | – | – | – | – |"
 
 
+def test_several_documents_have_an_interval() -> None:
+    one, other = (Held(cosine=cosine, rows=10, before=1.0, after=1.0) for cosine in (2.0, 6.0))
+    assert row(8, [one, other]) == "| 8 | 0.400 (0.200 to 0.600) | 1.000 (1.000 to 1.000) | – | – |"
+
+
 def test_what_is_left_is_the_error_of_the_corrected_output(tmp_path: Path) -> None:
     """In a layer's attention, over the rows before the correction's dense end."""
     config = read_config(directory := make_tiny_model(tmp_path))
