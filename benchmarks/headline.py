@@ -18,9 +18,9 @@ Row = Mapping[str, Any]
 
 HEADER = ("what", "Deltafront", "compared with", "faster", "exact answers kept")
 TOKENS = 131_072
-LONGEST = "ttft_dpxa", 524_288
-"""Case and tokens that several GPUs are shown with."""
-SHIPPED, SELECTED = "dpxa:density=0.075", "decode 8,14,18,21:256"
+LONGEST = 524_288
+"""Tokens that several GPUs are shown with."""
+SHIPPED, RANKED, SELECTED = "dpxa:density=0.075", "dpxa:share=0.05", "decode 8,14,18,21:256"
 
 
 def _plain(row: Row) -> bool:
@@ -30,10 +30,17 @@ def _plain(row: Row) -> bool:
 
 
 def lines(
-    engine_of_8b: Result, held_out: Result, untuned: Result, far: Result, served: Result, decoded: Result
+    engine_of_8b: Result,
+    held_out: Result,
+    untuned: Result,
+    in_fp8: Result,
+    far: Result,
+    served: Result,
+    decoded: Result,
 ) -> list[Line]:
     """held_out: of sets A and B. The others are of texts that nothing was tuned on: untuned, answers after
-    prefill; far, KL beyond 131,072 tokens; served, answers through gRPC; decoded, after dense prefill."""
+    prefill; in_fp8, the same with FP8; far, KL beyond 131,072 tokens; served, answers through gRPC; decoded,
+    after dense prefill."""
     of = {row["case"]: row for row in engine_of_8b["rows"] if _plain(row)}
     longest = max(row["tokens"] for row in held_out["rows"])
     answers = {row["case"]: row for row in held_out["rows"] if row["tokens"] == longest}
@@ -49,9 +56,9 @@ def lines(
         ),
         (
             *_timed("The same in 8 bits (FP8 weights and activations)", of["ttft_dpxa_fp8"], bits),
-            _kept(answers, "dpxa_fp8"),
+            f"{_untuned(in_fp8, f'{SHIPPED} fp8')}, of dense attention's in 16 bits",
         ),
-        (*_on_several(engine_of_8b), f"not measured at this length; {_far(far)}"),
+        (*_on_several(engine_of_8b), _far(far)),
         (
             "First token of a question to a session, eight blocks recomputed for it",
             _value(question),
@@ -87,12 +94,13 @@ def _value(row: Row, name: str = "") -> str:
 
 
 def _on_several(result: Result) -> tuple[str, str, str, str]:
-    """The longest prompt on as many GPUs as were measured, beside one GPU as it was measured."""
-    longest = {row["gpus"]: row for row in result["rows"] if (row["case"], row["tokens"]) == LONGEST}
-    many = longest[max(longest)]
-    sparse = f"`dpxa`, density {many['density']}"
-    what = f"First token, {LONGEST[1]:,} tokens, {many['gpus']} GPUs as stages ({sparse})"
-    return _timed(what, many, (longest[1], "one GPU"))
+    """The longest prompt on as many GPUs as were measured: sparse beside dense attention."""
+    longest = [row for row in result["rows"] if row["tokens"] == LONGEST]
+    gpus, ranks = max((row["gpus"], row.get("ranks", 1)) for row in longest)
+    of = {row["case"]: row for row in longest if (row["gpus"], row.get("ranks", 1)) == (gpus, ranks)}
+    sparse = of["ttft_dpxa"]
+    what = f"First token, {LONGEST:,} tokens, {gpus} GPUs as stages (`dpxa`, density {sparse['density']})"
+    return _timed(what, sparse, (of["ttft_dense"], "our dense attention"))
 
 
 def _kept(answers: Mapping[str, Row], *cases: str) -> str:
@@ -107,12 +115,14 @@ def _untuned(result: Result, case: str, *, shows_density: bool = True) -> str:
 
 
 def _far(result: Result) -> str:
-    """KL of the longest prompts beside that of the shortest."""
-    rows = sorted((row for row in result["rows"] if row["case"] == SHIPPED), key=lambda row: row["tokens"])
-    longest, shortest = rows[-1], rows[0]
+    """KL of the longest prompts beside that of the shortest, at an equal share of tiles."""
+    shortest, *_, longest = sorted(
+        (row for row in result["rows"] if row["case"] == RANKED), key=lambda row: row["tokens"]
+    )
     return (
-        f"KL {longest['kl']:.2f} at density {longest['density']:.3f}, {longest['documents']} documents,"
-        f" {shortest['kl']:.2f} at {shortest['tokens']:,} tokens"
+        f"not asked at this length; KL {longest['kl']:.3f} at density {longest['density']:.3f},"
+        f" {longest['documents']} documents that nothing was tuned on, {shortest['kl']:.3f} at"
+        f" {shortest['tokens']:,} tokens"
     )
 
 

@@ -132,9 +132,10 @@ def service_overhead(result: Result) -> str:
 
 def headline(engine_of_8b: Result, held_out: Result, untuned: Result, *others: Result) -> str:
     commits = ", ".join(dict.fromkeys(result["commit"][:8] for result in (untuned, *others)))
+    cards = " and ".join(sorted({result["hardware"].removeprefix("one ") for result in (untuned, *others)}))
     sources = (
         f"Times: one {engine_of_8b['gpu']}, medians, commit {engine_of_8b['commit']} and older ones."
-        f" Answers of sets A and B: {held_out['gpu']}, of other documents and KL: {untuned['hardware']},"
+        f" Answers of sets A and B: {held_out['gpu']}, of other documents and KL: {cards},"
         f" commits {commits}; all of the 135M model, to questions of the form that its adapter was"
         " trained on, as a share of those without the saving; in brackets 95% of what documents drawn with"
         " replacement give, where the results hold it. docs/figures.md names each row's commit and each set's"
@@ -222,8 +223,9 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
             "engine_h200",
             "accuracy_h200",
             "accuracy_long_h100",
-            "accuracy_far_h100",
-            "accuracy_served_h100",
+            "accuracy_fp8_h200",
+            "accuracy_far_h200",
+            "accuracy_served_h200",
             "accuracy_forms_decode_h100",
         ),
     ),

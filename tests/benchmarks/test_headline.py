@@ -39,19 +39,26 @@ def test_sparse_prefills_answers_begin_with_those_at_the_density_that_is_timed(
     assert float(answers.partition("at density ")[2].partition(",")[0]) == pytest.approx(timed, abs=0.002)
 
 
-def test_times_of_two_commits_give_no_ratio(lines: list[headline.Line]) -> None:
-    several = next(line for line in lines if "GPUs as stages" in line[0])
-    assert "another commit" in several[2] and several[3] == ""
+def test_times_of_two_commits_give_no_ratio() -> None:
+    ours, other = ({"value": value, "unit": "s"} for value in (2.0, 3.0))
+    assert headline._timed("a", ours, (other, "dense"))[2:] == ("3 s (dense)", "1.50 ×")
+    _, _, beside, ratio = headline._timed("a", ours, ({**other, "commit": "old"}, "dense"))
+    assert (beside, ratio) == ("3 s (dense, another commit)", "")
 
 
-def test_one_gpu_beside_several_is_a_measured_row(lines: list[headline.Line]) -> None:
-    several = next(line for line in lines if "GPUs as stages" in line[0])
-    (alone,) = (
-        row
+def test_several_gpus_are_shown_beside_dense_attention_of_the_same_run(lines: list[headline.Line]) -> None:
+    (several,) = (line for line in lines if "GPUs as stages" in line[0])
+    of = {
+        row["case"]: row["value"]
         for row in results("engine_h200")["rows"]
-        if (row["case"], row["tokens"]) == headline.LONGEST and row["gpus"] == 1
+        if (row["tokens"], row["gpus"], row.get("ranks")) == (headline.LONGEST, 4, 4)
+    }
+    assert several[1:4] == (
+        f"{of['ttft_dpxa']:.3g} s",
+        f"{of['ttft_dense']:.3g} s (our dense attention)",
+        f"{of['ttft_dense'] / of['ttft_dpxa']:.2f} ×",
     )
-    assert several[2].startswith(f"{alone['value']:.3g} s")
+    assert "0.05)" in several[0] and "density 0.050" in several[4]
 
 
 def test_the_pages_that_are_timed_are_those_whose_answers_are_shown(lines: list[headline.Line]) -> None:
