@@ -10,16 +10,32 @@ import pytest
 from deltafront.benchmarks.accuracy.difference import differences, main
 
 ONE = [
-    {"document": "a", "kl": 0.2, "key_tokens": 3, "key_loss": 1.0, "questions": 4, "exact": 2, "exact_dense": 4,
-     "logp_difference": -1.0},
+    {
+        "document": "a",
+        "kl": 0.2,
+        "key_tokens": 3,
+        "key_loss": 1.0,
+        "questions": 4,
+        "exact": 2,
+        "exact_dense": 4,
+        "logp_difference": -1.0,
+    },
     {"document": "b", "kl": 0.4, "questions": 2, "exact": 1, "exact_dense": 1, "logp_difference": 0.5},
     {"document": "alone", "kl": 9.0},
-]  # fmt: skip
+]
 OTHER = [
     {"document": "b", "kl": 0.1, "questions": 2, "exact": 1, "exact_dense": 1, "logp_difference": 0.5},
-    {"document": "a", "kl": 0.1, "key_tokens": 3, "key_loss": 0.4, "questions": 4, "exact": 3, "exact_dense": 4,
-     "logp_difference": 0.5},
-]  # fmt: skip
+    {
+        "document": "a",
+        "kl": 0.1,
+        "key_tokens": 3,
+        "key_loss": 0.4,
+        "questions": 4,
+        "exact": 3,
+        "exact_dense": 4,
+        "logp_difference": 0.5,
+    },
+]
 
 
 def test_each_figure_is_paired_by_document() -> None:
