@@ -10,7 +10,8 @@ more, `none` on the host's processors (for first tokens alone). gpus in the rows
 Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
 (the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
 --prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one),
-questions (first token of a question to a session, with --recompute blocks computed again), cached (first
+questions (first token of a question to a session, with --recompute blocks computed again, and of a prompt
+with its question, likewise), cached (first
 token of prompts that are remembered, in a service of its own: another question, the last quarter new, and a
 conversation of 43 turns that grows to --turn-tokens), tiers (prompts that come back from --host-gib of host
 memory and from a directory, a decode worker having room for one; `tiers.py`).
@@ -252,6 +253,12 @@ class Run:
             for blocks in given.recompute:
                 one = measure.question_row(client, session, blocks, given.questions, tokens, setup.gpus)
                 self.keep(one, setup)
+        for blocks, tokens in itertools.product(filter(None, given.recompute), given.tokens):
+            options = self.options("dpxa", tokens)
+            documents = self.prompts(given.repeats, tokens - measure.APPENDED, seed=97)
+            results = [measure.first_token(client, ids, "dpxa", options, blocks) for ids in documents]
+            one = measure.ttft_row(f"ttft_dpxa_recompute_{blocks}", results, setup.gpus)
+            self.keep({**one, "tokens": tokens}, setup)
 
     def cached(self, setup: Setup) -> None:
         """In a service that remembers prompts, as others of the benchmark do not."""

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -52,15 +52,23 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 def first_token(
-    client: DeltafrontClient, ids: Sequence[int], method: str, options: Mapping[str, float]
+    client: DeltafrontClient, ids: Sequence[int], method: str, options: Mapping[str, float], blocks: int = 0
 ) -> GenerateFinished:
-    """A prompt's one-token answer, whose timings are the time to first token and its parts."""
+    """A prompt's one-token answer, whose timings are the time to first token and its parts. blocks: so many
+    are computed again for a question behind the prompt; 0: no question."""
+    asked: dict[str, Any] = {"append": [1] * APPENDED, "recompute_blocks": blocks} if blocks else {}
 
     def once() -> GenerateFinished:
-        events = client.generate(ids, method=method, options=options, max_tokens=1, ignore_eos=True)
-        return ending(events, GenerateFinished)
+        events = client.generate(ids, method=method, options=options, max_tokens=1, ignore_eos=True, **asked)
+        return _recomputed(ending(events, GenerateFinished), blocks)
 
     return patiently(once)
+
+
+def _recomputed(one: GenerateFinished, blocks: int) -> GenerateFinished:
+    if one.recomputed_tokens != blocks * BLOCK:
+        raise RuntimeError(f"{one.recomputed_tokens} tokens were computed again, not {blocks} blocks")
+    return one
 
 
 def ttft_row(case: str, results: Sequence[GenerateFinished], gpus: int) -> Row:
@@ -178,11 +186,9 @@ def question_row(
             ignore_eos=True,
             recompute_blocks=blocks,
         )
-        return ending(events, GenerateFinished)
+        return _recomputed(ending(events, GenerateFinished), blocks)
 
     results = [patiently(once) for _ in range(repeats)]
-    if any(one.recomputed_tokens != blocks * BLOCK for one in results):
-        raise RuntimeError(f"{results[0].recomputed_tokens} tokens were computed again, not {blocks} blocks")
     name = f"ttft_question_recompute_{blocks}" if blocks else "ttft_question"
     return {**ttft_row(name, results, gpus), "tokens": tokens, "density": None}
 
