@@ -20,13 +20,26 @@ HEADER = ("what", "Deltafront", "compared with", "faster", "exact answers kept")
 TOKENS = 131_072
 LONGEST = 524_288
 """Tokens that several GPUs are shown with."""
+_SHOWN = (
+    "ttft_dpxa", "ttft_fa2_stack", "ttft_dense", "mapped ttft_dpxa_recompute_8", "vllm_ttft_dense",
+    "ttft_dpxa_fp8", "long ttft_dpxa", "long ttft_dense", "ttft_question_recompute_8", "ttft_question",
+    "token_delta", "token_full",
+)  # fmt: skip
 SHIPPED, RANKED, SELECTED = "dpxa:density=0.075", "dpxa:share=0.05", "decode 8,14,18,21:256"
 
 
-def _plain(row: Row) -> bool:
-    """Whether a row is 8B's on one GPU, with K/V in 16 bits and copies of its own."""
-    other = "kv_dtype" in row or "shape" in row or row.get("decode_gpu") == "mapped"
-    return row["tokens"] == TOKENS and row["gpus"] == 1 and not other
+def times(engine_of_8b: Result) -> dict[str, Row]:
+    """The rows of time that the table shows: by case those of one GPU with K/V in 16 bits and two copies,
+    `mapped …` those with one copy, `long …` the longest prompt's on as many GPUs as were measured."""
+    ours = [row for row in engine_of_8b["rows"] if "kv_dtype" not in row and "shape" not in row]
+    alone = [row for row in ours if (row["tokens"], row["gpus"]) == (TOKENS, 1)]
+    longest = [row for row in ours if row["tokens"] == LONGEST]
+    most = max((row["gpus"], row.get("ranks", 1)) for row in longest)
+    together = [row for row in longest if (row["gpus"], row.get("ranks", 1)) == most]
+    found = {row["case"]: row for row in alone if row.get("decode_gpu") != "mapped"}
+    found |= {f"mapped {row['case']}": row for row in alone if row.get("decode_gpu") == "mapped"}
+    found |= {f"long {row['case']}": row for row in together}
+    return {case: found[case] for case in _SHOWN}
 
 
 def lines(
@@ -41,36 +54,59 @@ def lines(
     """held_out: of sets A and B. The others are of texts that nothing was tuned on: untuned, answers after
     prefill; in_fp8, the same with FP8; far, KL beyond 131,072 tokens; served, answers through gRPC; decoded,
     after dense prefill."""
-    of = {row["case"]: row for row in engine_of_8b["rows"] if _plain(row)}
+    of = times(engine_of_8b)
     longest = max(row["tokens"] for row in held_out["rows"])
     answers = {row["case"]: row for row in held_out["rows"] if row["tokens"] == longest}
-    sparse, question = of["ttft_dpxa"], of["ttft_question_recompute_8"]
-    first = f"First token, sparse attention (`dpxa`, density {sparse['density']})"
-    fa2, dense = (of["ttft_fa2_stack"], "FlashAttention-2, dense"), (of["ttft_dense"], "our dense attention")
-    bits = (sparse, "16 bits, the same density")
-    pages, selected = (of["token_full"], "all pages"), answers["delta_256_pages"]
+    sparse, asked, whole = of["ttft_dpxa"], of["mapped ttft_dpxa_recompute_8"], of["long ttft_dpxa"]
+    dense = "our dense attention"
+    peer = of["vllm_ttft_dense"], f"vLLM {of['vllm_ttft_dense']['version']}, dense"
+    shipped = f"{_untuned(served, 'dpxa')}; with DELTA, as shipped, {kept(_needles(served, 'shipped'))}"
     return [
         (
-            *_timed(first, sparse, fa2, dense),
+            *_timed(
+                f"First token, sparse attention (`dpxa`, density {sparse['density']})",
+                sparse,
+                (of["ttft_fa2_stack"], "FlashAttention-2, dense"),
+                (of["ttft_dense"], dense),
+            ),
             f"{_untuned(untuned, SHIPPED)}; {_kept(answers, 'dpxa_default_alone', 'dpxa_alone')}",
         ),
         (
-            *_timed("The same in 8 bits (FP8 weights and activations)", of["ttft_dpxa_fp8"], bits),
-            f"{_untuned(in_fp8, f'{SHIPPED} fp8')}, of dense attention's in 16 bits",
+            *_timed("The same, eight blocks recomputed for the question at the prompt's end", asked, peer),
+            shipped,
         ),
-        (*_on_several(engine_of_8b), _far(far)),
+        (
+            *_timed(
+                "The first row in 8 bits (FP8 weights and activations)",
+                of["ttft_dpxa_fp8"],
+                (sparse, "16 bits, the same density"),
+            ),
+            f"{_untuned(in_fp8, f'{SHIPPED} fp8')}, of dense attention's in 16 bits; without FP8"
+            f" {kept(_needles(in_fp8, SHIPPED))}",
+        ),
+        (
+            *_timed(
+                f"First token, {LONGEST:,} tokens, {whole['gpus']} GPUs as stages"
+                f" (`dpxa`, density {whole['density']})",
+                whole,
+                (of["long ttft_dense"], dense),
+            ),
+            _far(far),
+        ),
         (
             "First token of a question to a session, eight blocks recomputed for it",
-            _value(question),
+            _value(of["ttft_question_recompute_8"]),
             _value(of["ttft_question"], "none recomputed"),
             "",
-            f"{_untuned(served, 'dpxa')}; {_kept(answers, 'dpxa_default')};"
-            " none recomputed: as in the first row on set B",
+            f"{_untuned(served, 'dpxa')}; {_kept(answers, 'dpxa_default')}, with these blocks; none"
+            " recomputed: as in the first row",
         ),
         (
-            *_timed("Each further token, 256 selected pages", of["token_delta"], pages),
+            *_timed(
+                "Each further token, 256 selected pages", of["token_delta"], (of["token_full"], "all pages")
+            ),
             f"after dense prefill {_untuned(decoded, SELECTED, shows_density=False)};"
-            f" {kept(selected)}, {_documents(selected)}",
+            f" {kept(answers['delta_256_pages'])}, {_documents(answers['delta_256_pages'])}",
         ),
     ]
 
@@ -93,23 +129,19 @@ def _value(row: Row, name: str = "") -> str:
     return f"{row['value']:.3g} {row['unit']}" + (f" ({name})" if name else "")
 
 
-def _on_several(result: Result) -> tuple[str, str, str, str]:
-    """The longest prompt on as many GPUs as were measured: sparse beside dense attention."""
-    longest = [row for row in result["rows"] if row["tokens"] == LONGEST]
-    gpus, ranks = max((row["gpus"], row.get("ranks", 1)) for row in longest)
-    of = {row["case"]: row for row in longest if (row["gpus"], row.get("ranks", 1)) == (gpus, ranks)}
-    sparse = of["ttft_dpxa"]
-    what = f"First token, {LONGEST:,} tokens, {gpus} GPUs as stages (`dpxa`, density {sparse['density']})"
-    return _timed(what, sparse, (of["ttft_dense"], "our dense attention"))
-
-
 def _kept(answers: Mapping[str, Row], *cases: str) -> str:
     rows = [answers[case] for case in cases]
     return "; ".join(f"{kept(row)} at density {row['density']:.3f}, {_documents(row)}" for row in rows)
 
 
+def _needles(result: Result, case: str) -> Row:
+    rows: list[Row] = [row for row in result["rows"] if (row["case"], row["task"]) == (case, "needles")]
+    (row,) = rows
+    return row
+
+
 def _untuned(result: Result, case: str, *, shows_density: bool = True) -> str:
-    (row,) = (row for row in result["rows"] if (row["case"], row["task"]) == (case, "needles"))
+    row = _needles(result, case)
     density = f" at density {row['density']:.3f}" if shows_density else ""
     return f"{kept(row)}{density}, {row['documents']} documents that nothing was tuned on"
 

@@ -133,8 +133,10 @@ def service_overhead(result: Result) -> str:
 def headline(engine_of_8b: Result, held_out: Result, untuned: Result, *others: Result) -> str:
     commits = ", ".join(dict.fromkeys(result["commit"][:8] for result in (untuned, *others)))
     cards = " and ".join(sorted({result["hardware"].removeprefix("one ") for result in (untuned, *others)}))
+    shown = headlines.times(engine_of_8b).values()
+    timed = " and ".join(sorted({row.get("commit", engine_of_8b["commit"]) for row in shown}))
     sources = (
-        f"Times: one {engine_of_8b['gpu']}, medians, commit {engine_of_8b['commit']} and older ones."
+        f"Times: {engine_of_8b['gpu']}, medians, commits {timed}."
         f" Answers of sets A and B: {held_out['gpu']}, of other documents and KL: {cards},"
         f" commits {commits}; all of the 135M model, to questions of the form that its adapter was"
         " trained on, as a share of those without the saving; in brackets 95% of what documents drawn with"
