@@ -29,10 +29,12 @@ from .accuracy.tables import (
 )
 from .markdown import Result, markdown, provenance
 from .models.tables import families, public_models
+from .paper_forms import table as paper_forms
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("figures", "deploy", "models")))
+_DOCS = ("figures", "deploy", "models", "papers")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS))
 
 
 def kernels(result: Result) -> str:
@@ -244,6 +246,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "accuracy_demo_cpu": (accuracy, ("accuracy_demo_cpu",)),
     "accuracy_baselines_cpu": (baselines, ("accuracy_baselines_cpu",)),
     "accuracy_served_cpu": (served, ("accuracy_served_cpu",)),
+    "paper_forms": (paper_forms.forms, paper_forms.SOURCES),
     "precision_h200": (precision, ("precision_h200",)),
     "engine_h200": (engine, ("engine_h200",)),
     "engine_h100": (engine, ("engine_h100",)),
