@@ -21,9 +21,9 @@ TOKENS = 131_072
 LONGEST = 524_288
 """Tokens that several GPUs are shown with."""
 _SHOWN = (
-    "ttft_dpxa", "ttft_fa2_stack", "ttft_dense", "mapped ttft_dpxa_recompute_8", "vllm_ttft_dense",
-    "ttft_dpxa_fp8", "long ttft_dpxa", "long ttft_dense", "ttft_question_recompute_8", "ttft_question",
-    "token_delta", "token_full",
+    "ttft_dpxa", "ttft_fa2_stack", "ttft_dense", "mapped ttft_dpxa_recompute_8", "mapped ttft_dpxa",
+    "vllm_ttft_dense", "ttft_dpxa_fp8", "long ttft_dpxa", "long ttft_dense", "ttft_question_recompute_8",
+    "ttft_question", "token_delta", "token_full",
 )  # fmt: skip
 SHIPPED, RANKED, SELECTED = "dpxa:density=0.075", "dpxa:share=0.05", "decode 8,14,18,21:256"
 
@@ -60,7 +60,8 @@ def lines(
     sparse, asked, whole = of["ttft_dpxa"], of["mapped ttft_dpxa_recompute_8"], of["long ttft_dpxa"]
     dense = "our dense attention"
     peer = of["vllm_ttft_dense"], f"vLLM {of['vllm_ttft_dense']['version']}, dense"
-    shipped = f"{_untuned(served, 'dpxa')}; with DELTA, as shipped, {kept(_needles(served, 'shipped'))}"
+    through_grpc = _untuned(served, "dpxa", " before the blocks")
+    alone = f"{_value(of['mapped ttft_dpxa'])} without a question"
     return [
         (
             *_timed(
@@ -72,8 +73,13 @@ def lines(
             f"{_untuned(untuned, SHIPPED)}; {_kept(answers, 'dpxa_default_alone', 'dpxa_alone')}",
         ),
         (
-            *_timed("The same, eight blocks recomputed for the question at the prompt's end", asked, peer),
-            shipped,
+            *_timed(
+                "First token of a prompt with its question, eight blocks recomputed for it"
+                f" (`dpxa`, density {asked['density']}, one copy of weights and K/V; {alone})",
+                asked,
+                peer,
+            ),
+            f"{through_grpc}; with DELTA, as shipped, {kept(_needles(served, 'shipped'))}",
         ),
         (
             *_timed(
@@ -81,8 +87,8 @@ def lines(
                 of["ttft_dpxa_fp8"],
                 (sparse, "16 bits, the same density"),
             ),
-            f"{_untuned(in_fp8, f'{SHIPPED} fp8')}, of dense attention's in 16 bits; without FP8"
-            f" {kept(_needles(in_fp8, SHIPPED))}",
+            f"{_untuned(in_fp8, f'{SHIPPED} fp8')}, as a share of dense attention's in 16 bits; `dpxa` in 16"
+            f" bits keeps {kept(_needles(in_fp8, SHIPPED))}",
         ),
         (
             *_timed(
@@ -98,14 +104,14 @@ def lines(
             _value(of["ttft_question_recompute_8"]),
             _value(of["ttft_question"], "none recomputed"),
             "",
-            f"{_untuned(served, 'dpxa')}; {_kept(answers, 'dpxa_default')}, with these blocks; none"
-            " recomputed: as in the first row",
+            f"{through_grpc}; {_kept(answers, 'dpxa_default')}, the blocks counted; none recomputed: see the"
+            " first row",
         ),
         (
             *_timed(
                 "Each further token, 256 selected pages", of["token_delta"], (of["token_full"], "all pages")
             ),
-            f"after dense prefill {_untuned(decoded, SELECTED, shows_density=False)};"
+            f"after dense prefill {_untuned(decoded, SELECTED, None)};"
             f" {kept(answers['delta_256_pages'])}, {_documents(answers['delta_256_pages'])}",
         ),
     ]
@@ -140,9 +146,10 @@ def _needles(result: Result, case: str) -> Row:
     return row
 
 
-def _untuned(result: Result, case: str, *, shows_density: bool = True) -> str:
+def _untuned(result: Result, case: str, counted: str | None = "") -> str:
+    """counted: what stands behind the density; None: no density."""
     row = _needles(result, case)
-    density = f" at density {row['density']:.3f}" if shows_density else ""
+    density = "" if counted is None else f" at density {row['density']:.3f}{counted}"
     return f"{kept(row)}{density}, {row['documents']} documents that nothing was tuned on"
 
 

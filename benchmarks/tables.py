@@ -136,9 +136,9 @@ def headline(engine_of_8b: Result, held_out: Result, untuned: Result, *others: R
     commits = ", ".join(dict.fromkeys(result["commit"][:8] for result in (untuned, *others)))
     cards = " and ".join(sorted({result["hardware"].removeprefix("one ") for result in (untuned, *others)}))
     shown = headlines.times(engine_of_8b).values()
-    timed = " and ".join(sorted({row.get("commit", engine_of_8b["commit"]) for row in shown}))
+    timed = ", ".join(sorted({row.get("commit", engine_of_8b["commit"])[:8] for row in shown}))
     sources = (
-        f"Times: {engine_of_8b['gpu']}, medians, commits {timed}."
+        f"Times: {engine_of_8b['gpu']}, medians, commit {timed}."
         f" Answers of sets A and B: {held_out['gpu']}, of other documents and KL: {cards},"
         f" commits {commits}; all of the 135M model, to questions of the form that its adapter was"
         " trained on, as a share of those without the saving; in brackets 95% of what documents drawn with"
@@ -159,7 +159,7 @@ def engine(result: Result) -> str:
             row["gpus"],
             f"{row['density']:.3f}" if row["density"] is not None else None,
             f"{row['value']:.4g} {row['unit']}",
-            _decodes_on(row),
+            "vLLM" if row["case"].startswith("vllm_") else _decodes_on(row),
             _largest(row.get("parts", {})),
             row.get("commit"),
         ]

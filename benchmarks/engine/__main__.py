@@ -10,8 +10,8 @@ more, `none` on the host's processors (for first tokens alone). gpus in the rows
 Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
 (the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
 --prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one),
-questions (first token of a question to a session, with --recompute blocks computed again, and of a prompt
-with its question, likewise), cached (first
+questions (first token of a question to a session of --decode-tokens, with --recompute blocks computed again),
+asked (the same of a prompt of --tokens that ends in its question), cached (first
 token of prompts that are remembered, in a service of its own: another question, the last quarter new, and a
 conversation of 43 turns that grows to --turn-tokens), tiers (prompts that come back from --host-gib of host
 memory and from a directory, a decode worker having room for one; `tiers.py`).
@@ -57,8 +57,8 @@ from .setup import ANSWER_ROOM, Setup, dpxa_share
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "engine_h200.json"
 BY_DEFAULT = ("ready", "ttft", "peers", "products", "decode")
-CASES = (*BY_DEFAULT, "throughput", "questions", "cached", "tiers")
-SERVED = {"ttft", "decode", "peers", "throughput", "questions"}
+CASES = (*BY_DEFAULT, "throughput", "questions", "asked", "cached", "tiers")
+SERVED = {"ttft", "decode", "peers", "throughput", "questions", "asked"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
 """Of `dpxa`, by length; a prompt gets that of the nearest, by ratio."""
 
@@ -84,7 +84,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host-gib", type=float, default=40.0, help="of host memory, of tiers")
     parser.add_argument("--turn-tokens", type=int, default=142_000, help="of the last turn of cached")
     parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
-    parser.add_argument("--recompute", type=int, nargs="+", default=[0, 8, 16], help="of questions")
+    parser.add_argument("--recompute", type=int, nargs="+", default=[0, 8, 16], help="blocks")
     parser.add_argument("--questions", type=int, default=9, help="asked of each")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a group: one service for each")
     parser.add_argument("--groups", type=int, default=1)
@@ -253,9 +253,13 @@ class Run:
             for blocks in given.recompute:
                 one = measure.question_row(client, session, blocks, given.questions, tokens, setup.gpus)
                 self.keep(one, setup)
-        for blocks, tokens in itertools.product(filter(None, given.recompute), given.tokens):
-            options = self.options("dpxa", tokens)
+
+    def asked(self, client: DeltafrontClient, setup: Setup) -> None:
+        """Prompts whose last tokens are a question."""
+        given = self.given
+        for tokens, blocks in itertools.product(given.tokens, given.recompute):
             documents = self.prompts(given.repeats, tokens - measure.APPENDED, seed=97)
+            options = self.options("dpxa", tokens)
             results = [measure.first_token(client, ids, "dpxa", options, blocks) for ids in documents]
             one = measure.ttft_row(f"ttft_dpxa_recompute_{blocks}", results, setup.gpus)
             self.keep({**one, "tokens": tokens}, setup)
@@ -304,6 +308,8 @@ class Run:
                 self.throughput(client, setup)
             if "questions" in given.cases:
                 self.questions(client, setup)
+            if "asked" in given.cases:
+                self.asked(client, setup)
             if used := measure.gpu_memory_gib():
                 fullest = round(max(used), 1)
                 self.keep(row("memory", fullest, "GiB", tokens=setup.tokens, gpus=setup.gpus), setup)

@@ -52,20 +52,27 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 def first_token(
-    client: DeltafrontClient, ids: Sequence[int], method: str, options: Mapping[str, float], blocks: int = 0
+    client: DeltafrontClient,
+    ids: Sequence[int],
+    method: str,
+    options: Mapping[str, float],
+    blocks: int | None = None,
 ) -> GenerateFinished:
     """A prompt's one-token answer, whose timings are the time to first token and its parts. blocks: so many
-    are computed again for a question behind the prompt; 0: no question."""
-    asked: dict[str, Any] = {"append": [1] * APPENDED, "recompute_blocks": blocks} if blocks else {}
+    are computed again for a question behind the prompt; None: no question. Raises RuntimeError if another
+    number was."""
+    asked: dict[str, Any] = {}
+    if blocks is not None:
+        asked = {"append": [1] * APPENDED, "recompute_blocks": blocks}
 
     def once() -> GenerateFinished:
         events = client.generate(ids, method=method, options=options, max_tokens=1, ignore_eos=True, **asked)
-        return _recomputed(ending(events, GenerateFinished), blocks)
+        return _checked(ending(events, GenerateFinished), blocks or 0)
 
     return patiently(once)
 
 
-def _recomputed(one: GenerateFinished, blocks: int) -> GenerateFinished:
+def _checked(one: GenerateFinished, blocks: int) -> GenerateFinished:
     if one.recomputed_tokens != blocks * BLOCK:
         raise RuntimeError(f"{one.recomputed_tokens} tokens were computed again, not {blocks} blocks")
     return one
@@ -186,7 +193,7 @@ def question_row(
             ignore_eos=True,
             recompute_blocks=blocks,
         )
-        return _recomputed(ending(events, GenerateFinished), blocks)
+        return _checked(ending(events, GenerateFinished), blocks)
 
     results = [patiently(once) for _ in range(repeats)]
     name = f"ttft_question_recompute_{blocks}" if blocks else "ttft_question"

@@ -3,7 +3,7 @@
 
     python -m deltafront.benchmarks.paper_forms.delta_decay --text FILE [FILE …] --tokens 130900 --gamma 8 64
 
-One dense pass over documents with hidden facts. In each layer the method's output is taken off dense
+One dense pass over each document with hidden facts. In each layer the method's output is taken off dense
 attention's: the difference that the correction carries from every γ-th row. For each γ:
 
 cosine: between that row's difference and those of the γ - 1 rows behind it, the mean over rows, heads and

@@ -53,15 +53,27 @@ def test_rows_without_questions_have_no_answers_to_compare() -> None:
     assert [name for name, *_ in differences(bare, bare)] == ["KL, less", "KL, over"]
 
 
+def test_documents_that_were_asked_other_questions_are_not_compared() -> None:
+    others = [{**one, "questions": 7} for one in OTHER]
+    with pytest.raises(ValueError, match="not the same"):
+        list(differences(ONE, others))
+
+
 def test_a_row_is_named_by_file_case_and_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        {"case": "x:share=0.05", "task": "copies", "by_document": ONE},
-        {"case": "x:share=0.05", "task": "needles", "by_document": OTHER},
+        {"case": "x:share=0.05", "task": "copies", "tokens": 100, "by_document": ONE},
+        {"case": "x:share=0.05", "task": "needles", "tokens": 100, "by_document": OTHER},
+        {"case": "x:share=0.05", "task": "needles", "tokens": 200, "by_document": ONE},
+        {"case": "bare", "tokens": 100},
     ]
     (path := tmp_path / "a.json").write_text(json.dumps({"rows": rows}))
     main([f"{path}:x:share=0.05", f"{path}:x:share=0.05", "--task", "copies"])
-    assert capsys.readouterr().out.startswith("3 documents\nKL, less: 0.0000 (0.0000 to 0.0000)\n")
-    with pytest.raises(SystemExit, match="2 rows, not one"):
+    assert capsys.readouterr().out.startswith("3 documents\nKL, less: 0.00000 (0.00000 to 0.00000)\n")
+    main([f"{path}:x:share=0.05", f"{path}:x:share=0.05", "--task", "needles", "--tokens", "200", "100"])
+    assert capsys.readouterr().out.startswith("2 documents\nKL, less: 0.20000 (0.10000 to 0.30000)\n")
+    with pytest.raises(SystemExit, match="no figures by document"):
+        main([f"{path}:bare", f"{path}:x:share=0.05"])
+    with pytest.raises(SystemExit, match="3 rows, not one"):
         main([f"{path}:x:share=0.05", f"{path}:x:share=0.05"])
     with pytest.raises(SystemExit, match="0 rows, not one"):
         main([f"{path}:y", f"{path}:x:share=0.05"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from deltafront.kernels.layers.fp8 import quantise_rows
 from deltafront.kernels.selectors.rules import cpu
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.service.config import ConfigError, parse
+from deltafront.service.request.answers import Density, GenerateFinished, Timings
+from deltafront.workers.messages.events import FinishReason, Usage
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
@@ -184,6 +188,37 @@ def test_arguments_give_setup_and_options(tmp_path: Path) -> None:
     assert run.prompts(2, 64, 0) != run.prompts(2, 64, 1)
     with pytest.raises(SystemExit):
         parsed(["--tokens", "1024", "2048", "--densities", "0.5"])
+
+
+class FakeClient:
+    """Answers at once, and has computed as many tokens again as it is told."""
+
+    def __init__(self, recomputed_tokens: int) -> None:
+        self.recomputed_tokens, self.asked = recomputed_tokens, list[dict[str, Any]]()
+
+    def generate(self, ids: Sequence[int], **asked: Any) -> Iterator[GenerateFinished]:
+        self.asked.append({"ids": list(ids), **asked})
+        timings, usage = Timings(2.0, {}, [], 2.0), Usage(prompt_tokens=len(ids), completion_tokens=1)
+        again = self.recomputed_tokens
+        yield GenerateFinished(
+            FinishReason.LENGTH, "", usage, timings, Density(), None, 1.0, "", recomputed_tokens=again
+        )
+
+
+def test_a_question_behind_a_prompt_has_its_blocks_computed_again() -> None:
+    client = FakeClient(8 * 128)
+    measure.first_token(client, [1, 2], "dpxa", {"share": 0.5}, 8)  # type: ignore[arg-type]
+    (asked,) = client.asked
+    assert (asked["ids"], asked["method"], asked["options"]) == ([1, 2], "dpxa", {"share": 0.5})
+    assert len(asked["append"]) == measure.APPENDED and asked["recompute_blocks"] == 8
+    with pytest.raises(RuntimeError, match="1024 tokens were computed again, not 0 blocks"):
+        measure.first_token(client, [1, 2], "dpxa", {}, 0)  # type: ignore[arg-type]
+
+
+def test_a_prompt_alone_has_no_question() -> None:
+    client = FakeClient(0)
+    measure.first_token(client, [1, 2], "dense", {})  # type: ignore[arg-type]
+    assert not {"append", "recompute_blocks"} & set(client.asked[0])
 
 
 def test_tokens_count_only_while_all_streams_run() -> None:
