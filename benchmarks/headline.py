@@ -29,8 +29,8 @@ SHIPPED, RANKED, SELECTED = "dpxa:density=0.075", "dpxa:share=0.05", "decode 8,1
 
 
 def times(engine_of_8b: Result) -> dict[str, Row]:
-    """The rows of time that the table shows: by case those of one GPU with K/V in 16 bits and two copies,
-    `mapped …` those with one copy, `long …` the longest prompt's on as many GPUs as were measured."""
+    """Return the rows of time that the table shows, by case. K/V has 16 bits. `mapped …` has one copy of
+    weights and K/V, others two; `long …` is the longest prompt, on as many GPUs as were measured."""
     ours = [row for row in engine_of_8b["rows"] if "kv_dtype" not in row and "shape" not in row]
     alone = [row for row in ours if (row["tokens"], row["gpus"]) == (TOKENS, 1)]
     longest = [row for row in ours if row["tokens"] == LONGEST]

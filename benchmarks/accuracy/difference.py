@@ -13,47 +13,53 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltafront.benchmarks.accuracy.paired import bootstrap_ratio
+from deltafront.benchmarks.accuracy.paired import ratio_of_sums
 
 Document = Mapping[str, Any]
 """One of a row's `by_document`."""
+Pair = tuple[Document, Document]
 Figure = tuple[str, float, tuple[float, float] | None]
 """Its name, the difference or ratio, and the interval; None of fewer than two documents."""
 
 
-def differences(mine: Sequence[Document], others: Sequence[Document]) -> Iterator[Figure]:
-    """Compare documents of the same name; a figure that they do not have is left out. Raises ValueError for
-    documents that were not asked as many questions."""
+def pairs(mine: Sequence[Document], others: Sequence[Document]) -> list[Pair]:
+    """Pair documents of the same name. Raises ValueError if there are none, or if one was not asked as many
+    questions as its other half."""
     of = {one["document"]: one for one in others}
-    pairs = [(one, of[one["document"]]) for one in mine if one["document"] in of]
-    diverging = _with("kl", pairs)
-    yield from _figure("KL, less", [(a["kl"] - b["kl"], 1.0) for a, b in diverging])
-    yield from _figure("KL, over", [(a["kl"], b["kl"]) for a, b in diverging])
-    key = [(a["key_loss"] - b["key_loss"], a["key_tokens"]) for a, b in _with("key_loss", pairs)]
-    yield from _figure("loss at key tokens, less", [(loss * many, many) for loss, many in key])
-    asked = _with("questions", pairs)
-    if any(a["questions"] != b["questions"] for a, b in asked):
+    found = [(one, of[one["document"]]) for one in mine if one["document"] in of]
+    if not found:
+        raise ValueError("the rows have no document in common")
+    if any(a.get("questions") != b.get("questions") for a, b in found):
         raise ValueError("documents of the same name were asked other questions: they are not the same")
-    yield from _figure(
-        "exact answers of dense's, less", [(a["exact"] - b["exact"], a["exact_dense"]) for a, b in asked]
-    )
-    logp = [(a["logp_difference"] - b["logp_difference"], a["questions"]) for a, b in asked]
-    yield from _figure("logp, less", [(apart * many, many) for apart, many in logp])
+    return found
 
 
-def _with(name: str, pairs: Sequence[tuple[Document, Document]]) -> list[tuple[Document, Document]]:
-    return [(a, b) for a, b in pairs if name in a and name in b]
+def differences(paired: Sequence[Pair]) -> Iterator[Figure]:
+    """Compare each figure; one that the documents do not have is left out."""
+    diverging, keyed = _with("kl", paired), _with("key_loss", paired)
+    asked = _with("questions", paired)
+    terms = {
+        "KL, less": [(a["kl"] - b["kl"], 1.0) for a, b in diverging],
+        "KL, over": [(a["kl"], b["kl"]) for a, b in diverging],
+        "loss at key tokens, less": [
+            ((a["key_loss"] - b["key_loss"]) * a["key_tokens"], a["key_tokens"]) for a, b in keyed
+        ],
+        "exact answers of dense's, less": [(a["exact"] - b["exact"], a["exact_dense"]) for a, b in asked],
+        "logp, less": [
+            ((a["logp_difference"] - b["logp_difference"]) * a["questions"], a["questions"]) for a, b in asked
+        ],
+    }
+    for name, each in terms.items():
+        if (found := ratio_of_sums(each)) is not None:
+            yield name, *found
 
 
-def _figure(name: str, terms: Sequence[tuple[float, float]]) -> Iterator[Figure]:
-    whole = math.fsum(below for _, below in terms)
-    if whole:
-        yield name, math.fsum(above for above, _ in terms) / whole, bootstrap_ratio(terms)
+def _with(name: str, paired: Sequence[Pair]) -> list[Pair]:
+    return [(a, b) for a, b in paired if name in a and name in b]
 
 
 def documents_of(given: str, task: str | None, tokens: int | None) -> list[Document]:
@@ -79,11 +85,16 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", help="of both rows, where a case stands once for each")
     parser.add_argument("--tokens", type=int, nargs="+", default=[None], help="of both rows, or of each")
     arguments = parser.parse_args(given)
+    if len(arguments.tokens) > 2:
+        parser.error("--tokens: one number, or one for each row")
     mine = documents_of(arguments.row, arguments.task, arguments.tokens[0])
     other = documents_of(arguments.other, arguments.task, arguments.tokens[-1])
-    shared = {one["document"] for one in mine} & {one["document"] for one in other}
-    print(f"{len(shared)} documents")
-    for name, value, interval in differences(mine, other):
+    try:
+        paired = pairs(mine, other)
+    except ValueError as error:
+        raise SystemExit(f"{arguments.row} and {arguments.other}: {error}") from None
+    print(f"{len(paired)} documents")
+    for name, value, interval in differences(paired):
         drawn = f" ({interval[0]:.5f} to {interval[1]:.5f})" if interval else ""
         print(f"{name}: {value:.5f}{drawn}")
 

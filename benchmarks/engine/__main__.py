@@ -129,8 +129,8 @@ class Run:
     @property
     def session_tokens(self) -> list[int]:
         count = self.given.sessions * ("decode" in self.given.cases) or int("questions" in self.given.cases)
-        alone = [max(self.given.tokens)] * ("asked" in self.given.cases)  # with room to compute blocks again
-        return [self.given.decode_tokens] * count or alone
+        asked = [max(self.given.tokens)] * ("asked" in self.given.cases)  # for room to compute blocks again
+        return [self.given.decode_tokens] * count or asked
 
     def model_of(self, files: str) -> Path:
         return self.model if files == "16" else self.model.with_name(f"{self.model.name}-{files}-files")

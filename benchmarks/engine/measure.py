@@ -59,8 +59,8 @@ def first_token(
     blocks: int | None = None,
 ) -> GenerateFinished:
     """A prompt's one-token answer, whose timings are the time to first token and its parts. blocks: so many
-    are computed again for a question behind the prompt; None: no question. Raises RuntimeError if another
-    number was."""
+    are computed again for a question behind the prompt; None: no question. Raises RuntimeError if the
+    service computed another number."""
     asked: dict[str, Any] = {}
     if blocks is not None:
         asked = {"append": [1] * APPENDED, "recompute_blocks": blocks}

@@ -12,21 +12,20 @@ left: the squared difference that remains with the correction, over that without
 left at facts: the same over rows of facts alone; few dense rows stand in facts that are shorter than γ.
 at once: what remains at the facts if a dense row stood at each fact's first token.
 
-In brackets: 95% of what whole documents give, drawn with replacement; of several documents.
+In brackets: 95% of what whole documents give, drawn with replacement, if there are several.
 Rows that the method reads whole are left out. Perplexity by γ (Figure 6a) is `benchmarks.accuracy`'s, with
 --tasks prose and --methods streaming+delta:gamma=8 … Shape suffixes as in `kernels.interface`.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from deltafront.benchmarks.accuracy.paired import bootstrap_ratio
+from deltafront.benchmarks.accuracy.paired import ratio_of_sums
 from deltafront.benchmarks.paper_forms.levels import METHODS, documents_of, model_of, parser_of
 from deltafront.benchmarks.reader import known_method, parse_method
 from deltafront.kernels.build import build
@@ -95,13 +94,11 @@ def held(stack: LayerStack, document: Document, method: str, gammas: Sequence[in
 
 def row(gamma: int, each: Sequence[Held]) -> str:
     def ratio(above: str, below: str) -> str:
-        sums = [(getattr(one, above), getattr(one, below)) for one in each]
-        total = math.fsum(denominator for _, denominator in sums)
-        if not total:
+        found = ratio_of_sums([(getattr(one, above), getattr(one, below)) for one in each])
+        if found is None:
             return "–"
-        drawn = bootstrap_ratio(sums)
-        interval = f" ({drawn[0]:.3f} to {drawn[1]:.3f})" if drawn else ""
-        return f"{math.fsum(numerator for numerator, _ in sums) / total:.3f}{interval}"
+        value, drawn = found
+        return f"{value:.3f}" + (f" ({drawn[0]:.3f} to {drawn[1]:.3f})" if drawn else "")
 
     cells = (
         ratio("cosine", "rows"),

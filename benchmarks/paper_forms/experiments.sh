@@ -5,7 +5,8 @@
 # (130,500 tokens), decode, decay. PART of 0002: code, plays (untuned, 4,096 tokens; TEXTS of plays: a folder of
 # them), ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262, far-524, ideas-7680, ideas-130500. PART of
 # 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long, forms-decode, outputs (130,500 tokens). PART of
-# 0004: far-*, ruler-130500, decay and keys with more documents, fp8, outputs.
+# 0004: far-*, ruler-130500, decay and keys with more documents, fp8, outputs. PART of the log of 2026-11-27:
+# thresholds-12288 (behind thresholds).
 # TEXTS: a folder that the first command has written, of far-* the third. `thresholds` and `forms-decode`
 # calibrate on SymPy's sources, which are of set B:
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
@@ -126,6 +127,11 @@ case $part in
   long-thresholds)
     shards "${whole[@]}" --tasks copies:16 needles:40 --profile "$out/profile.json" --methods \
       "dpxa_thesis:density=$(density dpxa_thesis '' 0)" "dpxa_thesis:density=$(density dpxa_thesis '' 1)" \
+      "xattention_paper:stride=8,density=$(density xattention_paper 8 0)" \
+      "xattention_paper:stride=16,density=$(density xattention_paper 16 0)" xattention xattention:stride=16
+    ;;
+  thresholds-12288)
+    shards --chunk 65536 --seed 61 --documents 21x12288 --tasks needles:20 --profile "$out/profile.json" --methods \
       "xattention_paper:stride=8,density=$(density xattention_paper 8 0)" \
       "xattention_paper:stride=16,density=$(density xattention_paper 16 0)" xattention xattention:stride=16
     ;;

@@ -63,8 +63,8 @@ ROWS: Sequence[tuple[str, str, int, str]] = (
     ("ours (0002)", "dense rows where queries change, window 768", IDEAS, f"changed_rows:{_WINDOW}"),
 )
 """Paper, form, which of SOURCES, and the row's case there."""
-SINCE_RENAMED = {"delta_xattention:share=0.07": "delta_xattention:share=0.07,means=1"}
-"""What asks for the same today, where a default has changed."""
+CASES_TODAY = {"delta_xattention:share=0.07": "delta_xattention:share=0.07,means=1"}
+"""The cases that ask for the same today, where a default has changed."""
 NO_KERNELS = ("xattention_paper", "streaming_smoothed", "mean_tiles", "shared_masks", "changed_rows")
 """Their times in the results are not those of a method with kernels of its own."""
 
@@ -77,7 +77,7 @@ def forms(*sources: Result) -> str:
     cells = [
         [
             paper,
-            f"{form} (`{SINCE_RENAMED.get(case, case)}`)",
+            f"{form} (`{CASES_TODAY.get(case, case)}`)",
             f"{of[source][case]['density']:.3f}",
             f"{of[source][case]['kl']:.3f} ± {of[source][case]['kl_error']:.3f}",
             kept(of[source][case]),
@@ -90,6 +90,6 @@ def forms(*sources: Result) -> str:
 
 
 def _time(row: Result, dense: Result) -> str:
-    """Of selection and attention in all layers."""
+    """Divide the time of selection and attention in all layers by dense attention's."""
     name = row["case"].partition(":")[0]
     return "left out" if name in NO_KERNELS else f"{row['ms'] / dense['ms']:.2f}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltafront.benchmarks.accuracy.difference import differences, main
+from deltafront.benchmarks.accuracy.difference import differences, main, pairs
 
 ONE = [
     {
@@ -39,7 +39,7 @@ OTHER = [
 
 
 def test_each_figure_is_paired_by_document() -> None:
-    found = {name: (value, drawn) for name, value, drawn in differences(ONE, OTHER)}
+    found = {name: (value, drawn) for name, value, drawn in differences(pairs(ONE, OTHER))}
     assert found["KL, less"][0] == pytest.approx((0.1 + 0.3) / 2)
     assert found["KL, over"][0] == pytest.approx(0.6 / 0.2)
     assert found["KL, over"][1] == pytest.approx((2.0, 4.0))  # a alone, b alone
@@ -50,13 +50,15 @@ def test_each_figure_is_paired_by_document() -> None:
 
 def test_rows_without_questions_have_no_answers_to_compare() -> None:
     bare = [{"document": one["document"], "kl": one["kl"]} for one in ONE]
-    assert [name for name, *_ in differences(bare, bare)] == ["KL, less", "KL, over"]
+    assert [name for name, *_ in differences(pairs(bare, bare))] == ["KL, less", "KL, over"]
 
 
 def test_documents_that_were_asked_other_questions_are_not_compared() -> None:
     others = [{**one, "questions": 7} for one in OTHER]
     with pytest.raises(ValueError, match="not the same"):
-        list(differences(ONE, others))
+        pairs(ONE, others)
+    with pytest.raises(ValueError, match="no document in common"):
+        pairs(ONE, [{"document": "another"}])
 
 
 def test_a_row_is_named_by_file_case_and_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +75,9 @@ def test_a_row_is_named_by_file_case_and_task(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("2 documents\nKL, less: 0.20000 (0.10000 to 0.30000)\n")
     with pytest.raises(SystemExit, match="no figures by document"):
         main([f"{path}:bare", f"{path}:x:share=0.05"])
+    with pytest.raises(SystemExit):
+        main([f"{path}:x:share=0.05", f"{path}:x:share=0.05", "--tokens", "1", "2", "3"])
+    assert "--tokens: one number, or one for each row" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="3 rows, not one"):
         main([f"{path}:x:share=0.05", f"{path}:x:share=0.05"])
     with pytest.raises(SystemExit, match="0 rows, not one"):

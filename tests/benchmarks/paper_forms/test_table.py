@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from deltafront.benchmarks.accuracy.__main__ import METHODS
-from deltafront.benchmarks.paper_forms.table import NO_KERNELS, ROWS, SINCE_RENAMED, SOURCES, forms
+from deltafront.benchmarks.paper_forms.table import CASES_TODAY, NO_KERNELS, ROWS, SOURCES, forms
 from deltafront.benchmarks.reader import known_method
 from deltafront.benchmarks.tables import RESULTS
 from deltafront.kernels.methods import load
@@ -49,4 +49,4 @@ def test_times_are_over_dense_attention_of_the_same_run() -> None:
 def test_a_case_that_is_shown_can_be_asked_for() -> None:
     for module in METHODS:
         load(module)
-    assert all(known_method(SINCE_RENAMED.get(case, case)) for *_, case in ROWS)
+    assert all(known_method(CASES_TODAY.get(case, case)) for *_, case in ROWS)
