@@ -33,7 +33,7 @@ from .paper_forms import table as paper_forms
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-_DOCS = ("figures", "deploy", "models", "papers")
+_DOCS = ("performance", "deploy", "models", "methods")
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS))
 
 
@@ -142,8 +142,8 @@ def headline(engine_of_8b: Result, held_out: Result, untuned: Result, *others: R
         f" Answers of sets A and B: {held_out['gpu']}, of other documents and KL: {cards},"
         f" commits {commits}; all of the 135M model, to questions of the form that its adapter was"
         " trained on, as a share of those without the saving; in brackets 95% of what documents drawn with"
-        " replacement give, where the results hold it. docs/figures.md names each row's commit and each set's"
-        " documents, docs/experiments the others."
+        " replacement give, where the results hold it. docs/performance.md names each row's commit and each"
+        " set's documents, docs/experiments the others."
     )
     lines = headlines.lines(engine_of_8b, held_out, untuned, *others)
     return markdown(headlines.HEADER, lines) + f"\n\n{sources}"

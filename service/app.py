@@ -37,7 +37,7 @@ SERVICERS = (
 )
 
 _HEALTH_PERIOD_S = 1.0
-"""How often Serve checks a replica. A worker's replica then checks its actors (docs/recovery.md)."""
+"""How often Serve checks a replica. A worker's replica then checks its actors (docs/operations.md)."""
 _OWNER_TIMEOUT_S = 12.0
 """A worker's replica answers once its actors have. Serve replaces it after three slower answers."""
 _DOOR_TIMEOUT_S = 5.0

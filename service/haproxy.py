@@ -2,7 +2,7 @@
 
 Serve writes HAProxy's configuration, but lets us name the program. Ours is a shell script. It switches
 splicing off: with splicing, HAProxy 2.8 does not tell a door that a client has left, and spins until the
-answer ends (docs/log/2026-11-22.md). It corrects addresses, and adds refusals in the doors' form
+answer ends (docs/log/2026-11-22.md at 4fe709c6). It corrects addresses, and adds refusals in the doors' form
 (`haproxy_config.py`).
 """
 

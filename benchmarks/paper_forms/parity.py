@@ -6,8 +6,8 @@
 FOLDER holds checkouts by their own names, those that are there are compared: x-attention (mit-han-lab),
 FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza), MInference (microsoft; its
 CUDA kernel is compiled for the host, with g++). Prints for each: rows that are the same, of the others'
-entries the share that both keep, and how many entries each keeps. docs/papers.md names the differences. Shape
-suffixes as in `kernels.interface`.
+entries the share that both keep, and how many entries each keeps. docs/methods.md names the differences.
+Shape suffixes as in `kernels.interface`.
 """
 
 from __future__ import annotations

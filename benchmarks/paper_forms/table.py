@@ -1,4 +1,4 @@
-"""Forms of the papers and ours at 130,500 tokens, on the same 21 documents: docs/papers.md.
+"""Forms of the papers and ours at 130,500 tokens, on the same 21 documents: docs/methods.md.
 
 The rows come from four files of results, of which each has dense attention of its own. What an idea is
 compared with is left out.

@@ -1,7 +1,7 @@
 """Products of many rows for Hopper, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
 
 Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which matters at the card's power limit
-(docs/log/2026-11-25.md).
+(docs/log/2026-11-25.md at 4fe709c6).
 
 One producer warp copies steps of DEPTH columns into a ring. Three consumer warpgroups multiply 64 rows of x
 each. A tile has two pieces of 128 output channels: neighbours, or (GATED) one of gate and one of up.

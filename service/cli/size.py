@@ -17,7 +17,7 @@ DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = _WIDE_BYTES = 4
 RESERVE_GIB = 8.0
 """Per process on a GPU: the CUDA context and NCCL (1 GiB), an MLP's activations of 16,384 tokens (3 GiB for
-70B), tile selection (2.9 GiB at 524,288 tokens: docs/figures.md), CUDA graphs.
+70B), tile selection (2.9 GiB at 524,288 tokens: docs/performance.md), CUDA graphs.
 """
 
 

@@ -26,7 +26,7 @@ def test_failures_in_a_row_that_ray_and_serve_wait_for() -> None:
 
 
 def test_what_serve_waits_for_an_answer_of_haproxys() -> None:
-    """It has no setting, so docs/recovery.md says where it stands."""
+    """It has no setting, so docs/operations.md says where it stands."""
     assert inspect.getsource(HAProxyApi._send_socket_command).count("timeout=5.0") == 2
 
 

@@ -12,7 +12,7 @@ ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH = 0, 1, 2
 @dataclass(frozen=True)
 class HopperPlan:
     """The kernel's one compile-time argument. Measurements chose the fields after `order`
-    (docs/log/2026-11-21.md)."""
+    (docs/log/2026-11-21.md at 4fe709c6)."""
 
     dim: int
     listed: bool

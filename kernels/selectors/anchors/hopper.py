@@ -1,7 +1,7 @@
 """Sums of anchor scores for Hopper, in Gluon: `scores.py` with roles as in `executors/hopper/attention.py`.
 
 Four consumer warpgroups take 64 query slots each. Reads of shared memory bound the kernel
-(docs/log/2026-11-22.md); hence the order of slots in `_by_block` and `_counts`.
+(docs/log/2026-11-22.md at 4fe709c6); hence the order of slots in `_by_block` and `_counts`.
 
 Suffixes: X query slots of a warpgroup, Y key slots of a tile, W its blocks, S the slots of a block.
 """

@@ -228,7 +228,7 @@ def test_product(tokens: int, biased: bool) -> None:
 @pytest.mark.parametrize("width", [4096, 14_336])
 def test_product_at_the_widths_of_an_8b_model(width: int) -> None:
     """Fast accumulation is off by 0.34% of a row at 14,336 products a sum, bfloat16 by 0.17
-    (docs/log/2026-11-22.md)."""
+    (docs/log/2026-11-22.md at 4fe709c6)."""
     x_TI, weight_OI = draw(64, width), draw(256, width)
     found_TO = fp8.product(fp8.quantise_rows(x_TI), fp8.quantise_rows(weight_OI), None, torch.bfloat16)
     wanted_TO = reference.dequantised_product(x_TI.cpu(), weight_OI.cpu())

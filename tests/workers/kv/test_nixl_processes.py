@@ -190,7 +190,7 @@ async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read
 async def test_a_decode_worker_that_dies_in_mid_read_does_its_stage_no_harm(
     start: Callable[..., Child],
 ) -> None:
-    """The stage goes on meanwhile. UCX may end one that stands still then (docs/log/2026-11-22.md)."""
+    """The stage runs meanwhile: UCX may end one that stands still (docs/log/2026-11-22.md at 4fe709c6)."""
     stage, dying = start(serve), start(read)
     message = stage.ask("export", "r")
     dying.pipe.send(message)

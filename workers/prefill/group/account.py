@@ -17,7 +17,7 @@ from ...messages.states import RATE_LASTS_S
 _MEMORY_S = 15.0
 _LAUNCHED_AHEAD = 0.2
 """If a GPU ends a chunk within this share of the chunk's time after the last launch, it has waited for
-launches (docs/log/2026-11-25.md)."""
+launches (docs/log/2026-11-25.md at 4fe709c6)."""
 
 
 @dataclass(kw_only=True)

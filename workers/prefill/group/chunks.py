@@ -36,7 +36,7 @@ _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
 multiply-add counts as two."""
 _CHUNK_S, _LAYER_S = 3e-3, 100e-6
 """A chunk's fixed cost on a stage, and in each layer: launches, ends of kernels, activations. Other numbers
-of chunks than these give make no difference (docs/log/2026-11-25.md)."""
+of chunks than these give make no difference (docs/log/2026-11-25.md at 4fe709c6)."""
 _EVEN = 4 * BLOCK
 """Longer chunks are multiples of it: 32 heads' blocks fill 132 multiprocessors, so 1,152 tokens take as long
 as 1,536."""

@@ -18,7 +18,7 @@ CHECK_S = 0.25
 """Seconds between two checks. At most twice that is counted, in case this process was stopped."""
 PULSE_S = 3.0
 """How long a sign of life may take. Triton holds the interpreter's lock for up to 2.1 s while it compiles
-(docs/log/2026-11-22.md)."""
+(docs/log/2026-11-22.md at 4fe709c6)."""
 ASK_AGAIN_S = 1.0
 
 
