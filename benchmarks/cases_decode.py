@@ -20,8 +20,8 @@ from ..kernels.paged_decode import cpu
 from ..kernels.paged_decode.dispatch import paged_attention, paged_attention_scored, paged_attention_sparse
 from ..kernels.paged_decode.page_selection import select_pages
 from ..kernels.paged_decode.pages import PagedInput, SelectedPages
+from ..tests.numerics import assert_rows_close
 from .harness import BenchConfig, Case, Timed
-from .testing import assert_rows_close
 
 REQUESTS = 4
 RECENCY = 8

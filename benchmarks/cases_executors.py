@@ -22,10 +22,7 @@ from ..kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
 from ..kernels.executors.packed.runs import PackedRuns
 from ..kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
 from ..kernels.options import DeltaKVOptions
-from .harness import BenchConfig, Case, Timed
-from .reference.attention import reference_attention
-from .reference.structured import structured_input
-from .testing import (
+from ..tests.numerics import (
     assert_rows_close,
     chunk_of,
     mask_of,
@@ -34,6 +31,9 @@ from .testing import (
     random_mask,
     spec_of,
 )
+from ..tests.reference.attention import reference_attention
+from ..tests.reference.structured import structured_input
+from .harness import BenchConfig, Case, Timed
 
 DENSITY = 0.085
 GAMMA = 64

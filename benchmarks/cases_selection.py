@@ -14,9 +14,9 @@ from ..kernels.options import AnchorsOptions, AntidiagonalOptions
 from ..kernels.selectors.anchors.selector import AnchorsSelector
 from ..kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
 from ..kernels.selectors.scored import ScoredSelector
+from ..tests.numerics import assert_rows_close, chunk_of, spec_of
+from ..tests.reference.structured import statistics
 from .harness import BenchConfig, Case, Timed
-from .reference.structured import statistics
-from .testing import assert_rows_close, chunk_of, spec_of
 from .whole_prompt.flex import FlexSelector
 from .whole_prompt.line_selector import LineSelector
 from .whole_prompt.lines import cpu_line_masses

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..kernels.interface import AttentionInput
-from .reference.structured import structured_input
+from ..tests.reference.structured import structured_input
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BenchConfig:
     only: frozenset[str] = frozenset()
 
     def structured(self, tokens: int, q_heads: int, kv_heads: int, head_dim: int) -> AttentionInput:
-        """A whole prompt, as `benchmarks.reference.structured` makes it."""
+        """A whole prompt, as `tests.reference.structured` makes it."""
         return structured_input(
             tokens,
             q_heads=q_heads,

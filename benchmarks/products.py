@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from ..kernels.layers.linear import linear, swiglu_linear
 from ..kernels.layers.swiglu import swiglu
+from ..tests.numerics import assert_rows_close
 from .engine.model import SHAPES
 from .engine.products import matrices
 from .harness import commit_of, write_json
-from .testing import assert_rows_close
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "products_h200.json"

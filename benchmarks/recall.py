@@ -38,8 +38,8 @@ from ..kernels.selectors.anchors.selector import AnchorsSelector, ThesisAnchorsS
 from ..kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
 from ..kernels.selectors.grouped.selector import BlockPoolSelector, NaiveSelector
 from ..kernels.selectors.scored import ScoredSelector
+from ..tests.numerics import spec_of
 from .harness import commit_of, write_json
-from .testing import spec_of
 
 COVERAGES = (0.75, 0.90, 0.95)
 LAYERS = (3, 15, 24)

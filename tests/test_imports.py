@@ -87,9 +87,10 @@ ROOMS = {
         service.request.text.tokenizer service.client service.local""",
 }
 
-# A package → the only modules or rooms that take it. Oracles are in benchmarks.
+# A package → the only modules or rooms that take it. Oracles are in tests/reference.
 HOMES = {
     "benchmarks": "",
+    "tests": "",
     "ray": """workers.remote workers.replica workers.prefill.group.group workers.decode.worker
         workers.kv.handoff.outbox workers.kv.fetch service.app service.fleet.ray_directory service.local
         service.cli.drain service.listening""",
@@ -199,6 +200,29 @@ def test_packages_of_others_stay_where_they_belong(module: str) -> None:
     for package, homes in HOMES.items():
         taken = [name for name in imports(module) if within(name, package)]
         assert not taken or within(module, homes), f"{package} belongs in {homes.split()}"
+
+
+def missing(source: str, name: str) -> bool:
+    """Whether `from deltafront.SOURCE import NAME` names no module; names that a module defines pass."""
+    path = ROOT.joinpath(*source.split("."))
+    if not path.is_dir():
+        return not path.with_suffix(".py").is_file()
+    init = path / "__init__.py"
+    inside = init.is_file() and name in init.read_text()
+    return not (inside or (path / name).is_dir() or (path / f"{name}.py").is_file())
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "dashboards", "deploy", "tests"])
+def test_what_does_not_serve_imports_modules_that_exist(folder: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {node.module} {alias.name}"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deltafront.")
+        for alias in node.names
+        if missing((node.module or "").removeprefix("deltafront."), alias.name)
+    ]
+    assert not wrong, wrong
 
 
 def test_no_import_circle() -> None:

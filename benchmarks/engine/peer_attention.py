@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from deltafront.benchmarks.testing import assert_rows_close
 from deltafront.kernels.executors.dense import cpu_attend
 from deltafront.kernels.executors.inputs import causal_tiles
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
+from deltafront.tests.numerics import assert_rows_close
 
 Part = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, ...]]
 """(q, k, v, causal, scale) -> (out_BHTD, natural logsumexp of each row, …). causal: square, aligned."""

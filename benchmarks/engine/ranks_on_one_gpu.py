@@ -31,9 +31,9 @@ from typing import Any, Literal
 import torch
 
 from deltafront.benchmarks.harness import commit_of
-from deltafront.benchmarks.in_ranks import followers, link, unused
 from deltafront.benchmarks.reader import MODEL, load_text, load_tokenizer
-from deltafront.benchmarks.testing import ROW_TOLERANCE
+from deltafront.tests.numerics import ROW_TOLERANCE
+from deltafront.tests.workers.in_ranks import followers, link, unused
 from deltafront.workers.calibration.probes import needles
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.ranks import FollowerRank, LeadRunner, runner_sizes

@@ -36,12 +36,12 @@ from deltafront.benchmarks.paper_forms.parity_rows import (
     rows_of,
     without,
 )
-from deltafront.benchmarks.reference.structured import structured_input
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.methods import load
 from deltafront.kernels.paged_decode.cpu import select_pages
 from deltafront.kernels.selectors.grouped.selector import tile_scores
+from deltafront.tests.reference.structured import structured_input
 
 
 def x_attention(folder: Path, x: AttentionInput) -> Iterator[Compared]:

@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 
-from deltafront.benchmarks.testing import spec_of, tiles
 from deltafront.kernels.build import options_for, part_of
 from deltafront.kernels.interface import AttentionInput, no_phase
 from deltafront.kernels.methods import method_spec, registered
+from deltafront.tests.numerics import spec_of, tiles
 
 Rows = list[set[int]]
 

@@ -8,7 +8,7 @@ import torch
 
 from ...kernels.constants import BLOCK
 from ...kernels.interface import AttentionInput
-from ..reference.selection import pooled_scores
+from ...tests.reference.selection import pooled_scores
 
 
 def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,6 @@ from deltafront.benchmarks.engine.__main__ import Run, parsed
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.products import matrices, products, products_s
 from deltafront.benchmarks.engine.setup import Setup, delta_layers, dpxa_share
-from deltafront.benchmarks.testing import assert_rows_close, random_input
 from deltafront.kernels.executors.dense import cpu_attend
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.layers.fp8 import quantise_rows
@@ -25,6 +24,7 @@ from deltafront.kernels.selectors.rules import cpu
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.service.config import ConfigError, parse
 from deltafront.service.request.answers import Density, GenerateFinished, Timings
+from deltafront.tests.numerics import assert_rows_close, random_input
 from deltafront.workers.messages.events import FinishReason, Usage
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.headers import check_weights

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deltafront.benchmarks.recall import COVERAGES, ESTIMATORS, measure, tiles_needed, true_masses
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import chunk_of
+from deltafront.tests.numerics import chunk_of
+from deltafront.tests.reference.structured import structured_input
 
 
 def test_true_masses_equal_one_big_softmax() -> None:

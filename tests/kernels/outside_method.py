@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from deltafront.benchmarks.testing import mask_of
 from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
 from deltafront.kernels.methods import register
 from deltafront.kernels.options import option
+from deltafront.tests.numerics import mask_of
 
 SEEN_LAYERS: list[int] = []
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.anchor_scan import run_starts
-from deltafront.benchmarks.testing import poisoned_empty
 from deltafront.kernels.anchor_scan import (
     AnchorRuns,
     cpu_find_anchors,
@@ -16,6 +14,8 @@ from deltafront.kernels.anchor_scan import (
     runs_of,
 )
 from deltafront.kernels.interface import KernelInputError
+from deltafront.tests.numerics import poisoned_empty
+from deltafront.tests.reference.anchor_scan import run_starts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,14 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.attention import corrected, reference_attention
-from deltafront.benchmarks.testing import (
-    assert_rows_close,
-    chunk_of,
-    poisoned_empty,
-    random_input,
-    spec_of,
-)
 from deltafront.kernels.build import build
 from deltafront.kernels.correction import (
     Correction,
@@ -33,6 +25,14 @@ from deltafront.kernels.interface import (
     no_phase,
 )
 from deltafront.kernels.methods import method_spec
+from deltafront.tests.numerics import (
+    assert_rows_close,
+    chunk_of,
+    poisoned_empty,
+    random_input,
+    spec_of,
+)
+from deltafront.tests.reference.attention import corrected, reference_attention
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -13,7 +13,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from deltafront.benchmarks.in_process import run_in_process
 from deltafront.kernels import methods
 from deltafront.kernels.build import build, part_of
 from deltafront.kernels.interface import KernelInputError
@@ -29,6 +28,7 @@ from deltafront.kernels.methods import (
 )
 from deltafront.kernels.options import Option, StreamingOptions, option
 from deltafront.kernels.selectors.streaming import StreamingSelector
+from deltafront.tests.workers.in_process import run_in_process
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..workers.tiny_model import LAYERS, make_tiny_model, random_ids, whole_prompt

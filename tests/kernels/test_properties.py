@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.attention import reference_attention
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import assert_rows_close, chunk_of, row_errors, spec_of
 from deltafront.kernels.build import Composition, build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, no_phase
 from deltafront.kernels.methods import PRESETS, MethodSpec, method_spec, reads_whole_prompts, resume_step
 from deltafront.kernels.options import Value
+from deltafront.tests.numerics import assert_rows_close, chunk_of, row_errors, spec_of
+from deltafront.tests.reference.attention import reference_attention
+from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OWN = [name for name in PRESETS if PRESETS[name].form.__module__.startswith("deltafront.kernels.")]

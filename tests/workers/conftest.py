@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from deltafront.benchmarks.in_ranks import followers, parts
+from deltafront.tests.workers.in_ranks import followers, parts
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token

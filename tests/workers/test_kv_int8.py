@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltafront.benchmarks.in_process import InProcessReader, local_controller
-from deltafront.benchmarks.in_ranks import followers, parts, unused
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.layers.kv_int8 import dequantise, quantise
+from deltafront.tests.workers.in_process import InProcessReader, local_controller
+from deltafront.tests.workers.in_ranks import followers, parts, unused
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.ranks import LeadRunner, runner_sizes
 from deltafront.workers.decode.reads import Read

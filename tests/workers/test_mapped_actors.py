@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from ray.exceptions import RayError
 
-from deltafront.benchmarks.in_process import InProcessReader
-from deltafront.benchmarks.in_ranks import part
+from deltafront.tests.workers.in_process import InProcessReader
+from deltafront.tests.workers.in_ranks import part
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.decode.worker import DecodeReplica
 from deltafront.workers.messages.events import PrefillDone, Token

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.benchmarks.in_process import InProcessReader, local_controller
 from deltafront.kernels import options
 from deltafront.service.request.run.prefix import resume_at
+from deltafront.tests.workers.in_process import InProcessReader, local_controller
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import ChunkRead, PrefillDone

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from deltafront.benchmarks.in_process import local_controller
-from deltafront.benchmarks.testing import assert_rows_close, row_errors
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.executors.inputs import window_begin
+from deltafront.tests.numerics import assert_rows_close, row_errors
+from deltafront.tests.workers.in_process import local_controller
 from deltafront.workers.calibration import delta_layer_search, delta_layers
 from deltafront.workers.calibration.method_levels import method_levels
 from deltafront.workers.calibration.probes import Document, Question

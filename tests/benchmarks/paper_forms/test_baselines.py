@@ -9,12 +9,12 @@ from deltafront.benchmarks.accuracy.quest import page_bounds
 from deltafront.benchmarks.paper_forms.baselines import BlockTopSelector, SpargeSelector, top_mass
 from deltafront.benchmarks.paper_forms.methods import BlockTopOptions, SpargeOptions
 from deltafront.benchmarks.paper_forms.oracle import sparge_tiles
-from deltafront.benchmarks.reference.selection import pooled_scores
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import chunk_of, random_input, spec_of, tiles
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, no_phase
 from deltafront.kernels.methods import load, method_spec
+from deltafront.tests.numerics import chunk_of, random_input, spec_of, tiles
+from deltafront.tests.reference.selection import pooled_scores
+from deltafront.tests.reference.structured import structured_input
 
 load("deltafront.benchmarks.paper_forms.methods")
 

@@ -10,13 +10,13 @@ import torch
 
 from deltafront.benchmarks.paper_forms.delta_kv import DeltaKVState
 from deltafront.benchmarks.paper_forms.oracle import phased_attention
-from deltafront.benchmarks.reference.anchor_scan import run_starts
-from deltafront.benchmarks.reference.attention import reference_attention
-from deltafront.benchmarks.testing import assert_rows_close, chunk_of, poisoned_empty, random_input, spec_of
 from deltafront.kernels.build import build, options_for, part_of
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, KernelInputError, no_phase
 from deltafront.kernels.methods import MethodError, load, method_spec, registered, resume_step
+from deltafront.tests.numerics import assert_rows_close, chunk_of, poisoned_empty, random_input, spec_of
+from deltafront.tests.reference.anchor_scan import run_starts
+from deltafront.tests.reference.attention import reference_attention
 
 load("deltafront.benchmarks.paper_forms.methods")
 

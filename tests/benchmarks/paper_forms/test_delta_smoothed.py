@@ -7,11 +7,11 @@ import torch
 
 from deltafront.benchmarks.paper_forms.delta_smoothed import filtered
 from deltafront.benchmarks.paper_forms.oracle import smoothed_rows
-from deltafront.benchmarks.reference.attention import reference_attention
-from deltafront.benchmarks.testing import assert_rows_close, chunk_of, random_input
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import Attention, AttentionInput, KernelInputError, StateSpec
 from deltafront.kernels.methods import load, method_spec
+from deltafront.tests.numerics import assert_rows_close, chunk_of, random_input
+from deltafront.tests.reference.attention import reference_attention
 
 load("deltafront.benchmarks.paper_forms.methods")
 

@@ -10,12 +10,12 @@ import torch
 from deltafront.benchmarks.paper_forms.delta_xattention import TileSkipSelector, listed, skipped
 from deltafront.benchmarks.paper_forms.methods import TileSkipOptions
 from deltafront.benchmarks.paper_forms.oracle import all_packed, skipped_tiles
-from deltafront.benchmarks.reference.anchor_scan import run_starts
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import assert_rows_close, chunk_of, random_mask, spec_of
 from deltafront.kernels.build import Composition, build
 from deltafront.kernels.interface import no_phase
 from deltafront.kernels.methods import load, method_spec
+from deltafront.tests.numerics import assert_rows_close, chunk_of, random_mask, spec_of
+from deltafront.tests.reference.anchor_scan import run_starts
+from deltafront.tests.reference.structured import structured_input
 
 load("deltafront.benchmarks.paper_forms.methods")
 

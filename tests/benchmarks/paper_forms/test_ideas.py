@@ -11,8 +11,15 @@ import torch
 from deltafront.benchmarks.paper_forms import ideas
 from deltafront.benchmarks.paper_forms.delta_xattention import listed
 from deltafront.benchmarks.paper_forms.oracle import corrected_rows, mean_tiles
-from deltafront.benchmarks.reference.attention import reference_attention
-from deltafront.benchmarks.testing import (
+from deltafront.kernels.build import build, options_for, part_of
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.block_sparse import cpu_attend
+from deltafront.kernels.executors.packed.delta_xattention_kernel import kernel_attend
+from deltafront.kernels.executors.packed.runs import PackedRuns
+from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
+from deltafront.kernels.methods import PRESETS, load, method_spec, registered
+from deltafront.kernels.selectors.streaming import StreamingSelector
+from deltafront.tests.numerics import (
     assert_rows_close,
     chunk_of,
     full_mask,
@@ -22,14 +29,7 @@ from deltafront.benchmarks.testing import (
     spec_of,
     tiles,
 )
-from deltafront.kernels.build import build, options_for, part_of
-from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.block_sparse import cpu_attend
-from deltafront.kernels.executors.packed.delta_xattention_kernel import kernel_attend
-from deltafront.kernels.executors.packed.runs import PackedRuns
-from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
-from deltafront.kernels.methods import PRESETS, load, method_spec, registered
-from deltafront.kernels.selectors.streaming import StreamingSelector
+from deltafront.tests.reference.attention import reference_attention
 
 load("deltafront.benchmarks.paper_forms.methods")
 

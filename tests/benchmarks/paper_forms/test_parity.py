@@ -9,8 +9,8 @@ import torch
 
 from deltafront.benchmarks.paper_forms.parity import as_x_attention, main
 from deltafront.benchmarks.paper_forms.parity_rows import compared, ours, rows_of
-from deltafront.benchmarks.reference.structured import structured_input
 from deltafront.kernels.methods import load
+from deltafront.tests.reference.structured import structured_input
 
 load("deltafront.benchmarks.paper_forms.methods")
 

@@ -18,10 +18,10 @@ from deltafront.benchmarks.paper_forms.parity_minference import (
     tiles_of_index,
 )
 from deltafront.benchmarks.paper_forms.parity_rows import ours
-from deltafront.benchmarks.reference.structured import structured_input
 from deltafront.benchmarks.whole_prompt.lines import last_attention, single_line_masses
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.methods import load
+from deltafront.tests.reference.structured import structured_input
 
 load("deltafront.benchmarks.paper_forms.methods")
 

@@ -16,12 +16,12 @@ from deltafront.benchmarks.paper_forms.coverage import THRESHOLDS, coverages, co
 from deltafront.benchmarks.paper_forms.levels import level_of, write_profile
 from deltafront.benchmarks.paper_forms.minimum_threshold import MEASURED, QUOTAS, Performance, head_losses
 from deltafront.benchmarks.recall import true_masses
-from deltafront.benchmarks.reference.selection import kept_tiles
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import spec_of
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import no_phase
 from deltafront.kernels.methods import load, method_spec
+from deltafront.tests.numerics import spec_of
+from deltafront.tests.reference.selection import kept_tiles
+from deltafront.tests.reference.structured import structured_input
 from deltafront.workers.calibration.dense_pass import attended, embedded, read_densely
 from deltafront.workers.calibration.method_levels import require_thresholds, selector_of
 from deltafront.workers.calibration.probes import Document, Question, with_answers

@@ -10,13 +10,13 @@ import torch
 from deltafront.benchmarks.paper_forms.methods import NaiveCellsOptions, XAttentionPaperOptions
 from deltafront.benchmarks.paper_forms.oracle import naive_cells
 from deltafront.benchmarks.paper_forms.tile_scores import NaiveCellsSelector, PairedSelector, TorchSelector
-from deltafront.benchmarks.reference.selection import antidiagonal_scores
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import chunk_of, spec_of, tiles
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, no_phase
 from deltafront.kernels.methods import load, method_spec
 from deltafront.kernels.selectors.rules import cpu
+from deltafront.tests.numerics import chunk_of, spec_of, tiles
+from deltafront.tests.reference.selection import antidiagonal_scores
+from deltafront.tests.reference.structured import structured_input
 
 load("deltafront.benchmarks.paper_forms.methods")
 

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.attention import reference_attention
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty, random_input, spec_of, tiles
 from deltafront.benchmarks.whole_prompt import flex, lines, lines_kernel, vertical_slash
 from deltafront.benchmarks.whole_prompt.flex import FlexSelector
 from deltafront.benchmarks.whole_prompt.line_selector import LineSelector
@@ -28,6 +25,9 @@ from deltafront.kernels.methods import PRESETS, method_spec, reads_whole_prompts
 from deltafront.kernels.options import BlockPoolOptions, Value
 from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector
 from deltafront.kernels.selectors.rules import cpu as rules
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty, random_input, spec_of, tiles
+from deltafront.tests.reference.attention import reference_attention
+from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")

@@ -13,18 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.anchor_scan import run_starts
-from deltafront.benchmarks.reference.attention import mixed_attention, packed_attention, reference_attention
-from deltafront.benchmarks.testing import (
-    assert_rows_close,
-    chunk_of,
-    full_mask,
-    mask_of,
-    poisoned_empty,
-    random_input,
-    random_mask,
-    spec_of,
-)
 from deltafront.kernels.executors import block_sparse, dense
 from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
 from deltafront.kernels.executors.hopper import launch as hopper_launch
@@ -36,6 +24,18 @@ from deltafront.kernels.executors.packed.delta_xattention import DeltaXAttention
 from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
 from deltafront.kernels.options import DeltaKVOptions, DeltaXAttentionOptions
+from deltafront.tests.numerics import (
+    assert_rows_close,
+    chunk_of,
+    full_mask,
+    mask_of,
+    poisoned_empty,
+    random_input,
+    random_mask,
+    spec_of,
+)
+from deltafront.tests.reference.anchor_scan import run_starts
+from deltafront.tests.reference.attention import mixed_attention, packed_attention, reference_attention
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.attention import reference_attention
-from deltafront.benchmarks.testing import assert_rows_close, chunk_of, poisoned_empty, random_input, spec_of
 from deltafront.kernels.build import Windowed, build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.executors import block_sparse, dense
 from deltafront.kernels.executors.inputs import causal_tiles
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.methods import method_spec
+from deltafront.tests.numerics import assert_rows_close, chunk_of, poisoned_empty, random_input, spec_of
+from deltafront.tests.reference.attention import reference_attention
 
 from .test_executors import DEVICE, TYPES, mask_on_cpu, on_cpu, random_mask
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.reference import experts as reference
-from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
 from deltafront.kernels.experts.mixture import compile_mixture, cpu_mixture, kernel_mixture, mixture
 from deltafront.kernels.experts.products import TILES, Tile, tile_for, tiles_for
 from deltafront.kernels.experts.routing import Router, cpu_route, kernel_route
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers.fp8 import Fp8Rows, quantise_rows
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty
+from deltafront.tests.reference import experts as reference
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.benchmarks.reference import kv_int8 as reference
-from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers import kv_int8, rope
 from deltafront.kernels.layers.kv_int8 import Scales
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty
+from deltafront.tests.reference import kv_int8 as reference
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.benchmarks.reference import layers as reference
-from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty, row_errors
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers import fp8, norm, rope, swiglu
 from deltafront.kernels.layers.fp8 import kernel_quantise_rows
 from deltafront.kernels.layers.norm import kernel_add_norm
 from deltafront.kernels.layers.rope import kernel_rotate_and_store
 from deltafront.kernels.layers.swiglu import kernel_squared_relu, kernel_swiglu
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty, row_errors
+from deltafront.tests.reference import layers as reference
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltafront.benchmarks.reference import layers as reference
-from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers import linear_hopper_launch as hopper
 from deltafront.kernels.layers.linear import compile_products, linear, swiglu_linear
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty
+from deltafront.tests.reference import layers as reference
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

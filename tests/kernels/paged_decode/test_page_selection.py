@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.paged_decode import selected_pages
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.paged_decode import cpu, page_selection
+from deltafront.tests.reference.paged_decode import selected_pages
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.paged_decode import paged_attention
-from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.paged_decode import cpu, dispatch, launch
 from deltafront.kernels.paged_decode.launch import SplitPlan
 from deltafront.kernels.paged_decode.page_selection import select_pages
 from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty
+from deltafront.tests.reference.paged_decode import paged_attention
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.paged_decode import paged_attention
-from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers.kv_int8 import NOT_A_NUMBER, Scales, quantise
@@ -17,6 +15,8 @@ from deltafront.kernels.paged_decode import cpu, dispatch, launch
 from deltafront.kernels.paged_decode.launch import SplitPlan
 from deltafront.kernels.paged_decode.page_selection import select_pages
 from deltafront.kernels.paged_decode.pages import PagedInput
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty
+from deltafront.tests.reference.paged_decode import paged_attention
 from tests.kernels.paged_decode.test_paged_decode import (
     DTYPES,
     GPU,

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.paged_decode import paged_attention
-from deltafront.benchmarks.testing import assert_rows_close, poisoned_empty
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.layers.kv_int8 import NOT_A_NUMBER
 from deltafront.kernels.paged_decode import cpu, dispatch, launch
 from deltafront.kernels.paged_decode.launch import SplitPlan
 from deltafront.kernels.paged_decode.pages import PagedInput
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty
+from deltafront.tests.reference.paged_decode import paged_attention
 
 from .test_paged_decode import DTYPES, GPU, Shape, fp32, make
 from .test_paged_decode_int8 import PRECISION, in_8_bits, wide

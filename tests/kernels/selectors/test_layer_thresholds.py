@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import spec_of, tiles
 from deltafront.kernels import options
 from deltafront.kernels.build import Composition, build
 from deltafront.kernels.interface import KernelInputError, Thresholds, no_phase
@@ -16,6 +14,8 @@ from deltafront.kernels.methods import PRESETS, method_spec
 from deltafront.kernels.options import Value
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
+from deltafront.tests.numerics import spec_of, tiles
+from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THRESHOLDS = {0: (0.7, 0.7, 0.7), 3: (0.3, 0.6, 0.9), 7: (1.0, 0.5, 0.2)}

@@ -8,11 +8,11 @@ from fractions import Fraction
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.selection import kept_tiles
-from deltafront.benchmarks.testing import poisoned_empty, tiles
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.selectors.rules import cpu, kernel
 from deltafront.kernels.selectors.rules.rule import Kind, Rule
+from deltafront.tests.numerics import poisoned_empty, tiles
+from deltafront.tests.reference.selection import kept_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS: list[Kind] = ["cumulative", "top_k"]

@@ -12,14 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.selection import (
-    anchor_scores,
-    antidiagonal_scores,
-    naive_scores,
-    pooled_scores,
-)
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import chunk_of, random_input, spec_of, tiles
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
 from deltafront.kernels.options import (
@@ -37,6 +29,14 @@ from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector, Nai
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.kernels.selectors.streaming import StreamingSelector
+from deltafront.tests.numerics import chunk_of, random_input, spec_of, tiles
+from deltafront.tests.reference.selection import (
+    anchor_scores,
+    antidiagonal_scores,
+    naive_scores,
+    pooled_scores,
+)
+from deltafront.tests.reference.structured import structured_input
 
 ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, q_anchors=4, k_anchors=8)
 SCORED: dict[str, Callable[[], ScoredSelector]] = {

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.reference.structured import structured_input
-from deltafront.benchmarks.testing import assert_rows_close, chunk_of, poisoned_empty, spec_of, tiles
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
 from deltafront.kernels.options import (
@@ -35,6 +33,8 @@ from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules import sums
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.kernels.selectors.streaming import StreamingSelector
+from deltafront.tests.numerics import assert_rows_close, chunk_of, poisoned_empty, spec_of, tiles
+from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, k_anchors=16)

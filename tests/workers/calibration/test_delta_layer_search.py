@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.testing import assert_rows_close
+from deltafront.tests.numerics import assert_rows_close
 from deltafront.workers.calibration.delta_layer_search import DecodedRows, refine, search
 from deltafront.workers.calibration.delta_layers import calibrate, selected_pages
 from deltafront.workers.calibration.probes import Document, Question

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltafront.benchmarks.testing import assert_rows_close
+from deltafront.tests.numerics import assert_rows_close
 from deltafront.workers.decode.decode_attention import (
     BatchRows,
     LayerPlan,

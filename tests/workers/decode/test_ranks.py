@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltafront.benchmarks.in_ranks import followers, part, parts, unused
+from deltafront.tests.workers.in_ranks import followers, part, parts, unused
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.decode.ranks import InOrder, LeadRunner, runner_sizes

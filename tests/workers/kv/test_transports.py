@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.in_process import (
+from deltafront.tests.workers.in_process import (
     DeviceKV,
     InProcessReader,
     InProcessSender,

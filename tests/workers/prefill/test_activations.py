@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deltafront.benchmarks.in_process import QueueActivations
+from deltafront.tests.workers.in_process import QueueActivations
 from deltafront.workers.prefill.stage.activations import (
     SLOTS,
     LinkClosed,

@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 
-from deltafront.benchmarks.testing import assert_rows_close
+from deltafront.tests.numerics import assert_rows_close
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import (

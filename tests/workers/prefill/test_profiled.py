@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltafront.benchmarks.in_process import run_in_process
 from deltafront.kernels.methods import MethodError, MethodSpec, method_spec
+from deltafront.tests.workers.in_process import run_in_process
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import ProfileError

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.in_process import run_in_process
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
+from deltafront.tests.workers.in_process import run_in_process
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.model_config import read_config

@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from deltafront.benchmarks.testing import assert_rows_close
 from deltafront.kernels.layers.rope import rotate
+from deltafront.tests.numerics import assert_rows_close
 from deltafront.workers.model.decoder.rope_angles import Rope, inverse_frequencies
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig

@@ -22,8 +22,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import TINY
-from deltafront.benchmarks.in_ranks import parts
-from deltafront.benchmarks.testing import row_errors
+from deltafront.tests.numerics import row_errors
+from deltafront.tests.workers.in_ranks import parts
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.decoder.load import load_model

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from deltafront.benchmarks.testing import row_errors
+from deltafront.tests.numerics import row_errors
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config

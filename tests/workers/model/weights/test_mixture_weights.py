@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import SHAPES, write_model
-from deltafront.benchmarks.reference.experts import mixture as reference_mixture
-from deltafront.benchmarks.testing import assert_rows_close, row_errors
 from deltafront.kernels.experts.routing import Router
+from deltafront.tests.numerics import assert_rows_close, row_errors
+from deltafront.tests.reference.experts import mixture as reference_mixture
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import WEIGHT_INDEX, ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltafront.benchmarks.testing import row_errors
 from deltafront.kernels.layers.fp8 import cpu_quantise_rows
+from deltafront.tests.numerics import row_errors
 from deltafront.workers.model.directory.headers import check_weights, quantisation_notes
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import read_config

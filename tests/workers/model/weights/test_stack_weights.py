@@ -13,9 +13,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from deltafront.benchmarks.reference.layers import dequantised_product
-from deltafront.benchmarks.reference.layers import quantised as quantised_rows
-from deltafront.benchmarks.testing import assert_rows_close, row_errors
+from deltafront.tests.numerics import assert_rows_close, row_errors
+from deltafront.tests.reference.layers import dequantised_product
+from deltafront.tests.reference.layers import quantised as quantised_rows
 from deltafront.workers.model.decoder.load import load_model, load_stack
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.json_files import ModelError

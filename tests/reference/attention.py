@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput
 
 
 def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None) -> torch.Tensor:

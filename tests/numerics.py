@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from ..kernels.interface import AttentionInput, StateSpec, TileMask
+from deltafront.kernels.interface import AttentionInput, StateSpec, TileMask
 
 ROW_TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
 """Largest relative L2 error of a row, by the dtype that the kernel computes in."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput
-from ...kernels.selectors.anchors.form import AnchorSettings, SideSettings
-from ...kernels.selectors.rules.rule import LEVELS
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.selectors.anchors.form import AnchorSettings, SideSettings
+from deltafront.kernels.selectors.rules.rule import LEVELS
 
 
 def _from_logits(

@@ -7,8 +7,9 @@ import math
 
 import torch
 
-from ...kernels.constants import PAGE_TOKENS
-from ...kernels.paged_decode.pages import PagedInput
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.paged_decode.pages import PagedInput
+
 from .kv_int8 import row_of
 
 

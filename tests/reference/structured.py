@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.anchor_scan import find_anchors
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput
+from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,19 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from ..workers.kv.cache import PagedKVCache, Sides, row_forms
-from ..workers.kv.fetch import KVSource
-from ..workers.kv.handoff.protocols import Destination, HandoffError, UsePages, check_kv, described
-from ..workers.messages.events import PrefillDone, PrefillReport
-from ..workers.messages.methods import MethodSpec
-from ..workers.messages.requests import PrefillFailed, PrefillJob
-from ..workers.messages.stages import FirstLogits, KVAnnouncement
-from ..workers.prefill.group.chunks import ModelWork
-from ..workers.prefill.group.controller import PrefillController
-from ..workers.prefill.stage.activations import Activations, LinkClosed, NoActivations
-from ..workers.prefill.stage.stage import PrefillStage, load_stage
-from ..workers.roles import Form, Stage, stand_in
-from ..workers.settings import KVDtype, ModelSpec, PrefillConfig
+from deltafront.workers.kv.cache import PagedKVCache, Sides, row_forms
+from deltafront.workers.kv.fetch import KVSource
+from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, UsePages, check_kv, described
+from deltafront.workers.messages.events import PrefillDone, PrefillReport
+from deltafront.workers.messages.methods import MethodSpec
+from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
+from deltafront.workers.prefill.group.chunks import ModelWork
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.stage.activations import Activations, LinkClosed, NoActivations
+from deltafront.workers.prefill.stage.stage import PrefillStage, load_stage
+from deltafront.workers.roles import Form, Stage, stand_in
+from deltafront.workers.settings import KVDtype, ModelSpec, PrefillConfig
 
 T = TypeVar("T")
 _WORKER = "in-process"
