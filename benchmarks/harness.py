@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -200,23 +197,3 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """A file of results; the folders that it needs are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-@contextmanager
-def repeated(work: Callable[[], object]) -> Iterator[None]:
-    """Repeat work on a thread of its own, from before the block to behind it."""
-    stop, begun = threading.Event(), threading.Event()
-
-    def run() -> None:
-        while not stop.is_set():
-            work()
-            begun.set()
-
-    with ThreadPoolExecutor(1) as thread:
-        repeating = thread.submit(run)
-        begun.wait()
-        try:
-            yield
-        finally:
-            stop.set()
-            repeating.result()

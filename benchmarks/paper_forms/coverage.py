@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch.nn import functional
 
 from deltafront.benchmarks.paper_forms.levels import (
     documents_of,
@@ -27,7 +28,7 @@ from deltafront.benchmarks.paper_forms.levels import (
     model_of,
     write_profile,
 )
-from deltafront.benchmarks.recall import true_masses
+from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, no_phase
 from deltafront.kernels.selectors.rules.cpu import kept_table
 from deltafront.kernels.selectors.rules.rule import Rule
@@ -40,6 +41,27 @@ from deltafront.workers.model.decoder.stack import LayerStack
 
 THRESHOLDS = tuple(step / 64 for step in range(1, 65))
 """Among which a head's is found; the last keeps everything."""
+
+
+def true_masses(x: AttentionInput) -> torch.Tensor:
+    """float32 true_BHNM: the mean attention mass of each tile, exact, one query block at a time."""
+    batch, heads = x.q_BHTD.shape[:2]
+    groups, _, dim = x.k_BGSD.shape[1:]
+    device = x.q_BHTD.device
+    true_BHNM = torch.zeros((batch, heads, x.query_blocks, x.key_blocks), device=device)
+    k_BGSD = x.k_BGSD.float()
+    for block in range(x.query_blocks):
+        q_BHRD = x.q_BHTD[:, :, block * BLOCK : (block + 1) * BLOCK].float()
+        rows, start = q_BHRD.shape[2], x.q_start + block * BLOCK
+        seen = start + rows
+        stacked = q_BHRD.reshape(batch, groups, -1, dim)
+        logit_BHRS = (stacked @ k_BGSD[:, :, :seen].transpose(2, 3)).view(batch, heads, rows, seen)
+        future_RS = torch.arange(seen, device=device) > torch.arange(start, seen, device=device)[:, None]
+        mass_BHRS = (logit_BHRS * x.scale).masked_fill_(future_RS, float("-inf")).softmax(-1)
+        mass_BHS = functional.pad(mass_BHRS.mean(2), (0, -seen % BLOCK))
+        tiles = mass_BHS.view(batch, heads, -1, BLOCK).sum(-1)
+        true_BHNM[:, :, block, : tiles.shape[-1]] = tiles
+    return true_BHNM
 
 
 def covered(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor, rule: Rule) -> torch.Tensor:

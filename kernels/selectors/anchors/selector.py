@@ -25,7 +25,7 @@ class KeyAnchors(ScoredState):
 
 
 class AnchorsSelector(ScoredSelector):
-    """DPXA. The keyword arguments are for ablations (`benchmarks.recall`), and for the thesis's form."""
+    """DPXA. The keyword arguments make the thesis's form of it."""
 
     name = "anchors"
 

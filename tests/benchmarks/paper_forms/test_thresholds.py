@@ -12,14 +12,19 @@ import torch
 
 from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.paper_forms import coverage, minimum_threshold
-from deltafront.benchmarks.paper_forms.coverage import THRESHOLDS, coverages, covered, least_thresholds
+from deltafront.benchmarks.paper_forms.coverage import (
+    THRESHOLDS,
+    coverages,
+    covered,
+    least_thresholds,
+    true_masses,
+)
 from deltafront.benchmarks.paper_forms.levels import level_of, write_profile
 from deltafront.benchmarks.paper_forms.minimum_threshold import MEASURED, QUOTAS, Performance, head_losses
-from deltafront.benchmarks.recall import true_masses
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import no_phase
 from deltafront.kernels.methods import load, method_spec
-from deltafront.tests.numerics import spec_of
+from deltafront.tests.numerics import chunk_of, spec_of
 from deltafront.tests.reference.selection import kept_tiles
 from deltafront.tests.reference.structured import structured_input
 from deltafront.workers.calibration.dense_pass import attended, embedded, read_densely
@@ -57,6 +62,21 @@ def stack(directory: Path) -> LayerStack:
 def made(seed: int, tokens: int) -> Document:
     ids = random.Random(seed).choices(range(199), k=tokens)
     return Document(ids, [Question("it", tuple(ids[5:9]), tuple(ids[9:13]))])
+
+
+def test_true_masses_equal_one_big_softmax() -> None:
+    x = structured_input(300, q_heads=4, kv_heads=2, head_dim=16)
+    for part in (x, chunk_of(x, 128, 300)):
+        k = part.k_BGSD.double().repeat_interleave(2, 1)
+        logit = part.q_BHTD.double() @ k.transpose(2, 3) * part.scale
+        position = torch.arange(part.q_start, 300)[:, None]
+        mass = logit.masked_fill(torch.arange(300) > position, float("-inf")).softmax(-1)
+        found = true_masses(part)
+        for n, rows in enumerate(mass.split(128, dim=2)):
+            for m, tile in enumerate(rows.split(128, dim=3)):
+                torch.testing.assert_close(
+                    found[:, :, n, m].double(), tile.sum(-1).mean(-1), atol=1e-6, rtol=1e-5
+                )
 
 
 def test_coverage_is_the_mean_mass_of_the_kept_tiles() -> None:
