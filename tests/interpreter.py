@@ -1,6 +1,6 @@
 """Triton's interpreter without the work it does for nothing: most of its time in our kernels.
 
-It reaches into triton 3.6 (pinned in constraints.txt); no result and no check of the interpreter changes.
+It reaches into triton 3.7 (pinned in constraints.txt); no result and no check of the interpreter changes.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ SIZES = [(5, 576), (1, 4096)]
 
 @pytest.fixture(autouse=True)
 def _rounds_to_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter forgets to carry where a mantissa rounds up to the next power of two, so here
+    """Triton 3.7's interpreter forgets to carry where a mantissa rounds up to the next power of two, so here
     torch rounds in its place. On a GPU there is an instruction for it."""
     if GPU:
         return
