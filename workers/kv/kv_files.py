@@ -2,12 +2,20 @@
 
 A file is written under another name first, so it is complete or not there. It names the form of its K/V and
 has a checksum of each tensor. All workers of one model and configuration may share a directory.
+
+A group's name follows from the prompt's tokens, so that who can list the folder could find out whether a text
+was sent. A file is therefore called by the name's HMAC with the directory's secret, and holds the name.
 """
 
+import contextlib
 import hashlib
+import hmac
 import json
+import logging
 import os
+import re
 import secrets
+import stat
 import threading
 import time
 import zlib
@@ -22,31 +30,69 @@ from safetensors.torch import save_file
 from .pages.store_tier import StoreError
 
 _SUFFIX = ".safetensors"
+_OURS = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
+_SECRET, _SECRET_BYTES = ".secret", 32
+_LONGEST_HEADER = 1 << 20
+_BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+"""Errors of reading a file that is gone, cut short or something else. RuntimeError: too deep JSON, too."""
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 _UNFINISHED_S = 3600.0
 """The age after which an unfinished file belongs to a worker that died."""
 
+log = logging.getLogger(__name__)
+
 
 class KVFiles:
-    """One rank's files in a directory. `form` names the form of its K/V, as `host_memory.kv_form` does."""
+    """One rank's files in a directory.
+
+    Args:
+        form: The form of its K/V, as `host_memory.kv_form` names it.
+    Raises:
+        StoreError: The directory cannot be used.
+    """
 
     def __init__(self, directory: Path, form: str) -> None:
         self._form = form
         self._own = threading.local()
         self._folder = directory / hashlib.sha256(form.encode()).hexdigest()[:32]
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._secret = _secret_of(directory)
+        except OSError as error:
+            raise StoreError(f"decode.store: {error}") from error
         for path in self._folder.glob("*.part"):
-            if path.stat().st_mtime < time.time() - _UNFINISHED_S:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another worker has finished or removed it
+                if path.stat().st_mtime < time.time() - _UNFINISHED_S:
+                    path.unlink()
 
     def saved(self) -> list[tuple[bytes, float]]:
         """Return each group's name and its date, in seconds from now, the earliest first.
 
-        A future date says until when the group is retained. A past one says when it was last used.
+        A future date says until when the group is retained. A past one says when it was last used. Files of
+        others, and files that another worker removes meanwhile, are left out.
         """
-        now = time.time()
-        files = sorted((path.stat().st_mtime, path.name) for path in self._folder.glob(f"*{_SUFFIX}"))
-        return [(bytes.fromhex(file.removesuffix(_SUFFIX)), date - now) for date, file in files]
+        now, found = time.time(), []
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            try:
+                name = self._name_in(path)
+                found.append((path.stat().st_mtime - now, name))
+            except FileNotFoundError:
+                continue
+            except _BROKEN as error:
+                log.warning("%s is no group of this store, and is left alone: %s", path, error)
+        return [(name, date) for date, name in sorted(found)]
+
+    def _name_in(self, path: Path) -> bytes:
+        """Return the name of a group's file. Raises an error of _BROKEN if it is something else."""
+        if not _OURS.fullmatch(path.name) or not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError("other files have other names")
+        with path.open("rb") as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
+        name = bytes.fromhex(json.loads(header)["__metadata__"]["name"])
+        if self._path(name).name != path.name:
+            raise ValueError("it was saved under another name")
+        return name
 
     def date(self, groups: Sequence[tuple[bytes, float]]) -> None:
         """Set the dates that `saved` returns, as modification times. Raises StoreError.
@@ -69,7 +115,7 @@ class KVFiles:
         tensors = {str(n): side.contiguous() for n, side in enumerate(sides)}
         sums = {key: str(_checksum(x)) for key, x in tensors.items()}
         try:
-            save_file(tensors, unfinished, metadata={"form": self._form, **sums})
+            save_file(tensors, unfinished, metadata={"form": self._form, "name": name.hex(), **sums})
             unfinished.replace(path)
         except (OSError, SafetensorError) as error:
             unfinished.unlink(missing_ok=True)
@@ -88,7 +134,7 @@ class KVFiles:
             about = json.loads(bytes(content[8:start]))
             metadata = about.pop("__metadata__")
             sides = [_tensor(content, start, about[str(n)]) for n in range(len(about))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except _BROKEN as error:
             raise StoreError(f"{path}: {error}") from error
         if metadata.get("form") != self._form:
             raise StoreError(f"{path}: it is of other K/V: {metadata.get('form')}")
@@ -117,7 +163,25 @@ class KVFiles:
             raise StoreError(str(error)) from error
 
     def _path(self, name: bytes) -> Path:
-        return self._folder / (name.hex() + _SUFFIX)
+        return self._folder / (hmac.digest(self._secret, name, "sha256").hex() + _SUFFIX)
+
+
+def _secret_of(directory: Path) -> bytes:
+    """Return the directory's secret. The first worker makes it, and links are atomic. Raises StoreError."""
+    path = directory / _SECRET
+    if not path.exists():
+        new = path.with_suffix(f".{secrets.token_hex(4)}.part")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)
+        new.unlink()
+    secret = path.read_bytes()
+    if len(secret) != _SECRET_BYTES:
+        raise StoreError(f"decode.store: {path} is not a secret of {_SECRET_BYTES} bytes: empty the store")
+    return secret
 
 
 def _tensor(content: memoryview, start: int, about: Mapping[str, Any]) -> torch.Tensor:
