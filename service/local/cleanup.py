@@ -52,9 +52,14 @@ def clean_up_killed_services() -> list[Path]:
 
 
 def _clear_if_dead(lock: Path) -> bool:
+    """Clear a lock's folder if no process holds it. Another user may have made anything there, and a pipe in
+    place of the lock would be waited for."""
     try:
-        with lock.open() as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():
+        if lock.parent.lstat().st_uid != os.geteuid():
+            return False
+        with open(os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
                 return False
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clear(lock.parent)

@@ -13,9 +13,13 @@ from rich.console import Console
 from ..config import ConfigError
 
 
+_FIRST_LINE = b"Log of deltafront serve\n"
+"""By it a later start knows which file it may replace."""
+
+
 def default_log(grpc_port: int) -> Path:
     """Return the port's file in this user's folder. Raises ConfigError if the folder is another user's."""
-    folder = Path(tempfile.gettempdir()) / f"deltafront-logs-{os.geteuid()}"
+    folder = _folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -23,19 +27,60 @@ def default_log(grpc_port: int) -> Path:
     return folder / f"serve-{grpc_port}.log"
 
 
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"deltafront-logs-{os.geteuid()}"
+
+
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[Console]:
-    """Redirect the output of this process and its children to a new file. Yields a console on standard error.
-    Raises ConfigError if the file cannot be made.
+    """Redirect the output of this process and its children to a log. Yields a console on standard error.
+
+    A log of an earlier start is replaced. Devices, pipes, and files behind links such as /dev/stdout are
+    appended to. Raises ConfigError for another file, or one that cannot be written.
     """
     try:
-        path.unlink(missing_ok=True)  # somebody may still read the last start's log
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o600)
+        log = _opened(path)
     except OSError as error:
         raise ConfigError(f"--log: {path} cannot be written: {error.strerror}") from None
     with _redirected(1, log), _redirected(2, log) as stderr, os.fdopen(stderr, "w", closefd=False) as stream:
         os.close(log)
         yield Console(file=stream)
+
+
+def _opened(path: Path) -> int:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return _new(path)
+    if stat.S_ISREG(status.st_mode):
+        if not _is_log(path, status):
+            raise ConfigError(f"--log: {path} is no log of deltafront serve: name another file, or remove it")
+        path.unlink()  # somebody may still read the last start's log
+        return _new(path)
+    kind = path.stat().st_mode
+    if not (stat.S_ISCHR(kind) or stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) or not _is_trusted(status):
+        raise ConfigError(f"--log: {path} is nothing that a log can be written to: name a file")
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)  # without a reader a pipe would wait for one
+    os.set_blocking(log, True)
+    return log
+
+
+def _new(path: Path) -> int:
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+    os.write(log, _FIRST_LINE)
+    return log
+
+
+def _is_log(path: Path, status: os.stat_result) -> bool:
+    if status.st_uid != os.geteuid():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_FIRST_LINE)) in (_FIRST_LINE, b"") or path.parent == _folder()
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    """Say whether a link, device or pipe is root's or this user's. Another's link may lead anywhere."""
+    return status.st_uid in (0, os.geteuid())
 
 
 @contextlib.contextmanager

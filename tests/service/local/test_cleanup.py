@@ -104,6 +104,39 @@ def test_what_has_no_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert cleanup.clean_up_killed_services() == [] and (tmp_path / "deltafront-made").exists()
 
 
+CLEAN_UP = """
+import sys, tempfile
+from deltafront.service.local.cleanup import clean_up_killed_services
+tempfile.tempdir = sys.argv[1]
+print(clean_up_killed_services())
+"""
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link to a file of ours", "a lock in another's folder"])
+def test_what_another_user_puts_in_a_locks_place_neither_hangs_a_start_nor_is_cleared(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "deltafront-x"
+    folder.mkdir()
+    match kind:
+        case "a pipe":
+            os.mkfifo(folder / "owner.lock")
+        case "a link to a file of ours":
+            (tmp_path / "ours").touch()
+            (folder / "owner.lock").symlink_to(tmp_path / "ours")
+        case "a lock in another's folder":
+            if os.geteuid():
+                pytest.skip("only root may give files away")
+            (folder / "owner.lock").touch()
+            os.chown(folder, 12345, 12345)
+    command = [sys.executable, "-c", CLEAN_UP, str(tmp_path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        pytest.fail("it waits for who made the pipe")
+    assert (done.stdout, done.stderr) == ("[]\n", "") and folder.is_dir()
+
+
 def test_who_only_reads_there_is_not_ended(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("line\n")
     reader = subprocess.Popen(["tail", "-f", tmp_path / "log"], stdout=subprocess.DEVNULL)
