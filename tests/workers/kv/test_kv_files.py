@@ -31,7 +31,8 @@ def names_in(files: KVFiles) -> set[bytes]:
 def test_what_others_leave_in_the_folder_is_no_group_and_stays(tmp_path: Path) -> None:
     files = made(tmp_path, bytes(32))
     [ours] = files._folder.glob("*.safetensors")
-    strange = [f"{bytes(32).hex()}.safetensors", "notes.safetensors", f"._{ours.name}", f"copy of {ours.name}"]
+    strange = ["notes.safetensors", f"{bytes(32).hex()}.safetensors"]
+    strange += [f"._{ours.name}", f"copy of {ours.name}"]
     for name in strange:
         (files._folder / name).write_bytes(b"\x00\x05\x16\x07")
     (files._folder / f"{32 * 'ab'}.safetensors").mkdir()
