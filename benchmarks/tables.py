@@ -2,8 +2,8 @@
 
     python -m deltafront.benchmarks.tables [--check]
 
-`<!-- table: kernels_h200 -->` … `<!-- end -->` is replaced by the table of that name. With --check nothing is
-written, and the exit code says whether the documents are up to date.
+`<!-- table: kernels_h200 -->` … `<!-- end -->` is replaced by the table of that name, and README's chart is
+drawn again. With --check nothing is written, and the exit code says whether all of it is up to date.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..service.cli import size
+from . import configuration, overlays
 from . import headline as headlines
-from . import overlays
-from .accuracy.tables import (
-    accuracy,
-    baselines,
-    equal_time,
-    held_out,
-    held_out_decode,
-    held_out_runs,
-    served,
-)
+from .accuracy.tables import EMBEDDED, accuracy, embedded
 from .markdown import Result, markdown, provenance
 from .models.tables import families, public_models
 from .paper_forms import table as paper_forms
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-_DOCS = ("performance", "deploy", "models", "methods")
+_DOCS = ("configuration", "performance", "accuracy", "operations", "deploy", "models", "methods")
+CHART = ROOT / "docs" / "first_token.svg"
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS))
 
 
@@ -47,6 +41,7 @@ def kernels(result: Result) -> str:
             row.get("note"),
         ]
         for row in map(_as_it_is_now, result["rows"])
+        if row["tokens"] >= 131_072
     ]
     header = ("case", "tokens", "ms", "TFLOP/s", "density", "ratio", "note")
     return markdown(header, rows) + provenance(result)
@@ -59,53 +54,6 @@ def _as_it_is_now(row: Result) -> Result:
     since = row["since"]
     note = f"{row['note']}; ratio of commit {since['commit']}, which takes {since['times']:.3f} times as long"
     return {**row, "ratio": row["ratio"] / since["times"], "note": note}
-
-
-def recall(result: Result) -> str:
-    keys = ("estimator", "tokens", "coverage_75", "coverage_90", "coverage_95")
-    header = ("estimator", "tokens", "75% coverage", "90%", "95%")
-    return markdown(header, [[row.get(key) for key in keys] for row in result["rows"]]) + provenance(result)
-
-
-def long_context(result: Result) -> str:
-    header = (
-        "text",
-        "method",
-        "tokens",
-        "exact, full decode",
-        "exact, DELTA decode",
-        "TTFT s",
-        "density",
-        "scoring ÷ attention",
-    )
-    rows = [
-        [
-            row["text"],
-            row["method"],
-            row["tokens"],
-            f"{row['exact_full_decode']} of {row['asked']}",
-            f"{row['exact_delta_decode']} of {row['asked']}",
-            row["ttft_s"],
-            row["density"],
-            row["scoring_over_attention"],
-        ]
-        for row in result["rows"]
-    ]
-    return markdown(header, rows) + provenance(result)
-
-
-def precision(result: Result) -> str:
-    """A line for each document; methods side by side in each number format, with their sums."""
-    columns = list(dict.fromkeys((row["method"], row["dtype"]) for row in result["rows"]))
-    found = {(row["text"], row["seed"], row["method"], row["dtype"]): row["exact"] for row in result["rows"]}
-    asked = {(row["text"], row["seed"]): row["asked"] for row in result["rows"]}
-    lines = [
-        [text, seed, count, *(found.get((text, seed, *column)) for column in columns)]
-        for (text, seed), count in asked.items()
-    ]
-    sums = [sum(line[at] or 0 for line in lines) for at in range(2, 3 + len(columns))]
-    header = ("text", "seed", "asked", *(f"{method}, {dtype}" for method, dtype in columns))
-    return markdown(header, [*lines, ["all", None, *sums]]) + provenance(result, "; exact answers")
 
 
 def service_overhead(result: Result) -> str:
@@ -132,26 +80,21 @@ def service_overhead(result: Result) -> str:
     return markdown(header, rows) + memory + provenance(result)
 
 
-def headline(engine_of_8b: Result, held_out: Result, untuned: Result, *others: Result) -> str:
-    commits = ", ".join(dict.fromkeys(result["commit"][:8] for result in (untuned, *others)))
-    cards = " and ".join(sorted({result["hardware"].removeprefix("one ") for result in (untuned, *others)}))
+def headline(engine_of_8b: Result) -> str:
     shown = headlines.times(engine_of_8b).values()
     timed = ", ".join(sorted({row.get("commit", engine_of_8b["commit"])[:8] for row in shown}))
-    sources = (
-        f"Times: {engine_of_8b['gpu']}, medians, commit {timed}."
-        f" Answers of sets A and B: {held_out['gpu']}, of other documents and KL: {cards},"
-        f" commits {commits}; all of the 135M model, to questions of the form that its adapter was"
-        " trained on, as a share of those without the saving; in brackets 95% of what documents drawn with"
-        " replacement give, where the results hold it. docs/performance.md names each row's commit and each"
-        " set's documents, docs/experiments the others."
-    )
-    lines = headlines.lines(engine_of_8b, held_out, untuned, *others)
-    return markdown(headlines.HEADER, lines) + f"\n\n{sources}"
+    lines = headlines.lines(engine_of_8b)
+    return markdown(headlines.HEADER, lines) + f"\n\n{engine_of_8b['gpu']}, medians, commits {timed}."
+
+
+_TIMES = ("ttft_", "token_", "batch4_token_", "vllm_ttft", "vllm_token", "vllm_batch4")
+_EARLIER = ("313a2b3", "3c7fe4a", "7c54588")
+"""Commits whose rows a later one measured again in another form."""
 
 
 def engine(result: Result) -> str:
-    """A line for each row; where it stands beside the value, the commit that it is of."""
-    header = ("case", "tokens", "prefill GPUs", "density", "value", "decode on", "where it went, s", "commit")
+    """First tokens and further tokens; K/V has 16 bits unless the row says otherwise."""
+    header = ("case", "tokens", "prefill GPUs", "density", "value", "decode on", "commit")
     rows = [
         [
             f"{row['case']} ({row['shape']})" if "shape" in row else row["case"],
@@ -160,12 +103,15 @@ def engine(result: Result) -> str:
             f"{row['density']:.3f}" if row["density"] is not None else None,
             f"{row['value']:.4g} {row['unit']}",
             "vLLM" if row["case"].startswith("vllm_") else _decodes_on(row),
-            _largest(row.get("parts", {})),
-            row.get("commit"),
+            row.get("commit", result["commit"])[:8],
         ]
         for row in result["rows"]
+        if row["case"].startswith(_TIMES)
+        and row["unit"] in ("s", "ms")
+        and row.get("kv_dtype") != "fp8"
+        and row.get("commit") not in _EARLIER
     ]
-    return markdown(header, rows) + provenance(result)
+    return markdown(header, rows) + f"\n\n{result['gpu']}; medians."
 
 
 def _decodes_on(row: Result) -> str | None:
@@ -184,24 +130,17 @@ def _decodes_on(row: Result) -> str | None:
     return ", ".join(filter(None, (where, kind))) or None
 
 
-def _largest(parts: Mapping[str, float]) -> str:
-    """The parts of a time to first token that are a hundredth of it or more."""
-    total = sum(parts.values())
-    shown = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(
-        f"{name.removeprefix('prefill.')} {value:.3g}" for name, value in shown if value > total / 100
-    )
-
-
 def products(result: Result) -> str:
     header = ("product", "rows", "ms", "TFLOP/s", "cuBLAS, ms", "over cuBLAS")
     keys = ("case", "rows", "ms", "tflops", "cublas_ms", "ratio")
-    return markdown(header, [[row[key] for key in keys] for row in result["rows"]]) + provenance(result)
+    layers = [row for row in result["rows"] if row["case"] == "layer"]
+    return markdown(header, [[row[key] for key in keys] for row in layers]) + provenance(result)
 
 
 def chaos(result: Result) -> str:
-    rows = [[f"`{row['case']}`", row["tries"], row["bad"], row["note"]] for row in result["rows"]]
-    return markdown(("case", "tries", "bad", "note"), rows) + provenance(result, "")
+    """Counts alone; `note` of a row in the results says how it was run, and at which commit."""
+    rows = [[f"`{row['case']}`", row["tries"], row["bad"]] for row in result["rows"]]
+    return markdown(("case", "tries", "bad"), rows)
 
 
 GPUS_GIB = (79.0, 139.0, 267.0)
@@ -221,38 +160,20 @@ def sizing() -> str:
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "headline": (
-        headline,
-        (
-            "engine_h200",
-            "accuracy_h200",
-            "accuracy_long_h100",
-            "accuracy_fp8_h200",
-            "accuracy_far_h200",
-            "accuracy_served_h200",
-            "accuracy_forms_decode_h100",
-        ),
-    ),
+    "headline": (headline, ("engine_h200",)),
+    "answers": (headlines.answers, ("answers_real_models",)),
+    "answers_all": (lambda result: headlines.answers(result, readme=False), ("answers_real_models",)),
+    "embedded": (embedded, EMBEDDED),
     "kernels_h200": (kernels, ("kernels_h200",)),
-    "recall_h200": (recall, ("recall_h200",)),
-    "recall_prose_h200": (recall, ("recall_prose_h200",)),
-    "long_context_h200": (long_context, ("long_context_h200",)),
-    "accuracy_rules_h200": (accuracy, ("accuracy_rules_h200",)),
     "accuracy_kv_int8_h100": (accuracy, ("accuracy_kv_int8_h100",)),
-    "accuracy_h200": (held_out, ("accuracy_h200",)),
-    "accuracy_equal_time_h200": (equal_time, ("accuracy_equal_time_h200",)),
-    "accuracy_decode_h200": (held_out_decode, ("accuracy_h200",)),
-    "accuracy_runs_h200": (held_out_runs, ("accuracy_h200",)),
     "accuracy_demo_cpu": (accuracy, ("accuracy_demo_cpu",)),
-    "accuracy_baselines_cpu": (baselines, ("accuracy_baselines_cpu",)),
-    "accuracy_served_cpu": (served, ("accuracy_served_cpu",)),
     "paper_forms": (paper_forms.forms, paper_forms.SOURCES),
-    "precision_h200": (precision, ("precision_h200",)),
     "engine_h200": (engine, ("engine_h200",)),
     "engine_h100": (engine, ("engine_h100",)),
     "products_h200": (products, ("products_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),
     "chaos": (chaos, ("chaos",)),
+    **{f"{name}_keys": (partial(configuration.table, name), ()) for name in configuration.SECTIONS},
     "sizing": (sizing, ()),
     "families": (families, ()),
     "public_models": (public_models, ()),
@@ -273,20 +194,30 @@ def render(document: str) -> str:
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, document, flags=re.DOTALL)
 
 
+def chart() -> str:
+    """README's picture."""
+    return headlines.chart(json.loads((RESULTS / "engine_h200.json").read_text()))
+
+
+def _stale() -> dict[Path, str]:
+    """Return what a file should hold, for each that does not."""
+    wanted = {path: render(path.read_text()) for path in DOCUMENTS} | {CHART: chart()}
+    return {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    stale = [path for path in DOCUMENTS if render(path.read_text()) != path.read_text()]
-    if arguments.check:
-        for path in stale:
+    stale = _stale()
+    for path, text in stale.items():
+        if arguments.check:
             print(f"not up to date: {path.name}", file=sys.stderr)
-        return int(bool(stale))
-    for path in stale:
-        path.write_text(render(path.read_text()))
-    return 0
+        else:
+            path.write_text(text)
+    return int(arguments.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -64,12 +64,15 @@ class DoorConfig:
     replicas: Count = 2
     """With two doors, clients notice only a pause when one dies."""
     per_node: Count | None = None
+    """The most doors on one node. None: any number."""
     node_labels: Labels = dataclasses.field(default_factory=dict)
+    """Labels of nodes where doors may run; empty: anywhere."""
     drain_s: NonNegative = 0.0
     """How long a removed door may take to finish its requests, beyond five seconds. A Python
     client whose request breaks off goes on at another door.
     """
     cpus: NonNegative = 0.1
+    """What each door asks Ray for."""
     host: Host = "127.0.0.1"
     """Where clients' ports listen. On a cluster `0.0.0.0`, since pods are reached at their own addresses.
     Other ports of `deltafront serve` are at loopback.
@@ -77,8 +80,11 @@ class DoorConfig:
     max_requests: Count = 256
     """Prompts and answers that one door works on at once. More get RESOURCE_EXHAUSTED."""
     grpc_port: Port = 9000
+    """The Python client and the command line."""
     http_port: Port = 8000
+    """OpenAI's API."""
     metrics_port: Port = 9464
+    """Prometheus metrics."""
     metrics_host: Host | None = None
     """By default `host`."""
     tracing: str = ""
@@ -100,9 +106,11 @@ class DoorConfig:
     tls_certificate: File | None = None
     """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
     tls_key: File | None = None
+    """PEM, of tls_certificate."""
     tls_client_ca: File | None = None
     """PEM. With it clients need a certificate that it signed."""
     tls_port: Port = 9443
+    """gRPC with TLS."""
     tls_only: bool = True
     """With TLS, refuse requests on Ray Serve's ports, which cannot be encrypted."""
     model_name: str = ""
@@ -110,7 +118,9 @@ class DoorConfig:
     display_name: str = ""
     """For people. By default model_name if that is given, else the model's own name."""
     default_method: str = "dpxa"
+    """The attention method of requests that name none."""
     default_max_tokens: Count = 256
+    """Tokens of an answer whose request does not say."""
     reasoning: Literal["think", "off"] = "off"
     """`think`: chat answers of OpenAI's API give the text within <think>…</think> as `reasoning_content`."""
     sampling_defaults: Literal["model", "neutral"] = "neutral"
@@ -118,6 +128,7 @@ class DoorConfig:
     generation_config.json, as in vLLM. `neutral`: the request is greedy.
     """
     default_session_ttl_s: Positive = 600.0
+    """How long a session is kept whose request does not say."""
     prefix_reuse: bool = True
     """Decode workers remember prompts. A prompt goes on from a remembered one with the same beginning and
     owner, if that was read densely or with the same method and options. Without tokens_file everybody is one
@@ -136,6 +147,7 @@ class DoorConfig:
     worker_wait_s: Positive = 60.0
     """How long a request waits for a worker while a role has none."""
     refresh_s: Positive = 1.0
+    """How often a door asks every worker how it is."""
     renew_s: Positive = 1.0
     """How often a door renews its requests' leases (`stream_lease_s` of workers)."""
 

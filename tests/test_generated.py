@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deltafront.benchmarks import tables
+from deltafront.benchmarks import configuration, tables
 from deltafront.kernels.methods import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,10 +44,24 @@ def test_tables_are_made_from_the_results(path: Path) -> None:
     assert tables.render(text) == text, "run python -m deltafront.benchmarks.tables"
 
 
-def test_the_readme_shows_at_most_eight_figures() -> None:
-    table = tables.render("<!-- table: headline -->\n<!-- end -->")
-    rows = [line for line in table.splitlines() if line.startswith("| ")]
-    assert 1 < len(rows) <= 1 + 8
+@pytest.mark.parametrize("section", configuration.SECTIONS)
+def test_every_key_of_the_configuration_is_explained(section: str) -> None:
+    rows = list(configuration.rows(section))
+    named = [row[0].strip("`") for row in rows]
+    assert named == [field.name for field in dataclasses.fields(configuration.SECTIONS[section])]
+    assert all(len(words.split()) >= 2 and words.endswith(".") for *_, words, _level in rows)
+    assert not {*configuration.BASIC[section].split()} - {*named}
+
+
+def test_readmes_chart_is_drawn_from_the_results() -> None:
+    assert tables.CHART.read_text() == tables.chart(), "run python -m deltafront.benchmarks.tables"
+
+
+def test_readme_has_at_most_700_words_two_tables_and_one_picture() -> None:
+    text = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 700
+    assert len(re.findall(r"^\|---", text, re.MULTILINE)) == 2
+    assert text.count("![") == 1
 
 
 def test_what_the_architecture_says_where_to_find_is_there() -> None:

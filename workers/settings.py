@@ -53,6 +53,7 @@ class ModelSpec:
     Attributes:
         path: A model directory, the embedded default's name, a .gguf file or a hub id.
         adapter: A PEFT LoRA directory that is merged at load.
+        dtype: The format of weights, activations and KV cache.
         family_modules: Modules outside the package that register families.
         rope_theta, max_position_embeddings: Replace the model's.
         profile: Its calibration file.
@@ -89,7 +90,9 @@ class WorkerConfig:
     """On a cluster, start new workers before old ones go, one after the other. That needs room for one
     more."""
     device: Device = "cpu"
+    """`cpu`, `cuda`, or `cuda:N`."""
     threads: Count = 1
+    """CPU threads of each process."""
     node_labels: Labels = field(default_factory=dict)
     """Labels of nodes where stages or decode workers may run; empty: anywhere."""
     stream_lease_s: Positive = 5.0
@@ -103,8 +106,11 @@ class PrefillConfig(WorkerConfig):
     """A prefill group.
 
     Attributes:
+        groups: Prefill groups, which read different prompts.
+        stages: Processes of a group, each with a share of the layers.
         chunk_tokens: Tokens of the longest chunk. Several GPU stages get shorter ones.
         cache_tokens: Room for K/V in each stage.
+        cpus_per_stage, gpus_per_stage: What each stage asks Ray for.
     """
 
     groups: Count = 1
@@ -153,7 +159,12 @@ class DecodeConfig(WorkerConfig):
     """A decode worker and its page selection (DELTA, Algorithm 2).
 
     Attributes:
+        workers: Decode workers, which answer different requests.
         tensor_parallel: Ranks of a worker, each on its own GPU with its share of heads and matrices.
+        cache_tokens: Tokens of K/V that a worker has room for.
+        max_batch: Requests that a worker decodes at once.
+        append_chunk_tokens: Tokens after a session or a cached prefix that a worker reads at once.
+        max_session_ttl_s: The longest time for which a client may keep a session.
         page_selection: The default of requests.
         page_budget: K, the pages that a sparse layer reads.
         recency: L, the number of last pages that are always among them.
