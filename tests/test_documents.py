@@ -1,0 +1,22 @@
+"""Documents keep their size."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+
+
+def words(path: Path) -> int:
+    """Count what holds a letter or a digit, comments left out."""
+    text = re.sub(r"<!--.*?-->", "", path.read_text(), flags=re.DOTALL)
+    return len([word for word in text.split() if re.search(r"\w", word)])
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.name[:4])
+def test_decision_has_at_most_300_words(path: Path) -> None:
+    assert words(path) <= 300
