@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LINK := build/link
 
-.PHONY: demo test test-long acceptance chaos image check proto serve dashboards dashboards-preview manifests clean install dev model vocabularies accuracy
+.PHONY: demo test test-long acceptance chaos image check proto serve dashboards manifests clean install dev model vocabularies accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -83,10 +83,6 @@ proto: dev
 
 dashboards: install
 	$(BIN)/python -m deltafront.dashboards.build
-
-# Pictures of them in docs/dashboards: a service, Prometheus (Debian: prometheus) and three minutes of requests.
-dashboards-preview: dev model
-	$(BIN)/python -m deltafront.dashboards.preview
 
 manifests: install
 	$(BIN)/python deploy/kubernetes/build.py

@@ -15,11 +15,11 @@ import yaml
 from deltafront.dashboards.build import DASHBOARDS, FOLDER, path_of, render
 from deltafront.dashboards.grafana import Dashboard
 from deltafront.dashboards.overview import ERROR_BUDGET, SLOW_BUDGET
-from deltafront.dashboards.prometheus import RULES, substituted
 from deltafront.service.errors import Code
 from deltafront.service.metrics import FINISHED, Metrics
 
 from ..test_generated import declared, declared_series
+from .prometheus import RULES, substituted
 
 every = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 
@@ -252,3 +252,16 @@ def test_variables_are_substituted() -> None:
     layers = 'label_replace(z, "a", "0$1", "a", "(.)")'
     expr = 'rate(x{a=~"$namespace"}[$__rate_interval]) + rate(y[$__range]) + ' + layers
     assert substituted(expr, "15s", 60) == 'rate(x{a=~".*"}[15s]) + rate(y[60s]) + ' + layers
+
+
+def test_the_documents_name_every_dashboard_and_panels_that_are_there() -> None:
+    """One table has a line for each; names of panels are in italics there."""
+    documents = "\n".join(path.read_text() for path in (FOLDER.parent / "docs").glob("*.md"))
+    lines = re.findall(
+        r"^\| \[[^]]*\]\(\.\./dashboards/deltafront-(\w+)\.json\) (.*)$", documents, re.MULTILINE
+    )
+    assert sorted(name for name, _line in lines) == sorted(dashboard.name for dashboard in DASHBOARDS)
+    for dashboard in DASHBOARDS:
+        titles = [row.title for row in dashboard.rows] + [panel.title for panel in dashboard.panels]
+        for named in re.findall(r"\*([^*]+)\*", dict(lines)[dashboard.name]):
+            assert any(named in title for title in titles), (dashboard.name, named)

@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.long_context import document_with
-from deltafront.dashboards.prometheus import RAY_EXPORTS
 from deltafront.service.local.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
 from deltafront.workers.model.directory import store as model_store
 
 from ..collector import Collector
+from ..dashboards.prometheus import RAY_EXPORTS
 from .wire import Wire
 
 CONFIG = Path(__file__).parent / "service.yaml"

@@ -16,12 +16,12 @@ import yaml
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.dashboards.build import DASHBOARDS
-from deltafront.dashboards.prometheus import RULES, Prometheus, QueryFailed, ray_address, substituted
-from deltafront.dashboards.traffic import Traffic
 from deltafront.service.local.server_process import LocalService
 
+from ..dashboards.prometheus import RULES, Prometheus, QueryFailed, ray_address, substituted
 from ..service.test_metrics import promtool_says
 from .conftest import Table
+from .traffic import Traffic
 from .wire import PATIENCE_S, Wire
 
 WINDOW, RANGE_S = "10m", 600

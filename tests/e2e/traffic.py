@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ..service.client import DeltafrontClient, DeltafrontError, PrefillFinished, Token
+from deltafront.service.client import DeltafrontClient, DeltafrontError, PrefillFinished, Token
 
 _ANSWER: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 _SPARSE = {"min_tokens": 0}

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ..service.listening import LOOPBACK
-from ..service.local.ports import agent_ports
+from deltafront.service.listening import LOOPBACK
+from deltafront.service.local.ports import agent_ports
 
-RULES = Path(__file__).resolve().parents[1] / "deploy" / "kubernetes" / "monitoring" / "rules.yaml"
+RULES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "monitoring" / "rules.yaml"
 _START_S = 60.0
 _STEP_S = 1
 
