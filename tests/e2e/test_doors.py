@@ -18,11 +18,8 @@ import pytest
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client import (
-    Cancelled,
     DeltafrontClient,
     GenerateFinished,
-    PrefillFinished,
-    Progress,
     Token,
 )
 from deltafront.service.local.ports import serve_ports
@@ -183,35 +180,3 @@ def end_of(stream: grpc.Call) -> grpc.RpcError:
 def ended_here(error: grpc.RpcError) -> bool:
     """Whether this process cancelled it."""
     return error.code() is grpc.StatusCode.CANCELLED and "locally" in (error.details() or "").lower()
-
-
-def test_sessions_and_cancels_through_any_door(service: LocalService) -> None:
-    """A new channel each time, so that the proxy chooses a door each time."""
-
-    def fresh() -> DeltafrontClient:
-        return DeltafrontClient(service.address)
-
-    with fresh() as reader:
-        wait_for_two_doors(service)
-        *_, made = reader.prefill("Call me Ishmael. " * 20, session_ttl_s=60)
-        assert isinstance(made, PrefillFinished)
-        answers = []
-        for _ in range(4):
-            with fresh() as client:
-                question = client.generate(session_id=made.session.session_id, append="Who?", max_tokens=4)
-                answers.append([event.token_id for event in question if isinstance(event, Token)])
-        assert answers == answers[:1] * 4
-        with fresh() as client:
-            client.release(made.session.session_id)
-        for number in range(4):
-            stream = reader.generate(
-                "Call me", max_tokens=5000, ignore_eos=True, request_id=f"endless-{number}"
-            )
-            while isinstance(next(stream), Progress):
-                pass
-            with fresh() as canceller:
-                assert canceller.cancel(f"endless-{number}") == 1
-                assert canceller.cancel(f"endless-{number}") == 0
-            with pytest.raises(Cancelled):
-                list(stream)
-        seconds_to_no_page(reader)

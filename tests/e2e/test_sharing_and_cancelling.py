@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client as http_client
-import json
 import random
 import threading
 import time
@@ -11,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from openai import OpenAI
 from tokenizers import Tokenizer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
@@ -20,10 +17,6 @@ from .conftest import Haystack, Sizes, Table
 from .wire import PATIENCE_S, Wire, method, packed, text
 
 pytestmark = pytest.mark.timeout(1800)  # twenty times a document at full size
-
-
-TOKENS = "deltafront_inter_token_latency_seconds_count"
-CANCELLED = ("deltafront_requests_total", 'method_rpc="Generate"', 'outcome="cancelled"')
 
 
 def one_token(prompt: pb.Prompt) -> pb.GenerateRequest:
@@ -93,106 +86,6 @@ def test_cancelled_streams_leave_no_page(wire: Wire, beginning: str, sizes: Size
     table.add("bound (one chunk + 1 s), s", round(chunk + 1.0, 3))
     assert longest < chunk + 1.0 or not sizes.timed
     assert wire.generate(one_token(text("Call me"))).token_ids
-
-
-@pytest.mark.parametrize("events", [0, 1])
-def test_an_http_client_that_leaves_leaves_no_page(
-    wire: Wire, http: str, beginning: str, sizes: Sizes, table: Table, events: int
-) -> None:
-    """OpenAI's own client leaves its stream, through Serve's HAProxy: while its prompt is read, and as the
-    answer begins. The answer would be longer than anybody waits here."""
-    chunk, _ = chunk_seconds(wire, text(beginning))
-    cancelled = wire.counted(*CANCELLED)
-    with OpenAI(base_url=f"{http}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        stream = client.completions.create(
-            model=wire.info().model,
-            prompt=beginning,
-            max_tokens=8000,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        for _ in range(events):
-            next(stream)
-        stream.close()
-    took = wire.seconds_to_no_page()
-    table.add(f"seconds to zero pages after an HTTP client left at event {events}", round(took, 3))
-    assert wire.counted(*CANCELLED) == cancelled + 1
-    assert took < chunk + 1.0 or not sizes.timed
-
-
-@pytest.mark.parametrize("answering", [False, True], ids=["reading", "answering"])
-def test_an_http_client_that_leaves_before_a_whole_answer_leaves_no_page(
-    wire: Wire, http: str, beginning: str, sizes: Sizes, table: Table, answering: bool
-) -> None:
-    """Not streamed, so that nothing is written to it meanwhile: through Serve's HAProxy, while the prompt is
-    read, and in the middle of an answer that would be longer than anybody waits here."""
-    chunk, _ = chunk_seconds(wire, text(beginning))
-    cancelled, tokens = wire.counted(*CANCELLED), wire.counted(TOKENS)
-    ask = {"model": wire.info().model, "prompt": beginning, "max_tokens": 8000, "ignore_eos": True}
-    connection = http_client.HTTPConnection(http.removeprefix("http://"), timeout=PATIENCE_S)
-    body = json.dumps(ask).encode()
-    connection.putrequest("POST", "/v1/completions")
-    connection.putheader("Content-Type", "application/json")
-    connection.putheader("Content-Length", str(len(body)))
-    connection.endheaders()
-    time.sleep(0.05)  # in two pieces, as many clients do: HAProxy may treat them otherwise
-    connection.send(body)
-    until = time.monotonic() + PATIENCE_S
-    while not (wire.counted(TOKENS) > tokens + 20 if answering else wire.pages_used()):
-        assert time.monotonic() < until, "the request does not begin"
-        time.sleep(0.02)
-    connection.close()
-    took = wire.seconds_to_no_page()
-    where = "in its answer" if answering else "while it was read"
-    table.add(f"seconds to zero pages after a whole answer's HTTP client left {where}", round(took, 3))
-    assert wire.counted(*CANCELLED) == cancelled + 1
-    assert took < chunk + 1.0 or not sizes.timed
-
-
-def test_many_cancelled_at_once(wire: Wire, haystack: Haystack, sizes: Sizes) -> None:
-    """Together, so that they queue behind each other: a cancel must also reach what waits."""
-    chunk = chunk_seconds(wire, text(haystack.text[:4000]))[0] if sizes.timed else 0.0
-    streams = []
-    for _ in range(4):
-        request = pb.GenerateRequest(
-            prompt=text(haystack.text[: len(haystack.text) // 2]), sampling=pb.SamplingOptions(max_tokens=8)
-        )
-        streams.append(wire.start(request))
-    for stream in streams:
-        next(iter(stream))
-    time.sleep(0.5)
-    for stream in streams:
-        stream.cancel()
-    took = wire.seconds_to_no_page()
-    assert took < 2 * chunk + 2.0 or not sizes.timed
-
-
-def test_a_full_pool_is_refused_with_a_time(wire: Wire, haystack: Haystack) -> None:
-    info = wire.info()
-    room = info.decode_pages_total * info.page_tokens
-    request = pb.GenerateRequest(
-        prompt=text(haystack.text),
-        sampling=pb.SamplingOptions(max_tokens=int(0.6 * room) - haystack.tokens, ignore_eos=True),
-    )
-    held = []
-    try:
-        refused = None
-        for _ in range(3):
-            stream = wire.start(request)
-            try:
-                next(stream)
-                held.append(stream)
-            except grpc.RpcError as error:
-                refused = error
-                break
-        assert refused is not None, "the pool never filled"
-        assert refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        trailing = dict(refused.trailing_metadata())
-        assert float(trailing["retry-after"]) > 0
-    finally:
-        for stream in held:
-            stream.cancel()
-    wire.seconds_to_no_page()
 
 
 @pytest.mark.parametrize("tokens", [1, 4000])

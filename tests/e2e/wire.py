@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,8 +12,6 @@ import grpc
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
-
-from ..chaos.checks import parse, total
 
 PATIENCE_S = 300.0
 """Until what must happen counts as never happening; no statement about speed."""
@@ -53,13 +50,6 @@ class Wire:
         info = self.info()
         total = info.decode_pages_total + info.prefill_pages_total
         return int(total - info.decode_pages_free - info.prefill_pages_free)
-
-    def counted(self, metric: str, *labels: str) -> float:
-        """The sum of a counter's series that have all these labels, as all doors of this node count them."""
-        with urllib.request.urlopen(
-            f"http://{self.info().metrics_address}/metrics", timeout=PATIENCE_S
-        ) as answer:
-            return total(parse(answer.read().decode()), metric, *labels)
 
     def seconds_to_no_page(self, patience_s: float = PATIENCE_S) -> float:
         """Waits until every page is free again."""

@@ -171,8 +171,13 @@ def test_an_expired_session_is_not_found(shared: House) -> None:
     with DeltafrontClient(shared.address) as client:
         *_, made = client.prefill("x", session_ttl_s=0.05)
         time.sleep(0.1)
-        with pytest.raises(NotFound):
-            client.release(made.session.session_id)  # type: ignore[union-attr]
+        session = made.session.session_id  # type: ignore[union-attr]
+        for call in (
+            lambda: list(client.generate(session_id=session, append="y")),
+            lambda: client.release(session),
+        ):
+            with pytest.raises(NotFound):
+                call()
     nothing_left(shared)
 
 

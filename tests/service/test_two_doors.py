@@ -39,6 +39,9 @@ def test_a_session_is_every_doors(
     second.release(session)
     with pytest.raises(NotFound):
         list(first.generate(session_id=session, append="q"))
+    for client in clients:
+        with pytest.raises(NotFound):
+            client.release(session)
     nothing_left(doors[0])
 
 
@@ -66,6 +69,7 @@ def test_any_door_cancels(
             assert stranger.cancel("mine") == 0
         assert canceller.cancel("yours") == 0
         assert canceller.cancel("mine") == 1
+        assert canceller.cancel("mine") == 0
         reader.join()
         assert isinstance(ended[0], Cancelled)
         assert ended[0].message == "the request was cancelled"
