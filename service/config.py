@@ -138,10 +138,6 @@ class DoorConfig:
     """`all`: callers share what is remembered. Then a caller who guesses a prompt's beginning can see from
     the time and from `cached_tokens` that somebody has sent it.
     """
-    prefix_rest_tokens: Count = 2048
-    """Tokens after a remembered beginning that a decode worker reads (densely) at most, while the workers'
-    rates are unknown. A prefill group reads a longer rest.
-    """
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries of a request after its worker died."""
     worker_wait_s: Positive = 60.0

@@ -128,8 +128,6 @@ class PrefillConfig(WorkerConfig):
     gpus_per_stage: NonNegative = 0.0
     max_waiting: Count = 64
     """Prompts that may wait in a group."""
-    ageing_tokens_per_second: NonNegative = 256.0
-    """A waiting request counts as this many tokens shorter for each second."""
     chunk_slack_s: Positive = 1.0
     """A stage is asked for a sign of life when a chunk takes this much longer than twice the request's last
     one. It is replaced if it gives none in 3 s."""
@@ -239,14 +237,12 @@ class HandoffConfig:
             host. `nixl`: across hosts, from GPU to GPU or host to host, by RDMA if there is any; it needs its
             package. `mapped`: a stage and a decode worker on one GPU share weights and pages, and nothing is
             handed over.
-        max_unanswered_bytes: Bytes of copies that decode workers have not taken yet; a stage with more waits.
         ack_timeout_s: A decode worker that takes longer for K/V has failed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     transport: Literal["object_store", "cuda_ipc", "nixl", "mapped"] = "object_store"
-    max_unanswered_bytes: Count = 256 << 20
     ack_timeout_s: Positive = 60.0
 
 

@@ -23,6 +23,8 @@ from ...fleet.fleet_view import not_draining
 
 _MIN_TOKENS = 128
 """A shorter prefix is read as fast as it is found."""
+_MOST_REST = 2048
+"""Tokens after a cached prefix that a decode worker reads at most, while the workers' rates are unknown."""
 _ANSWER_WAIT_S = 0.5
 """Slow workers are left out, because the prompt can be read."""
 _MUCH_FULLER = 0.5
@@ -104,17 +106,16 @@ def resume_at(found: int, tokens: int, method: MethodSpec) -> int:
     return usable // step * step if step else 0
 
 
-def rest_is_long(prefix: int, start: int, tokens: int, most_rest: int, rates: Rates) -> bool:
+def rest_is_long(prefix: int, start: int, tokens: int, rates: Rates) -> bool:
     """Say whether a prefill group would read the rest of a prompt sooner than a decode worker.
 
     Args:
         prefix: Tokens that the decode worker would skip.
         start: Tokens that the group would skip.
-        most_rest: Tokens that a decode worker reads at most, where the rates are unknown.
     """
     rest = tokens - prefix
     if not (rates.append and rates.read):
-        return rest > min(prefix, most_rest)
+        return rest > min(prefix, _MOST_REST)
     return group_seconds(start, tokens, rates) < rest / rates.append
 
 
@@ -157,7 +158,7 @@ def _fits(worker: DecodeStats, tokens: int) -> bool:
 
 
 async def find_prefix(
-    fleet: Fleet, key: PromptKey, method: MethodSpec, *, tokens: int, answer_tokens: int, most_rest: int
+    fleet: Fleet, key: PromptKey, method: MethodSpec, *, tokens: int, answer_tokens: int
 ) -> PrefixHit | None:
     """Return where to continue a prompt of `tokens` tokens; None: nowhere.
 
@@ -177,16 +178,14 @@ async def find_prefix(
     if not names:
         return None
     best = hits[names[0]]
-    return _shared(best, method, tokens, most_rest, _rates(fleet, names[0]))
+    return _shared(best, method, tokens, _rates(fleet, names[0]))
 
 
-def _shared(
-    hit: PrefixHit, method: MethodSpec, tokens: int, most_rest: int, rates: Rates
-) -> PrefixHit | None:
+def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> PrefixHit | None:
     """Say who reads the rest of a prompt; None: a group had better read all of it."""
     prefix = usable_prefix(hit.prefix.tokens, tokens)
     start = resume_at(hit.prefix.tokens, tokens, method)
-    if not rest_is_long(prefix, start, tokens, most_rest, rates):
+    if not rest_is_long(prefix, start, tokens, rates):
         return replace(hit, prefix=replace(hit.prefix, tokens=prefix))
     anew = bool(rates.read) and group_seconds(0, tokens, rates) <= group_seconds(start, tokens, rates)
     if not start or anew:

@@ -139,7 +139,6 @@ class RequestRun:
             self._call.method,
             tokens=plan.read_tokens,
             answer_tokens=plan.answer_tokens,
-            most_rest=self._resources.settings.prefix_rest_tokens,
         )
 
     async def _from_prefix(

@@ -25,6 +25,7 @@ from deltafront.workers.messages.stages import (
     HandoffFailed,
     RequestFailed,
 )
+from deltafront.workers.prefill.group import schedule
 from deltafront.workers.prefill.group.chunks import ModelWork, StageWork, plan_chunks
 from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
@@ -106,9 +107,10 @@ async def test_prompts_are_cut_as_planned_where_it_is_known_what_chunks_cost() -
 
 
 @timeless
-async def test_a_request_ages_only_while_nothing_of_it_runs() -> None:
+async def test_a_request_ages_only_while_nothing_of_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both prompts are as long; the one that was overtaken has earned its turn."""
-    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096, ageing_tokens_per_second=1e6)
+    monkeypatch.setattr(schedule, "AGEING", 1e6)
+    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096)
     fake = FakeStage(0, lambda: 0.002, no_trouble)
     controller = controller_of([fake], config)
     await asyncio.gather(collect(controller, job("a", 512)), collect(controller, job("b", 512)))

@@ -113,9 +113,7 @@ async def test_a_full_queue_refuses_with_the_mean_time_until_its_next_place() ->
 @timeless
 async def test_a_big_prompt_is_not_starved_by_small_ones_that_hold_the_pages() -> None:
     """A stream of small prompts, always enough of them to fill the stage."""
-    config = PrefillConfig(
-        stages=1, chunk_tokens=128, cache_tokens=1024, ageing_tokens_per_second=2000.0, stream_lease_s=1e6
-    )
+    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, stream_lease_s=1e6)
     fake = FakeStage(0, lambda: 0.01, no_trouble)
     controller = controller_of([fake], config)
     crowd: list[asyncio.Task[Any]] = []

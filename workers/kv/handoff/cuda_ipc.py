@@ -21,7 +21,7 @@ from ...settings import HandoffConfig
 from ..cache import PagedKVCache, Sides
 from ..peer_memory import CudaPeerMemory, PeerMemory
 from .exported_pages import ExportedCache, ExportedKV, PageExport, Runs, checked, moved_bytes, too_late
-from .outbox import ActorOutbox
+from .outbox import MAX_UNANSWERED_BYTES, ActorOutbox
 from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
@@ -174,7 +174,7 @@ class CudaIpcReader:
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
     exporter = CudaIpcExporter(cache, CudaPeerMemory(cache.device), config.ack_timeout_s)
-    outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
+    outbox = ActorOutbox(MAX_UNANSWERED_BYTES, config.ack_timeout_s)
     return MessageSender(exporter, outbox, background=True)
 
 

@@ -20,7 +20,7 @@ from ...settings import HandoffConfig
 from ..cache import PagedKVCache, Sides
 from ..pages.request_pages import RequestPages
 from ..peer_memory import PeerMemory, end_process, home, peer_memory, when_gone
-from .outbox import ActorOutbox, PageOpener
+from .outbox import MAX_UNANSWERED_BYTES, ActorOutbox, PageOpener
 from .protocols import Destination, HandoffError, UsePages, described
 from .stream import MessageStream
 
@@ -158,7 +158,7 @@ class PageWriters:
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MappedSender:
-    outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
+    outbox = ActorOutbox(MAX_UNANSWERED_BYTES, config.ack_timeout_s)
     peers, background = peer_memory(cache.device), cache.device.type == "cuda"
     return MappedSender(peers, cache.memory, outbox, background=background)
 

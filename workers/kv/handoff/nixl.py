@@ -39,7 +39,7 @@ from .exported_pages import (
     too_late,
 )
 from .nixl_agent import HOST, Agent, Memory, RegisteredWords, Span, memory_of, new_agent
-from .outbox import ActorOutbox
+from .outbox import MAX_UNANSWERED_BYTES, ActorOutbox
 from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
@@ -251,7 +251,7 @@ def _register(cache: PagedKVCache, agent: Agent) -> None:
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
+    outbox = ActorOutbox(MAX_UNANSWERED_BYTES, config.ack_timeout_s)
     return MessageSender(NixlExporter(cache, new_agent()), outbox, background=cache.device.type == "cuda")
 
 

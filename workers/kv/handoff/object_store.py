@@ -17,7 +17,7 @@ from ...roles import KVReceiver
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache, Sides, row_forms
 from ..host_copies import HostCopies, as_tensor
-from .outbox import ActorOutbox, Delivery
+from .outbox import MAX_UNANSWERED_BYTES, ActorOutbox, Delivery
 from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
@@ -93,7 +93,7 @@ async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
     """Make a stage's sender. With a GPU, a thread of its own sends. On a CPU, whose cores all compute, the
     stage's thread does."""
-    outbox = ObjectStoreOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
+    outbox = ObjectStoreOutbox(MAX_UNANSWERED_BYTES, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 
 

@@ -17,6 +17,9 @@ from .protocols import HandoffError, plain
 
 M = TypeVar("M", KVAnnouncement, FirstLogits)
 
+MAX_UNANSWERED_BYTES = 256 << 20
+"""Copies that decode workers have not taken yet; a stage with more waits."""
+
 
 @dataclass(eq=False)
 class Delivery:

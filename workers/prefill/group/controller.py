@@ -175,8 +175,7 @@ class PrefillController:
         command = request.next_chunk(self._sizes)
         span = request.span.begin("chunk", now, start=command.start, tokens=command.tokens)
         command = replace(command, trace=span.context)
-        ageing = self._config.ageing_tokens_per_second
-        request.waiting = schedule.chunk_sent(request.waiting, command.tokens, now, ageing)
+        request.waiting = schedule.chunk_sent(request.waiting, command.tokens, now, schedule.AGEING)
         request.in_flight += 1
         allowed = partial(self._requests.allowed, request, command)
         try:

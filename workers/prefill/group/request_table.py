@@ -162,7 +162,7 @@ class PrefillRequests:
     def next(self, now: float) -> Request | None:
         """Choose the request whose chunk is sent next, and give it pages if it has none."""
         unsent = [request.waiting for request in self if request.unsent]
-        chosen = schedule.next_request(unsent, now, self._config.ageing_tokens_per_second, self._pool.free)
+        chosen = schedule.next_request(unsent, now, schedule.AGEING, self._pool.free)
         if chosen is None:
             return None
         request = self._requests[chosen]

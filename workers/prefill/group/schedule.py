@@ -11,6 +11,9 @@ A prompt that is too big for the free pages holds back those behind it, but not 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+AGEING = 256.0
+"""Tokens of credit that a waiting request earns each second."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:

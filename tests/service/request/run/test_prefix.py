@@ -123,10 +123,10 @@ def test_a_group_goes_on_where_its_method_can() -> None:
 
 def test_without_rates_a_decode_worker_reads_a_short_rest() -> None:
     unknown = Rates()
-    assert not rest_is_long(1024, 1024, 1100, 2048, unknown)
-    assert rest_is_long(1024, 1024, 1024 + 1025, 2048, unknown)
-    assert rest_is_long(8192, 8192, 8192 + 2049, 2048, unknown)
-    assert not rest_is_long(8192, 8192, 8192 + 2048, 2048, unknown)
+    assert not rest_is_long(1024, 1024, 1100, unknown)
+    assert rest_is_long(1024, 1024, 1024 + 1025, unknown)
+    assert rest_is_long(8192, 8192, 8192 + 2049, unknown)
+    assert not rest_is_long(8192, 8192, 8192 + 2048, unknown)
 
 
 @given(
@@ -143,7 +143,7 @@ def test_with_rates_whoever_is_sooner_reads_the_rest(
     prefix, rates = 128 * prefix_blocks, Rates(append=append, read=read, fetch=fetch, queued=queued)
     worker_s, group_s = rest / append, queued / read + rest / read + prefix / fetch
     if worker_s != pytest.approx(group_s):
-        assert rest_is_long(prefix, prefix, prefix + rest, 2048, rates) == (group_s < worker_s)
+        assert rest_is_long(prefix, prefix, prefix + rest, rates) == (group_s < worker_s)
 
 
 def decode(name: str, free: int, total: int = 100) -> DecodeStats:
