@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+EXPERIMENTS = sorted((ROOT / "docs" / "experiments").glob("0*.md"))
 
 
 def words(path: Path) -> int:
@@ -20,3 +21,9 @@ def words(path: Path) -> int:
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.name[:4])
 def test_decision_has_at_most_300_words(path: Path) -> None:
     assert words(path) <= 300
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name[:4])
+def test_experiment_has_at_most_400_words_and_a_table(path: Path) -> None:
+    assert words(path) <= 400
+    assert "\n|---" in path.read_text()
