@@ -14,7 +14,10 @@ MOST_GPUS = 16
 """The most GPUs that a host is planned with."""
 _LEAST_TOKENS = 256
 """Tokens that `decode.warm_up` needs room for."""
-_CHUNK_TOKENS = 8192
+_CHUNK_TOKENS = 16_384
+_APPEND_CHUNK_TOKENS = 512
+_THREADS = 4
+_CPUS = 1
 _TILE_TOKENS = 128
 
 
@@ -172,16 +175,21 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "chunk_tokens": chunk,
         "cache_tokens": found.prefill_tokens,
         "device": "cuda",
+        "threads": _THREADS,
+        "cpus_per_stage": _CPUS,
         "gpus_per_stage": 0.5 if use.mapped else 1,
         "warm_up": ["dense", "dpxa"],
     }
     decode = {
         "tensor_parallel": use.ranks,
         "cache_tokens": found.decode_tokens,
+        "append_chunk_tokens": _APPEND_CHUNK_TOKENS,
         **({"kv_dtype": demand.kv_dtype} if demand.kv_dtype else {}),
         **({"host_cache_gib": demand.host_cache_gib} if demand.host_cache_gib else {}),
         "page_selection": "full",
         "device": "cuda",
+        "threads": _THREADS,
+        "cpus": _CPUS,
         "gpus": 0.5 if use.mapped else int(not use.beside),
         "warm_up": True,
     }

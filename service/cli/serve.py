@@ -1,21 +1,28 @@
 """`deltafront serve`: the service on this machine."""
 
-import dataclasses
 import functools
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from ...workers.model.directory.json_files import ModelError
+from ...workers.model.directory.model_config import read_config
+from ...workers.model.directory.store import model_directory
 from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..local.log_file import default_log, output_to
+from ..local.machine import this_machine
 from ..local.readiness import StartError
 from ..wiring import local_model
+from .automatic import NO_WISHES, Wishes, choose
+from .size_command import HUB
 from .terminal import err, fail
+
+Device = Literal["cpu", "cuda"]
 
 
 def serve_command(
@@ -24,7 +31,19 @@ def serve_command(
     model: Annotated[str | None, typer.Option(help="Directory, .gguf file, hub id or embedded name.")] = None,
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Of prompt and answer, in place of model.max_position_embeddings.")
+        int | None, typer.Option(help="Tokens of prompt and answer, at most (model.max_position_embeddings).")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Without --config: use this many GPUs (all); 0: the CPUs.")
+    ] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="Without --config: cuda, or cpu (cuda where there is a GPU).")
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Without --config: GPUs that share the layers in prefill.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Without --config: GPUs that share each layer in decode.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Of OpenAI's API, in place of door.http_port.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="In place of door.grpc_port.")] = None,
@@ -35,9 +54,16 @@ def serve_command(
 ) -> None:
     """Start Ray and the service on this machine; Ctrl-C stops both."""
     try:
+        wishes = Wishes(
+            gpus=gpus,
+            device=device,
+            stages=stages,
+            tensor_parallel=tensor_parallel,
+            max_model_len=max_model_len,
+        )
+        read = read_settings(config, model, adapter, wishes)
         ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": metrics_port}
-        given = with_keys(read_settings(config, model, adapter), "door", ports)
-        settings = local_model(with_keys(given, "model", {"max_position_embeddings": max_model_len}))
+        settings = local_model(with_keys(read, "door", ports))
         signal.signal(signal.SIGTERM, _interrupt)
         _serve(settings, log or default_log(settings.door.grpc_port))
     except KeyboardInterrupt:
@@ -46,26 +72,45 @@ def serve_command(
         fail(str(error))
 
 
-def read_settings(config: Path | None, model: str | None, adapter: str | None) -> ServiceConfig:
+def read_settings(
+    config: Path | None, model: str | None, adapter: str | None, wishes: Wishes = NO_WISHES
+) -> ServiceConfig:
+    """Read the file, or choose a configuration for this machine where there is none, which is printed.
+
+    Raises:
+        ConfigError: The file is wrong, flags contradict each other, or the machine does not do.
+        ModelError: The model cannot be used.
+    """
     if config is None:
         if model is None:
             raise ConfigError("give --config FILE or --model NAME (deploy/config/demo.yaml is an example)")
-        content = {"model": {"path": model, "adapter": adapter}, "decode": {"page_selection": "full"}}
-        return parse(content, "--model")
+        return _chosen(model, adapter, wishes)
+    if replace(wishes, max_model_len=None) != NO_WISHES:
+        raise ConfigError("--gpus, --device, --stages, --tensor-parallel: with --config set its keys")
     if model is None and adapter is not None:
         raise ConfigError("--adapter: goes with --model; of the file's model it is model.adapter")
     settings = load(config)
-    return settings if model is None else _with_other_model(settings, model, adapter)
+    settings = settings if model is None else _with_other_model(settings, model, adapter)
+    return with_keys(settings, "model", {"max_position_embeddings": wishes.max_model_len})
+
+
+def _chosen(model: str, adapter: str | None, wishes: Wishes) -> ServiceConfig:
+    path = HUB.get(model, model)
+    choice = choose(read_config(model_directory(path)), path, this_machine(), wishes)
+    for name, line in zip(("machine", "context"), choice.lines, strict=True):
+        err.print(f"{name:9} {line}", soft_wrap=True, markup=False, highlight=False)
+    content = choice.content | {"model": choice.content["model"] | {"adapter": adapter}}
+    return parse(content, "--model")
 
 
 def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) -> ServiceConfig:
     """Leave out what belongs to the file's model."""
     old = settings.model
     spec = ModelSpec(path=model, adapter=adapter, dtype=old.dtype, quantisation=old.quantisation)
-    decode = dataclasses.replace(settings.decode, page_selection="full", delta_layers=())
+    decode = replace(settings.decode, page_selection="full", delta_layers=())
     warm_up = tuple(dict.fromkeys(name for name, _ in settings.prefill.warmed_up))
-    prefill = dataclasses.replace(settings.prefill, method_options={}, warm_up=warm_up)
-    door = dataclasses.replace(settings.door, model_name="", display_name="")
+    prefill = replace(settings.prefill, method_options={}, warm_up=warm_up)
+    door = replace(settings.door, model_name="", display_name="")
     changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
     return settings.model_copy(update=changes)
 

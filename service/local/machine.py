@@ -1,9 +1,11 @@
-"""Checks that this machine has the libraries, GPUs and open files that a configuration needs."""
+"""Says what this machine has, and checks that a configuration finds the libraries, GPUs and open files."""
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import ConfigError, ServiceConfig
@@ -11,12 +13,40 @@ from ..config import ConfigError, ServiceConfig
 _LIBRARIES = ("torch", "safetensors", "tokenizers")
 _DRIVER, _TORCH_CUDA = "libcuda.so.1", "libtorch_cuda.so"
 _CUDA_ERROR_NO_DEVICE = 100
-
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CONNECTIONS = "RAY_SERVE_HAPROXY_MAXCONN"
 """Clients that HAProxy holds at once."""
 _DEFAULT_CONNECTIONS = 4096
 _OWN_FILES = 128
 """Listeners, threads and logs of HAProxy."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that CUDA shows to this process. gib: all of its memory."""
+
+    name: str
+    gib: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs and the host memory of this machine.
+
+    Attributes:
+        gpus: In CUDA's order.
+        no_gpu: Why there are none; None if there are.
+        free_gib: Host memory that is free, or can be made free, within the control group's limit.
+    """
+
+    gpus: tuple[Gpu, ...]
+    no_gpu: str | None
+    free_gib: float
+
+
+def this_machine() -> Machine:
+    reason = why_no_cuda()
+    return Machine(() if reason else _gpus(), reason, _free_bytes() / (1 << 30))
 
 
 def check_machine(settings: ServiceConfig) -> None:
@@ -27,7 +57,7 @@ def check_machine(settings: ServiceConfig) -> None:
             raise ConfigError(f"the library {library!r} is not installed: pip install {library}")
     _check_open_files()
     for section in ("prefill", "decode"):
-        if getattr(settings, section).device == "cuda" and (reason := _why_no_cuda()):
+        if getattr(settings, section).device == "cuda" and (reason := why_no_cuda()):
             raise ConfigError(f"{section}.device: cuda cannot be used: {reason}; cpu can")
 
 
@@ -51,7 +81,7 @@ def _files_for(connections: int) -> int:
     return connections * 5 // 2 + _OWN_FILES
 
 
-def _why_no_cuda() -> str | None:
+def why_no_cuda() -> str | None:
     """Say why no GPU can be used. It asks the driver, since torch takes seconds to load."""
     torch = importlib.util.find_spec("torch")
     if not (torch and torch.origin and (Path(torch.origin).parent / "lib" / _TORCH_CUDA).exists()):
@@ -65,3 +95,28 @@ def _why_no_cuda() -> str | None:
     if code not in (0, _CUDA_ERROR_NO_DEVICE):
         return f"NVIDIA's driver does not work (CUDA error {code})"
     return None if count.value else "CUDA finds no GPU (CUDA_VISIBLE_DEVICES may hide it)"
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """List the GPUs. `why_no_cuda` has made the driver ready."""
+    driver, count = ctypes.CDLL(_DRIVER), ctypes.c_int(0)
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    return tuple(_gpu(driver, index) for index in range(count.value))
+
+
+def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
+    name, size = ctypes.create_string_buffer(256), ctypes.c_size_t(0)
+    driver.cuDeviceGetName(name, len(name), index)  # a device's handle is its index
+    driver.cuDeviceTotalMem_v2(ctypes.byref(size), index)
+    return Gpu(name.value.decode(), size.value / (1 << 30))
+
+
+def _free_bytes() -> int:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        used = int(_CGROUP_LIMIT.with_name("memory.current").read_text(encoding="ascii"))
+        free = min(free, int(_CGROUP_LIMIT.read_text(encoding="ascii")) - used)
+    return free

