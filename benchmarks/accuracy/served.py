@@ -40,13 +40,13 @@ from deltafront.benchmarks.accuracy.tables import served
 from deltafront.benchmarks.accuracy.tasks import TASKS, parse_task
 from deltafront.benchmarks.arguments import told
 from deltafront.benchmarks.harness import commit_of, write_json
-from deltafront.benchmarks.long_context import read
-from deltafront.benchmarks.reader import load_text, load_tokenizer
+from deltafront.benchmarks.reader import load_text, load_tokenizer, split_method
+from deltafront.benchmarks.streams import ending
 from deltafront.benchmarks.tables import RESULTS, ROOT
-from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.client.client import DeltafrontClient, PromptLike
 from deltafront.service.config import load
 from deltafront.service.local.server_process import LocalService
-from deltafront.service.request.answers import GenerateFinished
+from deltafront.service.request.answers import GenerateFinished, PrefillFinished
 from deltafront.workers.calibration.probes import Document
 from deltafront.workers.messages.events import Token
 
@@ -100,6 +100,12 @@ def parse_case(given: str) -> Case:
     if not name or not method or selection not in ("", "full", "delta"):
         raise ValueError(f"no case {given!r}: NAME=METHOD or NAME=METHOD@full or NAME=METHOD@delta")
     return Case(name, method, selection or "full")
+
+
+def read(client: DeltafrontClient, document: PromptLike, method: str) -> PrefillFinished:
+    name, options = split_method(method)
+    events = client.prefill(document, method=name, options=options, session_ttl_s=1800, skip_cache=True)
+    return ending(events, PrefillFinished)
 
 
 def answers(

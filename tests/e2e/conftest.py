@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
-from deltafront.benchmarks.long_context import document_with
 from deltafront.service.local.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
 from deltafront.workers.model.directory import store as model_store
@@ -107,6 +106,23 @@ class Haystack:
     text: str
     needles: list[hay.Needle]
     tokens: int
+
+
+def document_with(
+    text: str, needles: list[hay.Needle], tokens: int, count_tokens: Callable[[str], int], seed: int
+) -> str:
+    """Return a document of at most `tokens` tokens with all needles. Raises ValueError for a short text."""
+    if count_tokens(hay.hide(text, needles, seed)) < tokens:
+        raise ValueError(f"the text is too short for {tokens} tokens")
+    words = text.split(" ")
+    low, high = 1, len(words)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count_tokens(hay.hide(" ".join(words[:middle]), needles, seed)) <= tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return hay.hide(" ".join(words[:low]), needles, seed)
 
 
 def haystack_of(tokenizer: Tokenizer, tokens: int, needles: list[hay.Needle]) -> Haystack:
