@@ -6,6 +6,7 @@ the last layer. torch is imported when the command runs.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +41,7 @@ def picture_command(
     tls: Tls = False,
 ) -> None:
     """Draw which tiles of attention a prompt reads and, with --ask, where its time to first token went."""
+    _require_pillow()
     options = terminal.read_options(option)
     text = terminal.read_text(file)
     try:
@@ -56,6 +58,11 @@ def picture_command(
     except (ConfigError, ModelError, MethodError, ValueError) as error:
         terminal.fail(str(error))
     _show(tiles, spec.name, timings, png)
+
+
+def _require_pillow() -> None:
+    if find_spec("PIL") is None:
+        terminal.fail("pictures need the package pillow, which is not installed: deltafront[picture]")
 
 
 def _read(settings: ServiceConfig, ids: list[int], spec: MethodSpec) -> TilesRead:

@@ -125,3 +125,10 @@ def test_an_error_is_one_line(config: Path, arguments: list[str], says: str) -> 
     assert done.exit_code == 1
     assert says in done.stderr
     assert "Traceback" not in done.output
+
+
+def test_without_pillow_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltafront.service.cli.picture.find_spec", lambda _name: None)
+    done = picture(config)
+    assert done.exit_code == 1
+    assert "deltafront[picture]" in done.stderr
