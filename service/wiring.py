@@ -14,7 +14,7 @@ from ..workers.messages.states import DecodeStats, WorkerStats
 from ..workers.model.calibrated.profile import Profile, load_profile
 from ..workers.model.directory.headers import check_weights, quantisation_notes
 from ..workers.model.directory.json_files import ModelError, read_json_or_empty
-from ..workers.model.directory.model_config import ModelConfig, read_config
+from ..workers.model.directory.model_config import ModelConfig, lost_window_note, read_config
 from ..workers.model.directory.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec
 from ..workers.tracing import SpanSink, provider
@@ -228,7 +228,8 @@ def check_start(settings: ServiceConfig) -> None:
     model = read_config(directory, settings.model.overrides)
     settings.check_against(model, load_profile(settings.model))
     check_weights(directory, model)
-    for note in quantisation_notes(directory, settings.model.quantisation or settings.model.dtype):
+    notes = [*quantisation_notes(directory, settings.model.quantisation or settings.model.dtype)]
+    for note in filter(None, [*notes, lost_window_note(model)]):
         log.warning("%s", note)
     _tokenizer(settings)
     _default_sampling(settings, model.positions)

@@ -41,7 +41,7 @@ class MixtureConfig:
 def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
     """Read the mixture; None if the family has no experts. Raises ModelError for values that contradict one
     another."""
-    if raw.get("num_experts") is None:
+    if not raw.get("num_experts"):
         return None
     experts, chosen = positive_int(raw, "num_experts"), positive_int(raw, "num_experts_per_tok")
     groups, chosen_groups = positive_int(raw, "n_group", 1), positive_int(raw, "topk_group", 1)

@@ -40,6 +40,10 @@ Shape = tuple[int, ...]
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
 """Keys of config.json that a deployment may override."""
 
+_MISTRAL_7B = "LlamaForCausalLM", 32, 4096, 14_336, 8
+_MISTRAL_WINDOW = 4096
+"""Architecture, layers, widths and key/value heads of Mistral 7B v0.1's GGUF files, and its own window."""
+
 _MULTIPLIERS = ("_multiplier", "_scaling")
 
 _SPLIT_TOKENS = 512
@@ -371,6 +375,22 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     return config
 
 
+def lost_window_note(config: ModelConfig) -> str | None:
+    """Return a line if this is Mistral 7B v0.1, or a model trained from it, without its windows.
+
+    llama.cpp's converter writes it as a Llama, which has none. No other model has this shape and base.
+    """
+    shape = (config.architecture, config.layers, config.hidden, config.intermediate, config.kv_heads)
+    if shape != _MISTRAL_7B or config.rope != RopeConfig(10_000.0) or config.positions <= _MISTRAL_WINDOW:
+        return None
+    return (
+        f"this model has the numbers of Mistral 7B v0.1, whose layers have windows of {_MISTRAL_WINDOW} "
+        "tokens, but names none, as its GGUF files do not: prompts beyond them get other answers than the "
+        "original's. Its safetensors directory has its windows; "
+        f"model.max_position_embeddings: {_MISTRAL_WINDOW} keeps within one"
+    )
+
+
 def served_family(raw: Mapping[str, Any]) -> Family:
     """Return the family of a language model's config.json. Raises ModelError if it is not served."""
     named = raw.get("architectures") or [raw.get("model_type")]
@@ -396,8 +416,15 @@ def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
     act = raw.get("hidden_act", family.hidden_act)
     if act != family.hidden_act:
         raise ModelError(f"activation {act!r} is not supported, only {family.hidden_act!r}")
+    if not raw.get("is_causal", True):
+        raise ModelError(
+            "config.json: is_causal is false, so rows attend to later tokens, as an embedding model's do. "
+            "Only causal models are served"
+        )
+    fixed = {"attention_bias"} if "qkv_bias" in family.fixed else set()
     for key, inert in OPTIONAL.items():
-        if key not in family.implied and raw.get(key) not in (None, inert):
+        is_inert = raw.get(key) in (None, inert) or not (raw[key] or inert)
+        if key not in family.implied.keys() | fixed and not is_inert:
             raise ModelError(
                 f"config.json sets {key}, which {family.architecture} does not have: leave it out"
             )

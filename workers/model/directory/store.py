@@ -25,7 +25,7 @@ _TREE = Path(__file__).resolve().parents[3]
 
 _SINGLE = "model.safetensors"
 
-_FORMAT = 2
+_FORMAT = 3
 """The version of conversions. Raise it when their result changes."""
 _CONVERTED, _UNFINISHED = re.compile(r"[0-9a-f]{16}-v(\d+)"), ".preparing-"
 _UNREAD_S = 7 * 24 * 3600.0
@@ -33,6 +33,11 @@ _UNREAD_S = 7 * 24 * 3600.0
 
 _GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 """The name that llama-gguf-split gives a part."""
+
+_UNPICKLE = (
+    "its .bin files may run code when they are opened. If you trust them, transformers writes safetensors: "
+    "AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -210,10 +215,12 @@ def _checked_directory(path: Path) -> Path:
     missing = [] if (path / "config.json").is_file() else ["config.json"]
     if not has_tokenizer(path):
         missing.append("tokenizer.json (or tekken.json)")
+    advice = ""
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
         missing.append("*.safetensors (or one .gguf)")
+        advice = f"; {_UNPICKLE}" if any(path.glob("*.bin")) else ""
     if missing:
-        raise ModelError(f"{path} is not a complete model directory: it lacks {', '.join(missing)}")
+        raise ModelError(f"{path} is not a complete model directory: it lacks {', '.join(missing)}{advice}")
     return path.resolve()
 
 

@@ -19,7 +19,8 @@ def read_windows(
         ModelError: The family has no windows in transformers, or not these.
     """
     window, implied = raw.get("sliding_window"), family.implied
-    if not window or not raw.get("use_sliding_window", True):
+    is_read = "use_sliding_window" in implied or "sliding_window" not in implied  # others' windows stay
+    if not window or (is_read and not raw.get("use_sliding_window", True)):
         return None, ()
     if positive_int(raw, "sliding_window") >= positions:
         return None, ()

@@ -21,6 +21,8 @@ OPTIONAL: Mapping[str, Any] = {
 }
 """Keys of config.json that only some families have → the value that changes nothing."""
 
+_LAYERS = "model.layers."
+
 
 @dataclass(frozen=True, kw_only=True)
 class GgufNames:
@@ -79,7 +81,7 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
-    layers: str = "model.layers."
+    layers: str = _LAYERS
     tensors: Mapping[str, str] = field(default_factory=dict)
     scales_by_width: bool = False
     rotates_windows_alone: bool = False
@@ -94,10 +96,19 @@ class Family:
     def own_name(self, stored: str) -> str:
         """Return our name of a checkpoint's tensor."""
         if not stored.startswith(self.layers):
-            return self._renamed(stored)
+            return _renamed(stored, self.tensors)
         number, _, name = stored.removeprefix(self.layers).partition(".")
-        return f"model.layers.{number}.{self._renamed(name)}"
+        return f"{_LAYERS}{number}.{_renamed(name, self.tensors)}"
 
-    def _renamed(self, name: str) -> str:
-        theirs = next((module for module in self.tensors if name.startswith(f"{module}.")), "")
-        return self.tensors[theirs] + name.removeprefix(theirs) if theirs else name
+    def stored_name(self, own: str) -> str:
+        """Return a checkpoint's name of our tensor: the inverse of `own_name`."""
+        theirs = {module: name for name, module in self.tensors.items()}
+        if not own.startswith(_LAYERS):
+            return _renamed(own, theirs)
+        number, _, name = own.removeprefix(_LAYERS).partition(".")
+        return f"{self.layers}{number}.{_renamed(name, theirs)}"
+
+
+def _renamed(name: str, modules: Mapping[str, str]) -> str:
+    old = next((module for module in modules if name.startswith(f"{module}.")), "")
+    return modules[old] + name.removeprefix(old) if old else name

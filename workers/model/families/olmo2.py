@@ -33,7 +33,7 @@ OLMO3 = replace(
     gguf=GgufNames(
         architecture="olmo2",
         tensors={"post_attention_norm": "self_attn.post_norm", "post_ffw_norm": "mlp.post_norm"},
-        keys={"attention.sliding_window": "sliding_window"},
+        keys={"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
         told_by="attention.sliding_window",
     ),
     note="Three of four layers have windows, whose rope is not scaled.",

@@ -7,7 +7,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     implied=_WINDOWS,
-    fixed={"qkv_bias": True},
+    fixed={"qkv_bias": True, "o_bias": False},
     gguf=GgufNames(architecture="qwen2"),
 )
 QWEN3 = Family(

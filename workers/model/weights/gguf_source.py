@@ -1,5 +1,5 @@
-"""Reads configuration and weights of a GGUF file under Hugging Face's names, and converts it to a safetensors
-directory."""
+"""Reads configuration and weights of a GGUF file under our names, and converts it to a safetensors directory
+under the family's."""
 
 import json
 import math
@@ -103,11 +103,16 @@ class GgufSource:
         if self._architecture not in families:
             known = ", ".join(families)
             raise ModelError(f"{self.path}: GGUF architecture {self._architecture!r} is not one of {known}")
-        self._family, self._gguf = next(
+        self.family, self._gguf = next(
             (family, names)
             for family, names in families[self._architecture]
             if not names.told_by or self.has_field(f"{self._architecture}.{names.told_by}")
         )
+        if not self._has_experts and (experts := int(self.model_field("expert_count", 0))):
+            raise ModelError(
+                f"{self.path} is a mixture of {experts} experts of architecture {self._architecture!r}, as "
+                f"Mixtral's are, and {self.family.name} is served without experts alone"
+            )
         self._keys = {**self._gguf.keys, **(_EXPERT_KEYS if self._has_experts else {})}
         blocks = {**_BLOCK, **(_EXPERTS if self._has_experts else {}), **self._gguf.tensors}
         self._names = dict(self._places(blocks))
@@ -122,7 +127,7 @@ class GgufSource:
 
     @property
     def _has_experts(self) -> bool:
-        return "num_experts" in self._family.implied
+        return "num_experts" in self.family.implied
 
     def _places(self, blocks: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, int | None]]]:
         """Yield our name of each tensor, the file's name, and the number of its expert."""
@@ -143,7 +148,7 @@ class GgufSource:
             heads = "attention.head_count" if "q_proj" in name else "attention.head_count_kv"
             data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
         if self._gguf.adds_offset and name.endswith("norm.weight"):
-            data = data - self._family.fixed["norm_offset"]
+            data = data - self.family.fixed["norm_offset"]
         return data
 
     def read_compact(self, name: str) -> torch.Tensor:
@@ -184,13 +189,13 @@ class GgufSource:
         heads, hidden = self.model_field("attention.head_count"), self.model_field("embedding_length")
         head_dim = self.model_field("attention.key_length", hidden // heads)
         rotated = self.model_field("rope.dimension_count", head_dim)
-        is_partial = "partial_rotary_factor" in self._family.implied
+        is_partial = "partial_rotary_factor" in self.family.implied
         if rotated != head_dim and not is_partial:
             raise ModelError(f"{self.path}: rotary embedding of a part of the head is not supported")
         self._refuse_unread(head_dim)
         config = {
-            "architectures": [self._family.architecture],
-            "model_type": self._family.model_type,
+            "architectures": [self.family.architecture],
+            "model_type": self.family.model_type,
             "num_hidden_layers": self._layers,
             "hidden_size": hidden,
             "intermediate_size": self.model_field("feed_forward_length"),
@@ -202,7 +207,7 @@ class GgufSource:
             "rms_norm_eps": _shortest_float(self.model_field("attention.layer_norm_rms_epsilon")),
             "rope_parameters": self._rope(),
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "hidden_act": self._family.hidden_act,
+            "hidden_act": self.family.hidden_act,
             "sliding_window": None,
             "eos_token_id": end_ids(self),
         }
@@ -235,7 +240,7 @@ class GgufSource:
 
     def _told(self) -> Iterator[tuple[str, str]]:
         for key, name in _TOLD_BY.items():
-            if key in self._family.implied:
+            if key in self.family.implied:
                 yield key, name
 
     def _vocab(self) -> int:
@@ -249,7 +254,7 @@ class GgufSource:
     def _refuse_unread(self, head_dim: int) -> None:
         inert: dict[str, Any] = dict.fromkeys(_FACTORS, 1.0)
         inert |= {"attention.causal": True, "hidden_activation": "silu"}
-        inert["expert_gating_func"] = _GATING[self._family.implied.get("scoring_func", "softmax")]
+        inert["expert_gating_func"] = _GATING[self.family.implied.get("scoring_func", "softmax")]
         inert |= {"attention.value_length": head_dim, "attention.scale": head_dim**-0.5}
         for name in self._reader.fields:
             prefix, _, key = name.partition(".")
@@ -410,8 +415,9 @@ def _write_weights(source: GgufSource, work: Path) -> None:
     size = shards = 0
     names = sorted(source.names())
     for name in names:
-        shard[name] = source.read_compact(name)
-        size += shard[name].nbytes
+        stored = source.family.stored_name(name)
+        shard[stored] = source.read_compact(name)
+        size += shard[stored].nbytes
         if size >= _SHARD_BYTES or name == names[-1]:
             shards += 1
             file = f"model-{shards:05d}.safetensors"

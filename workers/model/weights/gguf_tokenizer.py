@@ -75,7 +75,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
             PreTokenizer((_LLAMA_3,), ignore_merges=True, add_bos=True),
             "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0",
         ),
-        (PreTokenizer((_LLAMA_3,)), "smaug-bpe"),
+        (PreTokenizer((_LLAMA_3,)), "smaug-bpe dbrx glm4 chatglm-bpe"),
         (PreTokenizer((_QWEN_2,), nfc=True), "qwen2"),
         (PreTokenizer((_QWEN_2,)), "deepseek-r1-qwen megrez"),
         (PreTokenizer((_QWEN_35,), nfc=True), "qwen35"),
@@ -84,8 +84,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
         (PreTokenizer(_DEEPSEEK_3), "deepseek-v3"),
         (PreTokenizer(_DEEPSEEK_CODER), "deepseek-coder"),
         (PreTokenizer((_SEED,)), "seed-coder"),
-        (PreTokenizer((_GPT_2,)), "gpt-2 trillion a.x-4.0 mellum"),
-        (PreTokenizer((r"\p{N}", _GPT_2)), "smollm starcoder refact minerva-7b"),
+        (PreTokenizer((_GPT_2,)), "gpt-2 trillion a.x-4.0 mellum exaone4"),
+        (PreTokenizer((r"\p{N}", _GPT_2)), "smollm starcoder refact minerva-7b exaone"),
     )
     for name in names.split()
 }

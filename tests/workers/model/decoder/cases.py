@@ -80,6 +80,8 @@ FP8_FILES = {
 }
 WINDOW = 37
 """Tokens: no multiple of a page or a block, and a quarter of the prompt."""
+UNREAD = {"use_sliding_window": False}
+"""In families with windows where transformers does not read it, and so they stay."""
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"] * 2
 GEMMA3: dict[str, Any] = {
     **SHAPE,
@@ -180,13 +182,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * SHAPE["num_hidden_layers"]
     ),
     "exaone4-windows": lambda: transformers.Exaone4Config(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
-    "mistral-windows": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "mistral-windows": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW, **UNREAD),
     "mistral-mixed": lambda: transformers.MistralConfig(**SHAPE, sliding_window=WINDOW, layer_types=MIXED),
     "qwen2-windows": lambda: transformers.Qwen2Config(
         **SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
     "phi3-windows": lambda: transformers.Phi3Config(
-        **SHAPE | WITHOUT_HEAD_DIM, **PADDING, sliding_window=WINDOW
+        **SHAPE | WITHOUT_HEAD_DIM, **PADDING, sliding_window=WINDOW, **UNREAD
     ),
     "olmo3": lambda: transformers.Olmo3Config(
         **SHAPE | WITHOUT_HEAD_DIM,
@@ -197,7 +199,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         },
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **GEMMA3, rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0}}
+        **GEMMA3, **UNREAD, rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0}}
     ),
     "gemma3-multimodal": lambda: transformers.Gemma3Config(
         text_config=transformers.Gemma3TextConfig(

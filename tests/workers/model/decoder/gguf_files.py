@@ -10,32 +10,34 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 
-GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool]] = {
-    "llama-biases": (gguf.MODEL_ARCH.LLAMA, True),
-    "qwen2": (gguf.MODEL_ARCH.QWEN2, False),
-    "qwen3": (gguf.MODEL_ARCH.QWEN3, False),
-    "qwen3-moe": (gguf.MODEL_ARCH.QWEN3MOE, False),
-    "seed-oss": (gguf.MODEL_ARCH.SEED_OSS, False),
-    "phi3": (gguf.MODEL_ARCH.PHI3, False),
-    "phi3-longrope-partial": (gguf.MODEL_ARCH.PHI3, False),
-    "granite": (gguf.MODEL_ARCH.GRANITE, True),
-    "smollm3": (gguf.MODEL_ARCH.SMOLLM3, True),
-    "olmo2": (gguf.MODEL_ARCH.OLMO2, False),
-    "glm": (gguf.MODEL_ARCH.CHATGLM, False),
-    "glm4": (gguf.MODEL_ARCH.GLM4, False),
-    "glm4-moe": (gguf.MODEL_ARCH.GLM4_MOE, False),
-    "glm4-moe-groups": (gguf.MODEL_ARCH.GLM4_MOE, False),
-    "exaone": (gguf.MODEL_ARCH.EXAONE, False),
-    "exaone4": (gguf.MODEL_ARCH.EXAONE4, False),
-    "gemma3": (gguf.MODEL_ARCH.GEMMA3, False),
-    "exaone4-windows": (gguf.MODEL_ARCH.EXAONE4, False),
-    "phi3-windows": (gguf.MODEL_ARCH.PHI3, False),
-    "olmo3": (gguf.MODEL_ARCH.OLMO2, False),
-    "ministral3": (gguf.MODEL_ARCH.MISTRAL3, True),
-    "arcee": (gguf.MODEL_ARCH.ARCEE, True),
+GGUF: dict[str, tuple[gguf.MODEL_ARCH, bool, str]] = {
+    "llama-biases": (gguf.MODEL_ARCH.LLAMA, True, "llama-bpe"),
+    "qwen2": (gguf.MODEL_ARCH.QWEN2, False, "qwen2"),
+    "qwen3": (gguf.MODEL_ARCH.QWEN3, False, "qwen2"),
+    "qwen3-moe": (gguf.MODEL_ARCH.QWEN3MOE, False, "qwen2"),
+    "seed-oss": (gguf.MODEL_ARCH.SEED_OSS, False, "seed-coder"),
+    "phi3": (gguf.MODEL_ARCH.PHI3, False, "default"),
+    "phi3-longrope-partial": (gguf.MODEL_ARCH.PHI3, False, "gpt-4o"),
+    "granite": (gguf.MODEL_ARCH.GRANITE, True, "refact"),
+    "smollm3": (gguf.MODEL_ARCH.SMOLLM3, True, "llama-bpe"),
+    "olmo2": (gguf.MODEL_ARCH.OLMO2, False, "dbrx"),
+    "glm": (gguf.MODEL_ARCH.CHATGLM, False, "chatglm-bpe"),
+    "glm4": (gguf.MODEL_ARCH.GLM4, False, "glm4"),
+    "glm4-moe": (gguf.MODEL_ARCH.GLM4_MOE, False, "glm4"),
+    "glm4-moe-groups": (gguf.MODEL_ARCH.GLM4_MOE, False, "glm4"),
+    "exaone": (gguf.MODEL_ARCH.EXAONE, False, "exaone"),
+    "exaone4": (gguf.MODEL_ARCH.EXAONE4, False, "exaone4"),
+    "gemma3": (gguf.MODEL_ARCH.GEMMA3, False, "default"),
+    "exaone4-windows": (gguf.MODEL_ARCH.EXAONE4, False, "exaone4"),
+    "phi3-windows": (gguf.MODEL_ARCH.PHI3, False, "dbrx"),
+    "olmo3": (gguf.MODEL_ARCH.OLMO2, False, "dbrx"),
+    "ministral3": (gguf.MODEL_ARCH.MISTRAL3, True, "tekken"),
+    "arcee": (gguf.MODEL_ARCH.ARCEE, True, "llama-bpe"),
 }
-"""A case, llama.cpp's architecture, and whether its converter interleaves the halves of q's and k's heads."""
+"""A case, llama.cpp's architecture, whether its converter interleaves the halves of q's and k's heads, and
+its name of the family's pre-tokenizer (`default`: the vocabulary is sentencepiece's)."""
 
 
 def stacked(tensors: Mapping[str, Any], experts: int) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def _add_scales(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
     if beta := raw["rope_parameters"].get("llama_4_scaling_beta"):
         writer.add_attn_temperature_scale(beta)
         writer.add_rope_scaling_yarn_log_mul(raw["rope_parameters"]["mscale_all_dim"])
-    if (local := raw["rope_parameters"].get("sliding_attention", {}).get("rope_theta", 1e4)) != 1e4:
+    if local := raw["rope_parameters"].get("sliding_attention", {}).get("rope_theta"):
         writer.add_rope_freq_base_swa(local)
     if "embedding_multiplier" in raw:
         writer.add_embedding_scale(raw["embedding_multiplier"])
@@ -79,12 +81,30 @@ def _add_scales(writer: gguf.GGUFWriter, raw: Mapping[str, Any]) -> None:
         writer.add_logit_scale(raw["logits_scaling"])
 
 
+def add_vocabulary(writer: gguf.GGUFWriter, pre: str, size: int) -> None:
+    """Tokens of one letter each, after those for begin, end and what is unknown, and a last one of two."""
+    letters = sorted(ByteLevel.alphabet()) if pre != "default" else list(map(chr, range(0x4E00, 0x9000)))
+    tokens = ["<unk>", "<s>", "</s>", *letters[: size - 4], letters[0] + letters[1]]
+    writer.add_tokenizer_model("llama" if pre == "default" else "gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[1] * (len(tokens) - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    if pre == "default":
+        writer.add_token_scores([float(-rank) for rank in range(len(tokens))])
+        writer.add_add_space_prefix(False)
+    else:
+        writer.add_token_merges([" ".join(letters[:2])])
+
+
 def write_gguf(
     path: Path,
     raw: Mapping[str, Any],
     tensors: Mapping[str, Any],
     architecture: gguf.MODEL_ARCH,
     permuted: bool,
+    pre: str,
 ) -> None:
     """Write a file as llama.cpp's converter does, in float32. raw: config.json by transformers' names."""
     name, rope = gguf.MODEL_ARCH_NAMES[architecture], raw["rope_parameters"]
@@ -102,7 +122,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_eos_token_id(2)
+    add_vocabulary(writer, pre, raw["vocab_size"])
     if rope["rope_type"] in ("yarn", "linear"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

@@ -22,6 +22,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import TINY
+from deltafront.service.config import parse
+from deltafront.service.wiring import local_model
 from deltafront.tests.numerics import row_errors
 from deltafront.tests.workers.in_ranks import parts
 from deltafront.workers.kv.cache import PagedKVCache
@@ -37,7 +39,6 @@ from deltafront.workers.model.directory.text_part import own_names
 from deltafront.workers.model.family_registry import FAMILIES as SERVED
 from deltafront.workers.model.family_registry import gguf_families
 from deltafront.workers.model.layer_shares import LayerShare
-from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 from deltafront.workers.settings import ModelSpec
 
@@ -218,15 +219,20 @@ def test_two_ranks_equal_transformers(case: Case) -> None:
             assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
 
 
-def test_a_gguf_gives_the_same_logits(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_gguf_is_served_and_gives_the_same_logits(
+    case: Case, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With metadata and vocabulary as llama.cpp's converter writes them, by the way that `serve` goes."""
     kind = request.node.callspec.params["case"]
     if kind not in GGUF:
         pytest.skip("of this family another case has a GGUF")
     raw = json.loads(((case.theirs or case.directory) / "config.json").read_text())
     tensors = load_file(case.directory / "model.safetensors")
     write_gguf(tmp_path / "model.gguf", raw, tensors, *GGUF[kind])
-    (tmp_path / "config.json").write_text(json.dumps(GgufSource(tmp_path / "model.gguf").config()))
-    found = Case(tmp_path, read_config(tmp_path), case.ids_T, case.logits_TV)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    content = {"model": {"path": str(tmp_path / "model.gguf")}, "decode": {"page_selection": "full"}}
+    directory = Path(local_model(parse(content)).model.path)
+    found = Case(directory, read_config(directory), case.ids_T, case.logits_TV)
     pages = Pages(found.config, [table_of(TOKENS)])
     logits_TV = prefill(load_stages(found, 2), case.ids_T, CUTS["chunks"], pages)
     assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
@@ -257,7 +263,7 @@ def test_its_fp8_files_give_the_logits_of_their_numbers(case: Case, tmp_path: Pa
 
 
 def test_every_family_with_a_gguf_has_a_case() -> None:
-    written = {gguf.MODEL_ARCH_NAMES[architecture] for architecture, _permuted in GGUF.values()}
+    written = {gguf.MODEL_ARCH_NAMES[architecture] for architecture, *_how in GGUF.values()}
     assert written == gguf_families().keys()
 
 

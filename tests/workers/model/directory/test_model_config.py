@@ -12,7 +12,7 @@ import pytest
 
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.model_config import ModelConfig, lost_window_note, read_config
 from deltafront.workers.model.directory.rope_config import RopeConfig
 from deltafront.workers.prefill.group.chunks import ModelWork
 
@@ -278,6 +278,8 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ({"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True}, "sets mlp_bias, which Qwen3ForCausalLM"),
         ({"architectures": ["Mistral3ForConditionalGeneration"]}, "has no section text_config"),
         ({"rope_scaling": ["yarn"]}, "is not a section of keys"),
+        ({"is_causal": False}, "is_causal is false, so rows attend to later tokens"),
+        ({"is_causal": None}, "is_causal is false"),
         ({"num_experts": 8}, "sets num_experts, which LlamaForCausalLM does not have"),
         (EXPERTS | {"mlp_only_layers": 3}, "mlp_only_layers = 3 is not a list of layers"),
         (EXPERTS | {"mlp_only_layers": ["0"]}, "is not a list of layers"),
@@ -306,6 +308,45 @@ def test_what_would_be_computed_wrongly_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, LLAMA31 | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_experts": 0, "n_shared_experts": 0, "attn_logit_softcapping": 0.0, "is_causal": True},
+        {"architectures": ["Qwen2ForCausalLM"], "attention_bias": True},
+        EXPERTS | {"num_experts": 0},
+    ],
+    ids=str,
+)
+def test_keys_that_change_nothing_in_transformers_change_nothing(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    config = read(tmp_path, LLAMA31 | change)
+    plain = {"architectures": change.get("architectures", LLAMA31["architectures"])}
+    if plain["architectures"] == EXPERTS["architectures"]:
+        assert config.mixture is None and config.intermediate == LLAMA31["intermediate_size"]
+    else:
+        assert config == read(tmp_path, LLAMA31 | plain)
+
+
+def test_a_mistral_whose_file_lost_its_windows_is_said(tmp_path: Path) -> None:
+    """llama.cpp's converter writes Mistral 7B v0.1 as a Llama. Later ones have no window and another base."""
+    lost = LLAMA31 | {
+        "rope_scaling": None,
+        "rope_theta": 1e4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+    }
+    note = lost_window_note(read(tmp_path, lost))
+    assert note is not None and "windows of 4096 tokens" in note and "max_position_embeddings: 4096" in note
+    for other in (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+        {"rope_theta": 1e6},
+        {"max_position_embeddings": 4096},
+        {"intermediate_size": 11008},
+    ):
+        assert lost_window_note(read(tmp_path, lost | other)) is None
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

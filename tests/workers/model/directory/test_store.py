@@ -247,7 +247,12 @@ def test_concurrent_conversions_end_in_one_directory(
 def test_a_local_directory_is_checked(prepared: Path, tmp_path: Path) -> None:
     assert model_store.model_directory(str(prepared)) == prepared
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"lacks tokenizer\.json \(or tekken\.json\), \*\.saf"):
+    with pytest.raises(
+        ModelError, match=r"lacks tokenizer\.json \(or tekken\.json\), \*\.saf.*\(or one \.gguf\)$"
+    ):
+        model_store.model_directory(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ModelError, match=r"its \.bin files may run code .*save_pretrained\(DIRECTORY\)"):
         model_store.model_directory(str(tmp_path))
 
 
