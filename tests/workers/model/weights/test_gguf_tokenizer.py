@@ -10,12 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.workers.model.directory.json_files import ModelError
-from deltafront.workers.model.weights.gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json
+from deltafront.workers.model.weights.gguf_tokenizer import (
+    PRE_TOKENIZERS,
+    PreTokenizer,
+    end_ids,
+    tokenizer_config,
+    tokenizer_json,
+)
 
 from ...vocabularies import FAMILIES, Metadata
 
@@ -77,6 +83,25 @@ def test_the_ids_are_those_of_the_models_own_tokenizer(name: str, text: str) -> 
 def test_ids_are_text_again(name: str) -> None:
     for said in (prose()[:5000], code()[:5000], "  two before, and a tab\t🙂\n\n"):
         assert ours(name).decode(ids(ours(name), said), skip_special_tokens=True) == said
+
+
+BY_LIBRARY = {
+    "exaone": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), ByteLevel(False)]),
+    "exaone4": ByteLevel(add_prefix_space=False),
+}
+"""Families whose vocabularies no package has → the parts of `tokenizers` that their tokenizer.json names."""
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("pre", BY_LIBRARY)
+def test_words_are_those_of_the_parts_that_tokenizer_json_names(pre: str, text: str) -> None:
+    found = made(byte_level(pre)).pre_tokenizer.pre_tokenize_str(TEXTS[text]())
+    assert len(found) > 3000 and found == BY_LIBRARY[pre].pre_tokenize_str(TEXTS[text]())
+
+
+@pytest.mark.parametrize("pre", ["glm4", "chatglm-bpe", "dbrx", "smaug-bpe"])
+def test_rules_that_llama_cpp_has_from_llama_3_cut_as_llama_3(pre: str) -> None:
+    assert PRE_TOKENIZERS[pre] == PreTokenizer(PRE_TOKENIZERS["llama-bpe"].splits)
 
 
 R1 = (
