@@ -96,7 +96,7 @@ class DoorReplica(FrontDoor):
         )
         self._fleet = fleet
         fleet.start()
-        self._http = HttpDoor(self._requests, door.max_message_bytes)
+        self._http = HttpDoor(self._requests, door.max_message_bytes, origins=door.allowed_origins)
         self._exporter = Exporter(metrics, host, door.metrics_port)
         self._exporter.start()
         self._tls: TlsPort | None = None

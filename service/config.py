@@ -49,6 +49,8 @@ MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_ID_MARKS)}]*")
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Host = Annotated[str, AfterValidator(lambda given: str(ipaddress.ip_address(given)))]
 """An IP address of this machine; `0.0.0.0` or `::` for all."""
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
+"""A web origin, such as https://chat.example.org; `*` for all."""
 File = Annotated[Path, AfterValidator(lambda path, info: Path((info.context or {}).get("folder", "")) / path)]
 """A relative path begins at the configuration file's folder."""
 
@@ -97,6 +99,8 @@ class DoorConfig:
     """Bytes of requests that one door has not tokenised yet. They take six times as much memory. More get
     RESOURCE_EXHAUSTED. One caller's long texts get at most half.
     """
+    allowed_origins: tuple[Origin, ...] = ()
+    """Web pages of these origins may call OpenAI's API from a browser (CORS)."""
     tokens_file: File | None = None
     """Bearer tokens (`service/door/auth.py`). Without it anybody may call and use any session."""
     token_requests: Count | None = None

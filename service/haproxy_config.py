@@ -21,6 +21,8 @@ _BAD_REQUEST = (
     "own side: that ends a request"
 )
 _RETRY = "5"
+_REQUEST_ID = "^[!-~]{1,128}$"
+"""What a caller may send as `x-request-id` (`service/request/check.py`)."""
 _MARK = " # deltafront"
 
 
@@ -44,12 +46,26 @@ def _added_after(line: str, folder: Path) -> list[str]:
         too_long = f"the headers are longer than {LONGEST_HEADERS} bytes"
         other = "!{ res.hdr(content-type) -m beg application/json }"
         return [
+            *_request_ids(),
             f"http-request {_answer(431, too_long)} if {{ req.hdrs -m len gt {LONGEST_HEADERS} }}",
             f"http-response {_answer(400, _BAD_REQUEST)} if {{ status 400 }} {other}",
             f"http-response {_answer(503, _UNAVAILABLE)} hdr retry-after {_RETRY} "
             f"if {{ status ge 500 }} {other}",
         ]
     return []
+
+
+def _request_ids() -> list[str]:
+    """Give every answer one id: the caller's, or a new one. Doors are told it, and log it."""
+    sent, known = "req.fhdr(x-request-id)", "var(txn.request_id)"
+    refusal = _answer(400, "x-request-id: must be 1 to 128 visible ASCII characters")
+    return [
+        f"http-request set-{known} uuid",
+        f"http-request {refusal} if {{ {sent} -m found }} !{{ {sent} -m reg {_REQUEST_ID} }}",
+        f"http-request set-{known} {sent} if {{ {sent} -m found }}",
+        f"http-request set-header x-request-id %[{known}]",
+        f"http-after-response set-header x-request-id %[{known}] if {{ {known} -m found }}",
+    ]
 
 
 def _answer(status: int, message: str) -> str:

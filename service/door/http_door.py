@@ -1,24 +1,23 @@
 """The HTTP edge for OpenAI's clients, and /health for probes.
 
 Requests run as they do for gRPC. A streamed answer is server-sent events. While its prompt waits or is read,
-comments keep proxies from closing the connection. The status goes out with the first of them, so a later
-error is an event.
+lines that clients skip keep proxies from closing the connection. The status goes out with the first of them,
+so a later error is an event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -27,7 +26,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...workers.messages.events import Progress, Token, Usage
 from ..errors import Cancelled, DeltafrontError, Overloaded, TooSlow, Unavailable
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
+from ..request.check import is_request_id
 from ..request.handler import RequestHandler
+from .http_stream import EventStream, answer_http_1_0_without_chunks, until_disconnect
 from .openai_answers import (
     CHAT,
     TEXT,
@@ -40,7 +41,7 @@ from .openai_answers import (
     model_card,
     status_of,
 )
-from .openai_requests import StreamOptions, UnknownModel
+from .openai_requests import NotJson, StreamOptions, UnknownModel
 from .reasoning import AnswerPart, ReasoningSplitter, is_open
 
 KEEP_ALIVE_S = 5.0
@@ -51,22 +52,32 @@ _ADVICE = {
 }
 """Advice for OpenAI's paths that are not served."""
 
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
-"""The last one asks nginx to pass events on at once."""
 _JSON_BYTES = 6
 """The most bytes of a character in JSON."""
 _RECEIVE_S = 60.0
 """How long a client may take to send a request."""
+_JSON = "application/json"
+_REQUEST_ID = "x-request-id"
+"""Serve's middleware sends it back (`haproxy_config.py`)."""
 
 
 class HttpDoor:
+    """Makes the ASGI application.
+
+    Args:
+        max_body_bytes: Bytes of a request at most.
+        keep_alive_s: Seconds of a stream's silence at most.
+        origins: Web pages of these origins may call; `*` for all.
+    """
+
     def __init__(
-        self, requests: RequestHandler, max_body_bytes: int, keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        requests: RequestHandler,
+        max_body_bytes: int,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        origins: Sequence[str] = (),
     ) -> None:
+        answer_http_1_0_without_chunks()
         self._requests = requests
         self._started = int(time.time())
         chat, text = (_Completions(form, requests, max_body_bytes, keep_alive_s) for form in (CHAT, TEXT))
@@ -78,7 +89,7 @@ class HttpDoor:
                 Route("/v1/completions", text, methods=["POST"]),
                 Route("/health", self._health),
             ],
-            middleware=[Middleware(_StripTrailingSlash)],
+            middleware=[*_for_pages_of(origins), Middleware(_StripTrailingSlash)],
             exception_handlers={DeltafrontError: _models_error, HTTPException: _not_served},
         )
 
@@ -100,7 +111,9 @@ class HttpDoor:
         return JSONResponse(model_card(info, self._started))
 
     async def _info(self, request: Request) -> ServerInfo:
-        async with self._requests.accept("GetServerInfo", request.headers.items()):
+        async with self._requests.accept(
+            "GetServerInfo", request.headers.items(), request_id=_request_id(request)
+        ):
             return await self._requests.server_info()
 
 
@@ -113,18 +126,19 @@ class _Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        reply = Reply(self.endpoint, self.requests.model, self.endpoint.prefix + uuid.uuid4().hex)
+        request_id = _request_id(request)
+        reply = Reply(self.endpoint, self.requests.model, self.endpoint.prefix + request_id)
         body = await self._receive(request)
         unread = isinstance(body, DeltafrontError)  # the body may still be coming; nobody waits for it
         size = len(body) if isinstance(body, bytes) else 0
         try:
             async with self.requests.accept(
-                "Generate", request.headers.items(), request_id=reply.request_id, size=size
+                "Generate", request.headers.items(), request_id=request_id, size=size
             ) as accepted:
                 if isinstance(body, DeltafrontError):
                     raise body
                 generate, options = self.endpoint.read(body, reply.model)
-                generate = replace(generate, request_id=reply.request_id)
+                generate = replace(generate, request_id=request_id)
                 if self.requests.marks_reasoning and self.endpoint is CHAT:
                     opening = await asyncio.to_thread(self.requests.generation_prompt, generate)
                     reply = replace(reply, reasoning=ReasoningSplitter(is_open(opening)))
@@ -134,12 +148,12 @@ class _Completions:
                 with contextlib.suppress(ClientDisconnect):  # nobody is there to be told
                     async with contextlib.aclosing(watched):
                         if options is not None:
-                            await _stream(reply, options, watched, EventStream(send))
+                            stream = EventStream(send, options.include_progress)
+                            await _stream(reply, options, watched, stream)
                         else:
                             await JSONResponse(await _answer(reply, watched))(scope, receive, send)
         except DeltafrontError as error:
             response = _error_response(error, self.endpoint.source)
-            response.headers["x-request-id"] = reply.request_id  # the audit log has it too
             if unread:
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
@@ -154,6 +168,7 @@ class _Completions:
             return Cancelled("the client left while it sent the request")
 
     async def _body(self, request: Request) -> bytes:
+        _check_type(request.headers.get("content-type", ""))
         length, body = request.headers.get("content-length", ""), list[bytes]()
         expected, size = int(length) if length.isdecimal() else 0, 0
         self._check_length(expected)
@@ -194,9 +209,9 @@ async def _stream(
     try:
         async for event in events:
             if event is None:
-                await stream.comment("waiting")
+                await stream.skipped("waiting")
             elif isinstance(event, Progress):
-                await stream.comment(f"read {event.tokens_done} of {event.tokens_total} tokens")
+                await stream.skipped(f"read {event.tokens_done} of {event.tokens_total} tokens")
             elif isinstance(event, Usage):
                 usage = event if options.continuous_usage_stats else None
                 await stream.send_json(reply.first_chunks(usage))
@@ -213,62 +228,22 @@ async def _stream(
     await stream.end()
 
 
-class EventStream:
-    """A response of server-sent events. `started` tells whether the status is out."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.started = False
-
-    async def send_json(self, objects: Iterable[Any]) -> None:
-        for value in objects:
-            await self.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
-
-    async def comment(self, text: str) -> None:
-        await self.write(f": {text}\n\n".encode())
-
-    async def write(self, data: bytes) -> None:
-        if not self.started:
-            self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+def _request_id(request: Request) -> str:
+    """Return the caller's id, or that of Serve's middleware; a new one without it."""
+    given = request.headers.get(_REQUEST_ID, "")
+    return given if given and is_request_id(given) else uuid.uuid4().hex
 
 
-async def until_disconnect(
-    events: AsyncGenerator[RequestEvent, None], receive: Receive, keep_alive_s: float
-) -> AsyncGenerator[RequestEvent | None, None]:
-    """Yield the events, and None after each silence. Raises ClientDisconnect.
-
-    Closing it closes `events`, which frees whatever the request holds.
-    """
-    gone, next_event = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(anext(events))
-    try:
-        while True:
-            await asyncio.wait((next_event, gone), timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
-            if next_event.done():
-                try:
-                    event = next_event.result()
-                except StopAsyncIteration:
-                    return
-                next_event = asyncio.ensure_future(anext(events))
-                yield event
-            elif gone.done():
-                raise ClientDisconnect
-            else:
-                yield None
-    finally:
-        gone.cancel()
-        next_event.cancel()
-        await asyncio.gather(gone, next_event, return_exceptions=True)
-        await events.aclose()
+def _check_type(content_type: str) -> None:
+    """Refuse what web pages may send to any server without being asked. Raises NotJson."""
+    if content_type.partition(";")[0].strip().lower() != _JSON:
+        raise NotJson(content_type)
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _for_pages_of(origins: Sequence[str]) -> list[Middleware]:
+    exposed = [_REQUEST_ID, "retry-after", "x-should-retry"]
+    allowed = {"allow_origins": list(origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    return [Middleware(CORSMiddleware, **allowed, expose_headers=exposed)] if origins else []
 
 
 def _error_response(error: DeltafrontError, source: str) -> Response:

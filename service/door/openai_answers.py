@@ -14,7 +14,7 @@ from ...workers.messages.events import FinishReason, Usage
 from ..errors import Code, DeadlineExceeded, DeltafrontError, InvalidArgument, Overloaded, TooLong, TooSlow
 from ..request.answers import GenerateFinished, ServerInfo
 from ..request.calls import GenerateRequest
-from .openai_requests import StreamOptions, UnknownModel, read_chat, read_text
+from .openai_requests import NotJson, StreamOptions, UnknownModel, read_chat, read_text
 from .reasoning import AnswerPart, ReasoningSplitter
 
 Json = dict[str, Any]
@@ -187,6 +187,8 @@ def _classify(error: DeltafrontError) -> tuple[int, str, str | None]:
         return 413, _CLIENT_ERROR, "request_too_large"
     if isinstance(error, TooSlow):
         return 408, _CLIENT_ERROR, None
+    if isinstance(error, NotJson):
+        return 415, _CLIENT_ERROR, None
     return _STATUSES[error.code]
 
 

@@ -48,6 +48,8 @@ _ROLES = ("system", "developer", "user", "assistant")
 _UNSUPPORTED = "is not supported by this server: leave it out"
 _ONE_ANSWER = "asks for more than the limit: this server gives 1 answer a request"
 _OWN_MESSAGES = {"n": _ONE_ANSWER, "best_of": _ONE_ANSWER}
+_SHOWN = 64
+"""Characters of a value that a refusal repeats."""
 _SEED_BITS = 64
 _DAY_S = 86_400.0
 _MAX_PARTS = 4096
@@ -65,15 +67,25 @@ class UnknownModel(NotFound):
         super().__init__(f"the model {wanted!r} is not served here, but {served!r} is")
 
 
+class NotJson(InvalidArgument):
+    """The body is of another content type."""
+
+    def __init__(self, content_type: str) -> None:
+        super().__init__(
+            "", f"content-type {content_type[:_SHOWN]!r} is not read here: send application/json"
+        )
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class StreamOptions(_Strict):
-    """OpenAI's options of a stream, and vLLM's `continuous_usage_stats`."""
+    """OpenAI's options of a stream, vLLM's `continuous_usage_stats`, and `include_progress` of our own."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_progress: bool = False
     include_obfuscation: Literal[False] = False
 
 

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -194,6 +195,73 @@ def test_what_is_answered_below_the_door_is_in_its_form(
         got, error = asked(address, get())
         answering.join(HANG_S)
         assert (got, error["code"]) == expected
+
+
+def headers_of(address: tuple[str, int], request: bytes) -> tuple[int, http.client.HTTPMessage]:
+    with connected(address) as client:
+        client.settimeout(HANG_S)
+        client.sendall(request)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        return answer.status, answer.headers
+
+
+def test_every_answer_has_one_request_id_which_the_door_was_told(
+    door: socket.socket, address: tuple[str, int]
+) -> None:
+    """The caller's if it sent one. Refusals that no door has seen have one; Serve sends a second."""
+    told: list[bytes] = []
+
+    def answer() -> None:
+        at_door, _ = door.accept()
+        with at_door:
+            request = read(at_door, 40)
+            told.extend(re.findall(rb"(?i)x-request-id: (\S+)", request))
+            twice = b"x-request-id: %b\r\nX-Request-ID: %b\r\n" % (told[-1], told[-1])
+            at_door.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n%bContent-Length: 0\r\n\r\n" % twice)
+
+    for sent in ([], [b"X-Request-Id: mine-1"], [b"X-Request-Id: mine-1", b"X-Request-Id: mine-2"]):
+        answering = threading.Thread(target=answer)
+        answering.start()
+        status, headers = headers_of(address, get(*sent))
+        answering.join(HANG_S)
+        assert (status, headers.get_all("x-request-id")) == (200, [told.pop().decode()]) and not told
+        assert not sent or headers["x-request-id"] == sent[-1].split()[1].decode()
+    door.close()
+    long = get(b"X-Long: " + b"a" * haproxy_config.LONGEST_HEADERS)
+    for request, refused in ((get(), 503), (long, 431), (get(b"X-Request-Id: a b"), 400)):
+        status, headers = headers_of(address, request)
+        assert (status, len(headers.get_all("x-request-id", []))) == (refused, 1)
+
+
+@pytest.mark.parametrize("sent", [b"", b"a b", b"caf\xc3\xa9", b"\xff", b"x" * 129])
+def test_a_request_id_that_cannot_be_logged_is_refused(
+    door: socket.socket, address: tuple[str, int], sent: bytes
+) -> None:
+    status, error = asked(address, get(b"X-Request-Id: " + sent))
+    assert status == 400 and "x-request-id: must be 1 to 128 visible ASCII" in error["message"]
+
+
+def test_an_answer_without_a_length_goes_to_http_1_0_until_the_connection_closes(
+    door: socket.socket, address: tuple[str, int]
+) -> None:
+    """As the door sends it, though the client would keep the connection."""
+
+    def answer() -> None:
+        at_door, _ = door.accept()
+        with at_door:
+            assert read(at_door, 16).startswith(b"GET / HTTP/1.0")
+            at_door.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: 1\n\n")
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    with connected(address) as client:
+        client.settimeout(HANG_S)
+        client.sendall(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        got = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    answering.join(HANG_S)
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower() and b"connection: close" in head.lower() and body == b"data: 1\n\n"
 
 
 def test_the_configuration_is_changed_once(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import openai
 import pytest
 import uvicorn
+from ray.serve._private.http_util import RequestIdMiddleware
 
 from deltafront.service.door.http_door import HttpDoor
 
@@ -17,10 +18,10 @@ from .openai_calls import MODEL, Open
 
 
 class HttpServer:
-    """The HTTP edge of a house on a free port, in the house's loop."""
+    """The HTTP edge of a house on a free port, in the house's loop, with Serve's server and middleware."""
 
-    def __init__(self, house: House, keep_alive_s: float) -> None:
-        app = HttpDoor(house.door._requests, max_body_bytes=1 << 20, keep_alive_s=keep_alive_s).app
+    def __init__(self, house: House, keep_alive_s: float, origins: Sequence[str]) -> None:
+        app = RequestIdMiddleware(HttpDoor(house.door._requests, 1 << 20, keep_alive_s, origins).app)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
         self._server = uvicorn.Server(config)
         self._house = house
@@ -44,11 +45,12 @@ class HttpServer:
 
 @pytest.fixture
 def make_http(make_house: Callable[..., House]) -> Iterator[Callable[..., str]]:
-    """make_http(house) → the address of its HTTP edge. keep_alive_s: the longest silence of a stream."""
+    """make_http(house) → the address of its HTTP edge. keep_alive_s: the longest silence of a stream.
+    origins: web pages of these may call."""
     servers: list[HttpServer] = []
 
-    def make(house: House, keep_alive_s: float = HANG_S) -> str:
-        servers.append(HttpServer(house, keep_alive_s))
+    def make(house: House, keep_alive_s: float = HANG_S, origins: Sequence[str] = ()) -> str:
+        servers.append(HttpServer(house, keep_alive_s, origins))
         return servers[-1].address
 
     yield make

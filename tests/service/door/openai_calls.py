@@ -10,6 +10,7 @@ import openai
 MODEL = "owner/tiny"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 LONG = "x" * 500
+JSON = {"content-type": "application/json"}
 Open = Callable[..., openai.OpenAI]
 """(address, token) → a client that never tries again."""
 

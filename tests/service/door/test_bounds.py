@@ -20,13 +20,13 @@ from deltafront.service.door.status import OWN_STATUS
 from deltafront.service.request.check import MAX_MESSAGES
 
 from ..inprocess import HANG_S, House, wait_until
-from .openai_calls import MODEL
+from .openai_calls import JSON, MODEL
 
 PATH = "/v1/chat/completions"
 
 
 def post(address: str, content: bytes) -> httpx.Response:
-    return httpx.post(address + PATH, content=content, timeout=HANG_S)
+    return httpx.post(address + PATH, content=content, headers=JSON, timeout=HANG_S)
 
 
 def chat(messages: list[Any]) -> bytes:
@@ -37,7 +37,8 @@ def said_to_headers(address: str, *headers: str) -> bytes:
     """The answer's first line, to a request of which no byte of the body is sent."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), HANG_S) as connection:
-        connection.sendall("\r\n".join([f"POST {PATH} HTTP/1.1", f"Host: {host}", *headers, "", ""]).encode())
+        head = [f"POST {PATH} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *headers, "", ""]
+        connection.sendall("\r\n".join(head).encode())
         return connection.recv(1000).split(b"\r\n")[0]
 
 

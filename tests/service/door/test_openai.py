@@ -12,7 +12,7 @@
 9. sampling options reach the worker;
 10. the service's own options do, and what it measured comes back;
 11. a prompt is kept as a session, and a question about it reads only what is new;
-12. comments tell how far a prompt is, and that a waiting one is alive;
+12. comments tell who asks how far a prompt is, and lines without a text that a waiting one is alive;
 13. only known tokens may call, and a session belongs to its token;
 14. a bad value is refused with the name of its field;
 15. what is not supported is refused by name, unless it asks for nothing;
@@ -36,6 +36,7 @@ import openai
 import pytest
 
 from deltafront.service.client import DeltafrontClient
+from deltafront.service.door import http_stream
 from deltafront.workers.model.directory.json_files import ModelError
 
 from ..fakes import EOS
@@ -43,7 +44,7 @@ from ..inprocess import HANG_S, House, wait_until
 from ..test_faults import outcomes
 from ..test_metrics import ended, value
 from ..test_requests import collect, expected, ids, nothing_left
-from .openai_calls import HI, LONG, MODEL, Open, chat, complete
+from .openai_calls import HI, JSON, LONG, MODEL, Open, chat, complete
 
 HI_READ = "[s:be nice][u:hi][a:"
 
@@ -368,16 +369,22 @@ def lines(address: str, body: dict[str, Any]) -> Iterator[str]:
         yield from filter(None, response.iter_lines())
 
 
-def test_comments_tell_how_far_a_prompt_is(house: House, make_http: Callable[..., str]) -> None:
+def test_comments_tell_how_far_a_prompt_is(
+    house: House, make_http: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_stream, "_LINE_S", 0.0)
     house.decode.remembers = False
-    stream = lines(make_http(house), {"prompt": LONG, "max_tokens": 1})
+    asked = {"prompt": LONG, "max_tokens": 1, "stream_options": {"include_progress": True}}
+    stream = lines(make_http(house), asked)
     assert [next(stream) for _ in range(4)] == [f": read {n} of 501 tokens" for n in (128, 256, 384, 501)]
     assert [line[:6] for line in stream] == ["data: "] * 3
-    house.group.pause_at = 0
-    waiting = lines(make_http(house, keep_alive_s=0.01), {"prompt": LONG, "max_tokens": 1})
-    assert [next(waiting) for _ in range(3)] == [": waiting"] * 3
-    house.group.pause_at = -1
-    assert list(waiting)[-1] == "data: [DONE]"
+    address = make_http(house, keep_alive_s=0.01)
+    for body, line in ((asked, ": waiting"), ({"prompt": LONG, "max_tokens": 1}, " ")):
+        house.group.pause_at = 0
+        waiting = lines(address, body)
+        assert [next(waiting) for _ in range(3)] == [line] * 3
+        house.group.pause_at = -1
+        assert list(waiting)[-1] == "data: [DONE]"
     nothing_left(house)
 
 
@@ -394,7 +401,7 @@ def test_a_client_that_leaves_frees_everything(
         leave = complete(connect(address), LONG, max_tokens=50, stream=True).close
     else:  # OpenAI's client would wait for the answer
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
-        connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": LONG}))
+        connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": LONG}), JSON)
         leave = connection.close
     assert worker.paused.wait(HANG_S)
     assert house.pages_used()

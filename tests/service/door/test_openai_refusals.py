@@ -19,7 +19,7 @@ from deltafront.service.request.run import attempt
 from ..inprocess import House
 from ..test_faults import outcomes
 from ..test_requests import nothing_left
-from .openai_calls import HI, LONG, MODEL, Open, chat, complete
+from .openai_calls import HI, JSON, LONG, MODEL, Open, chat, complete
 
 
 def refusal(call: Callable[[], Any], kind: type[openai.APIStatusError]) -> Any:
@@ -106,7 +106,7 @@ def test_a_bad_prompt_is_refused_by_name(api: openai.OpenAI, prompt: Any) -> Non
     "body", [b"", b"{", b"[]", b'{"temperature": NaN}', b"\xff", b'{"model": "\\ud800"}']
 )
 def test_a_body_that_is_no_json_object_is_refused(address: str, body: bytes) -> None:
-    answer = httpx.post(f"{address}/v1/completions", content=body)
+    answer = httpx.post(f"{address}/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]["message"]
 
@@ -116,7 +116,7 @@ def test_a_refusal_has_the_id_that_the_audit_log_has(
     address: str, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "deltafront.audit")
-    refused = httpx.post(f"{address}/v1/completions", content=body)
+    refused = httpx.post(f"{address}/v1/completions", content=body, headers=JSON)
     assert refused.status_code == 400
     (line,) = (json.loads(one.message) for one in caplog.records if one.name == "deltafront.audit")
     assert line["request_id"] == refused.headers["x-request-id"] != ""

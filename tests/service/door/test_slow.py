@@ -84,7 +84,9 @@ def dripping(address: str, head: bytes) -> Iterator[socket.socket]:
     host, port = address.removeprefix("http://").split(":")
     ended = threading.Event()
     with socket.create_connection((host, int(port)), HANG_S) as connection:
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\n".encode() + head)
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n".encode() + head
+        )
 
         def drip() -> None:
             with contextlib.suppress(OSError):  # it was closed

@@ -132,6 +132,7 @@ def announced(address: str, **headers: str) -> Iterator[http.client.HTTPConnecti
     """A request of whose body nothing is sent."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=HANG_S)
     connection.putrequest("POST", PATH)
+    connection.putheader("Content-Type", "application/json")
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
     connection.endheaders()

@@ -1,0 +1,124 @@
+"""Streamed answers over HTTP: server-sent events, until they end or the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Send
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http import httptools_impl
+
+from ..request.answers import RequestEvent
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+"""The last one asks nginx to pass events on at once."""
+_LINE_S = 1.0
+"""The least time between two lines that say nothing. Some clients give up after 300 of them."""
+_EMPTY_LINE = b" \n"
+"""A field without a name and value, which clients skip. A comment would do by the standard, but benchmarks of
+vLLM and SGLang take one for the beginning of an event. A line without the space would end an event."""
+
+
+class EventStream:
+    """A response of server-sent events. `started` tells whether the status is out.
+
+    Args:
+        comments: Lines that clients skip say how far the prompt is.
+    """
+
+    def __init__(self, send: Send, comments: bool = False) -> None:
+        self._send = send
+        self._comments = comments
+        self._skipped_at = -_LINE_S
+        self.started = False
+
+    async def send_json(self, objects: Iterable[Any]) -> None:
+        for value in objects:
+            await self.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
+
+    async def skipped(self, comment: str) -> None:
+        """Send a line that clients skip, unless the last one has just been sent. One newline: after two, some
+        clients take it for an event."""
+        if (now := time.monotonic()) - self._skipped_at >= _LINE_S:
+            self._skipped_at = now
+            await self.write(f": {comment}\n".encode() if self._comments else _EMPTY_LINE)
+
+    async def write(self, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(
+    events: AsyncGenerator[RequestEvent, None], receive: Receive, keep_alive_s: float
+) -> AsyncGenerator[RequestEvent | None, None]:
+    """Yield the events, and None after each silence. Raises ClientDisconnect.
+
+    Closing it closes `events`, which frees whatever the request holds.
+    """
+    gone, next_event = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(anext(events))
+    try:
+        while True:
+            await asyncio.wait((next_event, gone), timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            if next_event.done():
+                try:
+                    event = next_event.result()
+                except StopAsyncIteration:
+                    return
+                next_event = asyncio.ensure_future(anext(events))
+                yield event
+            elif gone.done():
+                raise ClientDisconnect
+            else:
+                yield None
+    finally:
+        gone.cancel()
+        next_event.cancel()
+        await asyncio.gather(gone, next_event, return_exceptions=True)
+        await events.aclose()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def answer_http_1_0_without_chunks() -> None:
+    """Make this process's uvicorn send no chunks to HTTP/1.0, which has none (RFC 9112, 6.1)."""
+    httptools_impl.RequestResponseCycle = _Response  # type: ignore[misc]
+
+
+class _Response(httptools_impl.RequestResponseCycle):
+    """uvicorn's answer, but without chunks for HTTP/1.0. There the connection's end ends an answer without a
+    length."""
+
+    _until_closed = False
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if self.scope["http_version"] == "1.0":
+            self._without_chunks(message)
+        await super().send(message)
+
+    def _without_chunks(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            headers = message.get("headers", [])
+            self._until_closed = not any(name.lower() == b"content-length" for name, _ in headers)
+            if self._until_closed:
+                self.chunked_encoding, self.keep_alive = False, False
+                self.expected_content_length = sys.maxsize
+        elif message["type"] == "http.response.body" and self._until_closed and not message.get("more_body"):
+            self.expected_content_length = len(message.get("body", b""))

@@ -1,0 +1,219 @@
+"""Other programs that read OpenAI's streams and headers: Go's clients, benchmarks, HTTP/1.0, browsers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from deltafront.service.door import http_stream
+from deltafront.service.door.http_stream import EventStream
+
+from ..inprocess import HANG_S, House, wait_until
+from .openai_calls import JSON, LONG, MODEL
+from .test_openai import lines
+
+PATH = "/v1/completions"
+Writes = list[bytes]
+"""What a server sends, as it writes it."""
+
+
+async def written(comments: bool, count: int = 3) -> Writes:
+    """A stream with skipped lines before its two events."""
+    parts = Writes()
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+
+    stream = EventStream(send, comments)
+    for number in range(count):
+        await stream.skipped(f"read {number} of {count} tokens")
+    await stream.send_json([{"n": 0}, {"n": 1}])
+    await stream.write(b"data: [DONE]\n\n")
+    return [part for part in parts if part]
+
+
+def openai_go(writes: Writes) -> list[Any]:
+    """openai-go until 3.42: every empty line ends an event, also one without data."""
+    data, events = b"", []
+    for line in b"".join(writes).split(b"\n")[:-1]:
+        name, _, value = line.partition(b":")
+        if not line:
+            events.append(data.strip())
+            data = b""
+        elif name == b"data":
+            data += value.removeprefix(b" ") + b"\n"
+    return [json.loads(event) for event in events if event != b"[DONE]"]
+
+
+def go_openai(writes: Writes) -> list[Any]:
+    """sashabaranov/go-openai: gives up after 300 lines without data before an event."""
+    empty, events = 0, []
+    for line in b"".join(writes).splitlines():
+        if line.strip().startswith(b"data:"):
+            events, empty = [*events, line.strip()[5:].strip()], 0
+        else:
+            empty += 1
+            assert empty <= 300, "stream has sent too many empty messages"
+    return [json.loads(event) for event in events if event != b"[DONE]"]
+
+
+def vllm_bench(writes: Writes) -> list[Any]:
+    """`vllm bench serve`: strips what comes together, then looks for empty lines or one whole event."""
+    held, events = "", []
+    for part in writes:
+        held += part.strip().decode()
+        *messages, held = held.split("\n\n")
+        if held == "data: [DONE]" or (held.startswith("data: ") and is_json(held[6:])):
+            messages, held = [*messages, held], ""
+        events += [message for message in messages if message and not message.startswith(":")]
+    return [json.loads(event.removeprefix("data: ")) for event in events if event != "data: [DONE]"]
+
+
+def sglang_bench(writes: Writes) -> list[Any]:
+    """SGLang's bench_serving: every line that is not blank is an event."""
+    found = (line.strip().removeprefix(b"data: ") for line in b"".join(writes).splitlines())
+    return [json.loads(event) for event in found if event not in (b"", b"[DONE]")]
+
+
+def is_json(text: str) -> bool:
+    try:
+        return bool(json.loads(text))
+    except ValueError:
+        return False
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("client", [openai_go, go_openai, vllm_bench, sglang_bench])
+async def test_what_keeps_a_stream_alive_is_no_event_to_any_client(
+    client: Callable[[Writes], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_stream, "_LINE_S", 0.0)
+    assert client(await written(comments=False)) == [{"n": 0}, {"n": 1}]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("client", [openai_go, go_openai])
+async def test_progress_is_no_event_to_the_clients_of_go(
+    client: Callable[[Writes], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_stream, "_LINE_S", 0.0)
+    writes = await written(comments=True)
+    assert writes[0] == b": read 0 of 3 tokens\n"
+    assert client(writes) == [{"n": 0}, {"n": 1}]
+
+
+@pytest.mark.asyncio
+async def test_lines_that_say_nothing_come_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of many small chunks would send more than some clients take."""
+    now = iter([index * 0.25 for index in range(2000)])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    writes = await written(comments=True, count=400)
+    assert sum(part.startswith(b":") for part in writes) == 100
+    assert go_openai(writes) == [{"n": 0}, {"n": 1}]
+
+
+def asked(address: str, version: str, body: Any, *headers: str) -> tuple[bytes, bytes]:
+    """Head and body of an answer, until the server closes."""
+    host, port = address.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = [f"POST {PATH} HTTP/{version}", *(f"{key}: {value}" for key, value in JSON.items())]
+    head += [f"Content-Length: {len(content)}", *headers, "", ""]
+    with socket.create_connection((host, int(port)), HANG_S) as connection:
+        connection.sendall("\r\n".join(head).encode() + content)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    got, _, rest = answer.partition(b"\r\n\r\n")
+    return got.lower(), rest
+
+
+@pytest.mark.parametrize("headers", [[], ["Connection: keep-alive"]])
+def test_http_1_0_gets_no_chunks_and_a_closed_connection(address: str, headers: list[str]) -> None:
+    body = {"model": MODEL, "prompt": "p", "max_tokens": 2}
+    head, rest = asked(address, "1.0", {**body, "stream": True}, *headers)
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert b'data: {"id": "' in rest and rest.endswith(b"data: [DONE]\n\n")
+    head, rest = asked(address, "1.0", body, *headers)
+    assert f"content-length: {len(rest)}".encode() in head and json.loads(rest)["usage"]
+    head, rest = asked(address, "1.1", {**body, "stream": True}, "Host: x", "Connection: close")
+    assert b"transfer-encoding: chunked" in head and rest.endswith(b"0\r\n\r\n")
+
+
+@pytest.fixture
+def audited(caplog: pytest.LogCaptureFixture) -> Callable[[], Iterator[str]]:
+    caplog.set_level(logging.INFO, "deltafront.audit")
+
+    def ids() -> Iterator[str]:
+        for record in caplog.records:
+            if record.name == "deltafront.audit":
+                yield json.loads(record.message)["request_id"]
+
+    return ids
+
+
+@pytest.mark.parametrize("sent", [None, "mine-1"])
+def test_every_answer_has_one_request_id_which_the_audit_log_has(
+    address: str, audited: Callable[[], Iterator[str]], sent: str | None
+) -> None:
+    body = {"model": MODEL, "prompt": "p", "max_tokens": 2}
+    headers = JSON | ({} if sent is None else {"x-request-id": sent})
+    answers = [
+        httpx.post(address + PATH, json=body, headers=headers),
+        httpx.post(address + PATH, json={**body, "stream": True}, headers=headers),
+        httpx.post(address + PATH, json={**body, "prompt": ""}, headers=headers),
+        httpx.post(address + PATH, content=b"{", headers=headers),
+        httpx.get(f"{address}/v1/models", headers=headers),
+    ]
+    ids = [answer.headers.get_list("x-request-id") for answer in answers]
+    assert [len(found) for found in ids] == [1] * 5
+    wait_until(lambda: len(list(audited())) == 5, "a line is missing")
+    assert sorted(audited()) == sorted(found for (found,) in ids)
+    assert sent is None or {found for (found,) in ids} == {sent}
+    assert answers[0].json()["id"] == f"cmpl-{ids[0][0]}"
+
+
+def test_only_json_is_read(house: House, address: str) -> None:
+    """A web page may send texts and forms to any server, without a question before."""
+    body = json.dumps({"model": MODEL, "prompt": "p", "max_tokens": 2})
+    for kind in (None, "text/plain", "application/x-www-form-urlencoded", "x" * 5000):
+        answer = httpx.post(address + PATH, content=body, headers={"content-type": kind} if kind else {})
+        assert answer.status_code == 415 and len(answer.text) < 500
+        assert "send application/json" in answer.json()["error"]["message"]
+    assert not house.group.jobs
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        assert httpx.post(address + PATH, content=body, headers={"content-type": kind}).status_code == 200
+
+
+def test_web_pages_may_call_from_configured_origins_alone(
+    house: House, address: str, make_http: Callable[..., str]
+) -> None:
+    page = {"origin": "https://chat.example.org"}
+    before = {**page, "access-control-request-method": "POST",
+              "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+    assert httpx.options(address + PATH, headers=before).status_code == 405
+    assert "access-control-allow-origin" not in httpx.get(f"{address}/v1/models", headers=page).headers
+    allowed = make_http(house, origins=[page["origin"]])
+    preflight = httpx.options(allowed + PATH, headers=before)
+    assert preflight.status_code == 200
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    for answer in (
+        httpx.post(allowed + PATH, json={"model": MODEL, "prompt": "p", "max_tokens": 2}, headers=page),
+        httpx.post(allowed + PATH, json={"model": MODEL, "prompt": ""}, headers=page),
+    ):
+        assert answer.headers["access-control-allow-origin"] == page["origin"]
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    other = httpx.options(allowed + PATH, headers={**before, "origin": "https://evil.example.org"})
+    assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+
+
+def test_a_stream_that_is_kept_alive_is_read_by_its_clients(house: House, make_http: Any) -> None:
+    house.group.pause_at = 0
+    stream = lines(make_http(house, keep_alive_s=0.01), {"prompt": LONG, "max_tokens": 3})
+    assert next(stream) == " "
+    house.group.pause_at = -1
+    assert len(sglang_bench([f"{line}\n".encode() for line in stream])) == 4
