@@ -34,6 +34,7 @@ APP_NAME = "deltafront"
 SERVICERS = (
     "deltafront.service.door.registration.add_deltafront_to_server",
     "deltafront.service.door.registration.add_health_to_server",
+    "deltafront.service.door.registration.add_reflection_to_server",
 )
 
 _HEALTH_PERIOD_S = 1.0

@@ -24,8 +24,10 @@ from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
 from ..errors import Code, DeltafrontError, InvalidArgument, Overloaded, TooSlow
@@ -40,6 +42,7 @@ _NO_ERROR = (None, grpc.StatusCode.OK, grpc.StatusCode.OK.value[0])
 """Codes of calls without an error. gRPC keeps a code as a member or its number."""
 SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+REFLECTION = "grpc.reflection.v1.ServerReflection"
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 _RECEIVING_BYTES = 256 << 20
 """Room for all messages that are received at once, if all are as long as they may be."""
@@ -187,6 +190,33 @@ def add_deltafront_to_server(servicer: Any, server: Any, limit: ReceiveLimit | N
 
 def add_health_to_server(servicer: Any, server: Any, limit: ReceiveLimit | None = None) -> None:
     _add(HEALTH, health_pb2, servicer, server, limit)
+
+
+def add_reflection_to_server(_servicer: Any, server: Any) -> None:
+    """Add `grpc.reflection.v1`, and v1alpha, the same by another name, unless Serve adds that itself."""
+    _describe_reflection()
+    names = [REFLECTION, reflection.SERVICE_NAME]
+    servicer = reflection.aio.ReflectionServicer((SERVICE.full_name, HEALTH.full_name, *names))
+    if hasattr(server, "add_passthrough_service"):
+        names = [REFLECTION]
+        server.add_passthrough_service(REFLECTION)  # no door is called
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handlers = {"ServerReflectionInfo": method}
+    for name in names:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
+def _describe_reflection() -> None:
+    """Let clients look it up: v1alpha's file in another package."""
+    older = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(older)
+    renamed = json_format.MessageToJson(older).replace("v1alpha", "v1")
+    newer = json_format.Parse(renamed, descriptor_pb2.FileDescriptorProto())
+    descriptor_pool.Default().AddSerializedFile(newer.SerializeToString())
 
 
 def _add(service: Any, messages: Any, servicer: Any, server: Any, limit: ReceiveLimit | None) -> None:

@@ -15,7 +15,12 @@ import grpc
 
 from ..errors import Unauthenticated
 from ..request.handler import Headers
-from .registration import ReceiveLimit, add_deltafront_to_server, add_health_to_server
+from .registration import (
+    ReceiveLimit,
+    add_deltafront_to_server,
+    add_health_to_server,
+    add_reflection_to_server,
+)
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +114,7 @@ class TlsPort:
         limit = ReceiveLimit(max_message_bytes)
         add_deltafront_to_server(servicer, self._server, limit)
         add_health_to_server(servicer, self._server, limit)
+        add_reflection_to_server(servicer, self._server)
         reloading: Any = _Reloading(files)  # gRPC's types leave out None, for no change
         credentials = grpc.dynamic_ssl_server_credentials(
             files.read(), reloading, require_client_authentication=files.client_ca is not None

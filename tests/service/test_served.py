@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import threading
 import time
 import urllib.request
@@ -41,6 +42,7 @@ from ..strangers import listeners, run_code, send_pickle, uninvited
 from .conftest import Served
 from .fakes import Speed
 from .inprocess import HANG_S, wait_until
+from .reflection import reflected
 from .test_requests import collect, expected, ids
 
 pytestmark = pytest.mark.service
@@ -88,13 +90,10 @@ def test_health_and_reflection(client: DeltafrontClient, channel: grpc.Channel) 
     assert next(watch).status == serving
     watch.cancel()
 
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
-    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-    (reply,) = list(stub.ServerReflectionInfo(asked))
-    names = {service.name for service in reply.list_services_response.service}
-    assert {"deltafront.v1.DeltafrontService", "grpc.health.v1.Health"} <= names
+    for version in ("v1", "v1alpha"):
+        names = reflected(channel, version)
+        assert {"deltafront.v1.DeltafrontService", "grpc.health.v1.Health"} <= names
+        assert {f"grpc.reflection.{known}.ServerReflection" for known in ("v1", "v1alpha")} <= names
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "alpha "])
@@ -375,11 +374,14 @@ def test_http_is_refused_in_one_form_whoever_refuses(served: Served) -> None:
 def test_leaving_over_http_frees_everything(served: Served, api: openai.OpenAI, doing: str) -> None:
     """The work stops where the test holds it, so what was sent before is not held back by a buffer."""
     served.configure(served.group if doing == "reading" else served.decode, pause_at=2)
-    expected_lines = {"reading": [":", ":"], "answering": [":", ":", ":", "data:", "data:"]}[doing]
-    request = {"model": api.models.list().data[0].id, "prompt": "x" * 300, "stream": True, "max_tokens": 50}
-    headers = {"authorization": f"Bearer {served.token}"}
+    model, headers = api.models.list().data[0].id, {"authorization": f"Bearer {served.token}"}
+    request = {"model": model, "prompt": "x" * 300, "stream": True, "max_tokens": 50}
+    request["stream_options"] = {"include_progress": True}
+    expected_lines = [":"] if doing == "reading" else ["data:", "data:"]
     with httpx.stream("POST", f"{served.http}/v1/completions", json=request, headers=headers) as response:
         lines = (line for line in response.iter_lines() if line not in ("", ": waiting"))
+        if doing == "answering":
+            lines = (line for line in lines if line[0] != ":")
         assert [next(lines).split(" ")[0] for _ in expected_lines] == expected_lines
         assert served.pages_used()
     nothing_left(served)
@@ -418,3 +420,27 @@ def test_leaving_before_a_whole_answer_over_http_frees_everything(
     connection.close()
     nothing_left(served)
     wait_until(lambda: cancelled(served) == before + 1, "it is not counted as cancelled", every_s=0.1)
+
+
+def test_every_answer_over_http_has_the_callers_id_once(served: Served, api: openai.OpenAI) -> None:
+    body = {"model": api.models.list().data[0].id, "prompt": "x", "max_tokens": 2}
+    for sent, more in (("mine-1", {}), (None, {}), ("mine-2", {"stream": True}), ("mine-3", {"prompt": ""})):
+        own = {} if sent is None else {"x-request-id": sent}
+        headers = {"authorization": f"Bearer {served.token}", **own}
+        answer = httpx.post(f"{served.http}/v1/completions", json={**body, **more}, headers=headers)
+        (told,) = answer.headers.get_list("x-request-id")
+        assert sent in (None, told)
+        assert answer.status_code == 400 or f'"cmpl-{told}"' in answer.text
+
+
+def test_http_1_0_gets_a_stream_without_chunks(served: Served, api: openai.OpenAI) -> None:
+    """Through HAProxy, from the server in which Serve runs a door."""
+    body = {"model": api.models.list().data[0].id, "prompt": "x", "max_tokens": 2, "stream": True}
+    content, host = json.dumps(body), served.http.removeprefix("http://")
+    head = ["POST /v1/completions HTTP/1.0", f"Host: {host}", f"Authorization: Bearer {served.token}"]
+    head += ["Content-Type: application/json", f"Content-Length: {len(content)}", "Connection: keep-alive"]
+    with socket.create_connection((host.split(":")[0], int(host.split(":")[1])), HANG_S) as client:
+        client.sendall("\r\n".join([*head, "", content]).encode())
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    told, _, events = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in told.lower() and events.endswith(b"data: [DONE]\n\n")

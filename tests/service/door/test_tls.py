@@ -19,6 +19,7 @@ from deltafront.service.wiring import authenticator, tls_files
 
 from ..inprocess import HANG_S, House, settings
 from ..pki import Authority
+from ..reflection import reflected
 from ..test_requests import collect, expected, ids, nothing_left
 
 
@@ -72,6 +73,9 @@ def test_requests_are_answered_over_tls(
         serving = health_pb2.HealthCheckResponse.SERVING
         assert health.Check(health_pb2.HealthCheckRequest(), timeout=HANG_S).status == serving
         assert next(health.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_S)).status == serving
+        assert (
+            reflected(channel, "v1") == reflected(channel, "v1alpha") >= {"deltafront.v1.DeltafrontService"}
+        )
 
 
 def test_who_does_not_know_the_authority_is_not_served(
