@@ -70,8 +70,8 @@ PARTS = Row(
     (
         Panel(
             "Parts, mean of a request",
-            "They add up to the mean time to first token. Look at the largest; docs/deploy.md says what each "
-            "means and what helps.",
+            "They add up to the mean time to first token. Look at the largest; docs/operations.md says what "
+            "each means and what helps.",
             "s",
             [Query(_parts(""), "{{part}}")],
             stacked=True,

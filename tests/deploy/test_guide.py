@@ -155,7 +155,7 @@ def mounts_the_model(pod: Object, claim: str) -> bool:
 
 
 def test_every_part_of_the_time_to_first_token_is_explained() -> None:
-    guide = (ROOT / "docs" / "deploy.md").read_text()
+    guide = (ROOT / "docs" / "operations.md").read_text()
     table = guide.partition("| part | what it means | what helps |")[2].partition("\n\n")[0]
     parts = [part for matcher in (ttft._DOOR, ttft._DECODE) for part in matcher.split('"')[1].split("|")]
     assert len(parts) == 10
