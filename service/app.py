@@ -52,9 +52,7 @@ _SHUTDOWN_S = 20.0
 _DOOR_SHUTDOWN_S = 5.0
 """The same for a door, which has no actors."""
 _OTHER_CALLS = 1000
-"""Health checks, cancels and refusals that a door answers at once. More calls wait: Serve refuses nobody who
-comes through HAProxy.
-"""
+"""Cancels and refusals that a door answers at once."""
 _SURGE_PERCENT = 1
 """Serve rounds it up to one new replica, which starts before an old one is removed."""
 
@@ -104,7 +102,7 @@ class DoorReplica(FrontDoor):
         self._drain_s = _DOOR_SHUTDOWN_S + door.drain_s
         await fleet.wait_to_take_over()
         if files is not None and gate is not None:
-            at, calls = joined(door.host, door.tls_port), door.max_requests + _OTHER_CALLS
+            at, calls = joined(door.host, door.tls_port), _calls(door.max_requests)
             self._tls = TlsPort(self, files, gate, at, door.max_message_bytes, calls)
             await self._tls.start()
 
@@ -213,6 +211,12 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
     )(getattr(module, name))
 
 
+def _calls(max_requests: int) -> int:
+    """Return the calls that a door takes: requests that run, and twice as many that arrive. More calls wait:
+    Serve refuses nobody who comes through HAProxy."""
+    return 3 * max_requests + _OTHER_CALLS
+
+
 def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application) -> serve.Application:
     """Make the doors' deployment. Workers are bound to it so that Serve starts them."""
     door, directory = settings.door, str(scratch / f"deltafront-metrics-{secrets.token_hex(6)}")
@@ -224,7 +228,7 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         name="FrontDoor",
         num_replicas=door.replicas,
         max_replicas_per_node=door.per_node,
-        max_ongoing_requests=door.max_requests + _OTHER_CALLS,
+        max_ongoing_requests=_calls(door.max_requests),
         ray_actor_options=options,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_DOOR_TIMEOUT_S,

@@ -96,8 +96,8 @@ class DoorConfig:
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
     """A request's size. A door takes a few times as much memory while it receives one."""
     text_bytes: Annotated[int, Field(ge=1 << 22)] = 64 << 20
-    """Bytes of requests that one door has not tokenised yet. They take six times as much memory. More get
-    RESOURCE_EXHAUSTED. One caller's long texts get at most half.
+    """Bytes of requests that have arrived and are not tokenised yet, in one door. They take six times as
+    much memory. More get RESOURCE_EXHAUSTED. One bearer token gets at most half.
     """
     allowed_origins: tuple[Origin, ...] = ()
     """Web pages of these origins may call OpenAI's API from a browser (CORS)."""

@@ -1,7 +1,20 @@
-"""The exceptions of door and client. Messages say what is wrong and what to do."""
+"""The exceptions of door and client. Messages say what is wrong and what to do, in bounded length."""
 
 from enum import StrEnum
 from typing import ClassVar
+
+_LONGEST_SHOWN = 64
+_LONGEST_FIELD = 128
+_LONGEST_MESSAGE = 2000
+
+
+def shown(value: str) -> str:
+    """Quote the beginning of what a caller sent, for a message."""
+    return repr(value) if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]!r}…"
+
+
+def cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[:longest] + "…"
 
 
 class Code(StrEnum):
@@ -24,8 +37,8 @@ class DeltafrontError(Exception):
     code: ClassVar[Code]
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = cut(message, _LONGEST_MESSAGE)
+        super().__init__(self.message)
         self.retry_after_s = retry_after_s
 
 
@@ -35,8 +48,8 @@ class InvalidArgument(DeltafrontError):
     code = Code.INVALID_ARGUMENT
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}" if field else message)
-        self.field = field
+        self.field = cut(field, _LONGEST_FIELD)
+        super().__init__(f"{self.field}: {message}" if field else message)
 
 
 class TooLong(InvalidArgument):

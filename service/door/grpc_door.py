@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,13 +18,14 @@ from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
 from ...workers.messages.events import Usage
-from ..errors import DeltafrontError, NotFound, TooLong
-from ..request.handler import RequestHandler
+from ..errors import DeltafrontError, NotFound, TooLong, shown
+from ..request.handler import Headers, RequestHandler
 from .registration import SERVICE, UndecodedMessage
 from .status import set_status
 from .wire import read, response, write
 
 _HEALTH_WATCH_S = 1.0
+_WATCH_S = 300.0
 _M = TypeVar("_M", bound=Message)
 
 
@@ -34,7 +36,7 @@ def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
             async with requests.accept(
                 rpc, metadata, request_id=request.request_id, size=request.size
             ) as accepted:
-                stream = requests.run(accepted, read(self._message(request)))
+                stream = requests.run(accepted, await self._read(request))
                 async with contextlib.aclosing(stream) as events:
                     async for event in events:
                         if not isinstance(event, Usage):
@@ -45,8 +47,15 @@ def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
 
 
 class FrontDoor:
+    """A door. Health is answered on any loop, everything else on the one that made the door."""
+
     def __init__(self, requests: RequestHandler) -> None:
         self._requests = requests
+        self._loop = asyncio.get_running_loop()
+
+    def owner(self, rpc: str, metadata: Headers) -> str:
+        """Return a caller's owner, before its message is received. Raises Unauthenticated."""
+        return self._requests.owner(rpc, metadata)
 
     Prefill = _answering("Prefill", pb.PrefillResponse)
     Generate = _answering("Generate", pb.GenerateResponse)
@@ -54,22 +63,23 @@ class FrontDoor:
     async def CancelRequest(self, request: UndecodedMessage, grpc_context: Any) -> pb.CancelRequestResponse:
         ended = 0
         with _status_on(grpc_context):
-            async with self._requests.accept("CancelRequest", grpc_context.invocation_metadata()) as accepted:
+            metadata = grpc_context.invocation_metadata()
+            async with self._requests.accept("CancelRequest", metadata, counted=False) as accepted:
                 ended = await self._requests.cancel_request(accepted, self._message(request).request_id)
         return pb.CancelRequestResponse(requests=ended)
 
     async def ReleaseSession(self, request: UndecodedMessage, grpc_context: Any) -> pb.ReleaseSessionResponse:
         with _status_on(grpc_context):
-            async with self._requests.accept(
-                "ReleaseSession", grpc_context.invocation_metadata()
-            ) as accepted:
+            metadata = grpc_context.invocation_metadata()
+            async with self._requests.accept("ReleaseSession", metadata, counted=False) as accepted:
                 await self._requests.release_session(accepted, self._message(request).session_id)
         return pb.ReleaseSessionResponse()
 
     async def GetServerInfo(self, request: UndecodedMessage, grpc_context: Any) -> pb.GetServerInfoResponse:
         answer = pb.GetServerInfoResponse()
         with _status_on(grpc_context):
-            async with self._requests.accept("GetServerInfo", grpc_context.invocation_metadata()):
+            metadata = grpc_context.invocation_metadata()
+            async with self._requests.accept("GetServerInfo", metadata, counted=False):
                 self._message(request)
                 answer = write(pb.GetServerInfoResponse, await self._requests.server_info())
         return answer
@@ -78,7 +88,7 @@ class FrontDoor:
         answer = health_pb2.HealthListResponse()
         with _status_on(grpc_context):
             self._message(request)
-            health = health_pb2.HealthCheckResponse(status=self._health())
+            health = health_pb2.HealthCheckResponse(status=await self._health())
             answer = health_pb2.HealthListResponse(statuses={"": health, SERVICE.full_name: health})
         return answer
 
@@ -87,14 +97,14 @@ class FrontDoor:
         with _status_on(grpc_context):
             service = self._message(request).service
             if not _known_service(service):
-                raise NotFound(f"there is no service {service!r} here")
-            answer = health_pb2.HealthCheckResponse(status=self._health())
+                raise NotFound(f"there is no service {shown(service)} here")
+            answer = health_pb2.HealthCheckResponse(status=await self._health())
         return answer
 
     async def Watch(
         self, request: UndecodedMessage, grpc_context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Yield the status whenever it changes, until the client leaves."""
+        """Yield the status whenever it changes, for _WATCH_S. Clients then ask again."""
         last: Any = None
         service: Any = None
         with _status_on(grpc_context):
@@ -102,13 +112,18 @@ class FrontDoor:
         if service is None:
             yield health_pb2.HealthCheckResponse()  # carries the status
             return
-        while True:
+        until = time.monotonic() + _WATCH_S
+        while time.monotonic() < until:
             unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            status = self._health() if _known_service(service) else unknown
+            status = await self._health() if _known_service(service) else unknown
             if status != last:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
             await asyncio.sleep(_HEALTH_WATCH_S)
+
+    async def _read(self, sent: UndecodedMessage) -> Any:
+        """Read a request in a thread, since that takes longer the more it says. Raises as `_message`."""
+        return await self._requests.text_budget.work(sent.size, lambda _: read(self._message(sent)))
 
     def _message(self, sent: UndecodedMessage) -> Any:
         """Decode a request. Raises InvalidArgument, or TooLong before it decodes a long message."""
@@ -117,7 +132,11 @@ class FrontDoor:
             raise TooLong("request", f"{sent.size} bytes cannot fit this model: at most {limit} do")
         return sent.read()
 
-    def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
+    async def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
+        """Ask the door's own loop, from any other: a door that hangs is not healthy."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ready(), self._loop))
+
+    async def _ready(self) -> health_pb2.HealthCheckResponse.ServingStatus:
         reply = health_pb2.HealthCheckResponse
         return reply.SERVING if self._requests.ready else reply.NOT_SERVING
 

@@ -26,8 +26,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...workers.messages.events import Progress, Token, Usage
 from ..errors import Cancelled, DeltafrontError, Overloaded, TooSlow, Unavailable
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
+from ..request.calls import GenerateRequest
 from ..request.check import is_request_id
 from ..request.handler import RequestHandler
+from ..request.text.text_budget import HeldText
 from .http_stream import EventStream, answer_http_1_0_without_chunks, until_disconnect
 from .openai_answers import (
     CHAT,
@@ -56,6 +58,8 @@ _JSON_BYTES = 6
 """The most bytes of a character in JSON."""
 _RECEIVE_S = 60.0
 """How long a client may take to send a request."""
+_IDLE_S = 10.0
+"""How long it may send nothing of it."""
 _JSON = "application/json"
 _REQUEST_ID = "x-request-id"
 """Serve's middleware sends it back (`haproxy_config.py`)."""
@@ -111,9 +115,8 @@ class HttpDoor:
         return JSONResponse(model_card(info, self._started))
 
     async def _info(self, request: Request) -> ServerInfo:
-        async with self._requests.accept(
-            "GetServerInfo", request.headers.items(), request_id=_request_id(request)
-        ):
+        headers, request_id = request.headers.items(), _request_id(request)
+        async with self._requests.accept("GetServerInfo", headers, request_id=request_id, counted=False):
             return await self._requests.server_info()
 
 
@@ -126,18 +129,16 @@ class _Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        request_id = _request_id(request)
+        request_id, arrived = _request_id(request), False
         reply = Reply(self.endpoint, self.requests.model, self.endpoint.prefix + request_id)
-        body = await self._receive(request)
-        unread = isinstance(body, DeltafrontError)  # the body may still be coming; nobody waits for it
-        size = len(body) if isinstance(body, bytes) else 0
         try:
             async with self.requests.accept(
-                "Generate", request.headers.items(), request_id=request_id, size=size
+                "Generate", request.headers.items(), request_id=request_id
             ) as accepted:
-                if isinstance(body, DeltafrontError):
-                    raise body
-                generate, options = self.endpoint.read(body, reply.model)
+                body = await self._body(request, accepted.text)
+                arrived = True
+                accepted.clock.restart()
+                generate, options = await self._read(body, reply)
                 generate = replace(generate, request_id=request_id)
                 if self.requests.marks_reasoning and self.endpoint is CHAT:
                     opening = await asyncio.to_thread(self.requests.generation_prompt, generate)
@@ -154,35 +155,36 @@ class _Completions:
                             await JSONResponse(await _answer(reply, watched))(scope, receive, send)
         except DeltafrontError as error:
             response = _error_response(error, self.endpoint.source)
-            if unread:
+            if not arrived:  # nobody waits for the rest of the body
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
 
-    async def _receive(self, request: Request) -> bytes | DeltafrontError:
-        """Read the body. An error is returned, to be raised where the request is audited."""
-        try:
-            return await self._body(request)
-        except DeltafrontError as error:
-            return error
-        except ClientDisconnect:
-            return Cancelled("the client left while it sent the request")
+    async def _read(self, body: bytes, reply: Reply) -> tuple[GenerateRequest, StreamOptions | None]:
+        """Read the body in a thread, since that takes longer the more it says. Raises InvalidArgument or
+        UnknownModel."""
+        work = self.requests.text_budget.work
+        return await work(len(body), lambda _: self.endpoint.read(body, reply.model))
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, held: HeldText) -> bytes:
+        """Receive the body. Raises Overloaded, TooSlow or Cancelled."""
         _check_type(request.headers.get("content-type", ""))
-        length, body = request.headers.get("content-length", ""), list[bytes]()
-        expected, size = int(length) if length.isdecimal() else 0, 0
-        self._check_length(expected)
-        owner = self.requests.owner(request.headers.items())
-        with self.requests.text_budget.hold(owner, expected) as held:
-            try:
-                async with asyncio.timeout(_RECEIVE_S):
-                    async for part in request.stream():
-                        size += len(part)
-                        self._check_length(size)
-                        held.grow(size)
-                        body.append(part)
-            except TimeoutError:
-                raise TooSlow(f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
+        length, body, size = request.headers.get("content-length", ""), list[bytes](), 0
+        self._check_length(int(length) if length.isdecimal() else 0)
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(_RECEIVE_S), asyncio.timeout(_IDLE_S) as idle:
+                async for part in request.stream():
+                    idle.reschedule(clock() + _IDLE_S)
+                    size += len(part)
+                    self._check_length(size)
+                    held.grow(size)
+                    body.append(part)
+        except TimeoutError:
+            late = f"the request did not arrive within {_RECEIVE_S:.0f} s"
+            silent = f"nothing of the request arrived for {_IDLE_S:.0f} s"
+            raise TooSlow(silent if idle.expired() else late) from None
+        except ClientDisconnect:
+            raise Cancelled("the client left while it sent the request") from None
         return b"".join(body)
 
     def _check_length(self, size: int) -> None:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from ...workers.messages.requests import PageSelection
-from ..errors import InvalidArgument, NotFound
+from ..errors import InvalidArgument, NotFound, cut, shown
 from ..request.calls import AttentionMethod, GenerateRequest, Prompt, SamplingParams, SpecialTokens, pack_ids
 from ..request.check import check_count
 
@@ -53,6 +53,9 @@ _SHOWN = 64
 _SEED_BITS = 64
 _DAY_S = 86_400.0
 _MAX_PARTS = 4096
+_MAX_ENTRIES = 256
+_LONG_FIELDS = ("messages", "prompt", "chat_template_kwargs")
+_LONGEST_NAME = 64
 _MAX_VALUES = 1 << 17
 """JSON values of a conversation, approximately. Each takes much more memory than its bytes."""
 _MAX_TEXT_VALUES = 1 << 21
@@ -64,7 +67,7 @@ _STRING_OR_REST = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
 
 class UnknownModel(NotFound):
     def __init__(self, wanted: str, served: str) -> None:
-        super().__init__(f"the model {wanted!r} is not served here, but {served!r} is")
+        super().__init__(f"the model {shown(wanted)} is not served here, but {served!r} is")
 
 
 class NotJson(InvalidArgument):
@@ -116,7 +119,7 @@ class _CommonFields(_Strict):
 
 
 class _ChatFields(_CommonFields):
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], FailFast()]
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -206,6 +209,7 @@ def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:
         raise InvalidArgument("", f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidArgument("", "the body must be a JSON object")
+    _check_sizes(content)
     given = {name: value for name, value in content.items() if value is not None and name not in _LABELS}
     for name in [name for name in given if name in _NO_OP_VALUES]:
         value = given.pop(name)
@@ -218,6 +222,15 @@ def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:
     if fields.model != model:
         raise UnknownModel(fields.model, model)
     return fields
+
+
+def _check_sizes(content: Mapping[str, object]) -> None:
+    """Pydantic lists every error, which takes seconds where there may be many. Raises InvalidArgument."""
+    if len(content) > _MAX_ENTRIES:
+        raise InvalidArgument("", f"the body has {len(content)} fields: at most {_MAX_ENTRIES}")
+    for name, value in content.items():
+        if name not in _LONG_FIELDS and isinstance(value, list | dict) and len(value) > _MAX_ENTRIES:
+            raise InvalidArgument(name, f"has {len(value)} entries: at most {_MAX_ENTRIES}")
 
 
 def _check_values(body: bytes, max_values: int) -> None:
@@ -242,11 +255,15 @@ def _invalid(invalid: ValidationError, known: list[str]) -> InvalidArgument:
     if first["type"] == "missing":
         return InvalidArgument(name, "is missing")
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(cut(name, _LONGEST_NAME), known, n=1)
         return InvalidArgument(name, f"is not known; did you mean {near[0]!r}?" if near else _UNSUPPORTED)
     same = [error["msg"] for error in (first, *others) if _path(error["loc"]) == path]
     expected = " or ".join(message.removeprefix("Input should be ") for message in same)
     return InvalidArgument(name, f"must be {expected}" if first["msg"] != expected else expected)
+
+
+def _shown(value: object) -> str:
+    return shown(value) if isinstance(value, str) else cut(repr(value), _LONGEST_NAME)
 
 
 def _path(loc: tuple[int | str, ...]) -> list[int | str]:
@@ -258,7 +275,7 @@ def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, str]:
     given = {field: value for field, value in message.items() if value is not None and value != []}
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidArgument(f"{name}.role", f"{role!r} must be one of {', '.join(_ROLES)}")
+        raise InvalidArgument(f"{name}.role", f"{_shown(role)} must be one of {', '.join(_ROLES)}")
     if role == "assistant":
         given.pop("reasoning_content", None)  # reasoning is not read again
     for field in given:

@@ -6,15 +6,25 @@ moment do not see each other, so a caller may then get its quota twice.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
+ANYONE = ""
+"""The owner of every request where no tokens are configured."""
 RETRY_S = 1.0
 """When a caller over its quota should come back: a guess, since nobody knows when requests end."""
+
+
+def fits_share(owner: str, mine: int, everyone: int, most: int) -> bool:
+    """Say whether an owner may hold `mine`, where all owners together then hold `everyone` of `most`.
+
+    An owner may hold as much as is left free: the first one half, the next one half of the rest. So a
+    newcomer finds room. Without tokens everybody is one owner, who may hold all.
+    """
+    return everyone <= most and (owner == ANYONE or mine <= most - everyone)
 
 
 @dataclass(frozen=True)
@@ -40,12 +50,25 @@ class Caller:
 
 @dataclass(eq=False)
 class RequestUse:
-    """A running request's part of its caller's quota."""
+    """A request's part of its caller's quota, from when it is accepted. requests: 0 for one that is not
+    counted."""
 
     caller: Caller
     _callers: Callers
     tokens: int = 0
     requests: int = 1
+    running: bool = False
+
+    def run(self) -> None:
+        """Let the request run, once it has arrived. Raises Overloaded if the door runs as many as it may."""
+        self._callers.check_running()
+        self.running = True
+
+    def __enter__(self) -> RequestUse:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._callers.end(self)
 
     async def set_tokens(self, tokens: int) -> None:
         """Count the request's tokens of K/V. Raises Overloaded if its caller may not hold that many."""
@@ -69,17 +92,17 @@ class Callers:
     Args:
         worker_uses: Returns what the workers reported last.
         ask_workers: Makes them report again.
+        max_requests: How many run at once. Twice as many may be arriving.
     """
 
     door: str
     worker_uses: Callable[[], Iterable[OwnerUse]]
     ask_workers: Callable[[], Awaitable[None]]
     max_requests: int | None = None
-    _running: set[RequestUse] = field(default_factory=set, init=False)
+    _accepted: set[RequestUse] = field(default_factory=set, init=False)
 
-    @asynccontextmanager
-    async def request(self, caller: Caller) -> AsyncIterator[RequestUse]:
-        """Count a request while the block runs. Raises Overloaded."""
+    async def request(self, caller: Caller) -> RequestUse:
+        """Count a request until its block ends, before anything of it is read. Raises Overloaded."""
         limit = caller.quota.requests
         if limit is not None:
             if self.requests(caller.owner, elsewhere=False) < limit:
@@ -87,15 +110,31 @@ class Callers:
             if self.requests(caller.owner) >= limit:
                 message = f"this token has {limit} requests running, as many as it may"
                 raise Overloaded(message, retry_after_s=RETRY_S)
-        if self.max_requests is not None and len(self._running) >= self.max_requests:
-            message = f"this server works on {self.max_requests} requests, as many as it may: try again"
-            raise Overloaded(message, retry_after_s=RETRY_S)
+        self._check_arriving(caller.owner)
         use = RequestUse(caller, self)
-        self._running.add(use)
-        try:
-            yield use
-        finally:
-            self._running.discard(use)
+        self._accepted.add(use)
+        return use
+
+    def end(self, use: RequestUse) -> None:
+        self._accepted.discard(use)
+
+    def uncounted(self, caller: Caller) -> RequestUse:
+        return RequestUse(caller, self, requests=0)
+
+    def _check_arriving(self, owner: str) -> None:
+        if self.max_requests is None:
+            return
+        arriving = [use.caller.owner for use in self._accepted if not use.running]
+        if not fits_share(owner, arriving.count(owner) + 1, len(arriving) + 1, 2 * self.max_requests):
+            message = "this server receives as many requests as it can: try again"
+            raise Overloaded(message, retry_after_s=RETRY_S)
+
+    def check_running(self) -> None:
+        """Check that one more request may run. Raises Overloaded."""
+        if self.max_requests is None or sum(use.running for use in self._accepted) < self.max_requests:
+            return
+        message = f"this server works on {self.max_requests} requests, as many as it may: try again"
+        raise Overloaded(message, retry_after_s=RETRY_S)
 
     def requests(self, owner: str, *, elsewhere: bool = True) -> int:
         return sum(use.requests for use in self._uses(owner, elsewhere))
@@ -104,6 +143,6 @@ class Callers:
         return sum(use.tokens for use in self._uses(owner, elsewhere))
 
     def _uses(self, owner: str, elsewhere: bool) -> Iterator[RequestUse | OwnerUse]:
-        yield from (use for use in self._running if use.caller.owner == owner)
+        yield from (use for use in self._accepted if use.caller.owner == owner)
         if elsewhere:
             yield from (use for use in self.worker_uses() if use.owner == owner and use.door != self.door)

@@ -15,13 +15,14 @@ from ...workers.messages.requests import PageSelection, Sampling
 from ...workers.model.calibrated.levels import thresholds_for
 from ...workers.model.calibrated.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
-from ..errors import DeadlineExceeded, InvalidArgument, TooLong
+from ..errors import DeadlineExceeded, InvalidArgument, TooLong, shown
 from .calls import AttentionMethod, Call, GenerateRequest, Messages, PrefillRequest, Prompt, SamplingParams
 
 _MAX_STOPS = 16
 _MAX_STOP_BYTES = 256
 _MAX_REQUEST_ID = 128
-_MAX_SHOWN = 64
+_MAX_NAME = 256
+_MAX_OPTIONS = 256
 _MAX_TOP_K = 1 << 20
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "temperature": float,
@@ -145,9 +146,8 @@ def _messages(name: str, messages: Messages) -> Messages:
     check_count(f"{name}.messages", len(messages))
     for index, message in enumerate(messages):
         role = message["role"]
-        shown = role if len(role) <= _MAX_SHOWN else role[:_MAX_SHOWN] + "…"
         message_name = f"{name}.messages[{index}].role"
-        _require(role in ROLES, message_name, f"{shown!r} must be one of {', '.join(ROLES)}")
+        _require(role in ROLES, message_name, f"{shown(role)} must be one of {', '.join(ROLES)}")
     return tuple({**message, "role": ROLES[message["role"]]} for message in messages)
 
 
@@ -168,9 +168,9 @@ def check_count(name: str, messages: int) -> None:
 def _answered(packed: bytes, limit: int, limits: Limits) -> tuple[int, ...]:
     if not packed:
         return ()
-    ids = tuple(_token_ids("answered_ids", packed, limits).tolist())
-    _require(len(ids) <= limit, "answered_ids", f"{len(ids)} tokens are more than max_tokens, {limit}")
-    return ids
+    count = len(packed) // 4
+    _require(count <= limit, "answered_ids", f"{count} tokens are more than max_tokens, {limit}")
+    return tuple(_token_ids("answered_ids", packed, limits).tolist())
 
 
 def _token_ids(name: str, packed: bytes, limits: Limits) -> npt.NDArray[np.uint32]:
@@ -185,6 +185,9 @@ def _token_ids(name: str, packed: bytes, limits: Limits) -> npt.NDArray[np.uint3
 
 
 def _method(attention: AttentionMethod, limits: Limits) -> MethodSpec:
+    named = len(attention.name) <= _MAX_NAME and all(len(name) <= _MAX_NAME for name in attention.options)
+    _require(named, "attention", f"names of methods and options have at most {_MAX_NAME} characters")
+    _require(len(attention.options) <= _MAX_OPTIONS, "attention.options", f"at most {_MAX_OPTIONS} are taken")
     try:
         spec = limits.prefill.method(attention.name or limits.default_method, attention.options)
         thresholds_for(limits.profile, spec)

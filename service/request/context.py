@@ -12,7 +12,7 @@ from ..metrics import Metrics
 from ..tracing import Trace, Tracing
 from .answers import RequestEvent
 from .audit import Audit
-from .callers import Caller, Callers
+from .callers import Caller, Callers, RequestUse
 from .text.text_budget import HeldText
 from .text.tokenizer import TextTokenizer
 from .timings import TtftClock
@@ -56,6 +56,7 @@ class Accepted:
     clock: TtftClock
     audit: Audit
     trace: Trace
+    use: RequestUse
     text: HeldText
     conclude: Callable[[DeltafrontError | None], None]
     events: asyncio.Queue[RequestEvent | None] = field(default_factory=asyncio.Queue)

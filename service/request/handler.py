@@ -14,7 +14,15 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 
-from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound, WorkerLost
+from ..errors import (
+    Cancelled,
+    DeltafrontError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Unauthenticated,
+    WorkerLost,
+)
 from ..fleet.session_ids import NO_SESSION, worker_of
 from ..metrics import FINISHED
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
@@ -92,20 +100,29 @@ class RequestHandler:
     def marks_reasoning(self) -> bool:
         return self._resources.settings.reasoning == "think"
 
-    def owner(self, headers: Headers) -> str:
-        """Return the caller's owner. Raises Unauthenticated."""
-        return self._authenticate(headers).owner
+    def owner(self, rpc: str, headers: Headers) -> str:
+        """Return a caller's owner, before anything of its request is read. A stranger's request ends here.
+
+        Any thread may call it. Raises Unauthenticated.
+        """
+        try:
+            return self._authenticate(headers).owner
+        except Unauthenticated as error:
+            self._resources.metrics.ended(rpc, error.code.value, 0.0)
+            Audit(rpc).write(error.code.value, 0.0)
+            raise
 
     @contextlib.asynccontextmanager
     async def accept(
-        self, rpc: str, headers: Headers, *, request_id: str = "", size: int = 0
+        self, rpc: str, headers: Headers, *, request_id: str = "", size: int = 0, counted: bool = True
     ) -> AsyncIterator[Accepted]:
-        """Accept a request, then count and audit it once, however the block ends.
+        """Accept a request, perhaps before it has arrived. Audit it once, however the block ends.
 
         Args:
             rpc: The name in metrics and the audit log.
             request_id: Unchecked, for the audit log.
-            size: Bytes as they came.
+            size: Bytes that have arrived. For more, `text` grows.
+            counted: Whether it counts against its caller's quota of requests.
 
         Raises:
             Unauthenticated, Overloaded
@@ -130,9 +147,17 @@ class RequestHandler:
         try:
             caller = self._authenticate(headers)
             audit.token = caller.name
-            with self.text_budget.hold(caller.owner, size) as text:
+            callers = self._resources.callers
+            use = await callers.request(caller) if counted else callers.uncounted(caller)
+            with use, self.text_budget.hold(caller.owner, size) as text:
                 accepted = Accepted(
-                    caller=caller, clock=clock, audit=audit, trace=trace, text=text, conclude=conclude
+                    caller=caller,
+                    clock=clock,
+                    audit=audit,
+                    trace=trace,
+                    use=use,
+                    text=text,
+                    conclude=conclude,
                 )
                 self._accepted.add(accepted)
                 try:

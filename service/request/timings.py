@@ -29,6 +29,10 @@ class TtftClock:
     def elapsed(self) -> float:
         return self._now() - self.started
 
+    def restart(self) -> None:
+        """Count from now, when the request has arrived."""
+        self.started = self._last = self._now()
+
     def stop(self) -> None:
         """Stop counting: the first token is out."""
         self._stopped = True

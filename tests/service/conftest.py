@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,11 +113,16 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Started once for its module: other modules start a Ray of their own."""
+    with serve(Served, tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def serve(kind: type[Served], folder: Path, **door: Any) -> Iterator[Served]:
     from deltafront.service.local.local_ray import running
 
-    folder = tmp_path_factory.mktemp("served")
     tokens = folder / "tokens"
-    tokens.write_text(f"# two people\n{Served.token}\n{Served.other}\n")
+    tokens.write_text(f"# two people\n{kind.token}\n{kind.other}\n")
     authority = Authority(folder / "pki")
     certificate, key = authority.sign("server")
     config = settings(
@@ -125,11 +131,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         tls_certificate=str(certificate),
         tls_key=str(key),
         tls_only=False,
-        **Served.ports,
+        **kind.ports,
+        **door,
     )
     with running(config, _door_alone):
         group, decode = _actor(fakes.GroupProcess, "prefill:g0"), _actor(fakes.DecodeProcess, "decode:d0")
-        yield Served(group, decode, authority.ca)
+        yield kind(group, decode, authority.ca)
 
 
 def _door_alone(config: Any, scratch: Path) -> Any:

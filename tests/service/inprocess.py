@@ -218,6 +218,7 @@ class Loop:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
+        self.name = self._thread.name
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float = HANG_S) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)

@@ -33,12 +33,12 @@ async def tokenize(
         return prompt.token_ids
     name = "append" if appended else "prompt"
     messages = prompt.messages or ()
-    try:
-        tokenizer = resources.tokenizer.with_variables(prompt.chat_template_kwargs)
-    except TemplateError as error:
-        raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
 
     def encode(stopped: Callable[[], bool]) -> bytes:
+        try:
+            tokenizer = resources.tokenizer.with_variables(prompt.chat_template_kwargs)
+        except TemplateError as error:
+            raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
         limited = tokenizer.with_limit(TokenLimit(resources.positions, stopped))
         if prompt.text is not None:
             rule = prompt.special_tokens

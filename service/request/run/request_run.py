@@ -49,22 +49,27 @@ class RequestRun:
 
     async def run(self) -> None:
         """Run the request to its last event. Raises DeltafrontError."""
-        accepted, callers, deadline = self._accepted, self._resources.callers, self._call.deadline
-        async with callers.request(accepted.caller) as use, deadline_timeout(deadline) as timeout:
-            await self._tokenize()
-            accepted.clock.lap("tokenize")
-            if self._call.answered:
-                accepted.clock.stop()
-            source = self._from_prompt if self._call.session_id is None else self._from_session
-            try:
-                while True:
-                    try:
-                        return await source(use, timeout)
-                    except WorkerError as error:
-                        await self._replays.back_off(error)
-            except BaseException:
-                self._release_kept()
-                raise
+        with self._accepted.use as use:
+            use.run()
+            async with deadline_timeout(self._call.deadline) as timeout:
+                await self._attempts(use, timeout)
+
+    async def _attempts(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
+        clock = self._accepted.clock
+        await self._tokenize()
+        clock.lap("tokenize")
+        if self._call.answered:
+            clock.stop()
+        source = self._from_prompt if self._call.session_id is None else self._from_session
+        try:
+            while True:
+                try:
+                    return await source(use, timeout)
+                except WorkerError as error:
+                    await self._replays.back_off(error)
+        except BaseException:
+            self._release_kept()
+            raise
 
     async def _tokenize(self) -> None:
         resources, text, call = self._resources, self._accepted.text, self._call

@@ -1,4 +1,4 @@
-"""Bounds the texts that a door holds until they are tokenised, in bytes as sent.
+"""Bounds the texts that a door holds until they are tokenised, in bytes that have arrived.
 
 Long texts are tokenised one after the other, so that they take bounded memory. Short texts never wait for
 them.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...errors import Overloaded
-from ..callers import RETRY_S
+from ..callers import RETRY_S, fits_share
 
 _T = TypeVar("_T")
 SHORT_BYTES = 1 << 18
@@ -45,8 +45,8 @@ class HeldText:
 
 
 class TextBudget:
-    """Room for texts. One caller's long texts may take half of it, all callers' three quarters, and a text
-    that is alone all."""
+    """Room for texts. A caller's texts may take as much as they leave free (`fits_share`), all callers' long
+    ones three quarters, and a text that is alone all."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -67,13 +67,14 @@ class TextBudget:
         """Check that there is room, counting that of `replaced` as free. Raises Overloaded."""
         if size > self._max_bytes:
             raise Overloaded(f"{size} bytes are more than this server reads at once, {self._max_bytes}")
-        others = [held for held in self._held if held is not replaced]
-        long = [held for held in others if held.size > SHORT_BYTES]
-        full = sum(held.size for held in others) + size > self._max_bytes
-        if size > SHORT_BYTES:
-            full |= bool(long) and sum(held.size for held in long) + size > self._max_bytes * 3 // 4
-            callers = [held.size for held in long if held.owner == owner]
-            full |= bool(callers) and sum(callers) + size > self._max_bytes // 2
+        size = max(size, 1)  # a request of which nothing has arrived needs room, too
+        others = [held for held in self._held if held is not replaced and held.size]
+        everyone = size + sum(held.size for held in others)
+        mine = size + sum(held.size for held in others if held.owner == owner)
+        long = [held.size for held in others if held.size > SHORT_BYTES]
+        full = bool(others) and not fits_share(owner, mine, everyone, self._max_bytes)
+        if size > SHORT_BYTES and long:
+            full |= size + sum(long) > self._max_bytes * 3 // 4
         if full:
             raise Overloaded(
                 "this server has as much text to read as it can hold: try again", retry_after_s=RETRY_S

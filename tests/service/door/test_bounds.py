@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import http.client
 import json
 import socket
 import threading
@@ -15,7 +17,8 @@ import httpx
 import pytest
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.service.door import http_door, openai_requests, registration
+from deltafront.service.client import DeltafrontClient
+from deltafront.service.door import grpc_door, http_door, openai_requests, registration
 from deltafront.service.door.status import OWN_STATUS
 from deltafront.service.request.check import MAX_MESSAGES
 
@@ -110,6 +113,128 @@ def test_completions_parse_control_tokens_unless_they_are_told(
         assert answer.json()["usage"]["prompt_tokens"] == 1 + tokens  # the model's BOS
     else:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "special_tokens"
+
+
+LONG = "ab" * (1 << 18)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({LONG: 1}, "is not supported"),
+        ({"model": LONG}, "is not served here"),
+        ({"messages": [{"role": LONG, "content": "a"}]}, "must be one of"),
+        ({"messages": [{"role": [LONG], "content": "a"}]}, "must be one of"),
+        ({"messages": [{"role": "user", "content": "a", LONG: 1}]}, "is not supported"),
+        ({"method": LONG}, "at most 256 characters"),
+        ({"options": {LONG: 1}}, "at most 256 characters"),
+        ({"options": {f"a{n}": "x" for n in range(300)}}, "has 300 entries: at most 256"),
+        ({"stop": [1] * 300}, "has 300 entries: at most 256"),
+        ({f"a{n}": "x" for n in range(300)}, "fields: at most 256"),
+    ],
+)
+def test_what_a_caller_names_is_cut_before_it_is_compared_or_shown(
+    house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], says: str
+) -> None:
+    compare = difflib.get_close_matches
+
+    def compared(name: str, *known: Any, **options: Any) -> list[str]:
+        assert len(name) <= 100
+        return compare(name, *known, **options)
+
+    monkeypatch.setattr(difflib, "get_close_matches", compared)
+    sent = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], **fields}
+    answer = post(make_http(house), json.dumps(sent).encode())
+    assert answer.status_code in (400, 404) and says in answer.json()["error"]["message"]
+    assert len(answer.content) < 1000
+
+
+def test_requests_are_read_beside_the_event_loop(
+    house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = list[str]()
+
+    def noting(module: Any, name: str) -> None:
+        work = getattr(module, name)
+
+        def noted(*given: Any, **options: Any) -> Any:
+            readers.append(threading.current_thread().name)
+            return work(*given, **options)
+
+        monkeypatch.setattr(module, name, noted)
+
+    noting(openai_requests, "from_json")
+    noting(grpc_door, "read")
+    assert post(make_http(house), chat([{"role": "user", "content": "hi"}])).status_code == 200
+    assert ask(house)
+    assert len(readers) == 2 and house.loop.name not in readers
+
+
+# --- requests of which nothing has arrived -----------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(make_http: Any) -> Iterator[Callable[..., Any]]:
+    """begun(address, token) → the answer's first line to a request without its body; None once it is accepted
+    and waits for the body."""
+    with contextlib.ExitStack() as kept:
+
+        def begin(address: str, token: str) -> bytes | None:
+            host, port = address.removeprefix("http://").split(":")
+            connection = kept.enter_context(socket.create_connection((host, int(port)), HANG_S))
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+            head += "Content-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: 1000000\r\nExpect: 100-continue\r\n\r\n".encode())
+            line = connection.recv(1000).split(b"\r\n")[0]
+            return None if b" 100 " in line else line
+
+        yield begin
+
+
+def test_a_request_counts_before_it_has_arrived(
+    make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("alpha requests=1\nbeta\n")
+    house = make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens"))
+    address = make_http(house)
+    assert begun(address, "alpha") is None
+    assert b" 429 " in begun(address, "alpha")
+    assert begun(address, "beta") is None
+
+
+def test_requests_that_do_not_arrive_leave_places_to_other_callers(
+    make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("alpha\nbeta\ngamma\n")
+    house = make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens"), max_requests=3)
+    address = make_http(house)
+    assert [begun(address, "alpha") for _ in range(3)] == [None] * 3
+    assert b" 429 " in begun(address, "alpha")
+    assert begun(address, "beta") is None
+    with DeltafrontClient(house.address, "gamma") as client:
+        assert list(client.generate("hi", max_tokens=1))
+
+
+def test_what_is_only_announced_takes_no_room(
+    make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any]
+) -> None:
+    house = make_house(model_name=MODEL)
+    assert [begun(make_http(house), "") for _ in range(5)] == [None] * 5
+    texts = house.door._requests.text_budget
+    assert len(texts._held) == 5 and not any(held.size for held in texts._held)
+
+
+def test_a_body_that_stops_coming_is_given_up(
+    house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_door, "_IDLE_S", 0.1)
+    host, port = make_http(house).removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), HANG_S) as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 1000\r\n\r\nabc".encode())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 408 and "nothing of the request arrived" in answer.read().decode()
 
 
 # --- gRPC --------------------------------------------------------------------------------------------------

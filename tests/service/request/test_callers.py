@@ -26,13 +26,12 @@ async def test_requests_are_counted_here_and_elsewhere() -> None:
     ]
     callers = Callers("here", lambda: uses, nothing_new)
     caller = Caller("a", "a", Quota(requests=3))
-    async with callers.request(caller), callers.request(caller):
+    with await callers.request(caller), await callers.request(caller):
         assert callers.requests("a") == 3
         with pytest.raises(Overloaded, match="has 3 requests running") as caught:
-            async with callers.request(caller):
-                pass
+            await callers.request(caller)
         assert caught.value.retry_after_s
-        async with callers.request(Caller("c", "c", Quota(requests=1))):
+        with await callers.request(Caller("c", "c", Quota(requests=1))):
             pass
     uses.clear()
     assert callers.requests("a") == 0
@@ -45,11 +44,11 @@ async def test_tokens_are_counted_with_sessions() -> None:
     ]
     callers = Callers("here", lambda: uses, nothing_new)
     caller = Caller("a", "a", Quota(tokens=1000))
-    async with callers.request(caller) as first:
+    with await callers.request(caller) as first:
         await first.set_tokens(600)
         await first.set_tokens(500)
         assert callers.tokens("a") == 900
-        async with callers.request(caller) as second:
+        with await callers.request(caller) as second:
             await second.set_tokens(100)
             with pytest.raises(Overloaded, match="holds 900 tokens and may hold 1000: 101 more") as caught:
                 await second.set_tokens(101)
@@ -78,14 +77,13 @@ async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
 
     callers = Callers("here", lambda: reported, ask)
     caller = Caller("a", "a", Quota(requests=1, tokens=1000))
-    async with callers.request(caller) as first:
+    with await callers.request(caller) as first:
         assert len(asked) == 1
         reported[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
         await first.set_tokens(200)
         assert len(asked) == 2
-        with pytest.raises(Overloaded, match="has 1 requests running"):
-            async with callers.request(caller):
-                pass
+        with pytest.raises(Overloaded, match="has 1 requests running"), await callers.request(caller):
+            pass
         with pytest.raises(Overloaded, match="1001 tokens are more than"):
             await first.set_tokens(1001)
         assert len(asked) == 2, "only this door's own requests and the limit itself were in the way"
@@ -141,15 +139,14 @@ async def test_what_comes_to_two_doors_at_the_same_moment_counts_at_each() -> No
     uses = list[OwnerUse]()
     first, second = (Callers(name, lambda: uses, nothing_new) for name in "ab")
     caller = Caller("c", "c", Quota(requests=1))
-    async with first.request(caller), second.request(caller):
+    with await first.request(caller), await second.request(caller):
         uses[:] = [
             OwnerUse(owner="c", door="a", requests=1, tokens=10),
             OwnerUse(owner="c", door="b", requests=1, tokens=10),
         ]
         for door in (first, second):
             with pytest.raises(Overloaded, match="has 1 requests running"):
-                async with door.request(caller):
-                    pass
+                await door.request(caller)
 
 
 def test_a_client_that_goes_from_door_to_door_is_not_refused(doors: tuple[House, House]) -> None:

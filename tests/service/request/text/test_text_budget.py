@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.errors import InvalidArgument, Overloaded, TooLong
+from deltafront.service.request.callers import ANYONE
 from deltafront.service.request.calls import GenerateRequest, Prompt, SamplingParams
 from deltafront.service.request.check import MAX_MESSAGES
 from deltafront.service.request.text import tokenizer as module
@@ -52,7 +53,7 @@ def test_no_more_is_held_than_there_is_room(asked: list[tuple[str, int, bool]]) 
         long = [one for one in held if one.size > SHORT_BYTES]
         assert len(long) < 2 or sum(one.size for one in long) <= MOST * 3 // 4
         for one_of_them in "ab":
-            mine = [one.size for one in long if one.owner == one_of_them]
+            mine = [one.size for one in held if one.size and one.owner == one_of_them]
             assert len(mine) < 2 or sum(mine) <= MOST // 2
 
 
@@ -64,6 +65,22 @@ def test_one_caller_leaves_room_for_others_and_all_leave_some_for_short_texts() 
     with pytest.raises(Overloaded):
         held.extend(texts.hold("b", LONG) for _ in range(100))
     texts.hold("c", SHORT_BYTES)
+
+
+@pytest.mark.parametrize("size", [1000, SHORT_BYTES, LONG])
+def test_many_callers_leave_room_for_one_more(size: int) -> None:
+    texts, held = TextBudget(64 * size), list[HeldText]()
+    for owner in "abc":
+        with pytest.raises(Overloaded):
+            while True:
+                held.append(texts.hold(owner, size))
+    assert texts.hold("d", 1000)
+
+
+def test_without_tokens_everybody_may_take_all() -> None:
+    texts = TextBudget(MOST)
+    held = [texts.hold(ANYONE, SHORT_BYTES) for _ in range(MOST // SHORT_BYTES)]
+    assert sum(one.size for one in held) == MOST
 
 
 def test_more_than_there_ever_is_has_no_time_to_come_back() -> None:
