@@ -74,7 +74,7 @@ check: dev
 	cd $(LINK) && MYPYPATH="$(CURDIR)/$(LINK)" "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 	  --cache-dir "$(CURDIR)/.mypy_cache" -p deltafront.kernels -p deltafront.workers -p deltafront.service \
 	  -p deltafront.dashboards -p deltafront.benchmarks
-	$(BIN)/pytest tests/test_imports.py tests/test_generated.py -q
+	$(BIN)/pytest tests/test_imports.py tests/test_generated.py tests/test_documents.py tests/test_names.py -q
 
 proto: dev
 	rm -rf build/proto && mkdir -p build/proto

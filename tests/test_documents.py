@@ -18,6 +18,10 @@ def words(path: Path) -> int:
     return len([word for word in text.split() if re.search(r"\w", word)])
 
 
+def test_pages_have_at_most_30_000_words_together() -> None:
+    assert sum(words(path) for path in (ROOT / "docs").glob("*.md")) <= 30_000
+
+
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.name[:4])
 def test_decision_has_at_most_300_words(path: Path) -> None:
     assert words(path) <= 300

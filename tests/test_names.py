@@ -1,0 +1,85 @@
+"""New tests and commits have names that say what they do. CONTRIBUTING.md has the rules.
+
+    python tests/test_names.py
+
+drops from tests/old_names.txt what no longer needs to be there. The list only gets shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OLD = ROOT / "tests" / "old_names.txt"
+LONGEST_NAME, LONGEST_SUBJECT = 65, 72
+SINCE = "487512d8"
+"""Subjects after this commit are checked."""
+_NO_BEHAVIOUR = re.compile(r"test_(of|what|where|whoever|whose|who|behind|as)_")
+_NOT_IMPERATIVE = re.compile(r"(\w+: )?(\w+(ed|ing)|a|an|the|of|what|where)\b", re.IGNORECASE)
+_IMPERATIVE = ("bring", "embed", "feed", "need", "proceed", "seed", "shed", "speed", "string", "swing")
+
+
+def names() -> set[str]:
+    """Every test function."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
+    return {
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    }
+
+
+def refused(name: str) -> bool:
+    return len(name) > LONGEST_NAME or bool(_NO_BEHAVIOUR.match(name))
+
+
+def subject_problem(subject: str) -> str | None:
+    """Say what is wrong with a commit's subject."""
+    if len(subject) > LONGEST_SUBJECT:
+        return f"{len(subject)} characters, at most {LONGEST_SUBJECT}"
+    match = _NOT_IMPERATIVE.match(subject)
+    if match and match[2].lower() not in _IMPERATIVE:
+        return f"begins with {match[2]!r}: begin with a verb, as an order"
+    return "ends with a full stop" if subject.endswith(".") else None
+
+
+def test_new_tests_say_behaviour_in_at_most_65_characters() -> None:
+    new = sorted(name for name in names() - {*OLD.read_text().split()} if refused(name))
+    assert not new, f"shorten them, and say what the code does ('refuses a prompt longer than …'): {new}"
+
+
+def test_new_subjects_are_short_and_imperative() -> None:
+    command = ["git", "log", "--no-merges", "--format=%s", f"{SINCE}..HEAD"]
+    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if log.returncode:
+        pytest.skip(f"no history since {SINCE} here: {log.stderr.strip()}")
+    problems = {subject: subject_problem(subject) for subject in log.stdout.splitlines()}
+    assert not (wrong := {subject: problem for subject, problem in problems.items() if problem}), wrong
+
+
+@pytest.mark.parametrize(
+    ("subject", "wrong"),
+    [
+        ("Refuse a prompt longer than the model's positions", False),
+        ("docs: keep decisions to 300 words", False),
+        ("Embed the default model", False),
+        ("Fixed the scheduler", True),
+        ("kernels: Renaming the executor", True),
+        ("The door counts bytes", True),
+        ("Count bytes.", True),
+        ("Count " + "b" * 70, True),
+    ],
+)
+def test_a_subject_is_judged_by_length_and_first_word(subject: str, wrong: bool) -> None:
+    assert bool(subject_problem(subject)) is wrong
+
+
+if __name__ == "__main__":
+    kept = sorted(name for name in {*OLD.read_text().split()} & names() if refused(name))
+    OLD.write_text("\n".join(kept) + "\n")
