@@ -233,9 +233,15 @@ def explained(demand: Demand, found: HostPlan) -> list[str]:
         )
     if demand.kv_dtype:
         lines.insert(2, f"decode.kv_dtype {demand.kv_dtype}: K/V in 8 bits, as asked for")
-    if demand.tokens > demand.model.positions:
-        lines.insert(
-            1,
-            f"model.max_position_embeddings {demand.tokens}: the model's own are {demand.model.positions:,}",
-        )
+    lines[1:1] = beyond_training(demand.model, demand.tokens)
     return lines
+
+
+def beyond_training(model: ModelConfig, tokens: int) -> list[str]:
+    """Return a line that says what is lost if a context has more tokens than the model has positions."""
+    if tokens <= model.positions:
+        return []
+    return [
+        f"model.max_position_embeddings {tokens}: the model's own are {model.positions:,}; beyond them serve "
+        "asks for YaRN in config.json or another model.rope_theta, and what the answers are is not known"
+    ]

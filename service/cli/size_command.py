@@ -11,13 +11,18 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from ...workers.messages.methods import DECODE_HEAD_DIMS
 from ...workers.model.directory.json_files import ModelError
 from ...workers.model.directory.model_config import ModelConfig, read_config
+from ...workers.model.directory.rope_config import refuse_unscaled
+from ...workers.model.directory.store import config_directory
 from ...workers.settings import Dtype, KVDtype, Quantisation
+from ..config import ConfigError, parse
 from .planner import (
     MOST_GPUS,
     Demand,
     best,
+    beyond_training,
     configuration,
     explained,
     gpus_needed,
@@ -25,8 +30,8 @@ from .planner import (
     missing_bytes,
     uses,
 )
-from .size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, check, row, sizing
-from .terminal import fail
+from .size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, Sizing, check, row, sizing
+from .terminal import err, fail
 
 TOKENS = (131_072, 524_288)
 HUB: Mapping[str, str] = {
@@ -38,7 +43,9 @@ HUB: Mapping[str, str] = {
 
 def size_command(
     *,
-    models: Annotated[list[str] | None, typer.Argument(help="8b, 70b or model directories.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Argument(help="8b, 70b, directories, .gguf files or hub ids.")
+    ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Prompt and answer of a context (131,072 and 524,288).")
     ] = None,
@@ -89,13 +96,16 @@ def size_command(
     if write is not None:
         fail("--write: goes with --gpus")
     try:
+        shapes = {name: _shape(name) for name in models or SHAPES}
         sizings = [
-            sizing(name, _shape(name), length, concurrency, gpu_gib, **how)
-            for name in models or SHAPES
+            sizing(name, shape, length, concurrency, gpu_gib, **how)
+            for name, shape in shapes.items()
             for length in tokens or TOKENS
         ]
     except (ModelError, ValueError) as error:
         fail(str(error))
+    for line in [note for one in sizings for note in _notes(one, shapes[one.model])]:
+        err.print(line, soft_wrap=True, markup=False, highlight=False)
     if json:
         for sized in sizings:
             derived = {"decode_workers": sized.decode_workers, "gpus": sized.gpus}
@@ -122,9 +132,13 @@ def _plan(
         found = best(demand)
         if found is None:
             fail("\n".join(_what_fits(demand)))
-    except (ModelError, ValueError) as error:
+        content = configuration(demand, found, _path(models[0]))
+        settings = parse(content, "size")
+        settings.check_against(demand.model, None)
+        if write is not None:
+            refuse_unscaled(settings.model.overrides, demand.model.positions)
+    except (ConfigError, ModelError, ValueError) as error:
         fail(str(error))
-    content = configuration(demand, found, HUB.get(models[0]) or str(Path(models[0]).resolve()))
     lines = explained(demand, found)
     if json:
         print(json_format.dumps(asdict(found) | {"configuration": content}))
@@ -169,8 +183,18 @@ def _what_fits(demand: Demand) -> Iterator[str]:
 
 
 def _shape(name: str) -> ModelConfig:
-    if name in SHAPES:
-        return SHAPES[name]
-    if not Path(name).is_dir():
-        raise ModelError(f"no model {name!r}: give {', '.join(SHAPES)} or a directory with a config.json")
-    return read_config(name)
+    return SHAPES[name] if name in SHAPES else read_config(config_directory(name))
+
+
+def _path(name: str) -> str:
+    """Return what `model.path` says: an absolute path, or a hub id."""
+    path = Path(name).expanduser()
+    return HUB.get(name) or (str(path.resolve()) if path.exists() else name)
+
+
+def _notes(sized: Sizing, model: ModelConfig) -> Iterator[str]:
+    """Yield what `serve` would refuse of a model on GPUs."""
+    for line in beyond_training(model, sized.tokens):
+        yield f"{sized.model}: {line}"
+    if model.head_dim not in DECODE_HEAD_DIMS:
+        yield f"{sized.model}: its heads have {model.head_dim} channels, so it is served on CPUs alone"

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import huggingface_hub
 import pytest
 import yaml
 
+from deltafront.benchmarks.models.public import SERVED, Public
 from deltafront.service.cli import planner, size
 from deltafront.service.cli.planner import Demand, best
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.service.config import load
-from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.messages.methods import DECODE_HEAD_DIMS
+from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf
 from deltafront.workers.settings import KVDtype, Quantisation
 
 from ...workers.tiny_model import make_tiny_model
@@ -150,7 +155,7 @@ def test_what_is_written_is_a_configuration_of_the_model(arguments: tuple[str, s
 
 
 def test_kv_in_8_bits_is_named_where_it_would_fit_and_written_where_it_is_asked_for(tmp_path: Path) -> None:
-    asked = ("size", "8b", "--gpus", "1x80", "--tokens", 524_288)
+    asked = ("size", "8b", "--gpus", "1x40")
     refused = run(*asked)
     assert refused.exit_code == 1
     assert "K/V in 8 bits makes them fit: --kv-dtype int8" in refused.stderr
@@ -160,10 +165,19 @@ def test_kv_in_8_bits_is_named_where_it_would_fit_and_written_where_it_is_asked_
     assert "--kv-dtype" not in run("size", "70b", "--gpus", "1x80").stderr
 
 
-def test_a_longer_context_than_the_models_is_written_as_such(tmp_path: Path) -> None:
-    done = run("size", "8b", "--gpus", "8x80", "--tokens", 524_288, "--write", tmp_path / "long.yaml")
-    assert "max_position_embeddings 524288" in done.stdout
-    assert load(tmp_path / "long.yaml").model.max_position_embeddings == 524_288
+def test_a_longer_context_than_the_models_is_said_and_not_written(tmp_path: Path) -> None:
+    """serve would refuse it."""
+    asked = ("size", "8b", "--gpus", "8x80", "--tokens", 524_288)
+    said = (
+        "model.max_position_embeddings 524288: the model's own are 131,072; beyond them serve asks for YaRN"
+    )
+    assert said in run(*asked).stdout
+    refused = run(*asked, "--write", tmp_path / "long.yaml")
+    assert refused.exit_code == 1 and "524288, but the model has 131072 positions: more" in refused.stderr
+    assert not (tmp_path / "long.yaml").exists()
+    plain = run("size", "8b", "--tokens", 524_288, "--tokens", 131_072, "--json")
+    assert plain.exit_code == 0 and len(plain.stdout.splitlines()) == 2
+    assert plain.stderr.count("8b: model.max_position_embeddings 524288: the model's own are 131,072") == 1
 
 
 def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
@@ -194,6 +208,48 @@ def test_what_cannot_be_planned_is_named(arguments: list[object], named: str) ->
     done = run("size", *arguments)
     assert done.exit_code == 1
     assert named in done.stderr
+
+
+@pytest.mark.parametrize("public", SERVED, ids=lambda public: str(public.name))
+def test_what_size_writes_of_a_public_model_serve_takes(public: Public, tmp_path: Path) -> None:
+    """Or size refuses it as serve does, for heads that no kernel has."""
+    (tmp_path / "config.json").write_text(json.dumps(public.config))
+    model, file = read_config(tmp_path), tmp_path / "host.yaml"
+    done = run("size", tmp_path, "--gpus", "8x192", "--write", file)
+    if model.head_dim in DECODE_HEAD_DIMS:
+        assert done.exit_code == 0, done.output
+        settings = load(file)
+        settings.check_against(read_config(settings.model.path, settings.model.overrides), None)
+        assert settings.prefill.device == settings.decode.device == "cuda"
+    else:
+        says = f"prefill.device: a GPU takes heads of .* channels there, the model's have {model.head_dim}"
+        assert done.exit_code == 1 and re.search(says, done.stderr.replace("\n", " ")) and not file.exists()
+        plain = run("size", tmp_path, "--tokens", 4096)
+        assert plain.exit_code == 0
+        assert f"its heads have {model.head_dim} channels, so it is served on CPUs alone" in plain.stderr
+
+
+def test_a_gguf_file_and_a_hub_id_are_planned_for_as_they_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a hub model's weights."""
+    directory, asked = make_tiny_model(tmp_path / "tiny"), []
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+
+    def fetched(model: str, allow_patterns: list[str], **_more: object) -> str:
+        asked.append((model, allow_patterns))
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    done = run("size", "owner/name", "--gpus", "2x24", "--write", tmp_path / "hub.yaml")
+    assert done.exit_code == 0, done.output
+    assert asked == [("owner/name", ["*.json"])] and load(tmp_path / "hub.yaml").model.path == "owner/name"
+    for name in (embedded_gguf(), DEFAULT_MODEL):
+        done = run("size", name, "--gpus", "2x24", "--write", tmp_path / "file.yaml")
+        assert done.exit_code == 0, done.output
+        assert load(tmp_path / "file.yaml").model.path == str(name)
+    assert "no model 'nowhere'" in run("size", "nowhere").stderr
 
 
 def test_what_is_asked_for_is_kept() -> None:

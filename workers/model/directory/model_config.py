@@ -328,7 +328,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     given = family.own_config(raw)
     raw = of_full_layers(given, family)
     rope = read_rope(raw, extra, family)
-    refuse_unscaled(extra, raw, rope)
+    refuse_unscaled(extra, positions(raw, rope, {}))
     _refuse_unread(raw, family)
     quantised_form(Path(directory), raw)
     heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")

@@ -107,16 +107,15 @@ def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, 
     return int(rope.scaling["factor"] * rope.scaling[_TRAINED])
 
 
-def refuse_unscaled(overrides: Mapping[str, Any], raw: Mapping[str, Any], rope: RopeConfig) -> None:
-    """Refuse more positions than the model has, unless its rope was stretched to them by its scaling or
-    another rope_theta."""
+def refuse_unscaled(overrides: Mapping[str, Any], known: int) -> None:
+    """Refuse more positions than the model's own, `known`, unless another rope_theta comes with them. Raises
+    ModelError."""
     wanted = overrides.get("max_position_embeddings", 0)
-    known = positions(raw, rope, {}) if wanted else 0
-    if wanted > known and rope.kind in ("default", "yarn", "longrope") and "rope_theta" not in overrides:
+    if wanted > known and "rope_theta" not in overrides:
         raise ModelError(
             f"model.max_position_embeddings (--max-model-len) = {wanted}, but the model has {known} "
-            "positions: more need YaRN in config.json with a factor that reaches so far, or another "
-            "model.rope_theta"
+            "positions: more need YaRN in config.json with a factor that reaches so far, another "
+            "model.rope_theta, or max_position_embeddings in config.json, where it understates the training"
         )
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from .json_files import WEIGHT_INDEX, ModelError, read_json
@@ -61,12 +62,27 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
         return prepare_gguf(path, cache)
     if model == DEFAULT_MODEL:
         return prepare_gguf(embedded_gguf(), cache)
-    if path.suffix != ".gguf" and _HUB_ID.fullmatch(model):
+    if _is_hub_id(model):
         return _checked_directory(_download(model))
     raise ModelError(
         f"no model {model!r}: it is no local directory, no .gguf file, no hub id (owner/name) "
         f"and not the embedded {DEFAULT_MODEL!r}"
     )
+
+
+def config_directory(model: str) -> Path:
+    """Return a directory with a model's config.json: as `model_directory`, but a hub id's without weights.
+    Raises ModelError."""
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    return (
+        _download(model, ("*.json",)) if not path.exists() and _is_hub_id(model) else model_directory(model)
+    )
+
+
+def _is_hub_id(model: str) -> bool:
+    return not model.endswith(".gguf") and bool(_HUB_ID.fullmatch(model))
 
 
 def adapter_directory(adapter: str) -> Path:
@@ -201,11 +217,11 @@ def _open_to_readers(work: Path) -> None:
         file.chmod(0o644)
 
 
-def _download(model: str) -> Path:
+def _download(model: str, files: Sequence[str] = _HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=[*_HUB_FILES], ignore_patterns=[*_NOT_HUB_FILES]))
+        return Path(snapshot_download(model, allow_patterns=[*files], ignore_patterns=[*_NOT_HUB_FILES]))
     except Exception as error:  # network, authorisation, unknown name
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {model!r} cannot be fetched from the hub: {reason}") from error

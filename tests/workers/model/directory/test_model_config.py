@@ -122,7 +122,15 @@ def test_yarn_raises_the_positions(tmp_path: Path, said: int) -> None:
     assert read(tmp_path, yarn | linear).positions == said
 
 
-@pytest.mark.parametrize(("rope", "known"), [({}, 32768), ({"rope_parameters": YARN}, 131072)])
+@pytest.mark.parametrize(
+    ("rope", "known"),
+    [
+        ({}, 32768),
+        ({"rope_parameters": YARN}, 131072),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 32768),
+        ({"rope_parameters": LLAMA31["rope_scaling"] | {"rope_theta": 5e5}}, 32768),
+    ],
+)
 def test_more_positions_than_the_rope_reaches_are_refused(
     tmp_path: Path, rope: dict[str, Any], known: int
 ) -> None:
