@@ -320,3 +320,13 @@ def test_importing_leaves_torch_out() -> None:
     command = [sys.executable, "-c", code, *TORCH_FREE]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_client_loads_nothing_of_a_server() -> None:
+    code = (
+        "import sys, deltafront.service.client\n"
+        "server = 'gguf jinja2 numpy pydantic ray starlette tokenizers torch yaml'.split()\n"
+        "print(*sorted(set(server) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []

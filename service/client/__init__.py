@@ -1,4 +1,4 @@
-"""The Python client. Importing it loads neither torch nor Ray."""
+"""The Python clients. Importing them loads what a client needs, nothing of a server."""
 
 from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from ..errors import (
@@ -16,10 +16,12 @@ from ..errors import (
     Unavailable,
 )
 from ..request.answers import Density, GenerateFinished, MethodInfo, PrefillFinished, ServerInfo, Timings
+from .async_client import AsyncDeltafrontClient
 from .client import DeltafrontClient
 from .endpoint import Tls
 
 __all__ = [
+    "AsyncDeltafrontClient",
     "Cancelled",
     "Code",
     "ConnectionLost",

@@ -7,50 +7,29 @@ with DeltafrontClient("127.0.0.1:9000") as client:
 
 from __future__ import annotations
 
-import operator
-import os
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Unpack
 
 import grpc
 
 from ...protos.v1 import deltafront_pb2 as pb
 from ...protos.v1 import deltafront_pb2_grpc as pb_grpc
 from ...workers.messages.events import Progress, Token
-from ...workers.messages.requests import PageSelection
 from ..door import wire
-from ..door.status import from_status, is_ours
-from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
+from ..errors import ConnectionLost, DeltafrontError, NotFound
 from ..request import calls
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
-from .endpoint import Tls, check_address, wrong_endpoint
+from .connection import Connection, rpc_timeout
+from .endpoint import Tls
+from .requests import GenerateOptions, PrefillOptions, PromptLike, generate_request, prefill_request
 from .retries import Retries
-
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or messages ({"role": …, "content": …})."""
-
-_CHANNEL = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # this limits how long connecting may take
-    ("grpc.max_reconnect_backoff_ms", 2000),
-    # Pings find a machine that is gone. Servers accept one in 5 minutes.
-    ("grpc.keepalive_time_ms", 330_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.max_pings_without_data", 0),  # any number
-)
-_UNREACHABLE = ("failed to connect", "errors resolving", "name resolution", "dns resolution")
-"""Parts of gRPC's messages, which differ by version."""
 
 
 class DeltafrontClient:
     """Calls a server. Methods raise subclasses of DeltafrontError. Closing an iterator cancels its request.
 
-    After a lost connection a request goes on where its answer stopped. A server that never answered is
+    After a lost connection a request resumes where its answer stopped. A server that never answered is
     Unavailable at once. One whose machine is gone is noticed after 6 minutes of silence.
 
     Args:
@@ -70,20 +49,9 @@ class DeltafrontClient:
         tls: bool | Tls = False,
         retry_s: float = 30.0,
     ) -> None:
-        self._address, self._retry_s = address, retry_s
-        self._answered = self._closed = False
-        check_address(address)
-        token = os.environ.get("DELTAFRONT_TOKEN") if token is None else token
-        if token and not (token.isascii() and token.isprintable()):
-            raise InvalidArgument("token", "must be printable ASCII, as a header is")
-        self._metadata = [("authorization", f"Bearer {token}")] if token else []
-        files = Tls.from_environment() if tls is True else tls
-        self._channel = (
-            grpc.secure_channel(address, files.credentials(), _CHANNEL)
-            if files
-            else grpc.insecure_channel(address, _CHANNEL)
-        )
-        self._stub: Any = pb_grpc.DeltafrontServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._retry_s = retry_s
+        self._connection = Connection(grpc, address, token, tls)
+        self._stub: Any = pb_grpc.DeltafrontServiceStub(self._connection.channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> DeltafrontClient:
         return self
@@ -93,100 +61,22 @@ class DeltafrontClient:
 
     def close(self) -> None:
         """Close the channel. Running requests raise Cancelled."""
-        self._closed = True
-        self._channel.close()
+        self._connection.closed = True
+        self._connection.channel.close()
 
     def prefill(
-        self,
-        prompt: PromptLike,
-        *,
-        method: str = "",
-        options: Mapping[str, float] | None = None,
-        session_ttl_s: float | None = None,
-        timeout_s: float | None = None,
-        request_id: str = "",
-        cache_salt: str = "",
-        retain_s: float | None = None,
-        skip_cache: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        special_tokens: str = "text",
+        self, prompt: PromptLike, **options: Unpack[PrefillOptions]
     ) -> Iterator[Progress | PrefillFinished]:
-        """Read a prompt and keep it as a session.
-
-        Args:
-            cache_salt: K/V is shared only with requests of the same salt.
-            retain_s: A hint to remember the prompt for this number of seconds; 0: not at all.
-            skip_cache: Read all of the prompt, whatever is remembered of it.
-            chat_template_kwargs: Variables of the template for messages.
-            special_tokens: `parse` reads control tokens in text, but never in messages.
-        """
-        request = calls.PrefillRequest(
-            prompt=_prompt(prompt, special_tokens, variables=chat_template_kwargs),
-            attention=calls.AttentionMethod(method, options or {}),
-            session_ttl=session_ttl_s,
-            deadline=_deadline(timeout_s),
-            request_id=request_id or uuid.uuid4().hex,
-            cache_salt=cache_salt,
-            retain_s=retain_s,
-            skip_cache=skip_cache,
-        )
-        yield from self._stream(self._stub.Prefill, wire.write(pb.PrefillRequest, request), request.deadline)
+        """Prefill a prompt and keep its KV cache as a session."""
+        request, deadline = prefill_request(prompt, **options)
+        yield from self._stream(self._stub.Prefill, request, deadline)
 
     def generate(
-        self,
-        prompt: PromptLike | None = None,
-        *,
-        session_id: str | None = None,
-        append: PromptLike | None = None,
-        method: str = "",
-        options: Mapping[str, float] | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        page_selection: str = "",
-        recompute_blocks: int | None = None,
-        session_ttl_s: float | None = None,
-        timeout_s: float | None = None,
-        request_id: str = "",
-        cache_salt: str = "",
-        retain_s: float | None = None,
-        skip_cache: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        special_tokens: str = "text",
+        self, prompt: PromptLike | None = None, **options: Unpack[GenerateOptions]
     ) -> Iterator[Progress | Token | GenerateFinished]:
-        """Answer a prompt, or a session plus `append`. More arguments are at `prefill`.
-
-        Args:
-            recompute_blocks: Blocks of a sparse prompt that are computed again densely; None: the server's
-                default.
-        """
-        if page_selection not in list(PageSelection):
-            raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        sampling = calls.SamplingParams(
-            temperature, top_p, top_k, seed, stop=stops, max_tokens=max_tokens, ignore_eos=ignore_eos
-        )
-        parse = partial(_prompt, special_tokens=special_tokens, variables=chat_template_kwargs)
-        request = calls.GenerateRequest(
-            prompt=None if prompt is None else parse(prompt),
-            session_id=session_id,
-            append=None if append is None else parse(append, name="append"),
-            attention=calls.AttentionMethod(method, options or {}),
-            sampling=sampling,
-            page_selection=PageSelection(page_selection),
-            recompute_blocks=recompute_blocks,
-            session_ttl=session_ttl_s,
-            deadline=_deadline(timeout_s),
-            request_id=request_id or uuid.uuid4().hex,
-            cache_salt=cache_salt,
-            retain_s=retain_s,
-            skip_cache=skip_cache,
-        )
-        yield from self._stream(self._stub.Generate, wire.generate_request(request), request.deadline)
+        """Answer a prompt, or a session plus `append`."""
+        request, deadline = generate_request(prompt, **options)
+        yield from self._stream(self._stub.Generate, request, deadline)
 
     def release(self, session_id: str) -> None:
         """Free a session's pages now. Raises NotFound."""
@@ -201,8 +91,7 @@ class DeltafrontClient:
     def cancel(self, request_id: str) -> int:
         """Cancel all requests of this token with this id. Returns their number."""
         request = wire.fill_message(pb.CancelRequestRequest, request_id=request_id)
-        answer = self._call(self._stub.CancelRequest, request)
-        return int(answer.requests)
+        return int(self._call(self._stub.CancelRequest, request).requests)
 
     def info(self) -> ServerInfo:
         return wire.read(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))  # type: ignore[no-any-return]
@@ -211,11 +100,11 @@ class DeltafrontClient:
         retries = retries or Retries(self._retry_s, None)
         while True:
             try:
-                answer = rpc(request, metadata=self._metadata)
-                self._answered = True
+                answer = rpc(request, metadata=self._connection.metadata)
+                self._connection.answered()
                 return answer
             except grpc.RpcError as error:
-                retries.wait(self._translate(error))
+                time.sleep(retries.pause_s(self._connection.translate(error)))
 
     def _stream(self, rpc: Any, request: Any, deadline: float | None) -> Iterator[Any]:
         retries, answered = Retries(self._retry_s, deadline), list[int]()
@@ -228,72 +117,23 @@ class DeltafrontClient:
                     yield event
                 return
             except DeltafrontError as error:
-                retries.wait(error)
+                time.sleep(retries.pause_s(error))
             if answered:
                 request.answered_ids = calls.pack_ids(answered)
 
     def _stream_once(self, rpc: Any, request: Any, deadline: float | None) -> Iterator[Any]:
-        # The server enforces the deadline and says in which phase it passed. gRPC's is only a safety net.
-        timeout = None if deadline is None else max(deadline - time.time(), 0.0) + 5.0
-        stream, complete = rpc(request, metadata=self._metadata, timeout=timeout), False
+        stream = rpc(request, metadata=self._connection.metadata, timeout=rpc_timeout(deadline))
+        complete = False
         try:
             for response in stream:
-                self._answered = True
+                self._connection.answered()
                 if (event := wire.read_response(response)) is not None:
                     complete = isinstance(event, PrefillFinished | GenerateFinished)
                     yield event
         except grpc.RpcError as error:
             if not complete:
-                raise self._translate(error) from None
+                raise self._connection.translate(error) from None
         finally:
             stream.cancel()
         if not complete:
             raise ConnectionLost("the stream ended before its last event")
-
-    def _translate(self, error: Any) -> DeltafrontError:
-        details = error.details() or ""
-        if self._closed:
-            return Cancelled("the client was closed")
-        metadata = error.trailing_metadata() or ()
-        translated = from_status(error.code(), details, metadata)
-        if not self._answered and not is_ours(metadata) and (wrong := wrong_endpoint(self._address, details)):
-            return wrong
-        if not isinstance(translated, ConnectionLost):
-            self._answered = True
-        elif not self._answered and any(words in details.lower() for words in _UNREACHABLE):
-            hint = " (does it speak TLS?)" if "socket closed" in details.lower() else ""
-            return Unavailable(f"{self._address} cannot be reached{hint}: {details}")
-        return translated
-
-
-def _prompt(
-    prompt: PromptLike, special_tokens: str, name: str = "prompt", variables: Mapping[str, Any] | None = None
-) -> calls.Prompt:
-    """Make a prompt. Raises InvalidArgument for a list of anything but ids or whole messages."""
-    if special_tokens not in list(calls.SpecialTokens):
-        raise InvalidArgument("special_tokens", f"{special_tokens!r} is not text or parse")
-    if isinstance(prompt, str):
-        return calls.Prompt(text=prompt, special_tokens=calls.SpecialTokens(special_tokens))
-    if isinstance(prompt, bytes | bytearray):
-        raise InvalidArgument(name, "is bytes: decode a text, and give token ids as numbers")
-    parts = list(prompt)
-    messages = tuple(part for part in parts if isinstance(part, Mapping))
-    if messages:
-        if len(messages) < len(parts):
-            raise InvalidArgument(f"{name}.messages", "holds something else beside messages")
-        for index, message in enumerate(messages):
-            for key in ("role", "content"):
-                if not isinstance(message.get(key), str):
-                    raise InvalidArgument(f"{name}.messages[{index}].{key}", "must be text")
-            for key, value in message.items():
-                if value is not None and key not in ("role", "content"):
-                    raise InvalidArgument(f"{name}.messages[{index}].{key}", "must be left out")
-        return calls.Prompt(messages=messages, chat_template_kwargs=variables or {})
-    try:
-        return calls.Prompt(token_ids=calls.pack_ids([operator.index(part) for part in parts]))  # type: ignore[arg-type]
-    except (TypeError, OverflowError) as error:
-        raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers from 0 on") from None
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.time() + timeout_s

@@ -19,7 +19,6 @@ class Retries:
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
-    sleep: Callable[[float], None] = time.sleep
     retried: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -29,8 +28,8 @@ class Retries:
         self._lost_at: float | None = None
         self._pause_s = _FIRST_PAUSE_S
 
-    def wait(self, error: DeltafrontError) -> None:
-        """Wait before the next try.
+    def pause_s(self, error: DeltafrontError) -> float:
+        """Return how many seconds to wait before the next try.
 
         After a lost connection an overloaded server is retried too: the dead door's pages may not be free
         yet.
@@ -50,5 +49,5 @@ class Retries:
             raise error
         if self.deadline is not None and self.wall() + pause_s >= self.deadline:
             raise DeadlineExceeded(f"no time is left to try again: {error.message}") from error
-        self.sleep(pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s

@@ -18,8 +18,15 @@ from pydantic_core import from_json
 
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument, NotFound, cut, shown
-from ..request.calls import AttentionMethod, GenerateRequest, Prompt, SamplingParams, SpecialTokens, pack_ids
-from ..request.check import check_count
+from ..request.calls import (
+    AttentionMethod,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+    SpecialTokens,
+    check_count,
+    pack_ids,
+)
 
 _UNSERVED = ("top_logprobs", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options")
 _NO_OP_VALUES: Mapping[str, Sequence[object]] = {

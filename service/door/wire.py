@@ -21,7 +21,7 @@ from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument
 from ..request import answers, calls
 from ..request.answers import Density, GenerateFinished, PrefillFinished, RequestEvent
-from ..request.check import check_count
+from ..request.calls import check_count
 
 _Message = TypeVar("_Message", bound=Message)
 _MICRO = 1_000_000

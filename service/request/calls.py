@@ -8,7 +8,9 @@ from typing import Any
 
 from ...workers.messages.methods import MethodSpec
 from ...workers.messages.requests import PageSelection, Sampling
+from ..errors import InvalidArgument
 
+MAX_MESSAGES = 4096
 Messages = tuple[Mapping[str, str], ...]
 """Each has a role and a content."""
 
@@ -131,3 +133,9 @@ class Call:
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Pack as little-endian uint32. Ray's platforms all have an I of 4 bytes."""
     return array("I", ids).tobytes()
+
+
+def check_count(name: str, messages: int) -> None:
+    """Check the number of messages; edges do so before they read them. Raises InvalidArgument."""
+    if messages > MAX_MESSAGES:
+        raise InvalidArgument(name, f"{messages} are too many: at most {MAX_MESSAGES}")

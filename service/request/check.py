@@ -16,7 +16,16 @@ from ...workers.model.calibrated.levels import thresholds_for
 from ...workers.model.calibrated.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument, TooLong, shown
-from .calls import AttentionMethod, Call, GenerateRequest, Messages, PrefillRequest, Prompt, SamplingParams
+from .calls import (
+    AttentionMethod,
+    Call,
+    GenerateRequest,
+    Messages,
+    PrefillRequest,
+    Prompt,
+    SamplingParams,
+    check_count,
+)
 
 _MAX_STOPS = 16
 _MAX_STOP_BYTES = 256
@@ -29,7 +38,6 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "top_p": float,
     "top_k": lambda top_k: max(int(top_k), 0),  # some files write -1 where it is off
 }
-MAX_MESSAGES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """A message's role → its name in chat templates."""
 _MAX_SALT = 128
@@ -158,11 +166,6 @@ def _check_length(name: str, characters: int, limits: Limits) -> None:
             f"{characters} characters cannot fit the model's {limits.positions} positions, which hold "
             f"{limits.longest_token} each at most: shorten it",
         )
-
-
-def check_count(name: str, messages: int) -> None:
-    """Check the number of messages; edges do so before they read them. Raises InvalidArgument."""
-    _require(messages <= MAX_MESSAGES, name, f"{messages} are too many: at most {MAX_MESSAGES}")
 
 
 def _answered(packed: bytes, limit: int, limits: Limits) -> tuple[int, ...]:

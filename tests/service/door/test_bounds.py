@@ -20,7 +20,7 @@ from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.door import grpc_door, http_door, openai_requests, registration
 from deltafront.service.door.status import OWN_STATUS
-from deltafront.service.request.check import MAX_MESSAGES
+from deltafront.service.request.calls import MAX_MESSAGES
 
 from ..inprocess import HANG_S, House, wait_until
 from .openai_calls import JSON, MODEL

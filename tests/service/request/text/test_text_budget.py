@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.errors import InvalidArgument, Overloaded, TooLong
 from deltafront.service.request.callers import ANYONE
-from deltafront.service.request.calls import GenerateRequest, Prompt, SamplingParams
-from deltafront.service.request.check import MAX_MESSAGES
+from deltafront.service.request.calls import MAX_MESSAGES, GenerateRequest, Prompt, SamplingParams
 from deltafront.service.request.text import tokenizer as module
 from deltafront.service.request.text.text_budget import SHORT_BYTES, HeldText, TextBudget
 from deltafront.service.request.text.tokenizer import (

@@ -1,0 +1,172 @@
+"""What a client sends: the arguments of both clients as messages of the contract."""
+
+from __future__ import annotations
+
+import operator
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypedDict
+
+from ...protos.v1 import deltafront_pb2 as pb
+from ...workers.messages.requests import PageSelection
+from ..door import wire
+from ..errors import InvalidArgument
+from ..request import calls
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or messages ({"role": …, "content": …})."""
+
+
+class PrefillOptions(TypedDict, total=False):
+    """Arguments of `prefill` and `generate`.
+
+    Attributes:
+        method, options: Attention, such as `dpxa` and {"share": 0.1}. By default the server's.
+        session_ttl_s: Seconds that the session is kept. `generate` keeps one only if it is given.
+        timeout_s: Seconds until the server gives up.
+        request_id: For `cancel` and the server's audit log. By default random.
+        cache_salt: The prefix cache shares only with requests of the same salt.
+        retain_s: A hint to keep the prompt in the prefix cache for this number of seconds; 0: not at all.
+        skip_cache: Prefill all of the prompt, whatever of it is cached.
+        chat_template_kwargs: Variables of the template for messages.
+        special_tokens: `parse` reads control tokens in text, but never in messages. By default `text`.
+    """
+
+    method: str
+    options: Mapping[str, float] | None
+    session_ttl_s: float | None
+    timeout_s: float | None
+    request_id: str
+    cache_salt: str
+    retain_s: float | None
+    skip_cache: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+    special_tokens: str
+
+
+class GenerateOptions(PrefillOptions, total=False):
+    """More arguments of `generate`.
+
+    Attributes:
+        session_id, append: A session of `prefill` and what follows it, in place of a prompt.
+        max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos: As in vLLM's SamplingParams.
+        page_selection: `full` or `delta`. By default the server's.
+        recompute_blocks: Blocks of a sparse prompt that are computed again densely. By default the server's.
+    """
+
+    session_id: str | None
+    append: PromptLike | None
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    page_selection: str
+    recompute_blocks: int | None
+
+
+def prefill_request(prompt: PromptLike, **given: Any) -> tuple[Any, float | None]:
+    """Make a message of PrefillOptions. Returns it and the deadline in seconds since the epoch, if there is
+    one. Raises InvalidArgument."""
+    _check_names(given, PrefillOptions)
+    request = calls.PrefillRequest(
+        prompt=_prompt(prompt, given.get("special_tokens", "text"), given.get("chat_template_kwargs")),
+        **_common(given),
+    )
+    return wire.write(pb.PrefillRequest, request), request.deadline
+
+
+def generate_request(prompt: PromptLike | None, **given: Any) -> tuple[Any, float | None]:
+    """Make a message of GenerateOptions, as `prefill_request` does."""
+    _check_names(given, GenerateOptions)
+    selection = given.get("page_selection", "")
+    if selection not in list(PageSelection):
+        raise InvalidArgument("page_selection", f"{selection!r} is not full or delta")
+    parse = partial(
+        _prompt,
+        special_tokens=given.get("special_tokens", "text"),
+        variables=given.get("chat_template_kwargs"),
+    )
+    append = given.get("append")
+    request = calls.GenerateRequest(
+        prompt=None if prompt is None else parse(prompt),
+        session_id=given.get("session_id"),
+        append=None if append is None else parse(append, name="append"),
+        sampling=_sampling(given),
+        page_selection=PageSelection(selection),
+        recompute_blocks=given.get("recompute_blocks"),
+        **_common(given),
+    )
+    return wire.generate_request(request), request.deadline
+
+
+def _check_names(given: Mapping[str, Any], options: Any) -> None:
+    known = options.__annotations__
+    for name in given:
+        if name not in known:
+            raise TypeError(f"unexpected argument {name!r}; known: {', '.join(sorted(known))}")
+
+
+def _common(given: Mapping[str, Any]) -> dict[str, Any]:
+    timeout_s = given.get("timeout_s")
+    return {
+        "attention": calls.AttentionMethod(given.get("method", ""), given.get("options") or {}),
+        "session_ttl": given.get("session_ttl_s"),
+        "deadline": None if timeout_s is None else time.time() + timeout_s,
+        "request_id": given.get("request_id") or uuid.uuid4().hex,
+        "cache_salt": given.get("cache_salt", ""),
+        "retain_s": given.get("retain_s"),
+        "skip_cache": given.get("skip_cache", False),
+    }
+
+
+def _sampling(given: Mapping[str, Any]) -> calls.SamplingParams:
+    stop = given.get("stop", ())
+    return calls.SamplingParams(
+        given.get("temperature"),
+        given.get("top_p"),
+        given.get("top_k"),
+        given.get("seed", 0),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        max_tokens=given.get("max_tokens"),
+        ignore_eos=given.get("ignore_eos", False),
+    )
+
+
+def _prompt(
+    prompt: PromptLike,
+    special_tokens: str,
+    variables: Mapping[str, Any] | None,
+    name: str = "prompt",
+) -> calls.Prompt:
+    """Make a prompt. Raises InvalidArgument for a list of anything but ids or whole messages."""
+    if special_tokens not in list(calls.SpecialTokens):
+        raise InvalidArgument("special_tokens", f"{special_tokens!r} is not text or parse")
+    if isinstance(prompt, str):
+        return calls.Prompt(text=prompt, special_tokens=calls.SpecialTokens(special_tokens))
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidArgument(name, "is bytes: decode a text, and give token ids as numbers")
+    parts = list(prompt)
+    if any(isinstance(part, Mapping) for part in parts):
+        return calls.Prompt(messages=_messages(parts, name), chat_template_kwargs=variables or {})
+    try:
+        return calls.Prompt(token_ids=calls.pack_ids([operator.index(part) for part in parts]))  # type: ignore[arg-type]
+    except (TypeError, OverflowError) as error:
+        raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers from 0 on") from None
+
+
+def _messages(parts: Sequence[Any], name: str) -> calls.Messages:
+    for index, message in enumerate(parts):
+        if not isinstance(message, Mapping):
+            raise InvalidArgument(f"{name}.messages", "holds something else beside messages")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise InvalidArgument(f"{name}.messages[{index}].{key}", "must be text")
+        for key, value in message.items():
+            if value is not None and key not in ("role", "content"):
+                raise InvalidArgument(f"{name}.messages[{index}].{key}", "must be left out")
+    return tuple(parts)
