@@ -66,9 +66,7 @@ def _means(kv_BGSD: torch.Tensor, run_BGS1: torch.Tensor, length_BGS1: torch.Ten
 
 def anchors_of(x: AttentionInput, options: RunOptions) -> torch.Tensor:
     """is_anchor_BGS of runs within tiles."""
-    by_distance = options.distance > 0
-    how = (options.distance, BLOCK, "euclidean") if by_distance else (options.cos, BLOCK, "cosine")
-    return find_anchors(x.k_BGSD, *how)
+    return find_anchors(x.k_BGSD, options.cos, BLOCK, "cosine")
 
 
 def listed(x: AttentionInput, mask: TileMask) -> torch.Tensor:
