@@ -126,7 +126,7 @@ class DoorConfig:
     default_max_tokens: Count = 256
     """Tokens of an answer whose request does not say."""
     reasoning: Literal["think", "off"] = "off"
-    """`think`: chat answers of OpenAI's API give the text within <think>…</think> as `reasoning_content`."""
+    """`think`: chat answers of OpenAI's API give the text within <think>…</think> as `reasoning`."""
     sampling_defaults: Literal["model", "neutral"] = "neutral"
     """For requests that leave out temperature, top_p or top_k. `model`: they are those of the model's
     generation_config.json, as in vLLM. `neutral`: the request is greedy.

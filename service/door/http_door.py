@@ -94,14 +94,14 @@ class HttpDoor:
                 Route("/health", self._health),
             ],
             middleware=[*_for_pages_of(origins), Middleware(_StripTrailingSlash)],
-            exception_handlers={DeltafrontError: _models_error, HTTPException: _not_served},
+            exception_handlers={DeltafrontError: self._models_error, HTTPException: _not_served},
         )
 
     async def _health(self, _request: Request) -> Response:
         """Answer a probe. As in gRPC's health, no token is needed."""
         if not self._requests.ready:
             missing = Unavailable("workers are missing: the server is starting, or one died")
-            return _error_response(missing, "")
+            return _error_response(missing, "", self._requests.positions)
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
@@ -113,6 +113,10 @@ class HttpDoor:
         if info.model != wanted:
             raise UnknownModel(wanted, info.model)
         return JSONResponse(model_card(info, self._started))
+
+    async def _models_error(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, DeltafrontError)
+        return _error_response(error, "model", self._requests.positions)
 
     async def _info(self, request: Request) -> ServerInfo:
         headers, request_id = request.headers.items(), _request_id(request)
@@ -129,8 +133,8 @@ class _Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        request_id, arrived = _request_id(request), False
-        reply = Reply(self.endpoint, self.requests.model, self.endpoint.prefix + request_id)
+        request_id, positions, arrived = _request_id(request), self.requests.positions, False
+        reply = Reply(self.endpoint, self.requests.model, positions, self.endpoint.prefix + request_id)
         try:
             async with self.requests.accept(
                 "Generate", request.headers.items(), request_id=request_id
@@ -154,7 +158,7 @@ class _Completions:
                         else:
                             await JSONResponse(await _answer(reply, watched))(scope, receive, send)
         except DeltafrontError as error:
-            response = _error_response(error, self.endpoint.source)
+            response = _error_response(error, self.endpoint.source, positions)
             if not arrived:  # nobody waits for the rest of the body
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
@@ -226,7 +230,7 @@ async def _stream(
     except DeltafrontError as error:
         if not stream.started:
             raise
-        await stream.send_json([error_body(error, reply.endpoint.source)])
+        await stream.send_json([error_body(error, reply.endpoint.source, reply.positions)])
     await stream.end()
 
 
@@ -243,18 +247,20 @@ def _check_type(content_type: str) -> None:
 
 
 def _for_pages_of(origins: Sequence[str]) -> list[Middleware]:
-    exposed = [_REQUEST_ID, "retry-after", "x-should-retry"]
-    allowed = {"allow_origins": list(origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-    return [Middleware(CORSMiddleware, **allowed, expose_headers=exposed)] if origins else []
+    if not origins:
+        return []
+    pages = Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[_REQUEST_ID, "retry-after", "x-should-retry"],
+    )
+    return [pages]
 
 
-def _error_response(error: DeltafrontError, source: str) -> Response:
-    return JSONResponse(error_body(error, source), status_of(error), headers_of(error))
-
-
-async def _models_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, DeltafrontError)
-    return _error_response(error, "model")
+def _error_response(error: DeltafrontError, source: str, positions: int) -> Response:
+    return JSONResponse(error_body(error, source, positions), status_of(error), headers_of(error))
 
 
 async def _not_served(request: Request, error: Exception) -> Response:

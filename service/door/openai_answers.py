@@ -35,7 +35,8 @@ class Endpoint:
 
 
 def _reasoning(part: AnswerPart) -> Json:
-    return {"reasoning_content": part.reasoning} if part.reasoning else {}
+    """Name it as vLLM does, and as vLLM and others did before."""
+    return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 
 CHAT = Endpoint(
@@ -64,10 +65,16 @@ TEXT = Endpoint(
 
 @dataclass(frozen=True)
 class Reply:
-    """Makes the objects that answer one request. reasoning: None if all of the text is content."""
+    """Makes the objects that answer one request.
+
+    Args:
+        positions: What prompt and answer share.
+        reasoning: None if all of the text is content.
+    """
 
     endpoint: Endpoint
     model: str
+    positions: int
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
     reasoning: ReasoningSplitter | None = None
@@ -202,9 +209,14 @@ def error_object(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_body(error: DeltafrontError, source: str) -> Json:
-    """Make an error's object. `source` replaces the contract's `prompt` and `append` in the message."""
-    _status, kind, code = _classify(error)
+def error_body(error: DeltafrontError, source: str, positions: int) -> Json:
+    """Make an error's object.
+
+    Args:
+        source: Replaces the contract's `prompt` and `append` in the message.
+        positions: The model's. Clients know a prompt that is too long by the words of OpenAI that name them.
+    """
+    status, kind, code = _classify(error)
     message, param = error.message.replace("the deadline", "timeout_s"), None
     if _is_late(error):
         param, message = "timeout_s", message.partition(";")[0]  # without the advice on clocks
@@ -218,6 +230,8 @@ def error_body(error: DeltafrontError, source: str) -> Json:
             param = pattern.sub(replacement, param)
         param = param if param == source else _SOURCE.sub(source, param, count=1)
         message = f"{param}{error.message.removeprefix(error.field)}"
+    if isinstance(error, TooLong) or status == 413:
+        message = f"This model's maximum context length is {positions} tokens. {message}"
     return error_object(message, kind, param, code)
 
 

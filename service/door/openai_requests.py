@@ -28,33 +28,70 @@ from ..request.calls import (
     pack_ids,
 )
 
-_UNSERVED = ("top_logprobs", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options")
 _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
+    # OpenAI's
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
     "logit_bias": ({},),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    **dict.fromkeys(_UNSERVED, ()),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("audio", "moderation", "prediction", "reasoning_effort", "web_search_options"), ()),
+    # vLLM's
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "include_stop_str_in_output": (False,),
+    "truncation_side": ("left", "right"),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "thinking_token_budget": (-1,),
+    "documents": ([],),
+    "priority": (0,),
+    "stream_interval": (1,),
+    "watermarking": (False,),
+    "routed_experts_prompt_start": (0,),
+    "return_mm_kwargs": (True,),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"), (False,)),
+    **dict.fromkeys(("return_prompt_text", "request_id", "chat_template", "prompt_embeds"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "logprob_token_ids"), ()),
+    **dict.fromkeys(("structured_outputs", "repetition_detection"), ()),
 }
-"""OpenAI's fields that this service lacks → values that change nothing."""
-_LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+"""Fields that this service lacks → values that change nothing."""
+_LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options")
+"""Fields of no effect."""
+_PART_LABELS = {"cache_control", "prompt_cache_breakpoint"}
 _ROLES = ("system", "developer", "user", "assistant")
 _UNSUPPORTED = "is not supported by this server: leave it out"
 _ONE_ANSWER = "asks for more than the limit: this server gives 1 answer a request"
-_OWN_MESSAGES = {"n": _ONE_ANSWER, "best_of": _ONE_ANSWER}
+_OWN_MESSAGES = {
+    "n": _ONE_ANSWER,
+    "best_of": _ONE_ANSWER,
+    "request_id": "is not read from the body: send the header x-request-id",
+}
 _SHOWN = 64
 """Characters of a value that a refusal repeats."""
 _SEED_BITS = 64
@@ -108,7 +145,7 @@ class _CommonFields(_Strict):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << _SEED_BITS)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=1 << _SEED_BITS)] | None = None
     stop: str | list[str] = []
     method: str = ""
     options: dict[str, float] = {}
@@ -129,11 +166,13 @@ class _ChatFields(_CommonFields):
     messages: Annotated[list[dict[str, Any]], FailFast()]
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = False
 
 
 class _TextFields(_CommonFields):
     prompt: Any
     special_tokens: Literal["parse", "text"] = "parse"
+    add_special_tokens: bool = True
 
 
 _F = TypeVar("_F", bound=_CommonFields)
@@ -153,7 +192,12 @@ def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
         if not kept:
             raise InvalidArgument("session_ttl_s", "keeps all messages but the last: give two or more")
     appended = messages[kept:]
-    chat = partial(Prompt, None, chat_template_kwargs=fields.chat_template_kwargs)
+    chat = partial(
+        Prompt,
+        None,
+        chat_template_kwargs=fields.chat_template_kwargs,
+        add_special_tokens=fields.add_special_tokens,
+    )
     prompt = chat(messages[:kept]) if fields.session_id is None else None
     append = chat(appended) if appended or fields.session_id is not None else None
     return _request(fields, next(iter(limits), None), prompt, append)
@@ -162,7 +206,11 @@ def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
 def read_text(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
     """Read a completion. Raises InvalidArgument or UnknownModel."""
     fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
-    prompt = replace(_prompt(fields.prompt), special_tokens=SpecialTokens(fields.special_tokens))
+    prompt = replace(
+        _prompt(fields.prompt),
+        special_tokens=SpecialTokens(fields.special_tokens),
+        add_special_tokens=fields.add_special_tokens,
+    )
     source = (prompt, None) if fields.session_id is None else (None, prompt)
     return _request(fields, fields.max_tokens, *source)
 
@@ -173,7 +221,7 @@ def _request(
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
     seed = fields.seed
-    if seed is None:  # each sampled answer has a new one, as OpenAI's have
+    if seed is None or seed < 0:  # each sampled answer has a new one, as OpenAI's have
         seed = secrets.randbits(_SEED_BITS)
     request = GenerateRequest(
         prompt=prompt,
@@ -183,7 +231,7 @@ def _request(
         sampling=SamplingParams(
             temperature=fields.temperature,
             top_p=fields.top_p,
-            top_k=fields.top_k,
+            top_k=0 if fields.top_k == -1 else fields.top_k,
             seed=seed,
             stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
             max_tokens=max_tokens,
@@ -220,7 +268,7 @@ def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:
     given = {name: value for name, value in content.items() if value is not None and name not in _LABELS}
     for name in [name for name in given if name in _NO_OP_VALUES]:
         value = given.pop(name)
-        if not any(value == no_op and type(value) is type(no_op) for no_op in _NO_OP_VALUES[name]):
+        if not any(_same(value, no_op) for no_op in _NO_OP_VALUES[name]):
             raise InvalidArgument(name, _OWN_MESSAGES.get(name, _UNSUPPORTED))
     try:
         fields = kind.model_validate(given)
@@ -238,6 +286,11 @@ def _check_sizes(content: Mapping[str, object]) -> None:
     for name, value in content.items():
         if name not in _LONG_FIELDS and isinstance(value, list | dict) and len(value) > _MAX_ENTRIES:
             raise InvalidArgument(name, f"has {len(value)} entries: at most {_MAX_ENTRIES}")
+
+
+def _same(value: object, no_op: object) -> bool:
+    """Compare as JSON: 1 is 1.0, and not true."""
+    return value == no_op and isinstance(value, bool) == isinstance(no_op, bool)
 
 
 def _check_values(body: bytes, max_values: int) -> None:
@@ -280,11 +333,13 @@ def _path(loc: tuple[int | str, ...]) -> list[int | str]:
 def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, str]:
     """Read a message. OpenAI's client sends answers back with nulls and empty lists, which are ignored."""
     given = {field: value for field, value in message.items() if value is not None and value != []}
+    given.pop("name", None)  # no conversation of this service has several users
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{name}.role", f"{_shown(role)} must be one of {', '.join(_ROLES)}")
     if role == "assistant":
-        given.pop("reasoning_content", None)  # reasoning is not read again
+        for field in ("reasoning", "reasoning_content"):  # it is not read again
+            given.pop(field, None)
     for field in given:
         raise InvalidArgument(f"{name}.{field}", _UNSUPPORTED)
     return {"role": role, "content": _text(f"{name}.content", content)}
@@ -298,7 +353,8 @@ def _text(name: str, content: object) -> str:
     if len(content) > _MAX_PARTS:
         raise InvalidArgument(name, f"has {len(content)} parts: at most {_MAX_PARTS}")
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() != {"type", "text"}:
+        keys = part.keys() - _PART_LABELS if isinstance(part, dict) else ()
+        if keys != {"type", "text"} or part["type"] != "text":
             raise InvalidArgument(f"{name}[{index}]", "must be a part of type text: others are not read")
         if not isinstance(part["text"], str):
             raise InvalidArgument(f"{name}[{index}].text", "must be text")

@@ -75,7 +75,7 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
         return Rejected(
             Reason.TOO_LARGE,
             f"{need.read_tokens} prompt tokens and {need.answer_tokens} of answer{again} are more than any "
-            "worker can hold: shorten them, or raise cache_tokens in the server's configuration",
+            "worker can hold: shorten them, or let the operator raise cache_tokens",
         )
     rejections = [(g, _deadline_rejection(need, g)) for g in sorted(able, key=_group_rank)]
     in_time = [g for g, rejection in rejections if rejection is None]

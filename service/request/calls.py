@@ -29,12 +29,15 @@ class Prompt:
     Args:
         token_ids: Little-endian uint32.
         special_tokens: For `text`. Messages never spell control tokens.
+        add_special_tokens: Write the tokens before a prompt that the tokenizer writes before a text, such as
+            BOS. None: before text, and not before messages, whose template writes them.
     """
 
     text: str | None = field(default=None, repr=False)
     messages: Messages | None = field(default=None, repr=False)
     token_ids: bytes | None = field(default=None, repr=False)
     special_tokens: SpecialTokens = SpecialTokens.TEXT
+    add_special_tokens: bool | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 

@@ -219,9 +219,10 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
     given = {name: value for name, value in vars(params).items() if value is not None and name != "stop"}
     sampling = replace(limits.default_sampling, **given)
     _check_sampling(sampling)
-    bounds = f"{sampling.max_tokens} must be between 1 and the model's {limits.positions} positions"
-    fits = 1 <= sampling.max_tokens <= limits.positions
-    _require(fits, "sampling.max_tokens", f"{bounds}; for no answer use Prefill")
+    if sampling.max_tokens > limits.positions:
+        more = f"{sampling.max_tokens} is more than the model's {limits.positions} positions"
+        raise TooLong("sampling.max_tokens", f"{more}: ask for less")
+    _require(sampling.max_tokens >= 1, "sampling.max_tokens", f"{sampling.max_tokens} must be at least 1")
     return sampling if sampling.temperature else replace(sampling, seed=0)  # greedy answers draw nothing
 
 

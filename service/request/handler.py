@@ -82,6 +82,10 @@ class RequestHandler:
         return self._info.model
 
     @property
+    def positions(self) -> int:
+        return self._limits.positions
+
+    @property
     def max_request_bytes(self) -> int:
         return 2 * self._limits.max_characters + _FIELD_BYTES
 

@@ -32,7 +32,8 @@ async def tokenize(
     if prompt.token_ids is not None:
         return prompt.token_ids
     name = "append" if appended else "prompt"
-    messages = prompt.messages or ()
+    messages, wanted = prompt.messages or (), prompt.add_special_tokens
+    add_bos = not appended and (prompt.text is not None if wanted is None else wanted)
 
     def encode(stopped: Callable[[], bool]) -> bytes:
         try:
@@ -42,10 +43,10 @@ async def tokenize(
         limited = tokenizer.with_limit(TokenLimit(resources.positions, stopped))
         if prompt.text is not None:
             rule = prompt.special_tokens
-            return limited.encode(prompt.text, add_bos=not appended, special_tokens=rule)
+            return limited.encode(prompt.text, add_bos=add_bos, special_tokens=rule)
         if appended:
             return limited.encode_chat_append(messages)
-        return limited.encode_chat(messages, add_generation_prompt=answer)
+        return limited.encode_chat(messages, add_generation_prompt=answer, add_bos=add_bos)
 
     try:
         ids = await text.budget.work(text.size, encode)

@@ -128,9 +128,15 @@ class TextTokenizer:
             return self._ids(self._tokenizer, text, add_bos)
         return self._ids_with_aliases(text, add_bos)
 
-    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> bytes:
-        """Encode a conversation. Raises TemplateError, also if the template leaves out a message."""
-        return self._chat([], messages, add_generation_prompt)
+    def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, add_bos: bool = False
+    ) -> bytes:
+        """Encode a conversation. Raises TemplateError, also if the template leaves out a message.
+
+        Args:
+            add_bos: On top of what the template writes.
+        """
+        return self._chat([], messages, add_generation_prompt, add_bos)
 
     def encode_chat_append(self, messages: Sequence[Message]) -> bytes:
         """Encode messages that continue a conversation, without what a template writes before a new one.
@@ -184,14 +190,18 @@ class TextTokenizer:
         return self._control.model_ids.take(np.frombuffer(ids, dtype="<u4")).tobytes()
 
     def _chat(
-        self, before: Sequence[Message], messages: Sequence[Message], add_generation_prompt: bool
+        self,
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        add_bos: bool = False,
     ) -> bytes:
         """Encode messages behind earlier ones. Only the template's control tokens stay control tokens."""
         rendered, harmless = self._render_after(before, messages, add_generation_prompt)
         control = self._control
         own_tokens = control.find(harmless)
         if not control.may_be_normalised and control.find(rendered) == own_tokens:
-            return self._ids(self._tokenizer, rendered, False)
+            return self._ids(self._tokenizer, rendered, add_bos)
         head = len(self._render(before, False)) if before else 0
         try:
             for masking in control.maskings([message["content"] for message in messages]):
@@ -202,7 +212,7 @@ class TextTokenizer:
                 added = self._render([*before, *masked], add_generation_prompt)[head:]
                 if masking.unmask(added) == rendered:
                     text = control.with_aliases(added, masking, own_tokens)
-                    return self._ids_with_aliases(text, False)
+                    return self._ids_with_aliases(text, add_bos)
         except MaskingError as error:
             raise TemplateError(str(error)) from None
         raise TemplateError(TEMPLATE_READS_TOKENS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ from ..test_faults import outcomes
 from ..test_requests import nothing_left
 from .openai_calls import HI, JSON, LONG, MODEL, Open, chat, complete
 
+CONTRACT = re.compile(
+    r"Prefill|Generate|[Gg]RPC|sampling\.|attention\.|append\.|answered_ids|RESOURCE_|deadline"
+)
+"""Words of the gRPC contract, which callers over HTTP do not know."""
+
 
 def refusal(call: Callable[[], Any], kind: type[openai.APIStatusError]) -> Any:
     """The error object, and its response's headers under `headers`."""
@@ -29,6 +35,7 @@ def refusal(call: Callable[[], Any], kind: type[openai.APIStatusError]) -> Any:
     error = caught.value.response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert "\n" not in error["message"]
+    assert not CONTRACT.search(error["message"]), error["message"]
     return error | {"headers": caught.value.response.headers, "status": caught.value.status_code}
 
 
@@ -57,14 +64,21 @@ BAD: dict[str, dict[str, Any]] = {
     "messages[0].content[1]": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]
     },
-    "messages[0].name": {"messages": [{"role": "user", "content": "x", "name": "Bob"}]},
+    "messages[0].tool_calls": {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+    "messages[0].content[0]": {"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]},
+    "messages[0].content[0].text": {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
     "stream": {"stream": "yes"},
     "stream_options": {"stream_options": {"include_usage": True}},
     "stream_options.include_use": {"stream": True, "stream_options": {"include_use": True}},
     "temperature": {"temperature": -1},
     "top_p": {"top_p": 2},
-    "top_k": {"top_k": -1},
-    "seed": {"seed": -1},
+    "top_k": {"top_k": -2},
+    "seed": {"seed": -2},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "min_p": {"min_p": 0.1},
+    "min_tokens": {"min_tokens": True},
+    "add_generation_prompt": {"add_generation_prompt": False},
+    "request_id": {"request_id": "mine"},
     "stop": {"stop": 7},
     "stop[1]": {"stop": ["a", ""]},
     "stop[0]": {"stop": [None]},
@@ -131,7 +145,7 @@ def test_what_is_not_supported_is_refused_by_name(house: House, api: openai.Open
         error = refusal(lambda: chat(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
         told = "is not supported by this server: leave it out"
         assert (error["param"], error["message"]) == (name, f"{name}: {told}")
-    for name, value in {"logprobs": 0, "echo": True, "best_of": 2, "suffix": "x"}.items():
+    for name, value in {"logprobs": 1, "echo": True, "best_of": 2, "suffix": "x"}.items():
         error = refusal(lambda: complete(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
         assert error["param"] == name
     assert not house.group.jobs
@@ -140,7 +154,25 @@ def test_what_is_not_supported_is_refused_by_name(house: House, api: openai.Open
     assert chat(api, extra_body=nothing).usage.completion_tokens == 5
 
 
+TOO_LONG = "This model's maximum context length is 8192 tokens. "
+"""Words by which litellm, and what is built on it, knows a prompt that is too long."""
+
+
 def test_what_is_too_long_is_told_so(api: openai.OpenAI) -> None:
+    for field, status, ask in (
+        ("prompt", 400, lambda: complete(api, "x" * 8192)),
+        ("messages", 400, lambda: chat(api, [{"role": "user", "content": "x" * 8192}])),
+        ("max_tokens", 400, lambda: complete(api, max_tokens=8193)),
+        ("max_tokens", 400, lambda: chat(api, max_tokens=8193)),
+        (None, 413, lambda: complete(api, "x" * (1 << 20))),
+    ):
+        error = refusal(ask, openai.APIStatusError)
+        assert (error["status"], error["param"]) == (status, field)
+        assert error["code"] == ("context_length_exceeded" if status == 400 else "request_too_large")
+        assert error["message"].startswith(TOO_LONG)
+
+
+def test_what_is_too_long_names_its_field(api: openai.OpenAI) -> None:
     error = refusal(lambda: complete(api, "x" * 8192), openai.BadRequestError)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert "8193 tokens" in error["message"]
@@ -235,6 +267,7 @@ def test_a_full_server_says_when_to_come_back(house: House, api: openai.OpenAI) 
     list(stream)
     error = refusal(lambda: complete(api, "x" * 700), openai.APIStatusError)
     assert (error["status"], error["code"]) == (413, "request_too_large")
+    assert error["message"].startswith(TOO_LONG)
     assert "retry-after" not in error["headers"]
     nothing_left(house)
 
@@ -258,7 +291,7 @@ def test_every_error_has_a_status() -> None:
         error = DeltafrontError("trouble")
         error.code = code  # type: ignore[misc]
         assert 400 <= status_of(error) < 600
-        assert error_body(error, "prompt")["error"]["message"] == "trouble"
+        assert error_body(error, "prompt", 8192)["error"]["message"] == "trouble"
 
 
 def test_a_deadline(house: House, api: openai.OpenAI) -> None:

@@ -109,11 +109,13 @@ def test_a_chat_has_its_reasoning_beside_the_content(
     done = chat(api, max_tokens=99, **options)
     message = done.choices[0].message
     assert AnswerPart(getattr(message, "reasoning_content", ""), message.content) == told
+    assert getattr(message, "reasoning", "") == told.reasoning
     found, usage = streamed(api, **options)
     assert found == told and usage == done.usage
     assert done.usage.completion_tokens_details.reasoning_tokens == tokens_of_reasoning(opened, text)
     assert done.usage.completion_tokens == len(text.encode()) + 1
     back = {"role": "assistant", "content": told.content, "reasoning_content": told.reasoning}
+    back["reasoning"] = told.reasoning
     chat(api, [*HI, back, *HI])
 
 
