@@ -20,7 +20,7 @@ from ..workers.settings import pairing
 from .config import ServiceConfig, parse
 from .door.grpc_door import FrontDoor
 from .door.http_door import HttpDoor
-from .door.registration import MESSAGE_SIZE_VARIABLE
+from .door.registration import MESSAGE_SIZE_VARIABLE, open_door
 from .door.tls import Gate, TlsPort
 from .exporter import Exporter
 from .fleet.fleet import Fleet
@@ -93,6 +93,7 @@ class DoorReplica(FrontDoor):
                 tracing=self._tracing,
             )
         )
+        open_door(self)
         self._fleet = fleet
         fleet.start()
         self._http = HttpDoor(self._requests, door.max_message_bytes, origins=door.allowed_origins)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ from .status import set_status
 from .wire import read, response, write
 
 _HEALTH_WATCH_S = 1.0
-_WATCH_S = 300.0
 _M = TypeVar("_M", bound=Message)
 
 
@@ -104,7 +102,7 @@ class FrontDoor:
     async def Watch(
         self, request: UndecodedMessage, grpc_context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Yield the status whenever it changes, for _WATCH_S. Clients then ask again."""
+        """Yield the status whenever it changes, until the stream is ended (`registration.py`)."""
         last: Any = None
         service: Any = None
         with _status_on(grpc_context):
@@ -112,8 +110,7 @@ class FrontDoor:
         if service is None:
             yield health_pb2.HealthCheckResponse()  # carries the status
             return
-        until = time.monotonic() + _WATCH_S
-        while time.monotonic() < until:
+        while True:
             unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             status = await self._health() if _known_service(service) else unknown
             if status != last:

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format
@@ -30,11 +30,16 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ..errors import Code, DeltafrontError, InvalidArgument, Overloaded, TooSlow
+from ..errors import Code, DeltafrontError, InvalidArgument, Unauthenticated
 from ..request.audit import Audit
-from ..request.callers import RETRY_S
+from ..request.callers import ANYONE
+from ..request.handler import Headers
+from ..request.places import NewestOnly, ReceiveLimit, first_of, late
 from .fields import has_more_fields, text_of
 from .status import is_ours, not_ours, set_status
+
+if TYPE_CHECKING:
+    from .grpc_door import FrontDoor
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +49,10 @@ SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
-_RECEIVING_BYTES = 256 << 20
-"""Room for all messages that are received at once, if all are as long as they may be."""
-_ROOM_TIMEOUT_S = 10.0
-_RECEIVE_TIMEOUT_S = 60.0
-_CANCEL_WAIT_S = 0.1
-"""How long to wait with the answer to a call without a request, which gRPC may be about to cancel."""
+_QUESTIONS, _QUESTION_S = 16, 5.0
+"""Messages of health checks that are received at once, and for how long."""
+_WATCHES, _WATCH_S = 128, 300.0
+"""Watches at once, and how long one takes. Clients then ask again."""
 _MAX_FIELDS = 1 << 16
 _DEFAULT_MESSAGE_BYTES = 16 << 20
 
@@ -84,29 +87,42 @@ class UndecodedMessage:
             raise InvalidArgument("request", reason) from None
 
 
-class ReceiveLimit:
-    """Bounds how many messages are received at once, and for how long."""
+class Entrance:
+    """Lets a server's calls in, before anything of them is received.
 
-    def __init__(self, max_message_bytes: int) -> None:
-        self._slots = asyncio.Semaphore(max(_RECEIVING_BYTES // max_message_bytes, 4))
+    Args:
+        door: The door of this process. None in Serve's proxies, which hand calls on to a door.
+        mark: Changes a call's metadata before its caller is looked for.
+        watches_per_connection: None behind HAProxy, which shares connections, and counts each client's
+            (`haproxy_config.py`).
+    """
 
-    async def receive(self, requests: AsyncIterator[Any]) -> Any:
-        try:
-            async with asyncio.timeout(_ROOM_TIMEOUT_S):
-                await self._slots.acquire()
-        except TimeoutError:
-            message = "this server receives as many requests as it can hold: try again"
-            raise Overloaded(message, retry_after_s=RETRY_S) from None
-        try:
-            async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
-                async for request in requests:
-                    return request
-        except TimeoutError:
-            raise TooSlow(f"the request did not arrive within {_RECEIVE_TIMEOUT_S:.0f} s") from None
-        finally:
-            self._slots.release()
-        await asyncio.sleep(_CANCEL_WAIT_S)
-        raise InvalidArgument("request", "is missing")
+    of_process: ClassVar[FrontDoor | None] = None
+
+    def __init__(
+        self,
+        max_message_bytes: int,
+        door: FrontDoor | None,
+        mark: Callable[[Headers], Headers] = tuple,
+        watches_per_connection: int | None = None,
+    ) -> None:
+        self.door = door
+        self.messages = ReceiveLimit(max_message_bytes)
+        self.questions = NewestOnly(_QUESTIONS, _QUESTION_S)
+        self.watches = NewestOnly(_WATCHES, _WATCH_S, watches_per_connection)
+        self._mark = mark
+
+    async def receive(self, rpc: str, requests: AsyncIterator[Any], context: Any) -> Any:
+        """Receive a call's message. rpc: empty for health. Raises DeltafrontError."""
+        if rpc:
+            return await self.messages.receive(self._owner(rpc, context), requests)
+        with late(_QUESTION_S):
+            async with self.questions.place(context.peer()):
+                return await first_of(requests)
+
+    def _owner(self, rpc: str, context: Any) -> str:
+        metadata = context.invocation_metadata() or ()
+        return ANYONE if self.door is None else self.door.owner(rpc, self._mark(metadata))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +136,7 @@ class _Handler:
     """
 
     rpc: str
-    limit: ReceiveLimit
+    entrance: Entrance
     behaviour: Callable[[Any, Any], Any]
     streaming: bool
     request_deserializer: Callable[[bytes], Any]
@@ -133,7 +149,12 @@ class _Handler:
     stream_unary: None = None
 
     def _replace(self, **changes: Any) -> _Handler:
-        """Put Serve's functions in. They get the first message of a stream as their request."""
+        """Put Serve's functions in. They get the first message of a stream as their request.
+
+        A door answers for its health itself, so that this takes no place of a request.
+        """
+        if not self.rpc and self.entrance.door is not None:
+            return self
         behaviour = changes["unary_stream" if self.streaming else "unary_unary"]
         serializer = changes["response_serializer"]
         return dataclasses.replace(self, behaviour=behaviour, response_serializer=serializer, of_serve=True)
@@ -141,7 +162,10 @@ class _Handler:
     async def stream_stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         began = time.monotonic()
         try:
-            request = await self.limit.receive(requests)
+            request = await self.entrance.receive(self.rpc, requests, context)
+        except Unauthenticated as error:
+            set_status(context, error)  # the door has audited it
+            return
         except DeltafrontError as error:
             log.warning("a request was not received: %s", error.message)
             set_status(context, error)
@@ -154,11 +178,24 @@ class _Handler:
             if not self.streaming:
                 yield await self.behaviour(request, context)
                 return
-            async with contextlib.aclosing(self.behaviour(request, context)) as messages:
+            async with (
+                self._watched(context),
+                contextlib.aclosing(self.behaviour(request, context)) as messages,
+            ):
                 async for message in messages:
                     # Empty messages pass Serve a status. Serve's messages are bytes.
                     if message if isinstance(message, bytes) else message.ByteSize():
                         yield message
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, context: Any) -> AsyncIterator[None]:
+        """Let a Watch end by itself."""
+        if self.rpc:
+            yield
+            return
+        with contextlib.suppress(TimeoutError):
+            async with self.entrance.watches.place(context.peer()):
+                yield
 
     @contextlib.contextmanager
     def _our_status(self, request: UndecodedMessage, context: Any) -> Iterator[None]:
@@ -183,13 +220,18 @@ class _Handler:
             Audit(self.rpc).write(code.value, time.monotonic() - began)
 
 
-def add_deltafront_to_server(servicer: Any, server: Any, limit: ReceiveLimit | None = None) -> None:
+def open_door(door: FrontDoor | None) -> None:
+    """Say which door this process has. Serve adds services to a replica's server once its door is made."""
+    Entrance.of_process = door
+
+
+def add_deltafront_to_server(servicer: Any, server: Any, entrance: Entrance | None = None) -> None:
     """Do what the generated `add_DeltafrontServiceServicer_to_server` does. Serve calls it by name."""
-    _add(SERVICE, pb, servicer, server, limit)
+    _add(SERVICE, pb, servicer, server, entrance)
 
 
-def add_health_to_server(servicer: Any, server: Any, limit: ReceiveLimit | None = None) -> None:
-    _add(HEALTH, health_pb2, servicer, server, limit)
+def add_health_to_server(servicer: Any, server: Any, entrance: Entrance | None = None) -> None:
+    _add(HEALTH, health_pb2, servicer, server, entrance)
 
 
 def add_reflection_to_server(_servicer: Any, server: Any) -> None:
@@ -219,13 +261,22 @@ def _describe_reflection() -> None:
     descriptor_pool.Default().AddSerializedFile(newer.SerializeToString())
 
 
-def _add(service: Any, messages: Any, servicer: Any, server: Any, limit: ReceiveLimit | None) -> None:
-    limit = limit or ReceiveLimit(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
+def _behaviour(service: Any, servicer: Any, method: str, entrance: Entrance) -> Callable[..., Any]:
+    if service is HEALTH and entrance.door is not None:
+        answer = getattr(entrance.door, method)
+        return lambda request, context: answer(request, grpc_context=context)
+    behaviour: Callable[..., Any] = getattr(servicer, method)
+    return behaviour
+
+
+def _add(service: Any, messages: Any, servicer: Any, server: Any, entrance: Entrance | None) -> None:
+    most = int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES))
+    entrance = entrance or Entrance(most, Entrance.of_process)
     handlers: dict[str, Any] = {
         method.name: _Handler(
             rpc=method.name if service is SERVICE else "",
-            limit=limit,
-            behaviour=getattr(servicer, method.name),
+            entrance=entrance,
+            behaviour=_behaviour(service, servicer, method.name, entrance),
             streaming=method.server_streaming,
             request_deserializer=partial(UndecodedMessage, getattr(messages, method.input_type.name)),
             response_serializer=getattr(messages, method.output_type.name).SerializeToString,

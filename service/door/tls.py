@@ -16,13 +16,15 @@ import grpc
 from ..errors import Unauthenticated
 from ..request.handler import Headers
 from .registration import (
-    ReceiveLimit,
+    Entrance,
     add_deltafront_to_server,
     add_health_to_server,
     add_reflection_to_server,
 )
 
 log = logging.getLogger(__name__)
+
+_WATCHES_PER_CONNECTION = 4
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ class TlsPort:
             options=[("grpc.max_receive_message_length", max_message_bytes)],
         )
         servicer = _Servicer(door, gate)
-        limit = ReceiveLimit(max_message_bytes)
-        add_deltafront_to_server(servicer, self._server, limit)
-        add_health_to_server(servicer, self._server, limit)
+        entrance = Entrance(max_message_bytes, door, gate.marked, _WATCHES_PER_CONNECTION)
+        add_deltafront_to_server(servicer, self._server, entrance)
+        add_health_to_server(servicer, self._server, entrance)
         add_reflection_to_server(servicer, self._server)
         reloading: Any = _Reloading(files)  # gRPC's types leave out None, for no change
         credentials = grpc.dynamic_ssl_server_credentials(

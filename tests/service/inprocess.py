@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from deltafront.service import wiring
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
-from deltafront.service.door.registration import add_deltafront_to_server, add_health_to_server
+from deltafront.service.door.registration import Entrance, add_deltafront_to_server, add_health_to_server
 from deltafront.service.door.tls import Gate
 from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
 from deltafront.service.fleet.fleet import Fleet
@@ -177,6 +177,7 @@ class House:
     """The service's other doors."""
     config: ServiceConfig
     gate: Gate | None
+    entrance: Entrance
 
     @property
     def group(self) -> FakeGroup:
@@ -287,7 +288,8 @@ async def open_house(
         tracing=traced,
     )
     door = FrontDoor(handler)
-    house = House(door, fleet, directory, metrics, "", loop, [], beside, config, gate)
+    entrance = Entrance(config.door.max_message_bytes, door)
+    house = House(door, fleet, directory, metrics, "", loop, [], beside, config, gate, entrance)
     for other in others:
         other.beside.append(house)
     if not others:
@@ -296,8 +298,8 @@ async def open_house(
     fleet.start()
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", config.door.max_message_bytes)])
     servicer = _Servicer(house)
-    add_deltafront_to_server(servicer, server)
-    add_health_to_server(servicer, server)
+    add_deltafront_to_server(servicer, server, entrance)
+    add_health_to_server(servicer, server, entrance)
     house.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     await fleet.wait_until_ready(HANG_S)

@@ -18,8 +18,9 @@ import pytest
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client import DeltafrontClient
-from deltafront.service.door import grpc_door, http_door, openai_requests, registration
+from deltafront.service.door import grpc_door, http_door, openai_requests
 from deltafront.service.door.status import OWN_STATUS
+from deltafront.service.request import places
 from deltafront.service.request.calls import MAX_MESSAGES
 
 from ..inprocess import HANG_S, House, wait_until
@@ -240,16 +241,19 @@ def test_a_body_that_stops_coming_is_given_up(
 # --- gRPC --------------------------------------------------------------------------------------------------
 
 
+GENERATE = "/deltafront.v1.DeltafrontService/Generate"
+
+
 @contextlib.contextmanager
-def silent(house: House, count: int) -> Iterator[list[Any]]:
+def silent(house: House, count: int, token: str = "", path: str = GENERATE) -> Iterator[list[Any]]:
     """Calls that are begun and send nothing."""
     with contextlib.ExitStack() as stack:
         calls = []
         for _ in range(count):
             channel = stack.enter_context(grpc.insecure_channel(house.address))
-            method = channel.stream_stream("/deltafront.v1.DeltafrontService/Generate")
-            waiting = Never()
-            calls.append(method(waiting, timeout=HANG_S))
+            method, waiting = channel.stream_stream(path), Never()
+            metadata = [("authorization", f"Bearer {token}")] if token else None
+            calls.append(method(waiting, timeout=HANG_S, metadata=metadata))
             stack.callback(waiting.close)
             stack.callback(calls[-1].cancel)
         yield calls
@@ -287,7 +291,7 @@ def ask(house: House) -> Any:
 def test_a_message_that_does_not_come_is_not_waited_for(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "_RECEIVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(places, "_RECEIVE_TIMEOUT_S", 0.1)
     with silent(house, 1) as (call,):
         code, details, ours = status(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive within" in details and ours
@@ -296,8 +300,8 @@ def test_a_message_that_does_not_come_is_not_waited_for(
 def test_no_more_messages_are_received_than_have_room(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "_ROOM_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(registration, "_RECEIVING_BYTES", 0)
+    monkeypatch.setattr(places, "_ROOM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(places, "_RECEIVING_BYTES", 0)
     house = make_house()
     with silent(house, 4):
         with grpc.insecure_channel(house.address) as channel:
@@ -309,6 +313,40 @@ def test_no_more_messages_are_received_than_have_room(
             _code, details, ours = status(method(b"", timeout=HANG_S))
         assert "receives as many requests as it can hold" in details and ours
     assert ask(house)
+
+
+@pytest.fixture
+def guarded(make_house: Callable[..., House], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    """It receives four messages at once, of alpha and beta."""
+    monkeypatch.setattr(places, "_RECEIVING_BYTES", 0)
+    (tmp_path / "tokens").write_text("alpha\nbeta\n")
+    return make_house(tokens_file=str(tmp_path / "tokens"))
+
+
+def test_a_stranger_is_refused_before_its_message_is_received(guarded: House) -> None:
+    for token in ("", "gamma"):
+        with silent(guarded, 1, token) as (call,):
+            code, _details, ours = status(call)
+        assert code is grpc.StatusCode.UNAUTHENTICATED and ours
+
+
+def test_messages_that_do_not_come_leave_places_to_other_callers(guarded: House) -> None:
+    with silent(guarded, 5, "alpha") as calls, DeltafrontClient(guarded.address, "beta") as client:
+        assert list(client.generate("hi", max_tokens=1))
+        assert any(not call.done() for call in calls)
+
+
+def test_a_message_that_does_not_come_gives_its_place_to_one_that_waits(
+    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without tokens everybody is one caller, who may have all places."""
+    monkeypatch.setattr(places, "_RECEIVING_BYTES", 0)
+    monkeypatch.setattr(places, "_KEPT_S", 0.1)
+    house = make_house()
+    with silent(house, 4) as calls:
+        wait_until(lambda: len(house.entrance.messages._held) == 4, "the others are not received")
+        assert ask(house)
+        assert sum(call.done() for call in calls) == 1
 
 
 def test_a_call_without_a_request_is_refused(house: House) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray.serve._private.grpc_util import gRPCGenericServer
 
 from deltafront.service.client import DeltafrontClient
+from deltafront.service.door.registration import Entrance, add_health_to_server
 from deltafront.service.door.status import is_ours
 from deltafront.service.errors import WorkerFailed
+from deltafront.service.request.places import NewestOnly
 
-from ..inprocess import HANG_S, House
+from ..inprocess import HANG_S, House, wait_until
+from .test_bounds import silent
+from .test_registration import Nobody, raises, serve_that
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -57,6 +63,54 @@ def test_one_started_member_is_enough(make_house: Callable[..., House], role: st
     house.cut(role).cut = True
     house.loop.run(house.fleet.refresh())
     assert health(house) == SERVING
+
+
+def watch(channel: grpc.Channel) -> Any:
+    stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    return stub.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_S)
+
+
+@pytest.mark.parametrize("call", ["Check", "Watch", "List"])
+def test_health_waits_for_no_place(house: House, call: str) -> None:
+    with silent(house, 50, path=f"/grpc.health.v1.Health/{call}"), silent(house, 20):
+        wait_until(lambda: len(house.entrance.messages._held) == 16, "the messages are not waited for")
+        assert health(house) == SERVING
+
+
+@pytest.mark.parametrize("bound", ["in all", "of a connection"])
+def test_there_are_only_so_many_watches_and_the_newest_stay(house: House, bound: str) -> None:
+    places = NewestOnly(3, HANG_S) if bound == "in all" else NewestOnly(100, HANG_S, per_connection=3)
+    house.entrance.watches = places
+    with grpc.insecure_channel(house.address) as channel:
+        watches = [watch(channel) for _ in range(5)]
+        for one in watches:
+            assert next(one).status == SERVING
+        assert [list(one) for one in watches[:2]] == [[], []]
+        assert not any(one.done() for one in watches[2:])
+
+
+def test_a_watch_ends_by_itself(house: House) -> None:
+    house.entrance.watches = NewestOnly(100, 0.1)
+    with grpc.insecure_channel(house.address) as channel:
+        assert [answer.status for answer in watch(channel)] == [SERVING]
+
+
+def test_health_takes_no_place_in_serve(house: House) -> None:
+    """The door answers, and not Serve's function, which would wait for one."""
+
+    async def asked() -> Any:
+        server = gRPCGenericServer(serve_that(raises))
+        add_health_to_server(Nobody(), server, Entrance(1 << 20, house.door))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+            one = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HANG_S)
+            watched = await anext(aiter(stub.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_S)))
+        await server.stop(None)
+        return one.status, watched.status
+
+    assert asyncio.run(asked()) == (SERVING, SERVING)
 
 
 @pytest.mark.parametrize("call", ["Check", "Watch", "List"])

@@ -17,8 +17,9 @@ from ray.serve._private.grpc_util import gRPCGenericServer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
-from deltafront.service.door import http_door, registration
+from deltafront.service.door import http_door
 from deltafront.service.door.registration import add_deltafront_to_server
+from deltafront.service.request import places
 
 from ..inprocess import HANG_S, House, wait_until
 from .openai_calls import MODEL
@@ -50,7 +51,7 @@ def ids(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_message_that_does_not_come_has_a_line(
     house: House, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "_RECEIVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(places, "_RECEIVE_TIMEOUT_S", 0.1)
     with silent(house, 1) as (call,):
         assert status(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     assert lines() == [("Generate", "deadline_exceeded", "")]
@@ -59,8 +60,8 @@ def test_a_message_that_does_not_come_has_a_line(
 def test_a_message_without_room_has_a_line(
     make_house: Callable[..., House], lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "_ROOM_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(registration, "_RECEIVING_BYTES", 0)
+    monkeypatch.setattr(places, "_ROOM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(places, "_RECEIVING_BYTES", 0)
     house = make_house()
     with silent(house, 5):
         wait_until(lambda: ("Generate", "resource_exhausted", "") in lines(), "there is no line")

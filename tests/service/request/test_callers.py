@@ -189,7 +189,7 @@ def test_every_request_has_a_line_and_no_content(
         ("", "ann", "ReleaseSession", "", 0, 0, 0, "not_found"),
         ("wrong", "ann", "Generate", "", 0, 0, 0, "invalid_argument"),
         ("", "ann", "Generate", "", 0, 0, 0, "invalid_argument"),
-        ("theirs", "", "Generate", "", 0, 0, 0, "unauthenticated"),
+        ("", "", "Generate", "", 0, 0, 0, "unauthenticated"),  # nothing of it was received
     ]
     assert "secret" not in caplog.text
     assert "alpha" not in caplog.text

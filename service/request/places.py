@@ -1,0 +1,135 @@
+"""Places for messages that are being received, and for calls that need no token."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidArgument, Overloaded, TooSlow
+from .callers import RETRY_S, fits_share
+
+_RECEIVING_BYTES = 256 << 20
+"""Room for all messages that are received at once, if all are as long as they may be."""
+_ROOM_TIMEOUT_S = 10.0
+_RECEIVE_TIMEOUT_S = 60.0
+_KEPT_S = 5.0
+_CANCEL_WAIT_S = 0.1
+"""How long to wait with the answer to a call without a request, which gRPC may be about to cancel."""
+
+
+@dataclass(eq=False)
+class _Place:
+    owner: str
+    since: float
+    timeout: asyncio.Timeout
+
+
+class ReceiveLimit:
+    """Bounds how many messages are received at once, for whom, and for how long.
+
+    gRPC does not tell how much of a message has arrived. So a message has its place for _KEPT_S; after that,
+    until _RECEIVE_TIMEOUT_S, it gives the place up to one that waits.
+    """
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._places = max(_RECEIVING_BYTES // max_message_bytes, 4)
+        self._held: list[_Place] = []
+        self._freed = asyncio.Event()
+
+    async def receive(self, owner: str, requests: AsyncIterator[Any]) -> Any:
+        """Return the first message of a known caller. Raises Overloaded, TooSlow or InvalidArgument."""
+        await self._wait_for_place(owner)
+        with late(_RECEIVE_TIMEOUT_S):
+            place = _Place(owner, _now(), asyncio.timeout(_RECEIVE_TIMEOUT_S))
+            self._held.append(place)
+            try:
+                async with place.timeout:
+                    return await first_of(requests)
+            finally:
+                self._held.remove(place)
+                self._freed.set()
+                self._freed = asyncio.Event()
+
+    async def _wait_for_place(self, owner: str) -> None:
+        if self._fits(owner):
+            return
+        try:
+            async with asyncio.timeout(_ROOM_TIMEOUT_S):
+                while not self._fits(owner):
+                    self._shorten()
+                    await self._freed.wait()
+        except TimeoutError:
+            message = "this server receives as many requests as it can hold: try again"
+            raise Overloaded(message, retry_after_s=RETRY_S) from None
+
+    def _fits(self, owner: str) -> bool:
+        mine = sum(place.owner == owner for place in self._held)
+        return fits_share(owner, mine + 1, len(self._held) + 1, self._places)
+
+    def _shorten(self) -> None:
+        """Let the oldest message of the owner with the most of them arrive soon, or give up its place."""
+        counts = collections.Counter(place.owner for place in self._held)
+        for place in sorted(self._held, key=lambda place: -counts[place.owner]):
+            end = max(place.since + _KEPT_S, _now())
+            if (place.timeout.when() or 0.0) > end:
+                return place.timeout.reschedule(end)
+
+
+class NewestOnly:
+    """Room for calls without a token, which never wait: a new one ends the oldest.
+
+    Args:
+        each_s: The longest call.
+        per_connection: How many calls of one connection there may be. None: of any.
+    """
+
+    def __init__(self, places: int, each_s: float, per_connection: int | None = None) -> None:
+        self._places = places
+        self._each_s = each_s
+        self._per_connection = per_connection
+        self._held: list[tuple[str, asyncio.Timeout]] = []
+
+    @contextlib.asynccontextmanager
+    async def place(self, connection: str) -> AsyncIterator[None]:
+        """Hold a place. Raises TimeoutError when it ends."""
+        mine = [one for one in self._held if one[0] == connection]
+        if self._per_connection is not None and len(mine) >= self._per_connection:
+            self._end(mine[0])
+        if len(self._held) >= self._places:
+            self._end(self._held[0])
+        async with asyncio.timeout(self._each_s) as timeout:
+            self._held.append(one := (connection, timeout))
+            try:
+                yield
+            finally:
+                if one in self._held:
+                    self._held.remove(one)
+
+    def _end(self, one: tuple[str, asyncio.Timeout]) -> None:
+        self._held.remove(one)
+        one[1].reschedule(_now())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@contextlib.contextmanager
+def late(seconds: float) -> Iterator[None]:
+    """Turn TimeoutError into TooSlow."""
+    try:
+        yield
+    except TimeoutError:
+        raise TooSlow(f"the request did not arrive within {seconds:.0f} s, or others waited") from None
+
+
+async def first_of(requests: AsyncIterator[Any]) -> Any:
+    """Return a call's message. Raises InvalidArgument without one."""
+    async for request in requests:
+        return request
+    await asyncio.sleep(_CANCEL_WAIT_S)
+    raise InvalidArgument("request", "is missing")
