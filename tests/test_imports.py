@@ -213,7 +213,7 @@ def missing(source: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "dashboards", "deploy", "tests"])
-def test_what_does_not_serve_imports_modules_that_exist(folder: str) -> None:
+def test_tests_and_benchmarks_import_modules_that_exist(folder: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}: {node.module} {alias.name}"
         for path in (ROOT / folder).rglob("*.py")

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 OLD = ROOT / "tests" / "old_names.txt"
 LONGEST_NAME, LONGEST_SUBJECT = 65, 72
-SINCE = "487512d8"
+SINCE = "886130fb"
 """Subjects after this commit are checked."""
 _NO_BEHAVIOUR = re.compile(r"test_(of|what|where|whoever|whose|who|behind|as)_")
 _NOT_IMPERATIVE = re.compile(r"(\w+: )?(\w+(ed|ing)|a|an|the|of|what|where)\b", re.IGNORECASE)
