@@ -3,19 +3,22 @@
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..workers.messages.methods import PRESETS
 from ..workers.messages.requests import Sampling
 from ..workers.messages.states import DecodeStats, WorkerStats
+from ..workers.model.adapter import AdapterFiles
 from ..workers.model.calibrated.profile import Profile, load_profile
 from ..workers.model.directory.headers import check_weights, quantisation_notes
 from ..workers.model.directory.json_files import ModelError, read_json_or_empty
 from ..workers.model.directory.model_config import ModelConfig, lost_window_note, read_config
 from ..workers.model.directory.store import adapter_directory, model_directory
+from ..workers.model.directory.tokenizer_files import check_chat_template
 from ..workers.settings import ModelSpec
 from ..workers.tracing import SpanSink, provider
 from .config import ConfigError, DoorConfig, ServiceConfig
@@ -225,9 +228,10 @@ def check_start(settings: ServiceConfig) -> None:
     tls_files(settings.door)
     make_tracing(settings.door, "").stop()
     directory = Path(settings.model.path)
-    model = read_config(directory, settings.model.overrides)
+    model = checked_config(directory, settings.model.overrides)
+    if settings.model.adapter is not None:
+        AdapterFiles.read(settings.model.adapter, model)
     settings.check_against(model, load_profile(settings.model))
-    check_weights(directory, model)
     notes = [*quantisation_notes(directory, settings.model.quantisation or settings.model.dtype)]
     for note in filter(None, [*notes, lost_window_note(model)]):
         log.warning("%s", note)
@@ -239,6 +243,15 @@ def check_start(settings: ServiceConfig) -> None:
             "template): answers end at stop strings and max_tokens alone",
             directory,
         )
+
+
+def checked_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Read a model's config.json after its chat template has been tried, and compare it with the weights.
+    Raises ModelError."""
+    check_chat_template(directory)
+    model = read_config(directory, overrides)
+    check_weights(directory, model)
+    return model
 
 
 def observer(metrics: Metrics) -> Callable[[FleetView], None]:

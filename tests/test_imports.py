@@ -38,10 +38,11 @@ ROOMS = {
     "workers.model.families": "",
     "workers.model.family_registry": "workers.model.families",
     "workers.model.layer_shares": "",
+    "workers.model.adapter": "workers.model.directory",
     "workers.model.directory": """workers.settings workers.model.families workers.model.family_registry
         workers.model.layer_shares workers.model.weights.gguf_source workers.model.weights.tekken""",
     "workers.model.weights": """workers.settings workers.progress workers.model.family_registry
-        workers.model.layer_shares workers.model.directory kernels""",
+        workers.model.layer_shares workers.model.adapter workers.model.directory kernels""",
     "workers.model.decoder": """workers.settings workers.progress workers.model.directory
         workers.model.weights kernels""",
     "workers.model.calibrated": "workers.settings workers.model.directory kernels",
@@ -70,6 +71,7 @@ ROOMS = {
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.tracing workers.model.directory
+        workers.model.adapter
         workers.model.calibrated service.config service.metrics service.fleet service.request
         service.door service.tracing""",
     "service.exporter": "service.metrics",

@@ -10,14 +10,13 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from ...workers.model.directory.json_files import ModelError
-from ...workers.model.directory.model_config import read_config
 from ...workers.model.directory.store import model_directory
 from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..local.log_file import default_log, output_to
 from ..local.machine import this_machine
 from ..local.readiness import StartError
-from ..wiring import local_model
+from ..wiring import checked_config, local_model
 from .automatic import NO_WISHES, Wishes, choose
 from .size_command import HUB
 from .terminal import err, fail
@@ -96,7 +95,7 @@ def read_settings(
 
 def _chosen(model: str, adapter: str | None, wishes: Wishes) -> ServiceConfig:
     path = HUB.get(model, model)
-    choice = choose(read_config(model_directory(path)), path, this_machine(), wishes)
+    choice = choose(checked_config(model_directory(path)), path, this_machine(), wishes)
     for name, line in zip(("machine", "context"), choice.lines, strict=True):
         err.print(f"{name:9} {line}", soft_wrap=True, markup=False, highlight=False)
     content = choice.content | {"model": choice.content["model"] | {"adapter": adapter}}

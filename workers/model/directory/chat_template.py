@@ -1,6 +1,14 @@
-"""A model's chat template, in the dialect of Jinja that such templates use."""
+"""A model's chat template, in the dialect of Jinja that such templates use.
+
+As a program, this module reads a template and renders samples, for `check_template`.
+"""
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -16,6 +24,15 @@ OURS = ("messages", "add_generation_prompt")
 
 _FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 """Errors of templates with messages that their authors did not foresee."""
+
+
+_CPU_S, _MEMORY = 5, 2 << 30
+"""The limits of `check_template`. Templates take milliseconds."""
+_LIMITS = {resource.RLIMIT_CPU: _CPU_S, resource.RLIMIT_AS: _MEMORY, resource.RLIMIT_CORE: 0}
+_SAMPLES = (
+    ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
+    ({"role": "system", "content": "a"}, {"role": "user", "content": "b"}),
+)
 
 
 class ChatTemplate:
@@ -76,3 +93,42 @@ def _environment() -> jinja2.Environment:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+def check_template(source: str, variables: Mapping[str, Any]) -> str | None:
+    """Say why a template cannot be used: it nests too deeply, or takes too much time or memory. None if it
+    can.
+
+    It runs in another process, since jinja bounds neither. What it refuses to render is no fault.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    asked = json.dumps({"source": source, "variables": dict(variables)})
+    command = [sys.executable, "-m", __name__]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode == 0:
+        return done.stdout.strip() or None
+    if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
+        return f"a short conversation takes more than {_CPU_S} s to render"
+    return (done.stderr.strip() or "it cannot be read").splitlines()[-1]
+
+
+def _check_in_bounds(source: str, variables: Mapping[str, Any]) -> str:
+    try:
+        template = ChatTemplate(source)
+        for messages in _SAMPLES:
+            for answer in (False, True):
+                template.render(messages, answer, variables)
+    except jinja2.TemplateError as error:
+        return "it nests too deeply" if isinstance(error.__cause__, RecursionError) else ""
+    except RecursionError:
+        return "it nests too deeply"
+    except (MemoryError, OverflowError):
+        return f"a short conversation takes more than {_MEMORY >> 30} GiB of memory to render"
+    return ""
+
+
+if __name__ == "__main__":
+    for kind, most in _LIMITS.items():
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    print(_check_in_bounds(**json.load(sys.stdin)))

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
-
 from ...settings import ModelSpec
-from .headers import read_header
-from .json_files import ModelError, read_json
+from .headers import open_gguf, read_header
+from .json_files import read_json
 from .model_config import ModelConfig, config_of
 from .store import adapter_directory, gguf_parts, model_directory, weight_file, weight_index
 
@@ -87,10 +85,6 @@ def _safetensors(path: Path) -> Iterator[Tensor]:
 
 def _gguf(path: Path) -> Iterator[Tensor]:
     for part in gguf_parts(path):
-        try:
-            reader: Any = GGUFReader(part)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{part} cannot be read as GGUF: {error}") from None
-        for tensor in reader.tensors:
+        for tensor in open_gguf(part).tensors:
             sample = tensor.data.reshape(-1).view("uint8")[:SAMPLE_BYTES].tobytes()
             yield tensor.name, tensor.tensor_type.name, [int(size) for size in tensor.shape], sample

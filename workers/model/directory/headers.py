@@ -3,21 +3,29 @@
 Only biases that must be 0 are read.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .json_files import ModelError, read_json, refuse_pointer
+import numpy as np
+from gguf import GGUFReader
+from safetensors import SafetensorError, safe_open
+
+from .json_files import UNFORESEEN, ModelError, check_file, parse_json, read_json
 from .model_config import EMBEDDING, HEAD, ModelConfig, Shape
 from .quantised import FLOATS, Quantised, has_kv_scales, is_ignored, quantised_form
-from .store import weight_file, weight_index
+from .store import gguf_parts, weight_file, weight_index
 from .text_part import own_names
 
 _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"
 """A tensor of old checkpoints, which is not needed."""
+_LONGEST_HEADER = 100_000_000
+"""Bytes. The library reads no longer ones."""
+_MOST_VALUES = 1 << 23
+"""Of a GGUF file. Each is read apart, and a large vocabulary has two millions."""
 _OF_ANOTHER = "take weights and config.json of one model"
 
 
@@ -38,20 +46,52 @@ def read_header(path: Path) -> dict[str, Stored]:
     The file begins with the length of its JSON header (uint64). Offsets count from the header's end.
     """
     try:
-        refuse_pointer(path)
+        check_file(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
-            content = json.loads(file.read(min(start, size) - 8))
+            if start > _LONGEST_HEADER:
+                raise ValueError(f"its header has {start - 8} bytes")
+            content = parse_json(file.read(start - 8))
         tensors = dict(_tensors(path, content, start))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ModelError):
-            raise
+    except ModelError:
+        raise
+    except (OSError, *UNFORESEEN) as error:
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
     end = max((tensor.end for tensor in tensors.values()), default=start)
     if size != end:
         raise ModelError(f"{path} has {size} bytes of {end}: download it again")
+    try:
+        safe_open(path, "numpy").__exit__(None, None, None)  # it compares offsets with shapes
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
     return tensors
+
+
+class _BoundedReader(GGUFReader):
+    """Reads a file's metadata, which may lie about lengths and counts."""
+
+    _values = 0
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        self._values += 1
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if not 0 <= end <= len(self.data):
+            raise ValueError(f"it has {len(self.data)} bytes of {end}")
+        if self._values > _MOST_VALUES:
+            raise ValueError(f"it has more than {_MOST_VALUES} values beside its tensors")
+        return super()._get(offset, dtype, count, override_order)
+
+
+def open_gguf(path: Path) -> Any:
+    """Return a `gguf.GGUFReader` of a file. Raises ModelError."""
+    try:
+        check_file(path)
+        return _BoundedReader(path)
+    except ModelError:
+        raise
+    except (OSError, *UNFORESEEN) as error:
+        raise ModelError(f"{path} cannot be read as GGUF: {error}: download it again") from None
 
 
 def _tensors(
@@ -71,7 +111,10 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
     """
     stored = _stored(directory)
     if stored is None:
+        for part in gguf_parts(weight_file(directory)):
+            open_gguf(part)
         return
+    _check_counts(directory, stored, config)
     stored = {
         own: stored[name] for own, name in own_names(stored, read_json(directory / "config.json")).items()
     }
@@ -83,6 +126,18 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
         expected[HEAD] = table
     for problem in _problems(stored, expected, config, form):
         raise ModelError(f"{directory}: {problem}")
+
+
+def _check_counts(directory: Path, stored: Mapping[str, Stored], config: ModelConfig) -> None:
+    """Refuse more layers and experts than there are tensors, before each is looked at. Raises ModelError."""
+    mixture = config.mixture
+    experts = 0 if mixture is None else mixture.experts * (config.layers - len(mixture.dense_layers))
+    if config.layers + experts > len(stored):
+        of = f" with {mixture.experts} experts" if mixture is not None else ""
+        raise ModelError(
+            f"{directory}: config.json says {config.layers} layers{of}, but the weights hold {len(stored)} "
+            f"tensors: {_OF_ANOTHER}"
+        )
 
 
 def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:

@@ -1,18 +1,42 @@
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 WEIGHT_INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs.github.com/"
+_MOST = 10_000
+"""More layers or experts no model has, and each costs time before weights are compared."""
+UNFORESEEN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
+"""Errors of readers whose files hold something that they do not expect."""
 
 
 class ModelError(ValueError):
     """A model cannot be used. The message says what to do."""
 
 
-def refuse_pointer(path: Path) -> None:
+@contextlib.contextmanager
+def broken(path: Path) -> Iterator[None]:
+    """Raise errors of content that no reader foresaw as ModelError, which names the file."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except UNFORESEEN as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"{path} is broken ({reason}): take it from another copy of this model") from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is no file, and a pointer to one. Raises OSError if it is not there, or ModelError.
+
+    A pipe would be waited for, and a device may never end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ModelError(f"{path} is a folder, pipe or device: a file is needed")
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(
@@ -20,11 +44,19 @@ def refuse_pointer(path: Path) -> None:
             )
 
 
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError, also for content that nests too deeply."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError, which names the file."""
     try:
-        refuse_pointer(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        check_file(path)
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist: a model directory needs a {path.name}") from None
     except ModelError:
@@ -47,6 +79,13 @@ def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -
         raise ModelError(f"config.json has no {key!r}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json: {key} = {value!r} is not a positive whole number")
+    return value
+
+
+def few(raw: Mapping[str, Any], key: str, value: int) -> int:
+    """Return a number of layers or experts. Raises ModelError if no model has so many."""
+    if value > _MOST:
+        raise ModelError(f"config.json: {key} = {raw[key]!r} is more than any model has")
     return value
 
 

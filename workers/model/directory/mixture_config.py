@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .json_files import ModelError, natural, positive_int, positive_number
+from .json_files import ModelError, few, natural, positive_int, positive_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,8 @@ def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
     another."""
     if not raw.get("num_experts"):
         return None
-    experts, chosen = positive_int(raw, "num_experts"), positive_int(raw, "num_experts_per_tok")
+    experts = few(raw, "num_experts", positive_int(raw, "num_experts"))
+    chosen = positive_int(raw, "num_experts_per_tok")
     groups, chosen_groups = positive_int(raw, "n_group", 1), positive_int(raw, "topk_group", 1)
     if experts % groups or (groups > 1 and experts < 2 * groups) or chosen_groups > groups:
         raise ModelError(

@@ -12,7 +12,15 @@ from ...settings import ModelSpec
 from ..families.family import OPTIONAL, Family
 from ..family_registry import FAMILIES, family_of, load_families, unserved_features
 from ..layer_shares import LayerShare, balanced
-from .json_files import ModelError, positive_int, positive_number, read_json, read_json_or_empty
+from .json_files import (
+    ModelError,
+    broken,
+    few,
+    positive_int,
+    positive_number,
+    read_json,
+    read_json_or_empty,
+)
 from .mixture_config import MixtureConfig, read_mixture
 from .quantised import quantised_form
 from .rope_config import (
@@ -319,8 +327,13 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     Raises:
         ModelError: A file or key is missing, or our decoder would compute something else.
     """
-    raw = text_config(read_json(Path(directory) / "config.json"))
-    extra = dict(overrides or {})
+    path = Path(directory) / "config.json"
+    with broken(path):
+        return _read_config(path.parent, dict(overrides or {}))
+
+
+def _read_config(directory: Path, extra: dict[str, Any]) -> ModelConfig:
+    raw = text_config(read_json(directory / "config.json"))
     for key in extra:
         if key not in OVERRIDES:
             raise ModelError(f"model override {key!r} is unknown; known: {', '.join(sorted(OVERRIDES))}")
@@ -330,10 +343,11 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     rope = read_rope(raw, extra, family)
     refuse_unscaled(extra, positions(raw, rope, {}))
     _refuse_unread(raw, family)
-    quantised_form(Path(directory), raw)
+    quantised_form(directory, raw)
     heads, hidden = positive_int(raw, "num_attention_heads"), positive_int(raw, "hidden_size")
     head_dim = positive_int(raw, "head_dim", family.implied.get("head_dim", hidden // heads))
-    rotated, layers = rotary_dim(raw, head_dim), positive_int(raw, "num_hidden_layers")
+    rotated = rotary_dim(raw, head_dim)
+    layers = few(raw, "num_hidden_layers", positive_int(raw, "num_hidden_layers"))
     mixture = read_mixture(raw, layers)
     reach, biased = positions(raw, rope, extra), bool(raw.get("attention_bias"))
     window, sliding = read_windows(raw, family, layers, reach)
@@ -352,7 +366,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         "qkv_bias": biased,
         "o_bias": bool(raw["attention_out_bias"]) if "attention_out_bias" in family.implied else biased,
         "mlp_bias": bool(raw.get("mlp_bias")),
-        "eos_ids": _eos_ids(Path(directory), raw),
+        "eos_ids": _eos_ids(directory, raw),
         "activation": family.hidden_act,
         "rotary_dim": None if rotated == head_dim else rotated,
         "unrotated_layers": _unrotated(raw, layers),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .json_files import WEIGHT_INDEX, ModelError, read_json
+from .json_files import WEIGHT_INDEX, ModelError, broken, check_file, read_json
 from .tokenizer_files import has_tokenizer
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -179,7 +179,8 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
         try:
-            convert_gguf(path, work)
+            with broken(path):
+                convert_gguf(path, work)
             _open_to_readers(work)
             os.rename(work, target)
         finally:
@@ -243,6 +244,7 @@ def _checked_directory(path: Path) -> Path:
 def _sha256(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
+        check_file(path)
         with path.open("rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..families.family import Family
 from ..family_registry import family_of, wrapped_architectures
-from .json_files import ModelError, natural, positive_int
+from .json_files import ModelError, few, natural, positive_int
 
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the language model's tensors begin in a multimodal checkpoint → in one of its own.
@@ -56,7 +56,7 @@ def further_layers(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     if "num_nextn_predict_layers" not in family.implied:
         return ()
     first = positive_int(raw, "num_hidden_layers")
-    count = natural(raw, "num_nextn_predict_layers")
+    count = few(raw, "num_nextn_predict_layers", natural(raw, "num_nextn_predict_layers"))
     return tuple(f"model.layers.{n}." for n in range(first, first + count))
 
 

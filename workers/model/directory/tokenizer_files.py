@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 
 from ..weights import tekken
-from .chat_template import ChatTemplate
-from .json_files import ModelError, read_json, read_json_or_empty, refuse_pointer
+from .chat_template import ChatTemplate, check_template
+from .json_files import ModelError, broken, check_file, read_json, read_json_or_empty
 
 TOKENIZER = "tokenizer.json"
 _CONFIG, _ADDED, _TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
@@ -95,16 +95,12 @@ def _text(token: Any) -> str:
 
 
 def _template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    path, source = directory / _CONFIG, config.get("chat_template")
-    if (directory / _TEMPLATE).is_file():
-        path = directory / _TEMPLATE
-        source = _read_text(path)
-    if isinstance(source, list):
-        source = _default(path, source)
+    path, source = _template_source(directory, config)
     if source is None:
         return None
     try:
-        return ChatTemplate(str(source))
+        with broken(path):
+            return ChatTemplate(str(source))
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(
             f"{path}: the chat template is broken in its line {error.lineno}: {error.message}: mend it, or "
@@ -112,9 +108,27 @@ def _template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None
         ) from None
 
 
+def _template_source(directory: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
+    path, source = directory / _CONFIG, config.get("chat_template")
+    if (directory / _TEMPLATE).is_file():
+        path = directory / _TEMPLATE
+        source = _read_text(path)
+    return path, _default(path, source) if isinstance(source, list) else source
+
+
+def check_chat_template(directory: Path) -> None:
+    """Refuse a chat template that would never end. Do so before anything else reads it. Raises ModelError."""
+    config = _of_tekken(directory) | read_json_or_empty(directory / _CONFIG)
+    path, source = _template_source(directory, config)
+    if source is None:
+        return
+    if reason := check_template(str(source), _named(config)):
+        raise ModelError(f"{path}: the chat template cannot be used: {reason}")
+
+
 def _read_text(path: Path) -> str:
     try:
-        refuse_pointer(path)
+        check_file(path)
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} is not text: {error}") from None

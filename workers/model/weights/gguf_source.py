@@ -9,13 +9,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, quants
+from gguf import GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from ..directory.headers import open_gguf
 from ..directory.json_files import WEIGHT_INDEX, ModelError
 from ..directory.model_config import read_config
 from ..directory.store import gguf_parts
+from ..directory.tokenizer_files import check_chat_template
 from ..family_registry import gguf_families
 from .gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json
 
@@ -94,7 +96,7 @@ class GgufSource:
     def __init__(self, path: str | Path) -> None:
         parts = gguf_parts(Path(path))
         self.path = parts[0]
-        readers = [_opened(part) for part in parts]
+        readers = [open_gguf(part) for part in parts]
         self._reader = readers[0]
         self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         self._refuse_other_parts(parts, readers)
@@ -123,7 +125,14 @@ class GgufSource:
     @property
     def _layers(self) -> int:
         """The model's layers. Those behind them, which predict further tokens, do not count."""
-        return int(self.model_field("block_count")) - int(self.model_field(_PREDICTING, 0))
+        return int(self.model_field("block_count")) - self._predicting
+
+    @property
+    def _predicting(self) -> int:
+        count = int(self.model_field(_PREDICTING, 0))
+        if count > len(self._tensors):
+            raise ModelError(f"{self.path}: GGUF key {_PREDICTING} = {count}, but it has fewer tensors")
+        return count
 
     @property
     def _has_experts(self) -> bool:
@@ -131,7 +140,7 @@ class GgufSource:
 
     def _places(self, blocks: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, int | None]]]:
         """Yield our name of each tensor, the file's name, and the number of its expert."""
-        predicting = tuple(f"blk.{self._layers + n}." for n in range(self.model_field(_PREDICTING, 0)))
+        predicting = tuple(f"blk.{self._layers + n}." for n in range(self._predicting))
         for name in self._tensors.keys() - {*_ROPE_FACTORS}:
             if name.startswith(predicting):
                 continue
@@ -325,13 +334,6 @@ class GgufSource:
         raise ModelError(f"{self.path}: GGUF key {name} = {value} is not supported with this kind of scaling")
 
 
-def _opened(path: Path) -> Any:
-    try:
-        return GGUFReader(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as GGUF: {error}") from None
-
-
 def _split(reader: Any, key: str, default: int) -> int:
     entry = reader.get_field(f"split.{key}")
     return default if entry is None else int(entry.contents())
@@ -394,6 +396,7 @@ def convert_gguf(path: Path, work: Path) -> None:
     ids: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(source, work)
+    check_chat_template(work)
     read_config(work)  # refuse a model before the long part
     _write_weights(source, work)
 

@@ -107,12 +107,10 @@ class _Reader:
 
     def __init__(self, source: WeightSource, spec: StackSpec) -> None:
         self.source, self.spec = source, spec
-        self._adapter = None if spec.adapter is None else LoraAdapter(spec.adapter, spec.config.layers)
+        self._adapter = None if spec.adapter is None else LoraAdapter(spec.adapter, spec.config)
         self._uploads = Uploads(spec.device)
         self._shapes = spec.config.shapes()
         self._shapes.setdefault(HEAD, self._shapes[EMBEDDING])
-        if self._adapter is not None:
-            self._adapter.require_in(self._shapes)
         self._channels_D = rotary_order(spec.config)
 
     def get(self, *names: str, split: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:

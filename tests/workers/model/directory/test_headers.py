@@ -234,6 +234,7 @@ def test_a_pointer_in_the_place_of_weights_is_named(sharded: Path) -> None:
     )
 
 
-def test_a_gguf_is_left_to_who_reads_it(single: Path) -> None:
+def test_a_gguf_beside_a_configuration_must_be_one(single: Path) -> None:
     (single / SINGLE).rename(single / "model.gguf")
-    check(single)
+    with pytest.raises(ModelError, match=r"model\.gguf cannot be read as GGUF: GGUF magic invalid"):
+        check(single)
