@@ -98,10 +98,10 @@ class DecodeScheduler:
 
     async def run(self) -> None:
         while not self._stopping:
+            self._wake.clear()  # before anything is looked at: a later call of `stop` or `wake` is not lost
             self.drop_ended()
             await self._forget_ended()
             if not self._has_work():
-                self._wake.clear()
                 await self._wake.wait()
                 continue
             firsts = self._admit()

@@ -1,0 +1,204 @@
+"""A scheduler that is stopped, given work or robbed of it at each of its awaits, over a runner that computes
+nothing."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from deltafront.workers.decode.reads import Read
+from deltafront.workers.decode.request import DecodeRequest
+from deltafront.workers.decode.runner import ReadPart, ReadResult, SampledToken
+from deltafront.workers.decode.scheduler import DecodeScheduler
+from deltafront.workers.decode.step_rows import Row
+from deltafront.workers.kv.arrival import KVArrival
+from deltafront.workers.kv.handoff.inbox import KVInbox
+from deltafront.workers.kv.pages.host_tier import PagesBack
+from deltafront.workers.kv.pages.pool import PagePool
+from deltafront.workers.kv.pages.request_pages import RequestPages
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.requests import GenerateJob, Reservation, Sampling
+from deltafront.workers.settings import DecodeConfig
+
+from ...suspensions import Acting, Inline, at_each_await, until
+
+LAYERS = 4
+
+
+class Step:
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def chosen(self) -> list[SampledToken]:
+        return [SampledToken(7, -1.0)] * self._rows
+
+
+class Runner:
+    """A `DecodeRunner`. `after_part` is called once some layers of a read are computed."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+        self.after_part: Callable[[], None] = lambda: None
+        self.begun: set[int] = set()
+
+    def first_tokens(self, logits: Sequence[Any], rows: Sequence[Row], copies: Any) -> list[SampledToken]:
+        return Step(len(rows)).chosen()
+
+    def append(self, pages: Any, step: Read, last: bool, copy: Any, part: ReadPart | None) -> ReadResult:
+        if part is not None:
+            self.begun.add(part.key)
+            self.after_part()
+        return ReadResult()
+
+    def forget_read(self, key: int) -> None:
+        self.begun.remove(key)
+
+    def launch(self, rows: Sequence[Row]) -> Step:
+        return Step(len(rows))
+
+
+class Scene:
+    """A request whose read begins while its last layers are still coming, and that is cancelled then. Unless
+    it is `alone`, another one answers, and a third reads and answers."""
+
+    def __init__(self, asynchronous: bool, *, alone: bool = False) -> None:
+        self.runner, self.pool = Runner(asynchronous), PagePool(32)
+        config = DecodeConfig(cache_tokens=512, page_selection="full", max_batch=2)
+        self.scheduler = DecodeScheduler(
+            self.runner,  # type: ignore[arg-type]
+            Inline(),
+            lambda _request: None,
+            config,
+            (),
+            lambda: 0.0,
+        )
+        self.answers, self.reads = self.request("answers"), self.request("reads", reads=True)
+        self.begins = self.request("begins", reads=True, coming=2)
+        self.runner.after_part = self.cancel_begun
+        self.all = (self.begins,) if alone else (self.begins, self.answers, self.reads)
+        for request in self.all:
+            self.scheduler.submit(request)
+
+    def request(self, name: str, *, reads: bool = False, coming: int = 0) -> DecodeRequest:
+        table = self.pool.allocate(4)
+        back = PagesBack(table[:1], (0,), LAYERS, 0.0)
+        back.left = coming
+        pages = RequestPages(pool=self.pool, table=table, held_tokens=16, coming=(back,) if coming else ())
+        request = DecodeRequest(
+            serial=table[0],
+            layers=LAYERS,
+            reservation=Reservation(
+                request_id=name, owner="me", prompt_tokens=3, max_tokens=3, reads_rest=reads
+            ),
+            pages=pages,
+            reserved=0.0,
+            renewed=0.0,
+            length=16,
+        )
+        request.inbox = KVInbox(KVArrival(LAYERS, 16, 16), pages, lambda: None)
+        request.job = GenerateJob(request_id=name, sampling=Sampling(max_tokens=3, ignore_eos=True))
+        request.logits = object()
+        request.reads = deque([Read(16, array("I", [1, 2, 3]))] if reads else [])
+        self.back = back
+        return request
+
+    def cancel_begun(self) -> None:
+        self.begins.close(FinishReason.CANCELLED, "its client has left")
+        self.back.moved(0, "it is not needed any more")
+
+    def all_over(self) -> bool:
+        return all(request.ended for request in self.all) and not self.runner.begun
+
+    def stop(self) -> None:
+        """As a closing engine does."""
+        for request in self.all:
+            request.close(FinishReason.CANCELLED, "the worker is shutting down")
+        self.scheduler.stop()
+
+
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+
+
+@AHEAD
+@pytest.mark.parametrize("alone", [False, True], ids=["busy", "nothing else to do"])
+async def test_it_ends_wherever_it_is_stopped(ahead: bool, alone: bool) -> None:
+    async def stopped_at(number: int) -> bool:
+        scene = Scene(ahead, alone=alone)
+        acting = Acting(scene.scheduler.run(), number, scene.stop)
+        running = acting.start()
+        await until(lambda: acting.acted)
+        if not acting.acted:
+            scene.stop()
+        assert await until(running.done), f"it was stopped at its await number {number}, and never ends"
+        await running
+        return acting.acted
+
+    least = 3 if alone else 7  # a read, one given up and idleness; with others first tokens and steps, too
+    assert await at_each_await(stopped_at) >= least
+
+
+@AHEAD
+async def test_a_request_that_comes_at_any_time_is_answered(ahead: bool) -> None:
+    async def comes_at(number: int) -> bool:
+        scene = Scene(ahead)
+        late = scene.request("late")
+        acting = Acting(scene.scheduler.run(), number, lambda: scene.scheduler.submit(late))
+        running = acting.start()
+        await until(lambda: acting.acted)
+        if acting.acted:
+            assert await until(lambda: late.ended), f"it came at await number {number}, and is never answered"
+            assert (late.ended, late.produced) == ((FinishReason.LENGTH, ""), 3)
+        assert await until(scene.all_over)
+        scene.scheduler.stop()
+        assert await until(running.done)
+        return acting.acted
+
+    assert await at_each_await(comes_at) > 6
+
+
+@AHEAD
+async def test_a_request_that_is_cancelled_at_any_time_gives_its_pages_back(ahead: bool) -> None:
+    async def leaves_at(number: int) -> bool:
+        scene = Scene(ahead)
+        left = scene.reads
+        acting = Acting(
+            scene.scheduler.run(), number, lambda: left.close(FinishReason.CANCELLED, "its client has left")
+        )
+        running = acting.start()
+        await until(lambda: acting.acted)
+        assert await until(left.pages.freed.is_set), f"cancelled at await number {number}, it keeps its pages"
+        assert await until(scene.all_over)
+        assert scene.answers.ended == (FinishReason.LENGTH, "") and scene.answers.produced == 3
+        scene.scheduler.stop()
+        assert await until(running.done)
+        assert scene.pool.used == 0
+        return acting.acted
+
+    assert await at_each_await(leaves_at) > 6
+
+
+async def test_k_v_that_comes_at_any_time_is_read() -> None:
+    async def come_at(number: int) -> bool:
+        scene = Scene(False)
+        scene.runner.after_part = lambda: None
+
+        def come() -> None:
+            scene.back.moved(2)
+            scene.scheduler.wake()
+
+        acting = Acting(scene.scheduler.run(), number, come)
+        running = acting.start()
+        await until(lambda: acting.acted)
+        if not acting.acted:
+            come()
+        assert await until(lambda: scene.begins.ended), f"it came at await number {number}, and is never read"
+        assert scene.begins.produced == 3
+        scene.scheduler.stop()
+        assert await until(running.done)
+        return acting.acted
+
+    assert await at_each_await(come_at) > 6
