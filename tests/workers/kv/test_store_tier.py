@@ -15,6 +15,7 @@ from deltafront.workers.kv.pages import store_tier
 from deltafront.workers.kv.pages.host_tier import HostTier
 from deltafront.workers.kv.pages.store_tier import StoreError, StoreTier
 
+from ...suspensions import Acting, at_each_await, until
 from ..keys import key_of
 from .test_entries import manager, spell
 
@@ -78,6 +79,14 @@ class Setup:
         letters = self.files[name]
         for place, slot in enumerate(slots, start=len(letters) - GROUP):
             self.on_host[slot] = letters[: place + 1]
+
+    async def saves(self, work: str, name: bytes, slots: Sequence[int]) -> None:
+        """Like `stored`, for groups that are saved and removed."""
+        await asyncio.sleep(0)
+        if work == "save":
+            self.files[name] = self.on_host[slots[-1]]
+        else:
+            self.files.pop(name)
 
     async def finish(self, name: bytes) -> None:
         self.reading[name].set_result(None)
@@ -143,6 +152,39 @@ async def test_a_rank_that_is_lost_fails_all_who_wait() -> None:
     failures = await asyncio.gather(*loads, return_exceptions=True)
     assert [str(failure) for failure in failures] == ["it is lost"] * 2
     assert run.all_free and not run.store._loading
+
+
+async def test_a_group_is_saved_from_its_own_slots_whoever_wants_them() -> None:
+    async def wanted_at(number: int) -> bool:
+        run, key = Setup(2 * GROUP, ["xy"]), key_of(spell("ab"))
+        run.store._room, run.store._stored = 1, run.saves
+        pool = run.host.pool
+        slots = pool.allocate(GROUP)
+        pool.entries.add(key.root, key.chain, slots, 0.0)
+        run.on_host[slots[0]], run.on_host[slots[1]] = "a", "ab"
+        run.store._offer(slots)
+        pool.release(slots)
+        taken: list[int] = []
+
+        def want() -> None:
+            """Another prompt takes all slots that nobody holds."""
+            taken.extend(pool.allocate(pool.free))
+            for slot in taken:
+                run.on_host[slot] = "other"
+
+        acting = Acting(run.store.run(), number, want)
+        saving = acting.start()
+        await until(lambda: acting.acted)
+        assert await until(lambda: saving.done() or not run.store.busy)
+        assert not saving.done(), f"saving ended: {saving.exception()!r}"
+        pool.release(taken)
+        saving.cancel()
+        await asyncio.gather(saving, return_exceptions=True)
+        assert all(name_of(letters) == name for name, letters in run.files.items())
+        assert run.all_free
+        return acting.acted
+
+    assert await at_each_await(wanted_at) > 2, "a group is removed, one is saved, and dates are written"
 
 
 async def test_without_room_nobody_gets_anything() -> None:

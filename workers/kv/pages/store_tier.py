@@ -206,12 +206,13 @@ class StoreTier:
         if self._groups.page_of(entry.name) is not None:
             self._hold(entry.name, retain_s)
             return
-        slots = self._slots_of(entry.name)
-        if len(slots) < GROUP_PAGES or not await self._make_room():
+        slots, pool = self._slots_of(entry.name), self._host.pool
+        if len(slots) < GROUP_PAGES:
             return
-        pool = self._host.pool
-        pool.retain(slots)
+        pool.retain(slots)  # from here on, since other pages may want them while room is made
         try:
+            if not await self._make_room():
+                return
             await self._stored("save", entry.name, slots)
         except StoreError as error:
             self.lost += 1
