@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ...workers.messages.stages import HandoffFailed
 from ...workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
 from ...workers.remote import Failure, remote
 from ...workers.roles import DecodeWorker, Group
-from ..errors import WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
+from ..errors import Unavailable, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from .fleet import WorkerHandles
 
 
@@ -20,7 +21,11 @@ class RayDirectory:
         """The actor's id and proxy, by name."""
 
     async def find(self) -> WorkerHandles:
-        actors = await asyncio.to_thread(_list_actors)
+        try:
+            actors = await asyncio.to_thread(_list_actors)
+        except RayError as error:
+            what = f"Ray does not say which workers there are ({type(error).__name__})"
+            raise Unavailable(what, retry_after_s=1.0) from error
         self._known = {name: self._known_or_new(name, actor) for name, actor in actors.items()}
         return WorkerHandles(self._named(PREFILL_PREFIX), self._named(DECODE_PREFIX))
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 
+from ...workers.waits import said_when_slow
 from ..errors import (
     Cancelled,
     DeltafrontError,
@@ -21,13 +22,15 @@ from ..errors import (
     InvalidArgument,
     NotFound,
     Unauthenticated,
+    Unavailable,
+    WorkerError,
     WorkerLost,
 )
 from ..fleet.session_ids import NO_SESSION, worker_of
 from ..metrics import FINISHED
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
 from .audit import Audit
-from .callers import Caller
+from .callers import RETRY_S, Caller
 from .calls import GenerateRequest, PrefillRequest
 from .check import Limits, checked_call, is_request_id
 from .context import Accepted, Resources
@@ -72,6 +75,7 @@ class RequestHandler:
         self._accepted: set[Accepted] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         """Cancelled runs stay here until they have ended."""
+        self._stopping = False
 
     @property
     def ready(self) -> bool:
@@ -202,11 +206,18 @@ class RequestHandler:
         return sum(a.task is not None and a.task.cancel() for a in matching)
 
     async def release_session(self, accepted: Accepted, session_id: str) -> None:
-        """Release a caller's session. Raises InvalidArgument or NotFound."""
+        """Release a caller's session. Raises InvalidArgument, NotFound or Unavailable."""
         if not session_id:
             raise InvalidArgument("session_id", "is empty")
         worker = await self._resources.fleet.session_worker(worker_of(session_id))
-        if not await worker.release_session(session_id, accepted.caller.owner):
+        try:
+            released = await worker.release_session(session_id, accepted.caller.owner)
+        except WorkerLost:  # after it was found
+            released = False
+        except WorkerError as error:
+            what = f"the session was not released: {error.message}"
+            raise Unavailable(what, retry_after_s=RETRY_S) from error
+        if not released:
             raise NotFound(NO_SESSION)
 
     async def server_info(self) -> ServerInfo:
@@ -225,14 +236,19 @@ class RequestHandler:
         )
 
     async def stop(self) -> None:
-        while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks)
+        """Cancel all requests, and refuse those that come from now on."""
+        self._stopping = True
+        with said_when_slow(lambda: f"{len(self._tasks)} requests that were cancelled"):
+            while self._tasks:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.wait(self._tasks)
         self.text_budget.stop()
 
     async def _events(self, accepted: Accepted, run: RequestRun) -> AsyncGenerator[RequestEvent, None]:
         """Run the request and yield its events. Closing the stream cancels the run."""
+        if self._stopping:  # it may have been accepted before
+            raise Unavailable("this door is stopping: try again", retry_after_s=RETRY_S)
         accepted.outcome = Cancelled("the client went away")  # unless the run ends first
         task = accepted.task = asyncio.create_task(run.run())
         self._tasks.add(task)

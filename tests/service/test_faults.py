@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Token
-from deltafront.service.errors import NotFound, Overloaded, Unavailable
+from deltafront.service.errors import NotFound, Overloaded, Unavailable, WorkerFailed, WorkerLost
 from deltafront.service.request.run import attempt
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import RefusalReason, Refused
@@ -166,6 +166,47 @@ def test_sessions_die_with_their_worker(house: House, client: DeltafrontClient) 
         list(client.generate(session_id=session, append="q"))
     with pytest.raises(NotFound):
         client.release(session)
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"),
+    [
+        (WorkerLost("decode:d0", "it died"), (NotFound, "no such session")),
+        (WorkerFailed("decode:d0", "the worker is shutting down"), (Unavailable, "shutting down")),
+    ],
+    ids=["dies", "fails"],
+)
+def test_a_release_on_a_worker_that_dies_is_no_internal_error(
+    house: House, client: DeltafrontClient, fault: Exception, answer: tuple[type[Exception], str]
+) -> None:
+    *_, made = client.prefill(PROMPT)
+
+    async def release_session(*_arguments: str) -> bool:
+        raise fault
+
+    house.decode.release_session = release_session  # type: ignore[method-assign,assignment]
+    with pytest.raises(answer[0], match=answer[1]):
+        client.release(made.session.session_id)  # type: ignore[union-attr]
+
+
+def test_a_request_outlives_a_silent_control_store(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Ray's control store does not answer, just after a worker has died."""
+    failures, generate = list[Unavailable](), house.decode.generate
+
+    async def refresh() -> None:
+        failures.append(Unavailable("Ray does not say which workers there are"))
+        raise failures[-1]
+
+    def die(*_arguments: Any) -> Any:
+        house.decode.generate = generate  # type: ignore[method-assign]
+        raise WorkerLost("decode:d0", "it died")
+
+    monkeypatch.setattr(house.fleet, "refresh", refresh)  # the request's own; the door goes on looking
+    monkeypatch.setattr(house.decode, "generate", die)
+    text, *_ = collect(client.generate(PROMPT, max_tokens=9))
+    assert text == expected(ids(PROMPT), 9) and failures
 
 
 def test_a_failed_session_request_goes_on(house: House, client: DeltafrontClient) -> None:

@@ -88,5 +88,6 @@ class Replays:
         self.resources.metrics.replayed()
         if not fleet.view.ready:
             await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self.failures - 1))
-            await fleet.refresh()
+            with contextlib.suppress(Unavailable):  # the door goes on looking, and the next attempt waits
+                await fleet.refresh()
         self.clock.lap(REPLAY)
