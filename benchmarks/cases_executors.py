@@ -130,7 +130,7 @@ def _uneven_chunk(x: AttentionInput) -> Timed:
 def _delta_kv(x: AttentionInput) -> Timed:
     """Everything a prompt's prefill pays for it: scan, packing, attention."""
     cos = _halving_cosine(x)
-    executor = DeltaKVExecutor(DeltaKVOptions(cos=cos))
+    executor = DeltaKVExecutor(DeltaKVOptions(cos=cos, critical=512))
     spec = spec_of(x)
 
     def run() -> PackedRuns:

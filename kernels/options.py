@@ -93,6 +93,13 @@ class BlockPoolOptions(ScoredOptions):
 
 
 @dataclass(frozen=True)
+class NaiveOptions(ScoredOptions):
+    """DeltaAttention, ablation of section 4.3."""
+
+    stride: int = option(4, 2, 16, "every stride-th row of q and k is scored", (2, 4, 8, 16))
+
+
+@dataclass(frozen=True)
 class AntidiagonalOptions(ScoredOptions):
     """XAttention (Xu et al. 2025), sections 2.1-2.2."""
 
@@ -127,13 +134,19 @@ class RunOptions:
     """How runs of similar keys are found (DeltaAttention, section 4.1), and which row stands for each."""
 
     cos: float = option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
+    distance: float = option(
+        0.0, 0.0, 1e6, "Euclidean distance up to which a key joins its run; 0: by cosine"
+    )
     means: bool = option(True, 0, 1, "pack the means of a run's keys and values; 0: its anchor's own")
 
 
 @dataclass(frozen=True)
 class DeltaKVOptions(RunOptions):
-    """DeltaAttention section 4.1. The paper packs the anchors' own rows (`means=0`)."""
+    """DeltaAttention section 4.1. The paper packs the anchors' own rows (`means=0`) and compares keys by
+    Euclidean distance or cosine (Table 3)."""
 
+    counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run")
+    critical: int = option(512, 128, 8192, "tokens before the query block that are attended exactly")
     min_tokens: int = min_tokens()
 
 
@@ -143,6 +156,7 @@ class DeltaXAttentionOptions(RunOptions, AntidiagonalOptions):
     rows are packed, as in the paper."""
 
     means: bool = option(False, 0, 1, "pack the means of a run's keys and values; 0: its anchor's own")
+    exact_share: float = option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly")
 
 
 @dataclass(frozen=True)

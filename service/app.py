@@ -4,7 +4,6 @@ Importing it loads no torch. Workers load it in their own processes.
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import tempfile
@@ -14,9 +13,12 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from ..workers.settings import pairing
+from ..workers.waits import said_when_slow
 from .config import ServiceConfig, parse
 from .door.grpc_door import FrontDoor
 from .door.http_door import HttpDoor
@@ -36,6 +38,8 @@ SERVICERS = (
     "deltafront.service.door.registration.add_health_to_server",
     "deltafront.service.door.registration.add_reflection_to_server",
 )
+
+log = logging.getLogger(__name__)
 
 _HEALTH_PERIOD_S = 1.0
 """How often Serve checks a replica. A worker's replica then checks its actors (docs/operations.md)."""
@@ -116,11 +120,13 @@ class DoorReplica(FrontDoor):
         context = serve.get_replica_context()
         doors = serve.get_deployment_handle(context.deployment, context.app_name)
         asked = doors.broadcast("end_requests", self._id, owner, request_id)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(_CANCEL_TIMEOUT_S):
                 answers = await asked.results_async(return_exceptions=True)
-                return sum(answer for answer in answers if isinstance(answer, int))
-        return 0
+        except (TimeoutError, RayError, RayServeException) as error:
+            log.warning("other doors do not say what they cancelled: %s", type(error).__name__)
+            return 0
+        return sum(answer for answer in answers if isinstance(answer, int))
 
     async def __del__(self) -> None:
         """Serve awaits this, after the requests through its ports have ended."""
@@ -129,7 +135,8 @@ class DoorReplica(FrontDoor):
         self._exporter.stop()
         await self._requests.stop()
         await self._fleet.stop()
-        await asyncio.to_thread(self._tracing.stop)
+        with said_when_slow(lambda: "spans that are being sent"):
+            await asyncio.to_thread(self._tracing.stop)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._http.app

@@ -13,6 +13,9 @@ from .metrics import Metrics
 log = logging.getLogger(__name__)
 
 _TAKEOVER_S = 2.0
+_POLL_S = 0.2
+"""How often it looks whether it is stopped."""
+_STOP_S = 5.0
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -36,7 +39,6 @@ class Exporter:
         self._address = (host, port)
         self._kind = _ServerOfIPv6 if ":" in host else _Server
         self._stop = threading.Event()
-        self._server: _Server | None = None
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
@@ -44,9 +46,9 @@ class Exporter:
 
     def stop(self) -> None:
         self._stop.set()
-        if self._server is not None:
-            self._server.shutdown()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=_STOP_S)
+        if self._thread.is_alive():
+            log.warning("metrics are still served at %s:%d, %g s after their stop", *self._address, _STOP_S)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -59,9 +61,10 @@ class Exporter:
                 self._stop.wait(_TAKEOVER_S)
                 continue
             with server:
-                self._server = server
+                server.timeout = _POLL_S
                 log.info("metrics are served at %s:%d", *self._address)
-                server.serve_forever(poll_interval=0.2)
+                while not self._stop.is_set():
+                    server.handle_request()
 
     def _application(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
         if environ.get("PATH_INFO") not in ("/", "/metrics"):

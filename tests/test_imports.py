@@ -34,6 +34,7 @@ ROOMS = {
     "workers.progress": "",
     "workers.pace": "",
     "workers.tracing": "",
+    "workers.waits": "",
     "workers.model": "",
     "workers.model.families": "",
     "workers.model.family_registry": "workers.model.families",
@@ -52,22 +53,21 @@ ROOMS = {
     "workers.kv.pages": "workers.messages kernels.constants",
     "workers.prefill": "",
     "workers.prefill.stage": """workers.messages workers.settings workers.progress workers.rendezvous
-        workers.tracing
-        workers.model workers.kv kernels""",
+        workers.tracing workers.waits workers.model workers.kv kernels""",
     "workers.prefill.group": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.model
-        workers.kv workers.prefill.stage kernels""",
+        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.waits
+        workers.model workers.kv workers.prefill.stage kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.model
-        workers.kv kernels""",
+        workers.leaving workers.pace workers.progress workers.rendezvous workers.tracing workers.waits
+        workers.model workers.kv kernels""",
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.tracing workers.kv.pages.host_tier
         workers.model.family_registry workers.model.directory workers.model.calibrated""",
     "service.metrics": "workers.messages service.errors",
-    "service.fleet": "workers.messages workers.roles workers.remote service.errors",
-    "service.request": """workers.messages workers.roles workers.settings workers.model.directory
-        workers.model.calibrated service.errors service.config service.metrics service.tracing
-        service.fleet""",
+    "service.fleet": "workers.messages workers.roles workers.remote workers.waits service.errors",
+    "service.request": """workers.messages workers.roles workers.settings workers.waits
+        workers.model.directory workers.model.calibrated service.errors service.config service.metrics
+        service.tracing service.fleet""",
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.tracing workers.model.directory
@@ -78,8 +78,9 @@ ROOMS = {
     "service.listening": "",
     "service.haproxy": "service.listening service.haproxy_config",
     "service.haproxy_config": "",
-    "service.app": """workers.settings workers.prefill.group.group workers.decode.worker service.config
-        service.metrics service.exporter service.fleet service.door service.wiring service.listening""",
+    "service.app": """workers.settings workers.waits workers.prefill.group.group workers.decode.worker
+        service.config service.metrics service.exporter service.fleet service.door service.wiring
+        service.listening""",
     "service.client": """workers.messages service.errors service.door.wire service.door.status
         service.request.answers service.request.calls protos""",
     "service.local": """workers.messages service.config service.haproxy service.listening service.app""",

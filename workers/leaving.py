@@ -1,8 +1,10 @@
 import asyncio
-import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class Leaving(ABC):
@@ -32,22 +34,29 @@ class Leaving(ABC):
     async def drain(self, within_s: float) -> None:
         """Return when nothing runs, waits or is kept, pages are free, and no door renews.
 
-        It returns after within_s seconds at the latest, and at once if the worker is broken.
+        It returns after within_s seconds at the latest, and says what is left then; and at once if the worker
+        is broken.
         """
-        self.draining = True
+        self.draining, left = True, "it has not said what"
         clock = asyncio.get_running_loop().time
         idle_since: float | None = None
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(within_s):
-                while idle_since is None or clock() - idle_since < self.settled_s:
-                    if await self.check():
+                while not await self.check():
+                    left = await self._left()
+                    if left or idle_since is None:
+                        idle_since = None if left else clock()
+                    elif clock() - idle_since >= self.settled_s:
                         return
-                    idle = await self._idle()
-                    idle_since = (idle_since or clock()) if idle else None
                     await asyncio.sleep(self.settled_s / 10)
+        except TimeoutError:
+            log.warning("not drained after %g s, this is left: %s", within_s, left or "nothing, for a moment")
 
-    async def _idle(self) -> bool:
+    async def _left(self) -> str:
+        """Say what is still there; nothing if the worker is idle."""
         renewed, self._renewed = self._renewed, False
         state = vars(await self.stats())
-        in_use = state["pages_free"] < state["pages_total"]  # K/V may still be handed over
-        return not (renewed or in_use or any(state.get(name) for name in ("running", "waiting", "sessions")))
+        counts = {name: state.get(name) for name in ("running", "waiting", "sessions")}
+        counts["pages in use"] = state["pages_total"] - state["pages_free"]  # K/V may still be handed over
+        left = [f"{name}: {count}" for name, count in counts.items() if count]
+        return ", ".join([*left, *["a door that renews"] * renewed])

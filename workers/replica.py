@@ -60,8 +60,9 @@ class Replica:
             return
         if self._rebuilding is not None:
             self._rebuilding.result()
+        rebuilding = self._rebuilding
         fault = await self._fault()
-        if fault:
+        if fault and self._rebuilding is rebuilding:  # else another check has begun to replace it meanwhile
             log.warning("%s: %s; replacing what is lost", self.name, fault)
             self._began = time.monotonic()
             self._rebuilding = asyncio.ensure_future(asyncio.to_thread(self._rebuild))

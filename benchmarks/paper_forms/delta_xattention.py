@@ -66,7 +66,9 @@ def _means(kv_BGSD: torch.Tensor, run_BGS1: torch.Tensor, length_BGS1: torch.Ten
 
 def anchors_of(x: AttentionInput, options: RunOptions) -> torch.Tensor:
     """is_anchor_BGS of runs within tiles."""
-    return find_anchors(x.k_BGSD, options.cos, BLOCK, "cosine")
+    by_distance = options.distance > 0
+    how = (options.distance, BLOCK, "euclidean") if by_distance else (options.cos, BLOCK, "cosine")
+    return find_anchors(x.k_BGSD, *how)
 
 
 def listed(x: AttentionInput, mask: TileMask) -> torch.Tensor:

@@ -163,7 +163,7 @@ case $part in
   ideas-7680) ideas 0.25 0.26 "${untuned[@]}" ;;
   ideas-130500) ideas 0.06 0.07 "${whole[@]}" --tasks copies:16 needles:40 ;;
   forms-keys)
-    thesis=delta_kv_thesis:min_tokens=0 anchors=delta_kv_forms:min_tokens=0,means=0 packed=delta_xattention_forms:$some,means
+    thesis=delta_kv_thesis:min_tokens=0 anchors=delta_kv:min_tokens=0,means=0 packed=delta_xattention:$some,means
     shards "${untuned[@]}" --methods $thesis,cos=0.88 $thesis $thesis,cos={0.8,0.78} \
       $thesis,distance={8.8,10.6,12.1} delta_kv_periodic:min_tokens=0,every=3 \
       delta_kv_random:min_tokens=0,keep=0.333 \

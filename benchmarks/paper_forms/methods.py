@@ -10,7 +10,6 @@ from ...kernels.methods import register
 from ...kernels.options import (
     AntidiagonalOptions,
     BlockPoolOptions,
-    DeltaKVOptions,
     DeltaXAttentionOptions,
     RunOptions,
     ScoredOptions,
@@ -210,46 +209,4 @@ register(
     "streaming_smoothed", StreamingSmoothedOptions, f"{_SELECTORS}.streaming:StreamingSelector",
     f"{__package__}.delta_smoothed:SmoothedExecutor", source="Δ Attention, appendices C and J",
     whole_prompt=True,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class NaiveOptions(ScoredOptions):
-    """DeltaAttention, ablation of section 4.3."""
-
-    stride: int = option(4, 2, 16, "every stride-th row of q and k is scored", (2, 4, 8, 16))
-
-
-_DISTANCE = 0.0, 0.0, 1e6, "Euclidean distance up to which a key joins its run; 0: by cosine"
-
-
-@dataclass(frozen=True)
-class DeltaKVFormsOptions(DeltaKVOptions):
-    """`delta_kv` with what the served method has fixed (DeltaAttention, Tables 3 and 4)."""
-
-    counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run")
-    critical: int = option(512, 128, 8192, "tokens before the query block that are attended exactly")
-    distance: float = option(*_DISTANCE)
-
-
-@dataclass(frozen=True)
-class DeltaXAttentionFormsOptions(DeltaXAttentionOptions):
-    """`delta_xattention` with what the served method has fixed (DeltaAttention, section 4.2.1)."""
-
-    distance: float = option(*_DISTANCE)
-    exact_share: float = option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly")
-
-
-_ABLATIONS = f"{__package__}.ablations"
-register(
-    "naive", NaiveOptions, f"{_ABLATIONS}:NaiveSelector", _SPARSE,
-    source="DeltaAttention, ablation of section 4.3", from_keys=True,
-)  # fmt: skip
-register(
-    "delta_kv_forms", DeltaKVFormsOptions, None, f"{_ABLATIONS}:DeltaKVForms",
-    source="DeltaAttention section 4.1", from_keys=True,
-)  # fmt: skip
-register(
-    "delta_xattention_forms", DeltaXAttentionFormsOptions, _SCORING, f"{_ABLATIONS}:DeltaXAttentionForms",
-    source="DeltaAttention section 4.2", from_keys=True,
 )  # fmt: skip

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from ...workers.messages.states import DecodeStats, GroupStats
 from ...workers.roles import DecodeWorker, Group, Leased
+from ...workers.waits import said_when_slow
 from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
 from .fleet_view import Charge, FleetView, latest_states, without
 from .session_ids import NO_SESSION
@@ -40,7 +41,8 @@ class WorkerHandles:
 
 
 class Directory(Protocol):
-    async def find(self) -> WorkerHandles: ...
+    async def find(self) -> WorkerHandles:
+        """Find all workers. Raises Unavailable if they cannot be looked for now."""
 
 
 class Fleet:
@@ -91,10 +93,11 @@ class Fleet:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
-        while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks)
+        with said_when_slow(lambda: f"calls of workers that were cancelled: {_names(self._tasks)}"):
+            while self._tasks:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.wait(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Run in the background. The kept reference prevents the task's collection."""
@@ -230,7 +233,7 @@ class Fleet:
         self._notify(worker.release_session(session_id, owner), f"release a session on {worker.name}")
 
     def _notify(self, call: Awaitable[Any], description: str) -> None:
-        self.spawn(_log_errors(call, description))
+        self.spawn(_log_errors(call, description)).set_name(description)
 
     async def _renew(self) -> None:
         """Renew held requests. A draining worker of last resort is renewed even without any, so that it
@@ -272,6 +275,10 @@ async def _state(ask: Callable[[], Awaitable[_S]], last: _S | None, timeout_s: f
         return None
     except TimeoutError:
         return last
+
+
+def _names(tasks: Iterable[asyncio.Task[Any]]) -> str:
+    return ", ".join(sorted(task.get_name() for task in tuple(tasks)))
 
 
 def _get(workers: Mapping[str, _T], name: str) -> _T:

@@ -40,6 +40,7 @@ OWN = {
     "dense",
     "dpxa",
     "dpxa_thesis",
+    "naive",
     "streaming",
     "xattention",
 }
@@ -115,9 +116,10 @@ def test_what_no_method_takes_is_refused(
 
 
 def test_values_take_the_type_of_their_field() -> None:
-    values = method_spec("delta_kv", {"means": 0.0, "min_tokens": 256.0, "cos": 1}).values
-    assert values == {"means": False, "min_tokens": 256, "cos": 1}
-    assert type(values["means"]) is bool and type(values["min_tokens"]) is int
+    values = method_spec("delta_kv", {"counts": 0.0, "critical": 256.0, "cos": 1}).values
+    given = {"counts": False, "critical": 256, "cos": 1}
+    assert values == {**given, "distance": 0.0, "means": True, "min_tokens": 4096}
+    assert type(values["counts"]) is bool and type(values["critical"]) is int
 
 
 def test_a_selector_from_outside_serves_a_prompt(outside: str, tmp_path: Path) -> None:

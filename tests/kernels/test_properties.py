@@ -17,25 +17,16 @@ import torch
 from deltafront.kernels.build import Composition, build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, no_phase
-from deltafront.kernels.methods import (
-    PRESETS,
-    MethodSpec,
-    load,
-    method_spec,
-    reads_whole_prompts,
-    resume_step,
-)
+from deltafront.kernels.methods import PRESETS, MethodSpec, method_spec, reads_whole_prompts, resume_step
 from deltafront.kernels.options import Value
 from deltafront.tests.numerics import assert_rows_close, chunk_of, row_errors, spec_of
 from deltafront.tests.reference.attention import reference_attention
 from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-load("deltafront.benchmarks.paper_forms.methods")
 OWN = [name for name in PRESETS if PRESETS[name].form.__module__.startswith("deltafront.kernels.")]
 """Without what other tests have registered from outside the package."""
 METHODS = [name for name in OWN if not reads_whole_prompts(name)]
-METHODS += ["naive", "delta_kv_forms", "delta_xattention_forms"]  # by the served methods' kernels
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
 SCORED = ("xattention", "dpxa", "dpxa_thesis", "naive", "block_pool", "delta_xattention")
 """Those that choose by a score, with any of the rules."""
@@ -53,11 +44,10 @@ FILLING = 32_768
 CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta", "dpxa+delta outside"]
 LEAN: dict[str, dict[str, Value]] = {
     "streaming": {"window": 256},
-    "delta_kv": {"cos": 0.8},
-    "delta_kv_forms": {"critical": 128, "cos": 0.8},
+    "delta_kv": {"critical": 128, "cos": 0.8},
     **{name: {"tau": 0.6} for name in ("xattention", "naive", "block_pool")},
     "dpxa": {"tau": 0.6, "outside": False, "window": 1},
-    **{name: {"tau": 0.8, "cos": 0.8} for name in ("delta_xattention", "delta_xattention_forms")},
+    "delta_xattention": {"tau": 0.8, "cos": 0.8},
     **{name: {"tau": 0.3} for name in FORMS if name.endswith(" outside")},
     **{name: {"share": 0.5, "window": 1} for name in FORMS if name.endswith(" share")},
     "dpxa finer": {"tau": 0.3},
@@ -65,10 +55,9 @@ LEAN: dict[str, dict[str, Value]] = {
 """Options under which each method really skips something in 1,200 tokens."""
 FULL: dict[str, dict[str, Value]] = {
     "streaming": {"window": 1 << 20},
-    **{name: {"cos": 1.0} for name in ("delta_kv", "delta_kv_forms")},
+    "delta_kv": {"cos": 1.0},
     **{name: {"tau": 1.0} for name in ("xattention", "dpxa", "dpxa_thesis", "naive", "block_pool")},
-    "delta_xattention": {"tau": 1.0, "cos": 1.0, "means": True},
-    "delta_xattention_forms": {"tau": 1.0, "exact_share": 1.0},
+    "delta_xattention": {"tau": 1.0, "exact_share": 1.0},
     **{name: {"share": 1.0} for name in FORMS if name.endswith(" share")},
 }
 """Options under which nothing is left out."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import grpc
@@ -17,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltafront.service import exporter
 from deltafront.service.door import status
 from deltafront.service.door.auth import ANYONE, Authenticator, TokenFile, digest
 from deltafront.service.errors import (
@@ -343,6 +346,25 @@ def test_two_doors_tell_of_a_worker_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("gauge_livemostrecent_*.db"))) == 2
     for gauge, wanted in (("num_requests_running", 4), ("num_requests_waiting", 2), ("sessions", 4)):
         assert sum(v for k, v in seen.items() if k.startswith(f"deltafront_{gauge}{{")) == wanted
+
+
+def test_a_metrics_port_stopped_while_it_opens_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Exporter(Metrics(tmp_path), "127.0.0.1", 0)
+    stopping, listen = threading.Thread(target=made.stop), exporter.make_server
+
+    def listen_while_it_is_stopped(*arguments: Any) -> Any:
+        server = listen(*arguments)
+        stopping.start()
+        assert made._stop.wait(HANG_S)
+        return server
+
+    monkeypatch.setattr(exporter, "make_server", listen_while_it_is_stopped)
+    made.start()
+    made._thread.join(HANG_S)
+    assert not made._thread.is_alive()
+    stopping.join(HANG_S)
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 from collections.abc import AsyncGenerator, Coroutine
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 
 from deltafront.service import wiring
+from deltafront.service.errors import Unavailable
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt
 from deltafront.service.request.handler import RequestHandler
 from deltafront.workers.messages.events import Token
 
+from ..suspensions import Acting, at_each_await
 from .directory import LocalDirectory
 from .fakes import FakeDecode, FakeGroup
 from .inprocess import Cut, edge, settings
@@ -105,3 +108,26 @@ def test_a_door_that_does_not_stop_its_requests_would_be_noticed(
 
     to_the_end_of_its_loop(run())
     assert "Task was destroyed but it is pending" in caplog.text
+
+
+async def test_a_stopping_door_refuses_new_requests_with_a_retry_time(model: Path, tmp_path: Path) -> None:
+    """At each await of the stop, and after it: it runs on no door that has nothing left to run on."""
+
+    async def comes_at(number: int) -> bool:
+        door, late = Door(model, tmp_path), list[asyncio.Task[Any]]()
+        await door.begin()
+        acting = Acting(door.stop(), number, lambda: late.append(asyncio.create_task(ask(door))))
+        await acting.start()
+        if not late:
+            late.append(asyncio.create_task(ask(door)))
+        with pytest.raises(Unavailable, match="is stopping") as refused:
+            await late[0]
+        assert refused.value.retry_after_s
+        return acting.acted
+
+    async def ask(door: Door) -> None:
+        async with contextlib.aclosing(edge(door.requests, lambda: ASKED)) as events:
+            async for _event in events:
+                pass
+
+    assert await at_each_await(comes_at) > 1

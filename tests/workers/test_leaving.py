@@ -123,10 +123,26 @@ async def test_a_group_stays_while_decode_workers_read_from_its_pages() -> None:
 
 
 @timeless
-async def test_it_does_not_wait_for_ever() -> None:
-    head = Head(BUSY)
+async def test_it_does_not_wait_for_ever_and_says_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    head = Head(KEPT)
     await head.drain(within_s=0.05)
     assert head.asked and head.draining
+    assert caplog.messages == ["not drained after 0.05 s, this is left: sessions: 1, pages in use: 1"]
+
+
+@timeless
+async def test_it_drains_at_a_look_that_found_it_idle() -> None:
+    """A request that comes while it pauses is seen: it goes at a look, not after one."""
+    head, looks, clock = Head(IDLE), list[float](), asyncio.get_running_loop().time
+    stats = head.stats
+
+    async def look() -> Any:
+        looks.append(clock())
+        return await stats()
+
+    head.stats = look  # type: ignore[method-assign]
+    await head.drain(within_s=600)
+    assert looks[-1] == clock() >= head.settled_s
 
 
 @timeless

@@ -80,6 +80,43 @@ async def test_a_head_that_is_lost_silent_or_dead_is_ended_and_replaced(
     assert built == ["again"], "a head that is well is left alone"
 
 
+async def test_checks_that_run_side_by_side_replace_a_lost_head_once(killed: list[Any]) -> None:
+    built: list[str] = []
+
+    async def lost_in_a_moment() -> str:
+        await asyncio.sleep(0)
+        return await lost()
+
+    owner = Owner(lost_in_a_moment, lambda: built.append("again"))
+    await asyncio.gather(*(owner.check_health() for _ in range(3)))
+    assert owner._rebuilding is not None
+    await owner._rebuilding
+    assert built == ["again"] and len(killed) == 1
+
+
+async def test_a_check_that_is_late_does_not_replace_the_new_head(
+    killed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HEAD_PATIENCE_S", 60.0)
+    built, answer = list[str](), asyncio.Event()
+
+    async def lost_but_late() -> str:
+        await answer.wait()
+        return "the group is lost: stage 1 died"
+
+    owner = Owner(lost_but_late, lambda: built.append("again"))
+    late = asyncio.create_task(owner.check_health())
+    await asyncio.sleep(0)
+    owner.head._says = lost
+    await owner.check_health()
+    assert owner._rebuilding is not None
+    await owner._rebuilding
+    answer.set()
+    await late
+    await owner._rebuilding
+    assert built == ["again"]
+
+
 async def test_a_replica_is_healthy_while_it_replaces_and_not_for_ever(
     killed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ The event loop's thread owns all bookkeeping. A compute thread runs the tensor w
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from ..progress import Tell, silent
 from ..roles import Rank
 from ..settings import DecodeConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
+from ..waits import said_when_slow
 from .decode_attention import PageSelectionError, plan_layers
 from .ranks import (
     LeadRunner,
@@ -148,17 +149,25 @@ class DecodeEngine:
     async def close(self) -> None:
         """End every request and session, and wait for what is being computed."""
         self._unavailable = _CLOSING
-        self._requests.clear(_CLOSING)
+        self._requests.close(_CLOSING)
         self._scheduler.stop()
-        await asyncio.gather(*self._tasks[:1], return_exceptions=True)
+        with self._closing("what it computes"):
+            await asyncio.gather(*self._tasks[:1], return_exceptions=True)
         for task in self._tasks[1:]:
             task.cancel()
-        await asyncio.gather(*self._tasks[1:], return_exceptions=True)
-        await self._receiving.cancel()  # late writes do no harm: nobody else gets these pages
+        with self._closing("copies to host memory and disk"):
+            await asyncio.gather(*self._tasks[1:], return_exceptions=True)
+        with self._closing("K/V that is being received"):
+            await self._receiving.cancel()  # late writes do no harm: nobody else gets these pages
         if self._tiers is not None:
-            await self._tiers.close()
-        for thread in self._threads:
-            thread.shutdown()
+            with self._closing("K/V that is being loaded from disk"):
+                await self._tiers.close()
+        with self._closing("its threads"):
+            for thread in self._threads:
+                thread.shutdown()
+
+    def _closing(self, left: str) -> AbstractContextManager[None]:
+        return said_when_slow(lambda: f"{left}, to close {self.name}")
 
     @property
     def fault(self) -> str:

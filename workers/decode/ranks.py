@@ -38,6 +38,7 @@ from ..progress import Tell, silent
 from ..rendezvous import BACKENDS, join_store
 from ..roles import Rank
 from ..settings import DecodeConfig, ModelSpec
+from ..waits import said_when_slow
 from .decode_attention import LayerPlan, plan_layers
 from .reads import Read
 from .runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult
@@ -206,10 +207,11 @@ class FollowerRank:
         await self._host.stored(work, name, slots)
 
     def close(self) -> None:
-        self._compute.shutdown()
-        if self._host is not None:
-            self._host.close()
-        self._handoff.shutdown()
+        with said_when_slow(lambda: "the threads of a decode worker's rank, to close it"):
+            self._compute.shutdown()
+            if self._host is not None:
+                self._host.close()
+            self._handoff.shutdown()
 
 
 class InOrder:

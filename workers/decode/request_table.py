@@ -23,7 +23,7 @@ from ..kv.pages.waiting import (
     seconds_until_room,
 )
 from ..messages.events import FinishReason
-from ..messages.requests import RefusalReason, Refused, Reservation, Reserved
+from ..messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
 from ..model.directory.model_config import ModelConfig
 from ..settings import DecodeConfig
@@ -59,6 +59,8 @@ class DecodeRequests:
         self._reservation_time = ReservationTime()
         self._serials = itertools.count()
         self._requests: dict[str, DecodeRequest] = {}
+        self._closed = ""
+        """Why no more requests are taken; empty while they are."""
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(list(self._requests.values()))
@@ -76,6 +78,9 @@ class DecodeRequests:
             del self._requests[request.request_id]
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
+        """Reserve pages. Raises DecodeFailed after `close`: its prefix may have been loading since."""
+        if self._closed:
+            raise DecodeFailed(self._closed)
         if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
             return Refused(
                 reason=RefusalReason.DUPLICATE, message=f"a request {reservation.request_id} is already here"
@@ -174,7 +179,9 @@ class DecodeRequests:
             self.manager.leases.release(request.session.session_id, request.session.owner, self._wall())
         self.forget(request)
 
-    def clear(self, message: str) -> None:
+    def close(self, message: str) -> None:
+        """End every request and session, and take no more. `message` says why."""
+        self._closed = message
         self.queue.clear(message)
         for request in self:
             request.close(FinishReason.CANCELLED, message)

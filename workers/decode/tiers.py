@@ -39,11 +39,11 @@ class KeptTasks:
         return task
 
     async def cancel(self) -> None:
-        """Cancel all tasks, and wait for their ends."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel all tasks, those too that begin meanwhile, and wait for their ends."""
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Tiers:

@@ -21,23 +21,16 @@ CHUNK = 512
 
 
 class DeltaKVExecutor:
-    """Attends to the last keys exactly, and to packed keys before them.
-
-    Attributes:
-        counts: Weigh an anchor by the length of its run.
-        critical: Tokens before the query block that are attended exactly.
-        distance: The Euclidean distance up to which a key joins its run; 0: by cosine.
-    """
-
-    counts, critical, distance = True, 512, 0.0
-
     def __init__(self, options: DeltaKVOptions) -> None:
         self.cos = options.cos
-        self._means = options.means
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"chunk": CHUNK, "critical": self.critical, "counts": self.counts, "means": self._means}
+        self.distance = options.distance
+        self.critical = options.critical
+        self._how: dict[str, Any] = {
+            "chunk": CHUNK,
+            "critical": options.critical,
+            "counts": options.counts,
+            "means": options.means,
+        }
 
     def new_state(self, spec: StateSpec) -> PackedRuns:
         return PackedRuns.empty(spec, CHUNK)

@@ -20,17 +20,12 @@ from .runs import PackedRuns
 
 
 class DeltaXAttentionExecutor:
-    """Attends to a mask's tiles, exactly or packed. The mask must carry scores.
-
-    Attributes:
-        distance: The Euclidean distance up to which a key joins its run; 0: by cosine.
-        exact_share: Share of a row's kept tiles that is computed exactly.
-    """
-
-    distance, exact_share = 0.0, 0.1
+    """Attends to a mask's tiles, exactly or packed. The mask must carry scores."""
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
+        self.distance = options.distance
+        self.exact_share = options.exact_share
         self._means = options.means
 
     def new_state(self, spec: StateSpec) -> PackedRuns:

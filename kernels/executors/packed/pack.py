@@ -72,8 +72,7 @@ def pack(
     """Pack the runs of the first `chunks` chunks. The tensors have room for one run per row.
 
     Args:
-        counts: Weigh an anchor by the length of its run.
-        means: As in `DeltaKVOptions`.
+        counts, means: As in `DeltaKVOptions`.
     """
     batch, heads, _, dim = x.k_BGSD.shape
     slots = chunks * chunk + BLOCK

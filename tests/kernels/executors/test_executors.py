@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.paper_forms.ablations import DeltaKVForms, DeltaXAttentionForms
-from deltafront.benchmarks.paper_forms.methods import DeltaKVFormsOptions, DeltaXAttentionFormsOptions
 from deltafront.kernels.executors import block_sparse, dense
 from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
 from deltafront.kernels.executors.hopper import launch as hopper_launch
@@ -48,7 +46,7 @@ SHAPES = [
     {"tokens": 388, "rows": 132, "q_heads": 4, "kv_heads": 2, "head_dim": 128},
     {"tokens": 257, "rows": 1, "q_heads": 2, "kv_heads": 2, "head_dim": 32, "batch": 2},
 ]
-MIXED = DeltaXAttentionFormsOptions(cos=0.8, exact_share=0.3)
+MIXED = DeltaXAttentionOptions(cos=0.8, exact_share=0.3)
 
 
 def on_cpu(x: AttentionInput) -> AttentionInput:
@@ -127,7 +125,7 @@ def test_packing_repeats_a_row_for_each_of_its_run(
     counts: bool, means: bool, similar: dict[str, float]
 ) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
-    executor = DeltaKVForms(DeltaKVFormsOptions(**similar, counts=counts, means=means, critical=128))
+    executor = DeltaKVExecutor(DeltaKVOptions(**similar, counts=counts, means=means, critical=128))
     state = executor.new_state(spec_of(x))
     found = executor.attend(x, None, state, no_phase)
     runs = int(state.offset_BGC[0, 0, -1])
@@ -139,15 +137,6 @@ def test_packing_repeats_a_row_for_each_of_its_run(
     assert_rows_close(found, packed_attention(x, starts, 128, counts=counts, means=means, chunk=CHUNK))
 
 
-def test_the_forms_without_options_are_the_served_methods() -> None:
-    served, form = DeltaKVExecutor(DeltaKVOptions()), DeltaKVForms(DeltaKVFormsOptions())
-    assert (served._how, served.cos, served.distance) == (form._how, form.cos, form.distance)
-    tiles = DeltaXAttentionExecutor(DeltaXAttentionOptions())
-    assert vars(DeltaXAttentionForms(DeltaXAttentionFormsOptions())) == {
-        **vars(tiles), "distance": tiles.distance, "exact_share": tiles.exact_share,
-    }  # fmt: skip
-
-
 def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
     """Runs of equal keys: counting them is exact, forgetting the counts is not."""
     x = random_input(700, q_heads=2, kv_heads=1)
@@ -155,7 +144,7 @@ def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
     exact = dense.cpu_attend(x)
 
     def run(counts: bool) -> torch.Tensor:
-        executor = DeltaKVForms(DeltaKVFormsOptions(cos=1.0, counts=counts, critical=128))
+        executor = DeltaKVExecutor(DeltaKVOptions(cos=1.0, counts=counts, critical=128))
         return executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
 
     assert_rows_close(run(True), exact)
@@ -169,7 +158,7 @@ def test_lesser_tiles_repeat_a_row_for_each_of_its_run(share: float, means: bool
     whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
     x = chunk_of(whole, 128, 690)
     mask = random_mask(x, 0.7)
-    executor = DeltaXAttentionForms(DeltaXAttentionFormsOptions(cos=0.8, exact_share=share, means=means))
+    executor = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=share, means=means))
     state = executor.new_state(spec_of(whole))
     found = executor.attend(x, mask, state, no_phase)
     runs = int(state.offset_BGC[0, 0, state.chunks])
@@ -203,7 +192,7 @@ def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dty
     with poisoned_empty():
         found = block_sparse.kernel_attend(x, mask)
     assert_rows_close(found.cpu(), block_sparse.cpu_attend(y, mask_on_cpu(mask)), dtype=dtype)
-    mixed = DeltaXAttentionForms(MIXED)
+    mixed = DeltaXAttentionExecutor(MIXED)
     state = mixed.new_state(spec_of(x))
     state.extend(x.k_BGSD, 128, mixed.cos)
     exact_BHNM = delta_xattention_kernel.kernel_exact_table(mask, 0.3)
@@ -333,14 +322,14 @@ def test_computed_tiles_count_the_work() -> None:
     mask = random_mask(x, 0.4)
     listed = float(mask.count_BHN.sum())
     assert float(BlockSparseExecutor().computed_tiles(x, mask, None)) == listed
-    everything = DeltaXAttentionForms(DeltaXAttentionFormsOptions(cos=0.8, exact_share=1.0))
+    everything = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=1.0))
     state = everything.new_state(spec_of(x))
     everything.attend(x, mask, state, no_phase)
     assert float(everything.computed_tiles(x, mask, state)) == listed
-    some = DeltaXAttentionForms(DeltaXAttentionFormsOptions(cos=0.8, exact_share=0.0))
+    some = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=0.0))
     diagonals = mask.count_BHN.numel()
     assert diagonals + (listed - diagonals) / 4 < float(some.computed_tiles(x, mask, state)) < 0.6 * listed
-    packed = DeltaKVForms(DeltaKVFormsOptions(cos=0.8, critical=128))
+    packed = DeltaKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
     packed_state = packed.new_state(spec_of(x))
     packed.attend(x, None, packed_state, no_phase)
     runs = packed_state.offset_BGC[0].double()
@@ -365,7 +354,7 @@ def bad_masks(x: AttentionInput) -> dict[str, TileMask | None]:
 
 def test_unusable_masks_are_refused_before_any_launch() -> None:
     x = random_input(300, device=DEVICE)
-    mixed = DeltaXAttentionForms(MIXED)
+    mixed = DeltaXAttentionExecutor(MIXED)
     for name, mask in bad_masks(x).items():
         with pytest.raises(KernelInputError, match="block_sparse"):
             BlockSparseExecutor().attend(x, mask, None, no_phase)
@@ -382,7 +371,7 @@ def test_unusable_masks_are_refused_before_any_launch() -> None:
 
 def test_unaligned_chunks_and_foreign_states_are_refused() -> None:
     x = chunk_of(random_input(300, device=DEVICE), 30, 300)
-    packed = DeltaKVForms(DeltaKVFormsOptions(cos=0.8, critical=128))
+    packed = DeltaKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
     with pytest.raises(KernelInputError, match="multiple of 128"):
         packed.attend(x, None, packed.new_state(spec_of(x)), no_phase)
     with pytest.raises(KernelInputError, match="multiple of 128"):

@@ -10,7 +10,7 @@ import torch
 from deltafront.kernels import options
 from deltafront.kernels.build import Composition, build
 from deltafront.kernels.interface import KernelInputError, Thresholds, no_phase
-from deltafront.kernels.methods import PRESETS, load, method_spec
+from deltafront.kernels.methods import PRESETS, method_spec
 from deltafront.kernels.options import Value
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
@@ -19,7 +19,6 @@ from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THRESHOLDS = {0: (0.7, 0.7, 0.7), 3: (0.3, 0.6, 0.9), 7: (1.0, 0.5, 0.2)}
-load("deltafront.benchmarks.paper_forms.methods")
 OWN = [name for name, preset in PRESETS.items() if preset.module == options.__name__]
 """Others' methods may be loaded beside these."""
 SCORED = ["block_pool", "delta_xattention", "dpxa", "dpxa_thesis", "naive", "xattention"]

@@ -12,21 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.paper_forms.ablations import NaiveSelector
-from deltafront.benchmarks.paper_forms.methods import NaiveOptions
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
 from deltafront.kernels.options import (
     AnchorsOptions,
     AntidiagonalOptions,
     BlockPoolOptions,
+    NaiveOptions,
     StreamingOptions,
 )
 from deltafront.kernels.selectors.anchors.cpu import cpu_summarise
 from deltafront.kernels.selectors.anchors.form import SideSettings
 from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
 from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector
+from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector, NaiveSelector
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.kernels.selectors.streaming import StreamingSelector

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.paper_forms.ablations import NaiveSelector
-from deltafront.benchmarks.paper_forms.methods import NaiveOptions
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
 from deltafront.kernels.options import (
     AnchorsOptions,
     AntidiagonalOptions,
     BlockPoolOptions,
+    NaiveOptions,
     StreamingOptions,
 )
 from deltafront.kernels.selectors.anchors import scores
@@ -29,7 +28,7 @@ from deltafront.kernels.selectors.anchors.form import SideSettings
 from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
 from deltafront.kernels.selectors.anchors.summary import empty_table, kernel_summarise
 from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector
+from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector, NaiveSelector
 from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules import sums
 from deltafront.kernels.selectors.scored import ScoredSelector

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
+from ray.exceptions import RpcError
 
-from deltafront.service.errors import NotFound, WorkerLost
+from deltafront.service.errors import NotFound, Unavailable, WorkerLost
+from deltafront.service.fleet import fleet as fleet_module
+from deltafront.service.fleet import ray_directory
 from deltafront.service.fleet.fleet import Fleet, WorkerHandles
 from deltafront.service.fleet.fleet_view import Charge, FleetView
+from deltafront.workers import waits
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 from ..directory import LocalDirectory
@@ -101,6 +106,42 @@ async def test_a_crowd_asks_once_and_hears_nothing_older_than_its_question() -> 
     await fleet.poll_shared()
     assert len(questions) == 3
     await fleet.stop()
+
+
+async def test_a_silent_control_store_makes_requests_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def listed() -> Any:
+        raise RpcError("the control store is gone", 14)
+
+    monkeypatch.setattr(ray_directory, "_list_actors", listed)
+    with pytest.raises(Unavailable, match=r"does not say which workers there are \(RpcError\)") as caught:
+        await ray_directory.RayDirectory().find()
+    assert caught.value.retry_after_s
+
+
+async def test_a_door_that_stops_says_which_calls_of_workers_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waits, "SLOW_S", 0.01)
+    monkeypatch.setattr(fleet_module, "_STOP_TIMEOUT_S", 0.0)
+    let_go, decode = asyncio.Event(), FakeDecode("decode:d0")
+    fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
+
+    async def stubborn(_request_id: str) -> None:
+        while not let_go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await let_go.wait()
+
+    decode.cancel = stubborn  # type: ignore[method-assign]
+    fleet.cancel(decode, "r1")
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(fleet.stop())
+    while not caplog.messages:
+        await asyncio.sleep(0.005)
+    let_go.set()
+    await stopping
+    assert "waits for calls of workers that were cancelled: cancel r1 on decode:d0" in caplog.messages[0]
 
 
 async def test_who_gives_up_asking_leaves_the_question_to_the_others() -> None:

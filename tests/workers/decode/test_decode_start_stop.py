@@ -101,3 +101,23 @@ async def test_closing_during_the_warm_up_starts_nothing(
     await engine.close()
     await starting
     assert asyncio.all_tasks() == before
+
+
+async def test_a_closed_worker_refuses_a_reservation_that_was_loading(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, loaded = await bench(host_cache_gib=0.02), asyncio.Event()
+
+    async def load(_reservation: Reservation) -> tuple[list[int], int]:
+        await loaded.wait()
+        return [], 0
+
+    monkeypatch.setattr(run.engine._tiers, "_load", load)
+    reserving = asyncio.create_task(run.engine.reserve(RESERVATION))
+    await asyncio.sleep(0)
+    run.may_fault = True
+    await run.engine.close()
+    loaded.set()
+    with pytest.raises(DecodeFailed, match="shutting down"):
+        await reserving
+    assert run.used == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deltafront.workers import waits
 from deltafront.workers.messages.events import ChunkRead, LayerDensity, PrefillDone
 from deltafront.workers.messages.requests import (
     PrefillCancelled,
@@ -163,6 +164,50 @@ async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
     fakes[0].lent["b"] = 0
     await reading
     await assert_clean(controller, fakes)
+
+
+@timeless
+async def test_a_lost_group_asks_no_stage_again_whether_pages_are_free() -> None:
+    """Also if it is lost between two questions: nobody would end a question that a dead stage owes."""
+    controller, fakes = make()
+    fakes[0].lent["a"] = 10**9
+    reading = asyncio.create_task(collect(controller, job("a", 128)))
+    while not (fakes[0].lent["a"] < 10**9 - 3 and all(one.done() for fake in fakes for one in fake._owed)):
+        await asyncio.sleep(0.0001)
+    await asyncio.sleep(0.001)  # the answers have been heard, and it pauses
+    asked = fakes[0].log.count(("close", "a", 0))
+    controller._fail(RuntimeError("stage 1 died"))
+    await reading
+    await controller.stop()
+    assert fakes[0].log.count(("close", "a", 0)) == asked
+
+
+@timeless
+async def test_a_group_that_stops_says_what_its_stages_owe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waits, "SLOW_S", 0.01)
+    controller, fakes = make()
+    monkeypatch.setattr(controller, "_end_stages", lambda _hanging: None)
+    fakes[1].stuck = True
+    reading = asyncio.create_task(collect(controller, job("a", 128)))
+    await asyncio.sleep(0.1)
+    stopping = asyncio.create_task(controller.stop())
+    await asyncio.sleep(0)
+    said_so(caplog)
+    fakes[1].stop()
+    await asyncio.gather(reading, stopping, return_exceptions=True)
+    lines = [record.getMessage() for record in caplog.records if record.name == waits.__name__]
+    assert lines[0].endswith(
+        "waits for answers that stages owe: opening a (stage 1); the chunk of a at token 0 (stage 1)"
+    )
+
+
+def said_so(caplog: pytest.LogCaptureFixture) -> None:
+    deadline = time.monotonic() + 60.0
+    while not caplog.records:
+        assert time.monotonic() < deadline, "nothing was said"
+        time.sleep(0.005)
 
 
 @timeless

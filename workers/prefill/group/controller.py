@@ -249,8 +249,10 @@ class PrefillController:
 
     async def _close(self, request: Request, closed: list[asyncio.Task[Any]]) -> None:
         try:
-            while not all(await asyncio.gather(*closed)) and not self.failure:
+            while not all(await asyncio.gather(*closed)):
                 await asyncio.sleep(_ASK_AGAIN_S)
+                if self.failure:  # else a stage that is gone for good would be asked
+                    break
                 closed = self._pipeline.close(request.job.request_id)
         except Exception as error:
             self._fail(error)

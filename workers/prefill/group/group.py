@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -41,6 +42,8 @@ _LEAVE_S = 10.0
 _ASK_AGAIN_S = 0.2
 
 __all__ = ["REPLICA_CPUS", "PrefillGroup", "placement"]
+
+log = logging.getLogger(__name__)
 
 
 def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
@@ -261,7 +264,10 @@ class PrefillGroup(Replica):
         leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
-        return [number for number, left in leaving.items() if not _succeeded(left)]
+        lost = [number for number, left in leaving.items() if not _succeeded(left)]
+        if lost:
+            log.warning("stages %s are dead, or have not left their group in %g s: they end", lost, _LEAVE_S)
+        return lost
 
 
 def _exported_memory(wanted: str) -> Any:

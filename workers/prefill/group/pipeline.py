@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ...messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from ...roles import Answer, Stage, finished, settled
+from ...waits import said_when_slow
 from .watch import StageWatch
 
 T = TypeVar("T")
@@ -101,8 +102,9 @@ class Pipeline:
 
     async def idle(self) -> None:
         """Wait for all answers that stages still owe, then stop watching them."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        with said_when_slow(lambda: f"answers that stages owe: {'; '.join(self._watch.owed)}"):
+            while self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._watch.stop()
 
     async def _reports(

@@ -85,6 +85,12 @@ class StageWatch:
             self._arm()
         return expected
 
+    @property
+    def owed(self) -> list[str]:
+        """What each stage still has to answer."""
+        owed = (one for waiting in self._expected for one in tuple(waiting))
+        return [f"{one.command} (stage {one.stage})" for one in owed]
+
     async def stop(self) -> None:
         if self._next is not None:
             self._next.cancel()

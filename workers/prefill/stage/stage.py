@@ -29,6 +29,7 @@ from ...model.decoder.stack import LayerStack
 from ...progress import Tell, silent
 from ...settings import KVDtype, ModelSpec, PrefillConfig
 from ...tracing import NO_TRACER, Tracer
+from ...waits import said_when_slow
 from .activations import Activations, NoActivations
 from .chunk import ChunkAttention, ChunkWork, OpenPrompt, finite
 from .phases import phase_timer
@@ -88,11 +89,12 @@ class PrefillStage:
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
         del links  # unmaps the neighbours' memory, which the device may have read until now
-        while self._streams:
-            for request_id in list(self._streams):
-                self.close(request_id)
-            if self._streams:
-                time.sleep(_ASK_AGAIN_S)
+        with said_when_slow(lambda: f"decode workers that read pages of {', '.join(tuple(self._streams))}"):
+            while self._streams:
+                for request_id in list(self._streams):
+                    self.close(request_id)
+                if self._streams:
+                    time.sleep(_ASK_AGAIN_S)
         self._abandoned.clear()
 
     # --- the role ----------------------------------------------------------------------------------------
