@@ -102,11 +102,11 @@ class DoorConfig:
     allowed_origins: tuple[Origin, ...] = ()
     """Web pages of these origins may call OpenAI's API from a browser (CORS)."""
     tokens_file: File | None = None
-    """Bearer tokens (`service/door/auth.py`). Without it anybody may call and use any session."""
+    """Bearer tokens (`service/door/auth.py`). Without it every caller may call and use any session."""
     token_requests: Count | None = None
     """Prompts and answers that one bearer token may have at once, unless its line says otherwise."""
     token_tokens: Count | None = None
-    """Tokens of K/V, sessions included, that one bearer token may hold, unless its line says otherwise."""
+    """Tokens of KV cache, sessions too, that one bearer token may hold, unless its line says otherwise."""
     tls_certificate: File | None = None
     """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
     tls_key: File | None = None
@@ -134,13 +134,13 @@ class DoorConfig:
     default_session_ttl_s: Positive = 600.0
     """How long a session is kept whose request does not say."""
     prefix_reuse: bool = True
-    """Decode workers remember prompts. A prompt goes on from a remembered one with the same beginning and
-    owner, if that was read densely or with the same method and options. Without tokens_file everybody is one
+    """Decode workers keep a prefix cache. A prompt hits the blocks of one with the same beginning and owner,
+    if dense attention or the same method and options made them. Without tokens_file all callers are one
     owner.
     """
     prefix_scope: Literal["owner", "all"] = "owner"
-    """`all`: callers share what is remembered. Then a caller who guesses a prompt's beginning can see from
-    the time and from `cached_tokens` that somebody has sent it.
+    """`all`: callers share the prefix cache. Then a caller who guesses a prompt's beginning can see from the
+    time and from `cached_tokens` that it was sent before.
     """
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """Retries of a request after its worker died."""

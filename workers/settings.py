@@ -58,7 +58,7 @@ class ModelSpec:
         rope_theta, max_position_embeddings: Replace the model's.
         profile: Its calibration file.
         quantisation: `fp8` holds and multiplies the layers' matrices in 8 bits on GPUs, with a scale for each
-            output channel and token. Output head, attention and K/V stay in `dtype`.
+            output channel and token. Output head, attention and KV cache stay in `dtype`.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -109,7 +109,7 @@ class PrefillConfig(WorkerConfig):
         groups: Prefill groups, which read different prompts.
         stages: Processes of a group, each with a share of the layers.
         chunk_tokens: Tokens of the longest chunk. Several GPU stages get shorter ones.
-        cache_tokens: Room for K/V in each stage.
+        cache_tokens: Room for the KV cache in each stage.
         cpus_per_stage, gpus_per_stage: What each stage asks Ray for.
     """
 
@@ -159,7 +159,7 @@ class DecodeConfig(WorkerConfig):
     Attributes:
         workers: Decode workers, which answer different requests.
         tensor_parallel: Ranks of a worker, each on its own GPU with its share of heads and matrices.
-        cache_tokens: Tokens of K/V that a worker has room for.
+        cache_tokens: Room for the KV cache of a worker.
         max_batch: Requests that a worker decodes at once.
         append_chunk_tokens: Tokens after a session or a cached prefix that a worker reads at once.
         max_session_ttl_s: The longest time for which a client may keep a session.
@@ -178,16 +178,16 @@ class DecodeConfig(WorkerConfig):
     tensor_parallel: Count = 1
     cache_tokens: Room = 65_536
     kv_dtype: KVDtype | None = None
-    """`int8` keeps K/V in 8 bits, in this worker's pages and in those of the stages that fill them. None: in
-    model.dtype."""
+    """`int8` keeps the KV cache in 8 bits, in this worker's pages and in those of the stages that fill them.
+    None: in model.dtype."""
     host_cache_gib: NonNegative = 0.0
-    """A worker's host memory for remembered prompts; 0: none. K/V is copied there, and back when it is found
-    only there. It is pinned if the worker is on a GPU."""
+    """A worker's host memory for the prefix cache; 0: none. Cached blocks are copied there, and back when
+    they are found only there. It is pinned if the worker is on a GPU."""
     store: Directory | None = None
-    """A directory where a worker saves its host memory's K/V, in groups of 256 tokens. It outlives the
-    worker. Workers of one model may share it. None: nothing is saved."""
+    """A directory where a worker saves its host memory's cached blocks, in groups of 256 tokens. It outlives
+    the worker. Workers of one model may share it. None: nothing is saved."""
     store_gib: Positive = 100.0
-    """The most that a worker saves. It removes the least recently used."""
+    """The most that a worker saves. It evicts the least recently used."""
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
     """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""
@@ -230,14 +230,14 @@ class DecodeConfig(WorkerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffConfig:
-    """How K/V gets from prefill stages to decode workers.
+    """How the KV cache gets from prefill stages to decode workers.
 
     Attributes:
         transport: `object_store`: Ray's shared memory. `cuda_ipc`: from GPU to GPU, in one container of one
             host. `nixl`: across hosts, from GPU to GPU or host to host, by RDMA if there is any; it needs its
             package. `mapped`: a stage and a decode worker on one GPU share weights and pages, and nothing is
             handed over.
-        ack_timeout_s: A decode worker that takes longer for K/V has failed.
+        ack_timeout_s: A decode worker that takes longer for what a stage sends has failed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
