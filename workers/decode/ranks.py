@@ -32,7 +32,7 @@ from ..messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
 from ..model.decoder.collectives import SINGLE_RANK, GroupCollectives
 from ..model.decoder.load import load_model, set_up_compute_thread
 from ..model.decoder.stack import LayerStack
-from ..model.directory.digest import model_digest
+from ..model.directory.digest import content_digest
 from ..model.directory.model_config import ModelConfig
 from ..progress import Tell, silent
 from ..rendezvous import BACKENDS, join_store
@@ -285,8 +285,8 @@ def load_rank(
 
 
 def store_digest(model: ModelSpec, config: DecodeConfig) -> str:
-    """Return the model's digest if K/V is saved to a store; otherwise an empty string."""
-    return model_digest(model) if config.store else ""
+    """Return the digest of the model's weights if K/V is saved to a store; otherwise an empty string."""
+    return content_digest(model) if config.store else ""
 
 
 def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import SHAPES
-from deltafront.workers.model.directory.digest import _about, model_digest
+from deltafront.workers.model.directory import digest as digests
+from deltafront.workers.model.directory.digest import _about, content_digest, model_digest
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.settings import ModelSpec
 
@@ -144,3 +148,115 @@ def test_a_mixture_s_fields_at_their_default_are_left_out() -> None:
     """Profiles of mixtures that were served before these fields go on to fit."""
     assert _about(SHAPES["30b-a3b"])["mixture"] == {"experts": 128, "per_token": 8, "normed": True}
     assert _about(SHAPES["air-8"])["mixture"]["dense_layers"] == (0,)
+
+
+# --- every byte
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are read whole."""
+    read, original = [], digests._hashed
+
+    def counted(path: Path) -> str:
+        read.append(path)
+        return original(path)
+
+    monkeypatch.setattr(digests, "_hashed", counted)
+    return read
+
+
+def content(directory: Path, **changes: Any) -> str:
+    return content_digest(ModelSpec(path=str(directory), **changes), directory.parent / "cache")
+
+
+def settle(directory: Path, seconds: float = 100.0) -> None:
+    """Make files look as old as a model's are."""
+    for path in directory.iterdir():
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def flip(path: Path, place: int) -> None:
+    """Change a byte in place. The time of the last write stays."""
+    status, changed = path.stat(), bytearray(path.read_bytes())
+    changed[place] ^= 1
+    with path.open("r+b") as file:
+        file.write(changed)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_byte_behind_the_sample_changes_the_content_though_not_the_profile(model: Path) -> None:
+    """As where the last rows of an embedding are trained, and written over the old ones."""
+    settle(model)
+    sampled, whole = digest(model), content(model)
+    size = (model / "model.safetensors").stat().st_size
+    for place in (size - 1, size - 20_000):
+        flip(model / "model.safetensors", place)
+        other = content(model)
+        assert other != whole
+        flip(model / "model.safetensors", place)
+        assert content(model) == whole
+    assert digest(model) == sampled
+
+
+def test_a_piece_that_another_thread_reads_counts_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = content(model)
+    monkeypatch.setattr(digests, "_PIECE_BYTES", 10_000)
+    in_pieces = digests._hashed(model / "model.safetensors")
+    for place in (5, 9_999, 10_000, 25_000):
+        flip(model / "model.safetensors", place)
+        assert digests._hashed(model / "model.safetensors") != in_pieces
+        flip(model / "model.safetensors", place)
+    assert digests._hashed(model / "model.safetensors") == in_pieces and whole
+
+
+def test_files_are_read_once_by_all_processes_and_again_when_they_change(
+    model: Path, hashed: list[Path]
+) -> None:
+    sharded(model)
+    settle(model)
+    digests_found = [content(model) for _ in range(3)]
+    assert len(set(digests_found)) == 1 and len(hashed) == 2
+    threads = [threading.Thread(target=content, args=(model,)) for _ in range(4)]
+    shutil.rmtree(model.parent / "cache")
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(hashed) == 4, "one reads, the others wait"
+    flip(model / "a.safetensors", -1)
+    assert content(model) != digests_found[0] and hashed[4:] == [model / "a.safetensors"]
+
+
+def test_a_file_that_was_written_just_now_is_not_trusted_to_its_times(
+    model: Path, hashed: list[Path]
+) -> None:
+    settle(model, seconds=-100.0)
+    assert content(model) == content(model) and len(hashed) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_a_reading(
+    model: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(model)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    one, other = (content_digest(ModelSpec(path=str(model))) for _ in range(2))
+    assert one == other and len(hashed) == 2
+
+
+def test_nothing_is_written_into_the_models_directory(model: Path) -> None:
+    before = sorted(path.name for path in model.iterdir())
+    content(model)
+    assert sorted(path.name for path in model.iterdir()) == before
+
+
+def test_an_adapters_every_byte_counts(model: Path) -> None:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    adapter = model.parent / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(4000)}, adapter / "adapter_model.safetensors")
+    settle(adapter)
+    plain, adapted = content(model), content(model, adapter=str(adapter))
+    flip(adapter / "adapter_model.safetensors", -1)
+    assert len({plain, adapted, content(model, adapter=str(adapter))}) == 3
