@@ -91,8 +91,8 @@ def require_thresholds(method: MethodSpec) -> None:
         raise ValueError(f"{method.name} has no thresholds to calibrate: it ranks no tiles by a score")
     if not registered(method).form.levels_outside:
         raise ValueError(
-            f"{method.name}'s levels count all mass, and these would not: "
-            f"python -m deltafront.benchmarks.paper_forms.coverage makes them by each head's coverage"
+            f"{method.name}'s levels count all mass, and these would not: in a checkout, "
+            "python -m deltafront.benchmarks.paper_forms.coverage makes them by each head's coverage"
         )
 
 
