@@ -30,7 +30,7 @@ from .fleet.ray_directory import RayDirectory
 from .fleet.scaling import GroupsByBacklog, WorkersByLoad
 from .listening import joined
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import local_model, make_tracing, observer, request_handler, span_sink, tls_files
+from .wiring import certificates, local_model, make_tracing, observer, request_handler, span_sink, tls_files
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -76,7 +76,7 @@ class DoorReplica(FrontDoor):
         metrics = Metrics(Path(metrics_directory), door.model_name or settings.model.path)
         fleet = Fleet(
             RayDirectory(),
-            observer(metrics),
+            observer(metrics, certificates(door)),
             refresh_s=door.refresh_s,
             renew_s=door.renew_s,
             pairing=pairing(settings.model, settings.handoff, settings.decode.kv_dtype),

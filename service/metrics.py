@@ -69,6 +69,11 @@ class Metrics:
         self._declare_prefill()
         self._declare_outcomes()
         self.workers = WorkerGauges(self._gauge)
+        self._certificates = self._gauge(
+            "certificate_expiry_timestamp_seconds",
+            "When a certificate ends: the door's, or Ray's",
+            "certificate",
+        )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: str = "") -> Any:
         return prometheus_client.Histogram(
@@ -173,6 +178,10 @@ class Metrics:
     def ended(self, method_rpc: str, outcome: str, seconds: float) -> None:
         self._requests.labels(outcome, method_rpc).inc()
         self._e2e.labels(method_rpc).observe(seconds)
+
+    def certificate(self, name: str, ends: float) -> None:
+        """Show when a certificate ends, in seconds since the epoch."""
+        self._certificates.labels(name).set(ends)
 
     def replayed(self) -> None:
         self._replays.inc()

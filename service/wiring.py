@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ..workers.settings import ModelSpec
 from ..workers.tracing import SpanSink, provider
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
-from .door.tls import Gate, TlsFiles
+from .door.tls import Certificates, Gate, TlsFiles
 from .fleet.fleet import Fleet
 from .fleet.fleet_view import FleetView
 from .metrics import Metrics, state_of
@@ -254,10 +255,17 @@ def checked_config(directory: Path, overrides: Mapping[str, Any] | None = None) 
     return model
 
 
-def observer(metrics: Metrics) -> Callable[[FleetView], None]:
-    """Return a function that shows the workers' states as gauges."""
+def certificates(door: DoorConfig) -> Certificates:
+    ray = os.environ.get("RAY_TLS_SERVER_CERT") if os.environ.get("RAY_USE_TLS") == "1" else None
+    return Certificates(door.tls_certificate, Path(ray) if ray else None)
+
+
+def observer(metrics: Metrics, certificates: Certificates | None = None) -> Callable[[FleetView], None]:
+    """Return a function that shows the workers' states, and when certificates end, as gauges."""
 
     def observe(view: FleetView) -> None:
+        for name, end in certificates.changed() if certificates else ():
+            metrics.certificate(name, end)
         every: list[WorkerStats] = [*view.groups.values(), *view.workers.values()]
         metrics.workers.update({stats.name: state_of(stats) for stats in every})
         for stats in every:

@@ -6,7 +6,7 @@ Doors of a node share it by SO_REUSEPORT. New certificates are for new connectio
 import logging
 import secrets
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,16 @@ from .registration import (
 log = logging.getLogger(__name__)
 
 _WATCHES_PER_CONNECTION = 4
+
+
+def ends(certificate: Path) -> float:
+    """Return when a PEM file's first certificate ends, in seconds since the epoch. Raises OSError or
+    ValueError."""
+    try:
+        decoded = ssl._ssl._test_decode_cert(str(certificate))  # type: ignore[attr-defined]
+    except ssl.SSLError as error:
+        raise ValueError(f"{certificate} has no certificate: {error}") from None
+    return float(ssl.cert_time_to_seconds(decoded["notAfter"]))
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,34 @@ class TlsFiles:
     def stamps(self) -> list[tuple[int, int]]:
         paths = [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
         return [(path.stat().st_mtime_ns, path.stat().st_size) for path in paths]
+
+
+class Certificates:
+    """When the certificates of this process end.
+
+    Args:
+        door: Read again when it changes, as the door does.
+        ray: Read once, as Ray does.
+    """
+
+    def __init__(self, door: Path | None, ray: Path | None = None) -> None:
+        self._paths = {name: path for name, path in (("door", door), ("ray", ray)) if path is not None}
+        self._stamps: dict[str, int] = {}
+
+    def changed(self) -> Iterator[tuple[str, float]]:
+        """Yield name and end, in seconds since the epoch, of those that are new since the last call."""
+        for name, path in self._paths.items():
+            if name == "ray" and name in self._stamps:
+                continue
+            try:
+                stamp, end = path.stat().st_mtime_ns, None
+                if stamp != self._stamps.get(name):
+                    end = ends(path)
+            except (OSError, ValueError):
+                continue  # the reader of a new certificate logs it
+            self._stamps[name] = stamp
+            if end is not None:
+                yield name, end
 
 
 class _Reloading:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -32,6 +33,10 @@ def rules() -> Iterator[Object]:
         yield from group["rules"]
 
 
+def runbook(alert: str) -> str:
+    return f"docs/alerts.md#{alert.lower()}"
+
+
 def promtool(folder: Path, *arguments: str) -> None:
     """`promtool …` in a folder that holds the rules as plain `rules.yaml`."""
     if shutil.which("promtool") is None:
@@ -49,6 +54,10 @@ def test_rules_are_rules(tmp_path: Path) -> None:
 def test_alerts_fire_when_they_must_and_only_then(tmp_path: Path) -> None:
     """Rules are evaluated as often as a case has samples: some take 30 hours."""
     cases = yaml.safe_load(ALERTS.read_text())["tests"]
+    for one in itertools.chain.from_iterable(case["alert_rule_test"] for case in cases):
+        for alert in one["exp_alerts"]:
+            page = {"runbook_url": runbook(one["alertname"])}
+            alert["exp_annotations"] = alert["exp_annotations"] | page
     files = []
     for interval in sorted({case["interval"] for case in cases}):
         tests = [case for case in cases if case["interval"] == interval]
@@ -88,5 +97,18 @@ def test_the_guide_names_metrics_that_exist() -> None:
 def test_every_alert_says_what_to_do() -> None:
     for rule in rules():
         if "alert" in rule:
-            assert set(rule["annotations"]) == {"summary", "description"}, rule["alert"]
+            assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}, rule["alert"]
+            assert rule["annotations"]["runbook_url"] == runbook(rule["alert"])
             assert rule["labels"]["severity"] in ("critical", "warning") and rule["for"]
+
+
+def test_the_runbook_has_a_section_for_every_alert_with_where_to_look_and_what_to_do() -> None:
+    page = (ROOT / "docs" / "alerts.md").read_text()
+    sections = dict(re.findall(r"^### (\w+)\n\n(.+?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    assert list(sections) == [rule["alert"] for rule in rules() if "alert" in rule]
+    for alert, text in sections.items():
+        for part in ("**Means.**", "**Look.**", "**Do.**"):
+            assert text.count(part) == 1, (alert, part)
+    named = set(re.findall(r"\bdeltafront_\w+", page))
+    series = declared_series()
+    assert named and named <= {*series, *(name.removesuffix("_count") for name in series)}

@@ -191,6 +191,7 @@ def test_promtool_has_nothing_to_say_of_what_a_door_exports(house: House, client
         back_s=0.5,
     )
     house.metrics.workers.tiered("decode:d0", (tier,))
+    house.metrics.certificate("door", 1.8e9)
     exported = house.metrics.expose()
     for name, expected in (("back_pages", 20), ("evicted_pages", 3), ("evicted_retained_pages", 1)):
         assert value(house, f"kv_tier_{name}", worker="decode:d0", tier="host") == expected

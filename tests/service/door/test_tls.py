@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deltafront.service.client import DeltafrontClient, Tls
 from deltafront.service.config import ConfigError
-from deltafront.service.door.tls import Gate, TlsPort
+from deltafront.service.door.tls import Certificates, Gate, TlsPort
 from deltafront.service.errors import InvalidArgument, Overloaded, Unauthenticated, Unavailable
-from deltafront.service.wiring import authenticator, tls_files
+from deltafront.service.fleet.fleet_view import FleetView
+from deltafront.service.metrics import Metrics
+from deltafront.service.wiring import authenticator, observer, tls_files
 
 from ..inprocess import HANG_S, House, settings
 from ..pki import Authority
@@ -56,6 +60,31 @@ def secure(
     yield make
     for house, port in opened:
         house.loop.run(port.stop(5.0))
+
+
+def test_the_end_of_a_certificate_is_a_metric(authority: Authority, tmp_path: Path) -> None:
+    """The door's is read again when it changes; Ray reads its own once."""
+    certificate, _ = authority.sign("server")
+    day = time.time() + 86_400
+    watched = Certificates(certificate, certificate)
+    assert [(name, pytest.approx(end, abs=HANG_S)) for name, end in watched.changed()] == [
+        ("door", day),
+        ("ray", day),
+    ]
+    assert not [*watched.changed()]
+    authority.sign("server")
+    os.utime(certificate, (0, 0))
+    assert [name for name, _ in watched.changed()] == ["door"]
+    certificate.write_text("no certificate")
+    assert not [*watched.changed()]
+    metrics = Metrics(tmp_path / "metrics")
+    observer(metrics, Certificates(authority.ca))(FleetView(groups={}, workers={}))
+    (line,) = re.findall(
+        r'^deltafront_certificate_expiry_timestamp_seconds\{certificate="door"\} (\S+)$',
+        metrics.expose().decode(),
+        re.MULTILINE,
+    )
+    assert float(line) == pytest.approx(day, abs=HANG_S)
 
 
 def test_requests_are_answered_over_tls(
