@@ -102,7 +102,7 @@ def test_every_alert_says_what_to_do() -> None:
             assert rule["labels"]["severity"] in ("critical", "warning") and rule["for"]
 
 
-def test_the_runbook_has_a_section_for_every_alert_with_where_to_look_and_what_to_do() -> None:
+def test_runbook_says_for_every_alert_where_to_look_and_what_to_do() -> None:
     page = (ROOT / "docs" / "alerts.md").read_text()
     sections = dict(re.findall(r"^### (\w+)\n\n(.+?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
     assert list(sections) == [rule["alert"] for rule in rules() if "alert" in rule]

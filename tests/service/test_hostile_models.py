@@ -134,7 +134,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(whole: Path, file: str, say
         ({"rope_scaling": [1, 2]}, "config.json"),
     ],
 )
-def test_numbers_that_no_model_has_are_refused_before_they_are_counted_to(
+def test_refuses_numbers_that_no_model_has_before_counting_to_them(
     whole: Path, keys: dict[str, Any], says: str
 ) -> None:
     raw = json.loads((whole / "config.json").read_text())

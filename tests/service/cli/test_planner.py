@@ -211,7 +211,7 @@ def test_what_cannot_be_planned_is_named(arguments: list[object], named: str) ->
 
 
 @pytest.mark.parametrize("public", SERVED, ids=lambda public: str(public.name))
-def test_what_size_writes_of_a_public_model_serve_takes(public: Public, tmp_path: Path) -> None:
+def test_serve_takes_the_configuration_that_size_writes(public: Public, tmp_path: Path) -> None:
     """Or size refuses it as serve does, for heads that no kernel has."""
     (tmp_path / "config.json").write_text(json.dumps(public.config))
     model, file = read_config(tmp_path), tmp_path / "host.yaml"

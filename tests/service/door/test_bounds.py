@@ -134,7 +134,7 @@ LONG = "ab" * (1 << 18)
         ({f"a{n}": "x" for n in range(300)}, "fields: at most 256"),
     ],
 )
-def test_what_a_caller_names_is_cut_before_it_is_compared_or_shown(
+def test_names_from_a_caller_are_cut_before_compared_or_shown(
     house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], says: str
 ) -> None:
     compare = difflib.get_close_matches
@@ -216,7 +216,7 @@ def test_requests_that_do_not_arrive_leave_places_to_other_callers(
         assert list(client.generate("hi", max_tokens=1))
 
 
-def test_what_is_only_announced_takes_no_room(
+def test_announced_bytes_take_no_room(
     make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any]
 ) -> None:
     house = make_house(model_name=MODEL)
@@ -336,7 +336,7 @@ def test_messages_that_do_not_come_leave_places_to_other_callers(guarded: House)
         assert any(not call.done() for call in calls)
 
 
-def test_a_message_that_does_not_come_gives_its_place_to_one_that_waits(
+def test_a_message_that_stalls_gives_its_place_to_a_waiting_one(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without tokens everybody is one caller, who may have all places."""

@@ -172,7 +172,7 @@ def test_what_is_too_long_is_told_so(api: openai.OpenAI) -> None:
         assert error["message"].startswith(TOO_LONG)
 
 
-def test_what_is_too_long_names_its_field(api: openai.OpenAI) -> None:
+def test_a_field_that_is_too_long_is_named(api: openai.OpenAI) -> None:
     error = refusal(lambda: complete(api, "x" * 8192), openai.BadRequestError)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert "8193 tokens" in error["message"]

@@ -185,7 +185,7 @@ def flip(path: Path, place: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_a_byte_behind_the_sample_changes_the_content_though_not_the_profile(model: Path) -> None:
+def test_a_byte_after_the_sample_changes_content_but_not_profile(model: Path) -> None:
     """As where the last rows of an embedding are trained, and written over the old ones."""
     settle(model)
     sampled, whole = digest(model), content(model)
@@ -210,9 +210,7 @@ def test_a_piece_that_another_thread_reads_counts_too(model: Path, monkeypatch: 
     assert digests._hashed(model / "model.safetensors") == in_pieces and whole
 
 
-def test_files_are_read_once_by_all_processes_and_again_when_they_change(
-    model: Path, hashed: list[Path]
-) -> None:
+def test_all_processes_read_files_once_and_again_after_a_change(model: Path, hashed: list[Path]) -> None:
     sharded(model)
     settle(model)
     digests_found = [content(model) for _ in range(3)]
