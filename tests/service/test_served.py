@@ -249,8 +249,9 @@ def knows(served: Served, pages: int) -> bool:
 
 def test_a_huge_message_is_refused(served: Served, client: DeltafrontClient, channel: grpc.Channel) -> None:
     call = channel.unary_stream("/deltafront.v1.DeltafrontService/Generate")
+    token = [("authorization", f"Bearer {served.token}")]
     with pytest.raises(grpc.RpcError) as caught:
-        list(call(b"\x0a" + b"\0" * 600_000_000, timeout=10 * HANG_S))
+        list(call(b"\x0a" + b"\0" * 600_000_000, timeout=10 * HANG_S, metadata=token))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert client.info().vocabulary == 258
     nothing_left(served)
