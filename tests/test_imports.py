@@ -76,6 +76,7 @@ ROOMS = {
         service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.listening": "",
+    "service.entry": "service.cli",
     "service.haproxy": "service.listening service.haproxy_config",
     "service.haproxy_config": "",
     "service.app": """workers.settings workers.waits workers.prefill.group.group workers.decode.worker

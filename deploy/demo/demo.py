@@ -8,6 +8,11 @@ API, which knows no sessions, and is not read again either. Stops everything it 
 
 from __future__ import annotations
 
+# ruff: noqa: E402
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules are loaded has no traceback
+
 import argparse
 import itertools
 import json
@@ -24,8 +29,9 @@ from rich.table import Table
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Progress, Token
-from deltafront.service.config import load
-from deltafront.service.local.server_process import LocalService
+from deltafront.service.config import ConfigError, load
+from deltafront.service.errors import DeltafrontError
+from deltafront.service.local.server_process import LocalService, NotServing
 from deltafront.workers.calibration import needles as hay
 
 HERE = Path(__file__).resolve().parent
@@ -120,8 +126,32 @@ def main() -> int:
     document = hay.hide(text[: max(room, 1000)], needles, seed=7)
 
     console.print("Starting Ray and Deltafront on this machine (about half a minute) …")
+    console.print("40 facts are hidden in Moby Dick; two questions ask for two of them.")
+    service = LocalService(arguments.config)
+    console.print(f"Its log is {service.log}", soft_wrap=True, highlight=False)
+    try:
+        run(console, service, arguments, document, needles)
+    except (DeltafrontError, NotServing, ConfigError) as error:
+        console.print(f"deltafront: {error}", style="red", soft_wrap=True, markup=False, highlight=False)
+        if service.log.exists():
+            console.print(f"{service.log} says more", soft_wrap=True, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("Stopped.")
+        return 1
+    return 0
+
+
+def run(
+    console: Console,
+    service: LocalService,
+    arguments: argparse.Namespace,
+    document: str,
+    needles: list[hay.Needle],
+) -> None:
+    """Start the service, ask the questions, and stop it."""
     started = time.monotonic()
-    with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
+    with service, DeltafrontClient(service.address) as client:
         info = client.info()
         console.print(
             f"Serving [bold]{info.display_name}[/bold] on {service.address} "
@@ -143,8 +173,8 @@ def main() -> int:
             f"{second.timings.ttft_seconds / first.timings.ttft_seconds:.1%} of the first's. Stopping …"
         )
     console.print("Stopped.")
-    return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

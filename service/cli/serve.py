@@ -134,7 +134,7 @@ def _serve(settings: ServiceConfig, log: Path) -> None:
     host, metrics_host = reachable(door.host), reachable(door.metrics_at)
     err.print(f"Starting Ray and Deltafront; their log is {log}", soft_wrap=True, highlight=False)
     try:
-        with output_to(log) as console, running(settings) as processes:
+        with output_to(log) as console, running(settings, terminal=console, log=log) as processes:
             say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
             say(f"model     {door.model_name}")
             say(f"gRPC      {joined(host, door.grpc_port)}")
@@ -143,9 +143,11 @@ def _serve(settings: ServiceConfig, log: Path) -> None:
             say(f"open      {describe_exposure(door)}")
             say("Ready. Ctrl-C stops.")
             failure = processes.wait_for_failure()
+            say(f"deltafront: {failure}, so the service has stopped: start it again; {log} says more")
+            processes.said()
+            raise typer.Exit(1)
     except StartError as error:
         fail(f"the service did not start: {error}; {log} says more")
-    fail(f"{failure}, so the service has stopped: start it again; {log} says more")
 
 
 def _interrupt(_signal: int, _frame: object) -> NoReturn:

@@ -20,22 +20,28 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_PREFIX, _LOCK, _UNLOCKED = "deltafront-", "owner.lock", "owner.new"
+_PREFIX, _LOCK, _UNLOCKED, _SAID = "deltafront-", "owner.lock", "owner.new", "said"
 EXIT_S = 5.0
 """How long processes may take to exit after SIGKILL and free their ports."""
 
 
 @contextlib.contextmanager
-def service_folder() -> Iterator[Path]:
-    """Make a folder that is cleared when the block ends, or this process is killed."""
+def service_folder(terminal: int | None = None, last_words: str = "") -> Iterator[Path]:
+    """Make a folder that is cleared when the block ends, or this process is killed.
+
+    Args:
+        terminal: A descriptor to which the reaper writes `last_words` if this process ends without `said`.
+            Ray ends its driver, which this process is, when its node is lost.
+    """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     with (folder / _UNLOCKED).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder / _UNLOCKED).rename(folder / _LOCK)  # nobody can see the file unlocked
-        command = [sys.executable, "-I", "-S", __file__, str(folder)]
+        command = [sys.executable, "-I", "-S", __file__, str(folder), last_words]
         silent = subprocess.DEVNULL
+        words = silent if terminal is None else terminal
         reaper = subprocess.Popen(  # in its own session, so that it outlives the service's process group
-            command, stdin=silent, stdout=silent, stderr=silent, start_new_session=True
+            command, stdin=silent, stdout=silent, stderr=words, start_new_session=True
         )
         try:
             yield folder
@@ -43,6 +49,11 @@ def service_folder() -> Iterator[Path]:
             reaper.kill()
             reaper.wait()
             _clear(folder)
+
+
+def said(folder: Path) -> None:
+    """Note that this process has said why it ends."""
+    (folder / _SAID).touch()
 
 
 def clean_up_killed_services() -> list[Path]:
@@ -103,4 +114,6 @@ def _writes_to(folder: Path, descriptor: os.DirEntry[str]) -> bool:
 if __name__ == "__main__":
     with contextlib.suppress(FileNotFoundError), Path(sys.argv[1], _LOCK).open() as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
+        if sys.argv[2:] and sys.argv[2] and not Path(sys.argv[1], _SAID).exists():
+            print(sys.argv[2], file=sys.stderr, flush=True)
         _clear(Path(sys.argv[1]))

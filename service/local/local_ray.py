@@ -1,6 +1,7 @@
 """Ray, Serve and Deltafront on this machine, for as long as a block runs."""
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ...workers.messages.states import NAMESPACE
 from .. import haproxy, listening
 from ..config import ConfigError, ServiceConfig
@@ -23,8 +26,11 @@ from .machine import check_machine
 from .ports import check_ports, haproxy_hosts, serve_ports
 from .ray_patches import START_S, minimal_node, slow_start, start_serve
 from .readiness import StartError, failure_reason, wait_until_answering, wait_until_running
+from .troubles import Troubles
 
 _OBJECT_STORE_BYTES = 2 << 30
+_LEAST_BYTES = 100 << 20
+"""Ray starts no node that has less beside its object store."""
 PERIOD_S = 0.5
 """How often Ray's processes are looked at."""
 REQUIRED = {"gcs_server": "Ray's control store", "raylet": "Ray's node"}
@@ -65,8 +71,14 @@ class RayProcesses:
     """Watches Ray's own processes. Ray notices a lost control store after a minute, and leaves HAProxy on the
     ports."""
 
-    def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]], folder: Path | None = None) -> None:
         self._processes = dict(processes)
+        self._folder = folder
+
+    def said(self) -> None:
+        """Note that the terminal has the failure. Ray may end this process at any time from then on."""
+        if self._folder is not None:
+            cleanup.said(self._folder)
 
     def failure(self) -> str | None:
         """Say which process has ended, and how; None if none has."""
@@ -91,7 +103,13 @@ def _describe_exit(code: int) -> str:
 
 
 @contextlib.contextmanager
-def running(settings: ServiceConfig, make: Make | None = None) -> Iterator[RayProcesses]:
+def running(
+    settings: ServiceConfig,
+    make: Make | None = None,
+    *,
+    terminal: Console | None = None,
+    log: Path | None = None,
+) -> Iterator[RayProcesses]:
     """Start everything, wait until it answers, and stop it when the block ends. Raises ConfigError or
     StartError.
 
@@ -100,12 +118,17 @@ def running(settings: ServiceConfig, make: Make | None = None) -> Iterator[RayPr
     Args:
         settings: From `wiring.local_model`.
         make: By default `app.application`.
+        terminal: Where to say what holds the service up, and that it has ended.
+        log: The file that this process' output goes to.
     """
     prepare(settings)
+    descriptor = None if terminal is None else terminal.file.fileno()
+    last_words = f"deltafront: the service has ended; {log} says more"
     with (
-        cleanup.service_folder() as folder,
+        cleanup.service_folder(descriptor, last_words) as folder,
         _environment(ray_environment(settings, folder) | listening.loopback()),
         listening.at_loopback(),
+        contextlib.ExitStack() as watch,
     ):
         import ray  # Ray reads its environment when it is imported
         from ray import serve
@@ -114,17 +137,44 @@ def running(settings: ServiceConfig, make: Make | None = None) -> Iterator[RayPr
         try:
             with _start_errors():
                 started = _start_ray(settings, folder)
+                watch.enter_context(_troubles(terminal, log))
                 _start_application(settings, folder, make, started)
             processes = started
             yield processes
         finally:
+            watch.close()  # Serve's status would start Ray again
             if processes is not None and processes.failure() is None:
                 with contextlib.suppress(Exception):  # Serve may be gone
                     serve.shutdown()
             else:
+                _print_log_ends(folder / "ray")  # first, since Ray ends this process with its node
                 cleanup.kill_processes(folder)
-                _print_log_ends(folder / "ray")
             ray.shutdown()
+
+
+def _troubles(terminal: Console | None, log: Path | None) -> contextlib.AbstractContextManager[object]:
+    from ray import serve
+
+    from ..app import APP_NAME
+
+    if terminal is None or log is None:
+        return contextlib.nullcontext()
+    say = functools.partial(terminal.print, soft_wrap=True, markup=False, highlight=False)
+    return Troubles(log, serve.status, APP_NAME, say)
+
+
+def _check_memory() -> None:
+    """Check that Ray's object store fits into memory. Raises ConfigError."""
+    from ray._common.utils import get_system_memory
+    from ray._private.utils import estimate_available_memory
+
+    free, needed = estimate_available_memory(), _OBJECT_STORE_BYTES + _LEAST_BYTES
+    if free < needed:
+        raise ConfigError(
+            f"memory: {free / 2**30:.1f} GiB of {get_system_memory() / 2**30:.1f} are free, but the object "
+            f"store alone takes {needed / 2**30:.1f}, and the model comes on top: end other programs, or "
+            "give the machine or container more"
+        )
 
 
 def _print_log_ends(sessions: Path) -> None:
@@ -166,6 +216,7 @@ def check_socket_paths(temporary: str) -> None:
 def _start_ray(settings: ServiceConfig, folder: Path) -> RayProcesses:
     import ray
 
+    _check_memory()
     with slow_start(settings.door.grpc_port), minimal_node(), _keep_sigterm_handler():
         ray.init(
             address="local",
@@ -177,7 +228,7 @@ def _start_ray(settings: ServiceConfig, folder: Path) -> RayProcesses:
             _node_ip_address=LOOPBACK,
         )
     started = ray._private.worker._global_node.all_processes
-    return RayProcesses({name: started[name][0].process for name in REQUIRED})
+    return RayProcesses({name: started[name][0].process for name in REQUIRED}, folder)
 
 
 def _start_application(

@@ -74,6 +74,7 @@ class LocalService:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop. The folder and its log stay where the block failed."""
         if self.stop() == 0 and kind is None:
             shutil.rmtree(self._folder, ignore_errors=True)  # a killed process may still close files
 

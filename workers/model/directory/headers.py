@@ -62,13 +62,14 @@ def read_header(path: Path) -> dict[str, Stored]:
     if size != end:
         raise ModelError(f"{path} has {size} bytes of {end}: download it again")
     try:
-        safe_open(path, "numpy").__exit__(None, None, None)  # it compares offsets with shapes
+        with safe_open(path, "numpy"):  # it compares offsets with shapes
+            pass
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
     return tensors
 
 
-class _BoundedReader(GGUFReader):
+class _BoundedReader(GGUFReader):  # type: ignore[misc]  # the library has no types
     """Reads a file's metadata, which may lie about lengths and counts."""
 
     _values = 0

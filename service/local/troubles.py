@@ -1,0 +1,86 @@
+"""Tells the terminal what holds up a service: memory that is short, and workers that die again and again.
+
+Ray and Serve tell it to the log and to Serve's status alone.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .readiness import failure_reason
+
+_KILLED = re.compile(r"(\d+) Workers? \(tasks / actors\) killed due to memory pressure")
+_PERIOD_S = 2.0
+
+Say = Callable[[str], object]
+
+
+class Troubles:
+    """Watches in a thread of its own while a `with` block runs.
+
+    Args:
+        log: The file that Ray's lines go to.
+        status: `serve.status`. It may fail, or wait for a control store that is gone.
+        say: Prints a line.
+    """
+
+    def __init__(self, log: Path, status: Callable[[], Any], name: str, say: Say) -> None:
+        self._log, self._status, self._name, self._say = log, status, name, say
+        self._told: dict[str, str] = {}
+        self._end = threading.Event()
+        self._read = 0
+
+    def __enter__(self) -> "Troubles":
+        threading.Thread(target=self._run, daemon=True, name="troubles").start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._end.set()
+
+    def _run(self) -> None:
+        while not self._end.wait(_PERIOD_S):
+            self.look()
+
+    def look(self) -> None:
+        """Say what is new."""
+        for line in killed_for_memory(self._new_lines()):
+            self._say(line)
+        if self._end.is_set():
+            return
+        try:
+            application = self._status().applications.get(self._name)
+        except Exception:  # Ray starts or ends; whoever waits for it says so
+            return
+        for name, line in deaths(application):
+            if self._told.get(name) != line and not self._end.is_set():
+                self._told[name] = line
+                self._say(line)
+
+    def _new_lines(self) -> list[str]:
+        if not self._log.is_file():
+            return []
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def killed_for_memory(lines: Iterable[str]) -> Iterator[str]:
+    """Yield a line of ours for each of Ray's that counts workers which it has killed."""
+    for line in lines:
+        if (match := _KILLED.search(line)) and int(match[1]):
+            yield (
+                f"memory is short: Ray has killed {match[1]} workers, and starts them again; end other "
+                "programs, or configure less (decode.cache_tokens, prefill.cache_tokens, fewer workers)"
+            )
+
+
+def deaths(application: Any) -> Iterator[tuple[str, str]]:
+    """Yield each deployment of which a replica did not start or has died, and a line that says why."""
+    for name, deployment in {} if application is None else application.deployments.items():
+        if deployment.status != "HEALTHY" and "rror" in deployment.message:
+            yield name, f"{name} starts again: {failure_reason(deployment.message)}"
