@@ -29,7 +29,7 @@ class Answer:
         self._metrics = resources.metrics
         self._accepted = accepted
         eos_ids = () if call.sampling.ignore_eos else resources.eos_ids
-        self._text = AnswerText(resources.tokenizer.decode, call.stop, eos_ids, call.answered)
+        self._text = AnswerText(resources.tokenizer.detokenizer(), call.stop, eos_ids, call.answered)
         self._tokens_shown = 0
         self._gaps: list[float] = []
         self._last_token_at = time.monotonic()

@@ -1,51 +1,53 @@
 """Turns token ids into text while they arrive: whole characters, and nothing past a stop string."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
-"""An unfinished character has at most 4 bytes. More tokens are garbage."""
-_MAX_TEXTLESS_TOKENS = 16
-"""More tokens without text are special ones, which change nothing."""
-
-Decode = Callable[[Sequence[int]], str]
+"""An unfinished character has at most 4 bytes. More tokens are garbage, or special ones without text."""
 
 
 class Detokenizer:
-    """Makes pieces of text that add up to `decode(all ids)`.
+    """Makes pieces of text that add up to the decoding of all ids, by tokenizers' DecodeStream.
 
-    A piece is the difference of two decodings from the same token with text, because tokenizers drop a
-    sequence's leading space. A decoding that ends in U+FFFD is held back as an unfinished character.
+    A DecodeStream waits without an end for bytes that are no character, decodes all of them at each step, and
+    raises where a decoding takes back text that was given. Then the tokens that it holds are decoded by
+    themselves, and another one begins after the last tokens whose text was whole.
     """
 
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._ids: list[int] = []
-        self._window = 0
-        self._read = 0
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._held: list[int] = []
+        self._stream = self._begin()
 
     def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        text = self._unread()
-        if text.endswith(_UNFINISHED) and len(self._ids) - self._read < _MAX_HELD_TOKENS:
-            return ""
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises nothing narrower
+            return self.flush()
         if text:
-            self._window = self._read
-        elif len(self._ids) - self._window > _MAX_TEXTLESS_TOKENS:
-            self._ids.pop()
-        self._read = len(self._ids)
-        return text
+            self._before, self._held = self._held, []
+        elif len(self._held) > _MAX_HELD_TOKENS:
+            return self.flush()
+        return text or ""
 
     def flush(self) -> str:
         """Return the rest, with U+FFFD for bytes that are no character."""
-        text = self._unread()
-        self._window = self._read = len(self._ids)
+        text = str(self._tokenizer.decode(self._held)) if self._held else ""
+        if text and not text.endswith(_UNFINISHED):
+            self._before = self._held
+        self._held, self._stream = [], self._begin()
         return text
 
-    def _unread(self) -> str:
-        known = self._decode(self._ids[self._window : self._read])
-        return self._decode(self._ids[self._window :])[len(known) :]
+    def _begin(self) -> DecodeStream:
+        """Begin after earlier tokens, since the first of a text loses its space."""
+        return DecodeStream(ids=self._before, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,12 @@ class AnswerText:
 
     def __init__(
         self,
-        decode: Decode,
+        detokenizer: Detokenizer,
         stops: Sequence[str],
         eos_ids: Collection[int] = (),
         answered: Iterable[int] = (),
     ) -> None:
-        self._detokenizer = Detokenizer(decode)
+        self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._eos_ids = eos_ids
         self.ids: list[int] = []

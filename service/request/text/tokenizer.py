@@ -29,6 +29,7 @@ from ....workers.model.directory.tokenizer_files import (
 )
 from ..calls import SpecialTokens, pack_ids
 from .control_tokens import TEMPLATE_READS_TOKENS, ControlTokens, MaskingError
+from .detokenize import Detokenizer
 
 Message = Mapping[str, str]
 
@@ -166,6 +167,9 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer)
 
     def _ids(self, tokenizer: Tokenizer, text: str, add_bos: bool) -> bytes:
         limit = self._limit

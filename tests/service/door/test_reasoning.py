@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer
 
 from deltafront.service.config import ConfigError
 from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter, is_open
-from deltafront.service.request.text.detokenize import AnswerText
+from deltafront.service.request.text.detokenize import AnswerText, Detokenizer
 from deltafront.workers.model.weights.gguf_tokenizer import tokenizer_json
 
 from ...workers.vocabularies import FAMILIES, Metadata
@@ -71,7 +70,7 @@ def test_real_vocabularies_keep_the_markers(name: str) -> None:
 
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(Metadata(FAMILIES[name]().metadata))))
     for _, text, _ in ANSWERS:
-        answer = AnswerText(partial(tokenizer.decode, skip_special_tokens=True), ())
+        answer = AnswerText(Detokenizer(tokenizer), ())
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         pieces = [answer.push(id_).text for id_ in ids] + [answer.flush().text]
         for opened in (False, True):
