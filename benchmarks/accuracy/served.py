@@ -43,7 +43,8 @@ from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.reader import load_text, load_tokenizer, split_method
 from deltafront.benchmarks.streams import ending
 from deltafront.benchmarks.tables import RESULTS, ROOT
-from deltafront.service.client.client import DeltafrontClient, PromptLike
+from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.client.requests import PromptLike
 from deltafront.service.config import load
 from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished
