@@ -14,7 +14,7 @@ vocabularies: $(VENV)/.vocabularies
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing Deltafront's packages into $(VENV), which takes minutes: 2.3 GB with a CPU build of torch, 5.7 GB with PyPI's for Linux"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

@@ -41,6 +41,7 @@ from ..workers.settings import (
 )
 from ..workers.tracing import CONSOLE
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _WARM_UP_TOKENS = 256
 
 _ID_MARKS = "._:/+-"
@@ -368,7 +369,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(path: Path) -> ServiceConfig:
-    """Read a YAML file. Paths in it are relative to its folder. Raises ConfigError."""
+    """Read a YAML file. A relative path may also start at the package, which brings samples. Paths in the
+    file are relative to its folder. Raises ConfigError."""
+    path = path if path.exists() or not (_PACKAGE / path).is_file() else _PACKAGE / path
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

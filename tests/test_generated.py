@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from deltafront.benchmarks import configuration, tables
 from deltafront.kernels.methods import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = ("kernels", "protos", "service", "workers")
 
 
 def test_protobuf_code_is_what_the_contract_generates(tmp_path: Path) -> None:
@@ -30,11 +32,12 @@ def test_protobuf_code_is_what_the_contract_generates(tmp_path: Path) -> None:
         )
 
 
-def test_every_folder_of_modules_is_a_package() -> None:
-    """setup.py finds packages by their __init__.py; a folder without one would not be installed."""
-    for folder in ("kernels", "workers", "service", "protos", "benchmarks", "dashboards"):
-        for path in (ROOT / folder).rglob("*.py"):
-            assert (path.parent / "__init__.py").exists(), f"{path.parent} holds modules but no __init__.py"
+def test_every_folder_of_modules_is_a_package_and_installed() -> None:
+    folders = {path.parent for name in PRODUCT for path in (ROOT / name).rglob("*.py")}
+    assert all((folder / "__init__.py").exists() for folder in folders)
+    wanted = {".".join(("deltafront", *folder.relative_to(ROOT).parts)) for folder in folders}
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setuptools["packages"]) == {"deltafront", *wanted}
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)

@@ -4,6 +4,8 @@ Only answers go to standard output. An error is one line that says what to do.
 """
 
 import dataclasses
+import importlib
+import importlib.util
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +15,8 @@ from ... import __version__
 from ..client import DeltafrontClient, PrefillFinished, Progress
 from ..request.answers import GenerateFinished
 from . import terminal
-from .calibrate import calibrate_command
 from .chat import chat_command
 from .drain import drain_command
-from .picture import picture_command
-from .serve import serve_command
-from .size_command import size_command
 from .terminal import ADDRESS, Address, Bearer, Chat, Keep, Method, Options, Recompute, Salt, Tls, err, fail
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -48,7 +46,22 @@ def deltafront(
     """A distributed long-context prefill service."""
 
 
-app.command("serve")(serve_command)
+def _needs_server(context: typer.Context) -> None:
+    """Runs beside a server."""
+    fail(f"deltafront {context.info_name}: needs the server's packages: pip install 'deltafront[server]'")
+
+
+def _add_server_command(name: str, module: str) -> None:
+    """Add a command of a machine that serves. A client's machine has its name alone."""
+    if importlib.util.find_spec("ray") is None:
+        anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command(name, context_settings=anything)(_needs_server)
+    else:
+        command = getattr(importlib.import_module(f"{__package__}.{module}"), f"{name}_command")
+        app.command(name)(command)
+
+
+_add_server_command("serve", "serve")
 
 
 @app.command()
@@ -180,11 +193,11 @@ def _prompt(text: str, messages: bool) -> Any:
 
 
 app.add_typer(sessions, name="sessions")
-app.command("calibrate")(calibrate_command)
+_add_server_command("calibrate", "calibrate")
 app.command("chat")(chat_command)
 app.command("drain")(drain_command)
-app.command("picture")(picture_command)
-app.command("size")(size_command)
+_add_server_command("picture", "picture")
+_add_server_command("size", "size_command")
 
 
 def main() -> None:

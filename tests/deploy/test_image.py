@@ -50,9 +50,9 @@ def test_what_tracing_needs_is_installed_too() -> None:
     command = [sys.executable, "-c", code.replace("\\\n", "").strip()]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extra = project["optional-dependencies"]["otel"]
-    assert any(one.startswith("opentelemetry-exporter-otlp-proto-http") for one in extra)
-    assert done.stdout.splitlines() == [*project["dependencies"], *extra]
+    server, tracing = (project["optional-dependencies"][extra] for extra in ("server", "otel"))
+    assert any(one.startswith("opentelemetry-exporter-otlp-proto-http") for one in tracing)
+    assert done.stdout.splitlines() == [*project["dependencies"], *server, *tracing]
 
 
 def test_kernels_are_cached_on_a_volume() -> None:
@@ -66,7 +66,7 @@ def test_kernels_are_cached_on_a_volume() -> None:
 def test_the_context_holds_what_is_installed_and_nothing_else() -> None:
     kept = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert all((ROOT / name).exists() for name in kept)
-    needed = {"pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE", "py.typed"}
+    needed = {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "py.typed"}
     assert {*needed, "kernels", "protos", "service", "workers", "deploy/models"} <= set(kept)
     assert not {"tests", ".git", "deploy/kubernetes", "deploy"} & set(kept)
 
