@@ -73,7 +73,8 @@ def test_a_client_installs_without_a_server(built: Path, tmp_path: Path) -> None
     (wheel,) = built.glob("*.whl")
     commands = environment(tmp_path / "client", wheel)
     listed = run([commands / "pip", "list", "--format=freeze"], tmp_path).stdout
-    assert not {"gguf", "numpy", "ray", "tokenizers", "torch"} & {line.partition("==")[0] for line in listed.split()}
+    names = {line.partition("==")[0] for line in listed.split()}
+    assert not {"gguf", "numpy", "ray", "tokenizers", "torch"} & names
     assert run([commands / "python", "-c", "import deltafront.service.client"], tmp_path).returncode == 0
     assert "generate" in run([commands / "deltafront", "--help"], tmp_path).stdout
     refused = run([commands / "deltafront", "serve", "--model", "x"], tmp_path)
