@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,20 @@ def test_decision_has_at_most_300_words(path: Path) -> None:
 def test_experiment_has_at_most_400_words_and_a_table(path: Path) -> None:
     assert words(path) <= 400
     assert "\n|---" in path.read_text()
+
+
+def test_pages_that_code_names_exist() -> None:
+    """A page that is gone is named with its commit: `docs/log/2026-11-21.md at 4fe709c6`."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip(f"no list of files here: {listed.stderr.strip()}")
+    kinds = (".py", ".yaml", ".json", ".sh", ".proto", ".toml", ".md")
+    paths = [ROOT / name for name in listed.stdout.splitlines() if name.endswith(kinds)]
+    missing = [
+        f"{path.relative_to(ROOT)}: {page}"
+        for path in paths
+        if path.exists() and path.parts[-2] != "results"
+        for page in re.findall(r"(?<!:)\bdocs/[\w./-]+\.md(?! at [0-9a-f]{7})", path.read_text())
+        if not (ROOT / page).exists() and path != Path(__file__)
+    ]
+    assert not missing
