@@ -7,6 +7,9 @@ which replaces the template's.
 
 To find the template's, messages are rendered again with masked contents, without the characters that control
 tokens begin and end with.
+
+The tokens around reasoning stay control tokens in the assistant's own messages: the model was trained on them
+there, and templates look for them. They end no turn.
 """
 
 import json
@@ -23,6 +26,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer
 
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+_REASONING = re.compile(r"(</?think>|</?seed:think>|\[/?THINK\])")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 TEMPLATE_READS_TOKENS = (
     "this model's chat template looks for control tokens in what messages say: leave them out"
@@ -77,11 +81,20 @@ class ControlTokens:
     def find(self, text: str) -> list[str]:
         return [match.group() for match in self._matches(text)]
 
-    def maskings(self, contents: Sequence[str]) -> Iterator[Masking]:
+    def parts(self, message: Mapping[str, str]) -> list[str]:
+        """Cut a message's content at the control tokens that it may use: text, token, text and so on.
+
+        Only the assistant may use any, those around its reasoning.
+        """
+        content = message["content"]
+        return _REASONING.split(content) if message["role"] == "assistant" else [content]
+
+    def maskings(self, messages: Sequence[Mapping[str, str]]) -> Iterator[Masking]:
         """Yield maskings, from the safest to the one that shows the template most. Raises MaskingError if
         contents leave no characters to mask with."""
         ends = sorted({end for token in self._tokens for end in (token[0], token[-1])})
-        used = set[str]().union(*contents)
+        used = set[str]().union(*(message["content"] for message in messages))
+        contents = [self.parts(message) for message in messages]
         unused = (character for character in map(chr, chain(*_PRIVATE_USE)) if character not in used)
         free = list(islice(unused, len(ends) + 1))
         if len(free) <= len(ends):
@@ -94,10 +107,13 @@ class ControlTokens:
         def masked(text: str) -> str:
             return text.translate(mask_table)
 
-        visible = frozenset(token for content in contents for token in self.find(content))
-        yield Masking([masked(content) for content in contents], table, marker, safe=True)
-        yield Masking([self._replace(content, masked) for content in contents], table, marker)
-        marked = [self._replace(content, lambda token: marker + token) for content in contents]
+        def changed(change: Callable[[str], str]) -> list[str]:
+            return [map_texts(change, parts) for parts in contents]
+
+        visible = frozenset(token for parts in contents for text in parts[::2] for token in self.find(text))
+        yield Masking(changed(masked), table, marker, safe=True)
+        yield Masking(changed(lambda text: self._replace(text, masked)), table, marker)
+        marked = changed(lambda text: self._replace(text, lambda token: marker + token))
         yield Masking(marked, table, marker, visible)
 
     def with_aliases(self, rendered: str, masking: Masking, expected: Sequence[str]) -> str:
@@ -160,6 +176,11 @@ class ControlTokens:
             parts += [text[end : match.start()], replacement(match.group())]
             end = match.end()
         return "".join([*parts, text[end:]])
+
+
+def map_texts(change: Callable[[str], str], parts: Sequence[str]) -> str:
+    """Join a message's parts with its texts changed. Those at odd places are tokens."""
+    return "".join(part if place % 2 else change(part) for place, part in enumerate(parts))
 
 
 def any_of_pattern(words: Iterable[str]) -> str:

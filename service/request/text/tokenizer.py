@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import json
 import re
@@ -28,7 +29,7 @@ from ....workers.model.directory.tokenizer_files import (
     tokenizer_json,
 )
 from ..calls import SpecialTokens, pack_ids
-from .control_tokens import TEMPLATE_READS_TOKENS, ControlTokens, MaskingError
+from .control_tokens import TEMPLATE_READS_TOKENS, ControlTokens, MaskingError, map_texts
 from .detokenize import Detokenizer
 
 Message = Mapping[str, str]
@@ -208,7 +209,7 @@ class TextTokenizer:
             return self._ids(self._tokenizer, rendered, add_bos)
         head = len(self._render(before, False)) if before else 0
         try:
-            for masking in control.maskings([message["content"] for message in messages]):
+            for masking in control.maskings(messages):
                 masked = [
                     {**message, "content": content}
                     for message, content in zip(messages, masking.contents, strict=True)
@@ -240,18 +241,26 @@ class TextTokenizer:
         """
         head = self._render(before, False) if before else ""
         rendered = self._render([*before, *messages], add_generation_prompt)
-        numbered = [_placeholder(message["role"], str(number)) for number, message in enumerate(messages)]
+        parts = [self._control.parts(message) for message in messages]
+        numbered = [
+            {"role": message["role"], "content": map_texts(functools.partial(self._harmless, number), said)}
+            for number, (message, said) in enumerate(zip(messages, parts, strict=True))
+        ]
         harmless = self._render([*before, *numbered], add_generation_prompt)[len(head) :]
         shown = set(_PLACEHOLDER.findall(harmless))
         if not rendered.startswith(head) or any(message["role"] in shown for message in before):
             raise TemplateError("this model's chat template cannot append messages: append text instead")
         for number, message in enumerate(messages):
-            if message["content"].strip() and str(number) not in shown:
+            if parts[number][-1].strip() and str(number) not in shown:
                 raise TemplateError(
                     f"this model's chat template leaves out a message of the role {message['role']!r} here: "
                     "say it in a user's message"
                 )
         return rendered[len(head) :], harmless
+
+    def _harmless(self, number: int, text: str) -> str:
+        """Return a placeholder, or white space as it is, since templates ask whether there is a text."""
+        return f"\N{ASTERISM}{number}\N{ASTERISM}" if text.strip() or self._control.find(text) else text
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         if self._template is None:
