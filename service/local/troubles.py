@@ -18,7 +18,7 @@ Say = Callable[[str], object]
 
 
 class Troubles:
-    """Watches in a thread of its own while a `with` block runs.
+    """Watches in threads of its own while a `with` block runs.
 
     Args:
         log: The file that Ray's lines go to.
@@ -33,22 +33,24 @@ class Troubles:
         self._read = 0
 
     def __enter__(self) -> "Troubles":
-        threading.Thread(target=self._run, daemon=True, name="troubles").start()
+        for look in (self.look_at_log, self.look_at_workers):  # Serve's status may take for ever
+            threading.Thread(target=self._run, args=(look,), daemon=True, name="troubles").start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._end.set()
 
-    def _run(self) -> None:
+    def _run(self, look: Callable[[], None]) -> None:
         while not self._end.wait(_PERIOD_S):
-            self.look()
+            look()
 
-    def look(self) -> None:
-        """Say what is new."""
+    def look_at_log(self) -> None:
+        """Say what is new in the log."""
         for line in killed_for_memory(self._new_lines()):
             self._say(line)
-        if self._end.is_set():
-            return
+
+    def look_at_workers(self) -> None:
+        """Say which workers start again for a new reason."""
         try:
             application = self._status().applications.get(self._name)
         except Exception:  # Ray starts or ends; whoever waits for it says so

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from deltafront.service.config import ConfigError
-from deltafront.service.local import cleanup, local_ray
+from deltafront.service.local import cleanup, local_ray, troubles
 from deltafront.service.local.troubles import Troubles
 
 from ..inprocess import wait_until
@@ -37,27 +38,27 @@ def watching(log: Path, status: Any, said: list[str]) -> Troubles:
 
 def test_workers_that_ray_kills_for_memory_are_said_once_a_line(tmp_path: Path) -> None:
     log, said = tmp_path / "serve.log", list[str]()
-    troubles = watching(log, lambda: status_of(""), said)
-    troubles.look()
+    watch = watching(log, lambda: status_of(""), said)
+    watch.look_at_log()
     log.write_text("before\n" + KILLED + KILLED[:40])
-    troubles.look()
-    troubles.look()
+    watch.look_at_log()
+    watch.look_at_log()
     assert len(said) == 1 and said[0].startswith("memory is short: Ray has killed 7 workers")
     with log.open("a") as file:
         file.write(KILLED[40:])
-    troubles.look()
+    watch.look_at_log()
     assert len(said) == 2
 
 
 def test_a_worker_that_dies_again_is_said_until_the_reason_changes(tmp_path: Path) -> None:
     said: list[str] = []
     message = "A replica failed to start.\nTraceback\nOSError: no room"
-    troubles = watching(tmp_path / "none", lambda: status_of(message), said)
+    watch = watching(tmp_path / "none", lambda: status_of(message), said)
     for _ in range(3):
-        troubles.look()
+        watch.look_at_workers()
     assert said == ["DecodeReplica starts again: OSError: no room"]
     message = "Traceback\nOSError: no disk"
-    troubles.look()
+    watch.look_at_workers()
     assert said[1:] == ["DecodeReplica starts again: OSError: no disk"]
 
 
@@ -67,8 +68,25 @@ def test_a_healthy_service_and_a_ray_that_is_gone_are_no_trouble(tmp_path: Path)
 
     said: list[str] = []
     for status in (gone, lambda: status_of("an old Error", "HEALTHY"), lambda: status_of("")):
-        watching(tmp_path / "none", status, said).look()
+        watching(tmp_path / "none", status, said).look_at_workers()
     assert not said
+
+
+def test_says_that_memory_is_short_while_serve_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(troubles, "_PERIOD_S", 0.01)
+    asked, said = threading.Event(), list[str]()
+
+    def never() -> Any:
+        asked.set()
+        threading.Event().wait()
+
+    (tmp_path / "log").touch()
+    with watching(tmp_path / "log", never, said):
+        assert asked.wait(60)
+        (tmp_path / "log").write_text(KILLED)
+        wait_until(lambda: bool(said), "the status is waited for")
 
 
 def test_too_little_memory_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
