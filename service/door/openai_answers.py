@@ -231,7 +231,8 @@ def error_body(error: DeltafrontError, source: str, positions: int) -> Json:
         param = param if param == source else _SOURCE.sub(source, param, count=1)
         message = f"{param}{error.message.removeprefix(error.field)}"
     if isinstance(error, TooLong) or status == 413:
-        message = f"This model's maximum context length is {positions} tokens. {message}"
+        shown = f" ({code})" if isinstance(error, TooLong) else ""  # some clients see the message alone
+        message = f"This model's maximum context length is {positions} tokens{shown}. {message}"
     return error_object(message, kind, param, code)
 
 

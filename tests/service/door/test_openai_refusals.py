@@ -154,8 +154,9 @@ def test_what_is_not_supported_is_refused_by_name(house: House, api: openai.Open
     assert chat(api, extra_body=nothing).usage.completion_tokens == 5
 
 
-TOO_LONG = "This model's maximum context length is 8192 tokens. "
-"""Words by which litellm, and what is built on it, knows a prompt that is too long."""
+TOO_LONG = "This model's maximum context length is 8192 tokens"
+"""Words by which litellm, and what is built on it, knows a prompt that is too long. LangChain looks for the
+code in the message."""
 
 
 def test_what_is_too_long_is_told_so(api: openai.OpenAI) -> None:
@@ -170,6 +171,7 @@ def test_what_is_too_long_is_told_so(api: openai.OpenAI) -> None:
         assert (error["status"], error["param"]) == (status, field)
         assert error["code"] == ("context_length_exceeded" if status == 400 else "request_too_large")
         assert error["message"].startswith(TOO_LONG)
+        assert ("context_length_exceeded" in error["message"]) == (status == 400)
 
 
 def test_a_field_that_is_too_long_is_named(api: openai.OpenAI) -> None:
