@@ -5,7 +5,7 @@ from typing import ClassVar
 
 _LONGEST_SHOWN = 64
 _LONGEST_FIELD = 128
-_LONGEST_MESSAGE = 2000
+_LONGEST_MESSAGE = 4000
 
 
 def shown(value: str) -> str:

@@ -5,16 +5,43 @@ The program of `haproxy.py` runs this file, so it imports only the standard libr
 
 import itertools
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
 LONGEST_HEADERS = 16_384
 """Bytes. Longer ones get 431, and HAProxy's own 400 beyond _BUFFER."""
 _BUFFER = 65_536
-RECEIVE_S = 60
-"""How long a client may take to send the head of a request: as long as for its body, which the door waits
-for. HAProxy would wait as long as bytes come, and it holds 4,096 clients. Its 408 has no words of ours."""
-_HTTP = "frontend http_frontend"
+HEAD_S = 10
+"""How long a client may take to send the head of a request. HAProxy would wait as long as bytes come. Its 408
+has no words of ours."""
+SILENCE_S = 30
+"""How long a client may send nothing of a request that it has begun, or read nothing of an answer. Who waits
+for an answer may be silent."""
+SOURCE_VARIABLE = "DELTAFRONT_CONNECTIONS_PER_ADDRESS"
+_PER_SOURCE = 1000
+"""Connections of one address to a port."""
+_INTERNAL = 64
+"""Connections to statistics and metrics, each."""
+_FRONTENDS = ("frontend http_frontend", "frontend grpc_frontend")
+_MAXCONN = re.compile(r"^ *maxconn (\d+)$", re.MULTILINE)
+_DEFAULT_MAXCONN = 4096
+_WATCH = "{ path /grpc.health.v1.Health/Watch }"
+_WATCHES = 4
+"""Streams of one connection."""
+_HTTP, _GRPC = _FRONTENDS
+_TABLE = "deltafront_watches"
+_SERVE_READS = (
+    "x-request-id",
+    "x-request-timeout-seconds",
+    "x-request-disconnect-disabled",
+    *(f"x{a}session{b}id" for a in "-_" for b in "-_"),
+    *(f"serve{a}multiplexed{b}model{c}id" for a in "-_" for b in "-_" for c in "-_"),
+    "traceparent",
+    "tracestate",
+)
+"""Headers that Serve decodes as UTF-8, in the spellings that it knows."""
 _UNAVAILABLE = "no door can answer: it died, or is starting; try again"
 _BAD_REQUEST = (
     "this is no HTTP that can be read, or its sender closed the connection before the answer, if only on its "
@@ -29,30 +56,71 @@ _MARK = " # deltafront"
 def rewrite(config: str, folder: Path) -> str:
     """Change Serve's configuration. A second change adds nothing. folder: where HAProxy finds the bodies of
     refusals."""
-    lines, settings = [], ("errorfile ", "tune.bufsize ", "timeout http-request ")
+    lines, settings = [], ("errorfile ", "tune.bufsize ", "timeout http-request ", "timeout client ")
+    most = _MAXCONN.search(config)
+    clients = (int(most[1]) if most else _DEFAULT_MAXCONN) // 2 - _INTERNAL
     for line in config.splitlines():
         if not line.endswith(_MARK) and not line.lstrip().startswith(settings):
-            lines += [line, *(f"    {ours}{_MARK}" for ours in _added_after(line.strip(), folder))]
+            added = [*_limits(line.strip(), clients), *_added_after(line.strip(), folder)]
+            lines += [line, *(f"    {ours}{_MARK}" for ours in added)]
+    if _GRPC in lines:
+        table = "stick-table type string len 64 size 100k expire 10m store conn_cur"
+        lines += [f"backend {_TABLE}{_MARK}", f"    {table}{_MARK}"]
     return "".join(f"{line}\n" for line in lines)
 
 
+def _limits(line: str, clients: int) -> list[str]:
+    """Bound connections, so that one port's leave those of others, and one address's those of others."""
+    if line in ("frontend prometheus", "listen stats"):
+        return [f"maxconn {_INTERNAL}"]
+    if line not in _FRONTENDS:
+        return []
+    per_source = int(os.environ.get(SOURCE_VARIABLE, _PER_SOURCE))
+    limits = [
+        f"maxconn {clients}",
+        "stick-table type ipv6 size 100k expire 30s store conn_cur",
+        f"tcp-request connection reject if {{ src_conn_cur ge {per_source} }}",
+        "tcp-request connection track-sc0 src",
+    ]
+    return limits if per_source else limits[:1]
+
+
 def _added_after(line: str, folder: Path) -> list[str]:
+    if line == _GRPC:
+        refusal = "hdr grpc-status 8 hdr grpc-message 'this connection watches the health as often as it may'"
+        return [
+            f"http-request set-var-fmt(txn.connection) %[src]:%[src_port] if {_WATCH}",
+            f"http-request track-sc1 var(txn.connection) table {_TABLE} if {_WATCH}",
+            f"http-request return status 200 content-type application/grpc {refusal} "
+            f"if {_WATCH} {{ sc1_conn_cur({_TABLE}) gt {_WATCHES} }}",
+        ]
     if line == "global":
         return [f"tune.bufsize {_BUFFER}"]
     if line == "defaults":
         unavailable = [f"errorfile {status} {folder / '503.http'}" for status in (502, 503, 504)]
-        return [f"timeout http-request {RECEIVE_S}s", f"errorfile 400 {folder / '400.http'}", *unavailable]
+        timeouts = [f"timeout http-request {HEAD_S}s", f"timeout client {SILENCE_S}s"]
+        return [*timeouts, f"errorfile 400 {folder / '400.http'}", *unavailable]
     if line == _HTTP:
         too_long = f"the headers are longer than {LONGEST_HEADERS} bytes"
         other = "!{ res.hdr(content-type) -m beg application/json }"
         return [
             *_request_ids(),
+            *_visible_only(),
             f"http-request {_answer(431, too_long)} if {{ req.hdrs -m len gt {LONGEST_HEADERS} }}",
             f"http-response {_answer(400, _BAD_REQUEST)} if {{ status 400 }} {other}",
             f"http-response {_answer(503, _UNAVAILABLE)} hdr retry-after {_RETRY} "
             f"if {{ status ge 500 }} {other}",
         ]
     return []
+
+
+def _visible_only() -> list[str]:
+    """Refuse headers that Serve cannot decode: it would fail, which looks as if no door were there."""
+    return [
+        f"http-request {_answer(400, f'{name}: must be visible ASCII characters')} "
+        f"if {{ req.fhdr({name}) -m reg '[^ -~]' }}"
+        for name in _SERVE_READS
+    ]
 
 
 def _request_ids() -> list[str]:

@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -116,9 +116,8 @@ class Entrance:
         """Receive a call's message. rpc: empty for health. Raises DeltafrontError."""
         if rpc:
             return await self.messages.receive(self._owner(rpc, context), requests)
-        with late(_QUESTION_S):
-            async with self.questions.place(context.peer()):
-                return await first_of(requests)
+        with late(_QUESTION_S), self.questions.call(context.peer()) as call:
+            return await call.wait(first_of(requests))
 
     def _owner(self, rpc: str, context: Any) -> str:
         metadata = context.invocation_metadata() or ()
@@ -178,24 +177,24 @@ class _Handler:
             if not self.streaming:
                 yield await self.behaviour(request, context)
                 return
-            async with (
-                self._watched(context),
-                contextlib.aclosing(self.behaviour(request, context)) as messages,
-            ):
+            messages = self.behaviour(request, context)
+            if not self.rpc:
+                messages = self._watched(messages, context)
+            async with contextlib.aclosing(messages):
                 async for message in messages:
                     # Empty messages pass Serve a status. Serve's messages are bytes.
                     if message if isinstance(message, bytes) else message.ByteSize():
                         yield message
 
-    @contextlib.asynccontextmanager
-    async def _watched(self, context: Any) -> AsyncIterator[None]:
+    async def _watched(self, messages: AsyncGenerator[Any, None], context: Any) -> AsyncGenerator[Any, None]:
         """Let a Watch end by itself."""
-        if self.rpc:
-            yield
-            return
-        with contextlib.suppress(TimeoutError):
-            async with self.entrance.watches.place(context.peer()):
-                yield
+        with (
+            self.entrance.watches.call(context.peer()) as call,
+            contextlib.suppress(TimeoutError, StopAsyncIteration),
+        ):
+            async with contextlib.aclosing(messages):
+                while True:
+                    yield await call.wait(anext(messages))
 
     @contextlib.contextmanager
     def _our_status(self, request: UndecodedMessage, context: Any) -> Iterator[None]:

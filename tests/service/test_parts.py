@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -19,7 +21,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.service import exporter
 from deltafront.service.door import status
 from deltafront.service.door.auth import ANYONE, Authenticator, TokenFile, digest
 from deltafront.service.errors import (
@@ -42,7 +43,7 @@ from deltafront.service.request.timings import REPLAY, TtftClock
 from deltafront.service.tracing import Interval
 from deltafront.workers.messages.states import TierStats
 
-from .inprocess import HANG_S
+from .inprocess import HANG_S, wait_until
 
 seconds = st.floats(0, 1e3)
 
@@ -352,15 +353,16 @@ def test_a_metrics_port_stopped_while_it_opens_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Exporter(Metrics(tmp_path), "127.0.0.1", 0)
-    stopping, listen = threading.Thread(target=made.stop), exporter.make_server
+    stopping, listen = threading.Thread(target=made.stop), asyncio.start_server
 
-    def listen_while_it_is_stopped(*arguments: Any) -> Any:
-        server = listen(*arguments)
+    async def listen_while_it_is_stopped(*arguments: Any, **options: Any) -> Any:
+        server = await listen(*arguments, **options)
         stopping.start()
-        assert made._stop.wait(HANG_S)
+        async with asyncio.timeout(HANG_S):
+            await made._stopped.wait()
         return server
 
-    monkeypatch.setattr(exporter, "make_server", listen_while_it_is_stopped)
+    monkeypatch.setattr(asyncio, "start_server", listen_while_it_is_stopped)
     made.start()
     made._thread.join(HANG_S)
     assert not made._thread.is_alive()
@@ -405,3 +407,22 @@ def test_another_exporter_takes_the_port_over(
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(f"{address}/secrets", timeout=HANG_S)
     second.stop()
+
+
+def test_idle_connections_take_no_thread_and_keep_no_scrape_waiting(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    exporter = Exporter(Metrics(tmp_path), "127.0.0.1", port)
+    exporter.start()
+    with contextlib.ExitStack() as kept:
+        wait_until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), "nobody listens")
+        before = threading.active_count()
+        for _ in range(300):
+            kept.enter_context(socket.create_connection(("127.0.0.1", port), HANG_S))
+        for _ in range(3):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as reply:
+                assert b"deltafront_" in reply.read()
+        assert threading.active_count() < before + 10
+        assert len(exporter._waiting) <= 100
+    exporter.stop()
+    assert not exporter._thread.is_alive()

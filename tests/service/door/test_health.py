@@ -82,9 +82,10 @@ def test_there_are_only_so_many_watches_and_the_newest_stay(house: House, bound:
     places = NewestOnly(3, HANG_S) if bound == "in all" else NewestOnly(100, HANG_S, per_connection=3)
     house.entrance.watches = places
     with grpc.insecure_channel(house.address) as channel:
-        watches = [watch(channel) for _ in range(5)]
-        for one in watches:
-            assert next(one).status == SERVING
+        watches = []
+        for _ in range(5):
+            watches.append(watch(channel))
+            assert next(watches[-1]).status == SERVING
         assert [list(one) for one in watches[:2]] == [[], []]
         assert not any(one.done() for one in watches[2:])
 
