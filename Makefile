@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LINK := build/link
 
-.PHONY: demo test test-long acceptance chaos image check proto serve dashboards manifests clean install dev model vocabularies accuracy
+.PHONY: demo test test-arithmetic test-long acceptance chaos image check proto serve dashboards manifests clean install dev model vocabularies accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -46,6 +46,13 @@ serve: install model
 test: export PYTHONDONTWRITEBYTECODE :=
 test: dev model vocabularies
 	$(BIN)/pytest -n 4
+
+# Tests that compute, on the arithmetic of an old processor: the order of sums of torch's own kernels, oneDNN's,
+# MKL's and NumPy's products. A tolerance that only this machine's order meets fails here.
+OLD_CPU := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Prescott
+test-arithmetic: export PYTHONDONTWRITEBYTECODE :=
+test-arithmetic: dev model
+	$(OLD_CPU) $(BIN)/pytest -n 2 tests/kernels tests/workers/calibration tests/workers/model/decoder tests/benchmarks
 
 # What takes minutes by itself: a cluster of four nodes, every query of the dashboards, every kernel for Hopper,
 # and what a decode worker of one rank does done by two.
