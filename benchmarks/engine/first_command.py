@@ -78,10 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             {"decode_gpu": "mapped", "device": "cuda"} if on_gpu else {"decode_gpu": "none", "device": "cpu"}
         )
         by_hand = Setup(model, shape, given.tokens, chunk_tokens=16_384 if on_gpu else 512, **how)  # type: ignore[arg-type]
-        medians = [
-            first_tokens(flags, given.tokens, shape.vocab, given.repeats)
-            for flags in (["--config", by_hand.write(Path(name))], ["--model", model])
-        ]
+        starts: list[list[str | Path]] = [["--config", by_hand.write(Path(name))], ["--model", model]]
+        medians = [first_tokens(flags, given.tokens, shape.vocab, given.repeats) for flags in starts]
     gpu = torch.cuda.get_device_name() if on_gpu else "no GPU"
     print(json.dumps({"gpu": gpu, "tokens": given.tokens, "by_hand_s": medians[0], "serve_s": medians[1]}))
     print(f"serve --model takes {medians[1] / medians[0]:.3f} times the time of the configuration by hand")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from ...workers.messages.methods import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
 from ...workers.model.directory.model_config import ModelConfig
 from ...workers.settings import KVDtype, PrefillConfig
 from ..config import ConfigError
@@ -54,6 +55,11 @@ def choose(model: ModelConfig, path: str, machine: Machine, wishes: Wishes) -> C
         ConfigError: The machine has fewer GPUs than asked for, or the model does not fit them.
     """
     _check_numbers(wishes)
+    dims = sorted(set(PREFILL_HEAD_DIMS) & set(DECODE_HEAD_DIMS))
+    if model.head_dim not in dims:
+        taken = ", ".join(map(str, dims))
+        why = f"GPUs take heads of {taken} channels, this model's have {model.head_dim}"
+        machine = replace(machine, gpus=(), no_gpu=machine.no_gpu or why)
     gpus = _used_gpus(machine, wishes)
     if not gpus:
         return _on_cpu(model, path, machine, wishes)

@@ -90,6 +90,11 @@ def test_says_why_it_falls_back_to_cpus() -> None:
     assert parse(choice.content, "--model").prefill.cache_tokens == 1008
 
 
+def test_serves_on_cpus_where_kernels_do_not_take_the_heads() -> None:
+    choice = choose(replace(EIGHT, head_dim=96), "here", machine(1), Wishes())
+    assert choice.lines[0].startswith("CPUs, GPUs take heads of 64, 128, 256 channels, this model's")
+
+
 @pytest.mark.parametrize(
     ("wishes", "says"),
     [
