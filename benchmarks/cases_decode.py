@@ -14,14 +14,18 @@ from typing import Any
 
 import torch
 
-from ..kernels.constants import PAGE_TOKENS
-from ..kernels.layers.kv_int8 import Scales, quantise
-from ..kernels.paged_decode import cpu
-from ..kernels.paged_decode.dispatch import paged_attention, paged_attention_scored, paged_attention_sparse
-from ..kernels.paged_decode.page_selection import select_pages
-from ..kernels.paged_decode.pages import PagedInput, SelectedPages
-from ..tests.numerics import assert_rows_close
-from .harness import BenchConfig, Case, Timed
+from deltafront.benchmarks.harness import BenchConfig, Case, Timed
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.layers.kv_int8 import Scales, quantise
+from deltafront.kernels.paged_decode import cpu
+from deltafront.kernels.paged_decode.dispatch import (
+    paged_attention,
+    paged_attention_scored,
+    paged_attention_sparse,
+)
+from deltafront.kernels.paged_decode.page_selection import select_pages
+from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
+from deltafront.tests.numerics import assert_rows_close
 
 REQUESTS = 4
 RECENCY = 8
@@ -127,7 +131,7 @@ def _full(config: BenchConfig, what: str) -> Timed:
 
 def _flashinfer(x: PagedInput) -> Callable[[], object]:
     """FlashInfer's plain decode over x, checked against ours before it is timed."""
-    from .flashinfer_decode import FlashInferDecode
+    from deltafront.benchmarks.flashinfer_decode import FlashInferDecode
 
     decode = FlashInferDecode(x)
     decode.plan(x.lengths_R.tolist())

@@ -13,16 +13,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.anchor_scan import find_anchors
-from ..kernels.correction import Correction
-from ..kernels.executors import block_sparse, dense
-from ..kernels.executors.inputs import causal_tiles
-from ..kernels.executors.packed import delta_kv, delta_xattention, delta_xattention_kernel
-from ..kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
-from ..kernels.executors.packed.runs import PackedRuns
-from ..kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
-from ..kernels.options import DeltaKVOptions
-from ..tests.numerics import (
+from deltafront.benchmarks.harness import BenchConfig, Case, Timed
+from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.correction import Correction
+from deltafront.kernels.executors import block_sparse, dense
+from deltafront.kernels.executors.inputs import causal_tiles
+from deltafront.kernels.executors.packed import delta_kv, delta_xattention, delta_xattention_kernel
+from deltafront.kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
+from deltafront.kernels.executors.packed.runs import PackedRuns
+from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
+from deltafront.kernels.options import DeltaKVOptions
+from deltafront.tests.numerics import (
     assert_rows_close,
     chunk_of,
     mask_of,
@@ -31,9 +32,8 @@ from ..tests.numerics import (
     random_mask,
     spec_of,
 )
-from ..tests.reference.attention import reference_attention
-from ..tests.reference.structured import structured_input
-from .harness import BenchConfig, Case, Timed
+from deltafront.tests.reference.attention import reference_attention
+from deltafront.tests.reference.structured import structured_input
 
 DENSITY = 0.085
 GAMMA = 64

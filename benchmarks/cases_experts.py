@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from ..kernels.experts.mixture import cpu_mixture, kernel_mixture
-from ..kernels.experts.routing import Router
-from ..kernels.layers.fp8 import quantise_rows
-from ..kernels.layers.norm import LinearInput
-from .engine.model import SHAPES
-from .harness import BenchConfig, Case, Timed
+from deltafront.benchmarks.engine.model import SHAPES
+from deltafront.benchmarks.harness import BenchConfig, Case, Timed
+from deltafront.kernels.experts.mixture import cpu_mixture, kernel_mixture
+from deltafront.kernels.experts.routing import Router
+from deltafront.kernels.layers.fp8 import quantise_rows
+from deltafront.kernels.layers.norm import LinearInput
 
 SHAPE = SHAPES["30b-a3b"]
 TOKENS = (1, 4, 16, 256, 2048, 16_384)

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from ..kernels.interface import AttentionInput, TileMask, no_phase
-from ..kernels.options import AnchorsOptions, AntidiagonalOptions
-from ..kernels.selectors.anchors.selector import AnchorsSelector
-from ..kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from ..kernels.selectors.scored import ScoredSelector
-from ..tests.numerics import assert_rows_close, chunk_of, spec_of
-from ..tests.reference.structured import statistics
-from .harness import BenchConfig, Case, Timed
-from .whole_prompt.flex import FlexSelector
-from .whole_prompt.line_selector import LineSelector
-from .whole_prompt.lines import cpu_line_masses
-from .whole_prompt.lines_kernel import kernel_line_masses
-from .whole_prompt.methods import FlexOptions, VerticalSlashOptions
-from .whole_prompt.vertical_slash import VerticalSlashSelector
+from deltafront.benchmarks.harness import BenchConfig, Case, Timed
+from deltafront.benchmarks.whole_prompt.flex import FlexSelector
+from deltafront.benchmarks.whole_prompt.line_selector import LineSelector
+from deltafront.benchmarks.whole_prompt.lines import cpu_line_masses
+from deltafront.benchmarks.whole_prompt.lines_kernel import kernel_line_masses
+from deltafront.benchmarks.whole_prompt.methods import FlexOptions, VerticalSlashOptions
+from deltafront.benchmarks.whole_prompt.vertical_slash import VerticalSlashSelector
+from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
+from deltafront.kernels.options import AnchorsOptions, AntidiagonalOptions
+from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
+from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
+from deltafront.kernels.selectors.scored import ScoredSelector
+from deltafront.tests.numerics import assert_rows_close, chunk_of, spec_of
+from deltafront.tests.reference.structured import statistics
 
 CHECKED_TOKENS = 4000
 CHUNK_TOKENS = 1280

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..service.config import DoorConfig, ServiceConfig
-from ..workers.settings import DecodeConfig, HandoffConfig, ModelSpec, PrefillConfig
-from .markdown import markdown
+from deltafront.benchmarks.markdown import markdown
+from deltafront.service.config import DoorConfig, ServiceConfig
+from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, PrefillConfig
 
 SECTIONS: Mapping[str, type] = {
     "model": ModelSpec,

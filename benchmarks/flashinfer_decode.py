@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.constants import PAGE_TOKENS
-from ..kernels.interface import KernelInputError
-from ..kernels.paged_decode.pages import PagedInput
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.paged_decode.pages import PagedInput
 
 _WORKSPACE_BYTES = 256 << 20
 

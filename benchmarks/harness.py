@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.interface import AttentionInput
-from ..tests.reference.structured import structured_input
+from deltafront.kernels.interface import AttentionInput
+from deltafront.tests.reference.structured import structured_input
 
 
 @dataclass(frozen=True)

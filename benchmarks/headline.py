@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .markdown import Result, markdown, source
+from deltafront.benchmarks.markdown import Result, markdown, source
 
 Line = tuple[str, str, str, str]
 Row = Mapping[str, Any]

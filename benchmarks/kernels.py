@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .harness import BenchConfig, Row, commit_of, run_cases, write_rows
+from deltafront.benchmarks.harness import BenchConfig, Row, commit_of, run_cases, write_rows
 
 MODULES = ("cases_executors", "cases_selection", "cases_decode", "cases_experts")
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..service.cli.size import GIB, RESERVE_GIB, Sizing, decode_cell, named, sizing
-from ..workers.model.directory.model_config import ModelConfig
-from ..workers.settings import Quantisation
+from deltafront.service.cli.size import GIB, RESERVE_GIB, Sizing, decode_cell, named, sizing
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.settings import Quantisation
 
 _ANY_NUMBER = 1 << 30
 

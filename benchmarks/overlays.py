@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from ..service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
-from ..service.config import ServiceConfig, load
-from ..workers.settings import Quantisation
-from . import layout as layouts
-from .layout import Layout, fit
+from deltafront.benchmarks import layout as layouts
+from deltafront.benchmarks.layout import Layout, fit
+from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
+from deltafront.service.config import ServiceConfig, load
+from deltafront.workers.settings import Quantisation
 
 KUBERNETES = Path(__file__).resolve().parent.parent / "deploy" / "kubernetes"
 _MEMORY = "nvidia.com/gpu.memory"

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ..service.cli import size
-from . import configuration, overlays
-from . import headline as headlines
-from .accuracy.tables import EMBEDDED, accuracy, embedded
-from .markdown import Result, markdown, provenance
-from .models.tables import families, public_models
-from .paper_forms import table as paper_forms
+from deltafront.benchmarks import configuration, overlays
+from deltafront.benchmarks import headline as headlines
+from deltafront.benchmarks.accuracy.tables import EMBEDDED, accuracy, embedded
+from deltafront.benchmarks.markdown import Result, markdown, provenance
+from deltafront.benchmarks.models.tables import families, public_models
+from deltafront.benchmarks.paper_forms import table as paper_forms
+from deltafront.service.cli import size
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from . import decode, overview, prefill, sparsity, ttft, workers
-from .grafana import Dashboard
+from deltafront.dashboards import decode, overview, prefill, sparsity, ttft, workers
+from deltafront.dashboards.grafana import Dashboard
 
 FOLDER = Path(__file__).resolve().parent
 DASHBOARDS = (

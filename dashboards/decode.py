@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from .grafana import Dashboard, Panel, Query, Row
-from .promql import DECODERS, GROUPS, RANGE, by_worker, increase, mean, quantile, rate, ratio
+from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
+from deltafront.dashboards.promql import (
+    DECODERS,
+    GROUPS,
+    RANGE,
+    by_worker,
+    increase,
+    mean,
+    quantile,
+    rate,
+    ratio,
+)
 
 _NO_PLACE = 'part="decode_wait"'
 _APPEND = 'part="append_prefill"'

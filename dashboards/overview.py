@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from .grafana import Dashboard, Panel, Query, Row
-from .promql import DECODERS, GROUPS, RANGE, by_worker, increase, mean, quantile, rate, recorded
+from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
+from deltafront.dashboards.promql import (
+    DECODERS,
+    GROUPS,
+    RANGE,
+    by_worker,
+    increase,
+    mean,
+    quantile,
+    rate,
+    recorded,
+)
 
 SLOW_BUDGET, ERROR_BUDGET = 0.05, 0.01
 """Of first tokens that take longer than 30 s, and of requests that fail through the service's fault: the

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .grafana import Dashboard, Panel, Query, Row
-from .promql import GROUPS, by_worker, in_order, increase, quantile, rate
+from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
+from deltafront.dashboards.promql import GROUPS, by_worker, in_order, increase, quantile, rate
 
 _SECONDS = "stage_seconds_total"
 _WORKING = 'phase!="activation_wait"'

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .grafana import Dashboard, Panel, Query, Row
-from .promql import NOW, RANGE, in_order, increase, mean, quantile, rate, ratio
+from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
+from deltafront.dashboards.promql import NOW, RANGE, in_order, increase, mean, quantile, rate, ratio
 
 _METHOD = 'method=~"$method"'
 _COMPUTED, _CAUSAL = "attention_tiles_computed_total", "attention_tiles_causal_total"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .grafana import Dashboard, Panel, Query, Row
-from .promql import RANGE, in_order, increase, mean, quantile, rate
+from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
+from deltafront.dashboards.promql import RANGE, in_order, increase, mean, quantile, rate
 
 _TTFT = "time_to_first_token_seconds"
 _PARTS = "ttft_part_seconds_total"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .grafana import Dashboard, Panel, Query, Row
-from .promql import DECODERS, GROUPS, by_worker, of_serve
+from deltafront.dashboards.grafana import Dashboard, Panel, Query, Row
+from deltafront.dashboards.promql import DECODERS, GROUPS, by_worker, of_serve
 
 _FULL = ((0.8, "orange"), (0.95, "red"))
 _UP = ((0.0, "red"), (1.0, "green"))

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from .constants import BLOCK
-from .interface import KernelInputError
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import KernelInputError
 
 METRICS = {"cosine": 0, "euclidean": 1}
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .correction import Correction
-from .executors.dense import DenseExecutor
-from .executors.inputs import causal_tiles
-from .interface import (
+from deltafront.kernels.correction import Correction
+from deltafront.kernels.executors.dense import DenseExecutor
+from deltafront.kernels.executors.inputs import causal_tiles
+from deltafront.kernels.interface import (
     Attention,
     AttentionInput,
     Coverage,
@@ -22,9 +22,9 @@ from .interface import (
     Thresholds,
     no_phase,
 )
-from .methods import MethodError, MethodSpec, registered
-from .options import ScoredOptions
-from .selectors.scored import ScoredSelector
+from deltafront.kernels.methods import MethodError, MethodSpec, registered
+from deltafront.kernels.options import ScoredOptions
+from deltafront.kernels.selectors.scored import ScoredSelector
 
 
 def build(

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .constants import BLOCK
-from .executors.dense import cpu_attend_rows
-from .executors.inputs import QueryRows
-from .executors.launch import launch
-from .interface import (
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.dense import cpu_attend_rows
+from deltafront.kernels.executors.inputs import QueryRows
+from deltafront.kernels.executors.launch import launch
+from deltafront.kernels.interface import (
     Attention,
     AttentionInput,
     Coverage,
@@ -26,7 +26,7 @@ from .interface import (
     no_phase,
     runs_on_cpu,
 )
-from .launches import strides
+from deltafront.kernels.launches import strides
 
 
 @dataclass

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .constants import BLOCK
+from deltafront.kernels.constants import BLOCK
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from . import options as forms
-from .constants import BLOCK
-from .interface import Executor, KernelInputError, Selector
-from .options import CorrectionOptions, Option, Value, options_of
+from deltafront.kernels import options as forms
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import Executor, KernelInputError, Selector
+from deltafront.kernels.options import CorrectionOptions, Option, Value, options_of
 
 O = TypeVar("O")  # noqa: E741
 

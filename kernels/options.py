@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-from .interface import KernelInputError
+from deltafront.kernels.interface import KernelInputError
 
 Value = float | int | bool
 V = TypeVar("V", bound=Value)

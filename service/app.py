@@ -17,20 +17,28 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
-from ..workers.settings import pairing
-from ..workers.waits import said_when_slow
-from .config import ServiceConfig, parse
-from .door.grpc_door import FrontDoor
-from .door.http_door import HttpDoor
-from .door.registration import MESSAGE_SIZE_VARIABLE, open_door
-from .door.tls import Gate, TlsPort
-from .exporter import Exporter
-from .fleet.fleet import Fleet
-from .fleet.ray_directory import RayDirectory
-from .fleet.scaling import GroupsByBacklog, WorkersByLoad
-from .listening import joined
-from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import certificates, local_model, make_tracing, observer, request_handler, span_sink, tls_files
+from deltafront.service.config import ServiceConfig, parse
+from deltafront.service.door.grpc_door import FrontDoor
+from deltafront.service.door.http_door import HttpDoor
+from deltafront.service.door.registration import MESSAGE_SIZE_VARIABLE, open_door
+from deltafront.service.door.tls import Gate, TlsPort
+from deltafront.service.exporter import Exporter
+from deltafront.service.fleet.fleet import Fleet
+from deltafront.service.fleet.ray_directory import RayDirectory
+from deltafront.service.fleet.scaling import GroupsByBacklog, WorkersByLoad
+from deltafront.service.listening import joined
+from deltafront.service.metrics import DIRECTORY_VARIABLE, Metrics
+from deltafront.service.wiring import (
+    certificates,
+    local_model,
+    make_tracing,
+    observer,
+    request_handler,
+    span_sink,
+    tls_files,
+)
+from deltafront.workers.settings import pairing
+from deltafront.workers.waits import said_when_slow
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -176,8 +184,8 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
         settings: The model is a directory.
         scratch: Holds each node's metrics.
     """
-    from ..workers.decode import worker as decode_worker
-    from ..workers.prefill.group import group as prefill_group
+    from deltafront.workers.decode import worker as decode_worker
+    from deltafront.workers.prefill.group import group as prefill_group
 
     prefill, decode = settings.prefill, settings.decode
     groups = _replicas(prefill.groups, prefill.max_groups, GroupsByBacklog, backlog_s=prefill.backlog_s)

@@ -20,16 +20,16 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.kv.pages.host_tier import BATCH_PAGES
-from ..workers.messages import methods
-from ..workers.messages.methods import PAGE_TOKENS
-from ..workers.model.calibrated.levels import thresholds_for
-from ..workers.model.calibrated.profile import Profile
-from ..workers.model.directory.json_files import ModelError
-from ..workers.model.directory.model_config import ModelConfig
-from ..workers.model.directory.store import profile_file
-from ..workers.model.family_registry import FamilyError, load_families
-from ..workers.settings import (
+from deltafront.workers.kv.pages.host_tier import BATCH_PAGES
+from deltafront.workers.messages import methods
+from deltafront.workers.messages.methods import PAGE_TOKENS
+from deltafront.workers.model.calibrated.levels import thresholds_for
+from deltafront.workers.model.calibrated.profile import Profile
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.store import profile_file
+from deltafront.workers.model.family_registry import FamilyError, load_families
+from deltafront.workers.settings import (
     Count,
     DecodeConfig,
     HandoffConfig,
@@ -39,7 +39,7 @@ from ..workers.settings import (
     Positive,
     PrefillConfig,
 )
-from ..workers.tracing import CONSOLE
+from deltafront.workers.tracing import CONSOLE
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WARM_UP_TOKENS = 256

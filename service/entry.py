@@ -8,7 +8,7 @@ import signal
 
 def main() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from .cli.main import app
+    from deltafront.service.cli.main import app
 
     signal.signal(signal.SIGINT, handler)
     app()

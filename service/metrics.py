@@ -15,9 +15,9 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
 from prometheus_client.registry import Collector
 
-from ..workers.messages.events import DecodeReport, FinishReason, LayerDensity, PrefillReport, Usage
-from ..workers.messages.states import TierStats, WorkerStats
-from .errors import Code
+from deltafront.service.errors import Code
+from deltafront.workers.messages.events import DecodeReport, FinishReason, LayerDensity, PrefillReport, Usage
+from deltafront.workers.messages.states import TierStats, WorkerStats
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 FINISHED = "finished"

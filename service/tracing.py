@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..workers.tracing import Clock, Span, wall_ns
-from .errors import Code
+from deltafront.service.errors import Code
+from deltafront.workers.tracing import Clock, Span, wall_ns
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

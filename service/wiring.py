@@ -9,33 +9,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from ..workers.messages.methods import PRESETS
-from ..workers.messages.requests import Sampling
-from ..workers.messages.states import DecodeStats, WorkerStats
-from ..workers.model.adapter import AdapterFiles
-from ..workers.model.calibrated.profile import Profile, load_profile
-from ..workers.model.directory.headers import check_weights, quantisation_notes
-from ..workers.model.directory.json_files import ModelError, read_json_or_empty
-from ..workers.model.directory.model_config import ModelConfig, lost_window_note, read_config
-from ..workers.model.directory.store import adapter_directory, model_directory
-from ..workers.model.directory.tokenizer_files import check_chat_template
-from ..workers.settings import ModelSpec
-from ..workers.tracing import SpanSink, provider
-from .config import ConfigError, DoorConfig, ServiceConfig
-from .door.auth import Authenticator, TokenFile
-from .door.tls import Certificates, Gate, TlsFiles
-from .fleet.fleet import Fleet
-from .fleet.fleet_view import FleetView
-from .metrics import Metrics, state_of
-from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
-from .request.callers import Callers, Quota
-from .request.calls import SamplingParams
-from .request.check import Limits, model_sampling
-from .request.context import Resources
-from .request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
-from .request.text.tokenizer import TextTokenizer
-from .tracing import Tracing
+from deltafront import __version__
+from deltafront.service.config import ConfigError, DoorConfig, ServiceConfig
+from deltafront.service.door.auth import Authenticator, TokenFile
+from deltafront.service.door.tls import Certificates, Gate, TlsFiles
+from deltafront.service.fleet.fleet import Fleet
+from deltafront.service.fleet.fleet_view import FleetView
+from deltafront.service.metrics import Metrics, state_of
+from deltafront.service.request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
+from deltafront.service.request.callers import Callers, Quota
+from deltafront.service.request.calls import SamplingParams
+from deltafront.service.request.check import Limits, model_sampling
+from deltafront.service.request.context import Resources
+from deltafront.service.request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
+from deltafront.service.request.text.tokenizer import TextTokenizer
+from deltafront.service.tracing import Tracing
+from deltafront.workers.messages.methods import PRESETS
+from deltafront.workers.messages.requests import Sampling
+from deltafront.workers.messages.states import DecodeStats, WorkerStats
+from deltafront.workers.model.adapter import AdapterFiles
+from deltafront.workers.model.calibrated.profile import Profile, load_profile
+from deltafront.workers.model.directory.headers import check_weights, quantisation_notes
+from deltafront.workers.model.directory.json_files import ModelError, read_json_or_empty
+from deltafront.workers.model.directory.model_config import ModelConfig, lost_window_note, read_config
+from deltafront.workers.model.directory.store import adapter_directory, model_directory
+from deltafront.workers.model.directory.tokenizer_files import check_chat_template
+from deltafront.workers.settings import ModelSpec
+from deltafront.workers.tracing import SpanSink, provider
 
 log = logging.getLogger(__name__)
 

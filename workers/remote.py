@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from .roles import Form, Role, forms, stand_in
+from deltafront.workers.roles import Form, Role, forms, stand_in
 
 COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
 """Concurrency groups of an actor that takes commands: commands (their first parts), the ends of two-part

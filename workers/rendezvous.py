@@ -7,7 +7,7 @@ from functools import partial
 
 from torch._C._distributed_c10d import TCPStore
 
-from .messages.stages import Rendezvous
+from deltafront.workers.messages.stages import Rendezvous
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _meet = partial(TCPStore, timeout=timedelta(seconds=120), wait_for_workers=False)

@@ -10,8 +10,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .messages.states import NAMESPACE
-from .remote import failure_of, start_actor
+from deltafront.workers.messages.states import NAMESPACE
+from deltafront.workers.remote import failure_of, start_actor
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from enum import Enum
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
-from .messages import events, prompts, requests, stages, states
+from deltafront.workers.messages import events, prompts, requests, stages, states
 
 T = TypeVar("T")
 Role = TypeVar("Role")

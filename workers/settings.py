@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from ..kernels.constants import BLOCK, PAGE_TOKENS
-from ..kernels.methods import MethodSpec, method_spec
-from ..kernels.options import Value
+from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
+from deltafront.kernels.methods import MethodSpec, method_spec
+from deltafront.kernels.options import Value
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
 

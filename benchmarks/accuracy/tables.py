@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..markdown import Result, markdown, provenance
+from deltafront.benchmarks.markdown import Result, markdown, provenance
 
 _OVER_DOCUMENTS = "of dense's, 95% over documents"
 

@@ -41,18 +41,17 @@ from typing import Any, get_args
 import torch
 import yaml
 
+from deltafront.benchmarks.engine import cached, measure, peer_attention, rows, tiers
+from deltafront.benchmarks.engine.model import SHAPES, write_model
+from deltafront.benchmarks.engine.products import products_s
+from deltafront.benchmarks.engine.rows import BATCH, Row, merge_into, row
+from deltafront.benchmarks.engine.setup import ANSWER_ROOM, Setup, dpxa_share
 from deltafront.benchmarks.harness import commit_of
 from deltafront.service.cli.size import RESERVE_GIB
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.settings import KVDtype, Quantisation
-
-from . import cached, measure, peer_attention, rows, tiers
-from .model import SHAPES, write_model
-from .products import products_s
-from .rows import BATCH, Row, merge_into, row
-from .setup import ANSWER_ROOM, Setup, dpxa_share
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "engine_h200.json"

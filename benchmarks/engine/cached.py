@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from deltafront.benchmarks.engine import measure
+from deltafront.benchmarks.engine.rows import Row
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.request.answers import GenerateFinished
-
-from . import measure
-from .rows import Row
 
 Ids = Sequence[int]
 Made = Callable[[int, int], list[int]]

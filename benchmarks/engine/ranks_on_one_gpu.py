@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 import torch
 
+from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.reader import MODEL, load_text, load_tokenizer
 from deltafront.tests.numerics import ROW_TOLERANCE
@@ -44,8 +45,6 @@ from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, GroupCollectives
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.settings import DecodeConfig, ModelSpec
-
-from .model import SHAPES, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

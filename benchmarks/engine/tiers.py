@@ -19,16 +19,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from deltafront.benchmarks.engine import measure
+from deltafront.benchmarks.engine.cached import Made, cached_row
+from deltafront.benchmarks.engine.measure import APPENDED
+from deltafront.benchmarks.engine.rows import Row, row
+from deltafront.benchmarks.engine.setup import ANSWER_ROOM
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.kv.pages.store_tier import GROUP_PAGES
 from deltafront.workers.messages.methods import PAGE_TOKENS
-
-from . import measure
-from .cached import Made, cached_row
-from .measure import APPENDED
-from .rows import Row, row
-from .setup import ANSWER_ROOM
 
 GROUP_TOKENS = GROUP_PAGES * PAGE_TOKENS
 _PATIENCE_S = 120.0

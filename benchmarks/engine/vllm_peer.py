@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
+from deltafront.benchmarks.engine.__main__ import ROOT
+from deltafront.benchmarks.engine.measure import random_ids
+from deltafront.benchmarks.engine.model import SHAPES
+from deltafront.benchmarks.engine.rows import BATCH, merge_into, row
+from deltafront.benchmarks.engine.setup import ANSWER_ROOM
 from deltafront.benchmarks.harness import commit_of
-
-from .__main__ import ROOT
-from .measure import random_ids
-from .model import SHAPES
-from .rows import BATCH, merge_into, row
-from .setup import ANSWER_ROOM
 
 SHORT, LONG = 16, 144
 """Tokens of the two answers."""

@@ -7,13 +7,13 @@ import re
 import tempfile
 from pathlib import Path
 
-from ...kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
-from ...workers.model.directory.json_files import ModelError
-from ...workers.model.directory.model_config import ModelConfig, read_config
-from ...workers.model.families.family import Family
-from ...workers.model.family_registry import FAMILIES
-from ..markdown import markdown
-from .public import REFUSED, SERVED, Public
+from deltafront.benchmarks.markdown import markdown
+from deltafront.benchmarks.models.public import REFUSED, SERVED, Public
+from deltafront.kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.families.family import Family
+from deltafront.workers.model.family_registry import FAMILIES
 
 
 def read_public(model: Public) -> ModelConfig:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput, Phase, StateSpec, TileMask
-from ...kernels.selectors.grouped.selector import BlockPoolSelector, block_means, per_query_head
-from ...kernels.selectors.rules.cpu import compact
-from ...kernels.selectors.scored import ScoredState
-from .methods import BlockTopOptions, SpargeOptions
-from .tile_scores import top_tiles
+from deltafront.benchmarks.paper_forms.methods import BlockTopOptions, SpargeOptions
+from deltafront.benchmarks.paper_forms.tile_scores import top_tiles
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
+from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector, block_means, per_query_head
+from deltafront.kernels.selectors.rules.cpu import compact
+from deltafront.kernels.selectors.scored import ScoredState
 
 
 class BlockTopSelector(BlockPoolSelector):

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...kernels.anchor_scan import find_anchors
-from ...kernels.constants import BLOCK
-from ...kernels.executors.inputs import new_output
-from ...kernels.executors.packed.delta_kv import CHUNK
-from ...kernels.interface import AttentionInput, Phase, StateSpec, TileMask
-from .methods import DeltaKVPeriodicOptions, DeltaKVRandomOptions, DeltaKVThesisOptions, PhaseOptions
+from deltafront.benchmarks.paper_forms.methods import (
+    DeltaKVPeriodicOptions,
+    DeltaKVRandomOptions,
+    DeltaKVThesisOptions,
+    PhaseOptions,
+)
+from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.inputs import new_output
+from deltafront.kernels.executors.packed.delta_kv import CHUNK
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
 
 SLAB = 8
 """Query blocks whose weights are in memory at once."""

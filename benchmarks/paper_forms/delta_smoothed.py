@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.constants import BLOCK
-from ...kernels.correction import cpu_dense_rows, kernel_dense_rows
-from ...kernels.executors.block_sparse import BlockSparseExecutor
-from ...kernels.interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
-from .methods import StreamingSmoothedOptions
+from deltafront.benchmarks.paper_forms.methods import StreamingSmoothedOptions
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.correction import cpu_dense_rows, kernel_dense_rows
+from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
+from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
 
 
 class SmoothedExecutor:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from ...kernels.anchor_scan import find_anchors
-from ...kernels.constants import BLOCK
-from ...kernels.executors.block_sparse import BlockSparseExecutor
-from ...kernels.executors.inputs import check_mask
-from ...kernels.executors.packed.delta_xattention import DeltaXAttentionExecutor
-from ...kernels.interface import AttentionInput, Phase, StateSpec, TileMask
-from ...kernels.options import RunOptions
-from ...kernels.selectors.grouped.antidiagonal import scoring_selector
-from ...kernels.selectors.rules.cpu import compact
-from .methods import AllPackedOptions, TileSkipOptions
+from deltafront.benchmarks.paper_forms.methods import AllPackedOptions, TileSkipOptions
+from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
+from deltafront.kernels.executors.inputs import check_mask
+from deltafront.kernels.executors.packed.delta_xattention import DeltaXAttentionExecutor
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
+from deltafront.kernels.options import RunOptions
+from deltafront.kernels.selectors.grouped.antidiagonal import scoring_selector
+from deltafront.kernels.selectors.rules.cpu import compact
 
 
 class AllPacked:

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize
 
-from ...kernels.anchor_scan import find_anchors
-from ...kernels.constants import BLOCK
-from ...kernels.executors.block_sparse import BlockSparseExecutor
-from ...kernels.executors.dense import DenseExecutor
-from ...kernels.executors.inputs import check_mask
-from ...kernels.executors.packed.delta_kv import CHUNK
-from ...kernels.executors.packed.delta_xattention import cpu_attend
-from ...kernels.executors.packed.delta_xattention_kernel import kernel_attend
-from ...kernels.executors.packed.runs import PackedRuns
-from ...kernels.interface import AttentionInput, Phase, StateSpec, TileMask, no_phase, runs_on_cpu
-from ...kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from ...kernels.selectors.rules import cpu, kernel
-from .delta_xattention import listed
-from .methods import ChangedRowsOptions, SharedMasksOptions
+from deltafront.benchmarks.paper_forms.delta_xattention import listed
+from deltafront.benchmarks.paper_forms.methods import ChangedRowsOptions, SharedMasksOptions
+from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
+from deltafront.kernels.executors.dense import DenseExecutor
+from deltafront.kernels.executors.inputs import check_mask
+from deltafront.kernels.executors.packed.delta_kv import CHUNK
+from deltafront.kernels.executors.packed.delta_xattention import cpu_attend
+from deltafront.kernels.executors.packed.delta_xattention_kernel import kernel_attend
+from deltafront.kernels.executors.packed.runs import PackedRuns
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, no_phase, runs_on_cpu
+from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
+from deltafront.kernels.selectors.rules import cpu, kernel
 
 HALVINGS = 12
 ANY_COSINE = -2.0

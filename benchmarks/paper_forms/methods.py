@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...kernels.interface import KernelInputError
-from ...kernels.methods import register
-from ...kernels.options import (
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.methods import register
+from deltafront.kernels.options import (
     AntidiagonalOptions,
     BlockPoolOptions,
     DeltaXAttentionOptions,

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput
 
 
 def phased_attention(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..accuracy.tables import kept
-from ..markdown import Result, markdown
+from deltafront.benchmarks.accuracy.tables import kept
+from deltafront.benchmarks.markdown import Result, markdown
 
 SOURCES = (
     "accuracy_long_h100",

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput, Phase, TileMask
-from ...kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from ...kernels.selectors.grouped.selector import tile_scores
-from ...kernels.selectors.rules.cpu import compact
-from ...kernels.selectors.rules.kernel import select as kernel_select
-from ...kernels.selectors.rules.rule import Rule
-from ...kernels.selectors.scored import ScoredSelector, ScoredState, SlabSums
-from .methods import NaiveCellsOptions, XAttentionPaperOptions
+from deltafront.benchmarks.paper_forms.methods import NaiveCellsOptions, XAttentionPaperOptions
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, Phase, TileMask
+from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
+from deltafront.kernels.selectors.grouped.selector import tile_scores
+from deltafront.kernels.selectors.rules.cpu import compact
+from deltafront.kernels.selectors.rules.kernel import select as kernel_select
+from deltafront.kernels.selectors.rules.rule import Rule
+from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState, SlabSums
 
 SLAB = 16
 """Query blocks that are scored at once: a head's logits of a long prompt fill no GPU then."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput, KernelInputError, no_phase
-from ...kernels.options import BlockPoolOptions
-from ...kernels.selectors.grouped.selector import BlockPoolSelector
-from .line_selector import LineSelector
-from .lines import cpu_line_masses, heaviest_share, tiles_of_lines
-from .lines_kernel import kernel_line_masses
-from .methods import FlexOptions
+from deltafront.benchmarks.whole_prompt.line_selector import LineSelector
+from deltafront.benchmarks.whole_prompt.lines import cpu_line_masses, heaviest_share, tiles_of_lines
+from deltafront.benchmarks.whole_prompt.lines_kernel import kernel_line_masses
+from deltafront.benchmarks.whole_prompt.methods import FlexOptions
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, KernelInputError, no_phase
+from deltafront.kernels.options import BlockPoolOptions
+from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector
 
 
 class FlexSelector(LineSelector):

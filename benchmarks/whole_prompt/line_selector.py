@@ -6,9 +6,16 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ...kernels.interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask, runs_on_cpu
-from ...kernels.selectors.rules import cpu, kernel
-from .lines import KEPT, kept_scores
+from deltafront.benchmarks.whole_prompt.lines import KEPT, kept_scores
+from deltafront.kernels.interface import (
+    AttentionInput,
+    KernelInputError,
+    Phase,
+    StateSpec,
+    TileMask,
+    runs_on_cpu,
+)
+from deltafront.kernels.selectors.rules import cpu, kernel
 
 
 class LineSelector(ABC):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput
-from ...kernels.selectors.rules.rule import Rule
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.selectors.rules.rule import Rule
 
 KEPT = Rule("cumulative", 0.5, outside=True)
 """Keeps the ones of a row of ones and zeros: equal scores are kept together."""

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernels.anchor_scan import check_head_dim
-from ...kernels.constants import BLOCK, LOG2E
-from ...kernels.interface import AttentionInput, KernelInputError
+from deltafront.kernels.anchor_scan import check_head_dim
+from deltafront.kernels.constants import BLOCK, LOG2E
+from deltafront.kernels.interface import AttentionInput, KernelInputError
 
 _SPLITS = 32
 """Most programs per head: enough for 132 multiprocessors at 32 heads, few enough to merge in registers."""

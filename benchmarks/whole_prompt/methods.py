@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...kernels.methods import register
-from ...kernels.options import min_tokens, option
+from deltafront.kernels.methods import register
+from deltafront.kernels.options import min_tokens, option
 
 _SPARSE = "deltafront.kernels.executors.block_sparse:BlockSparseExecutor"
 

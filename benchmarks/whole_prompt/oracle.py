@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput
-from ...tests.reference.selection import pooled_scores
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput
+from deltafront.tests.reference.selection import pooled_scores
 
 
 def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:

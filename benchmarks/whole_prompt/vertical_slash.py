@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels.interface import AttentionInput, KernelInputError
-from .line_selector import LineSelector
-from .lines import cpu_line_masses, heaviest, tiles_of_lines
-from .lines_kernel import kernel_line_masses
-from .methods import VerticalSlashOptions
+from deltafront.benchmarks.whole_prompt.line_selector import LineSelector
+from deltafront.benchmarks.whole_prompt.lines import cpu_line_masses, heaviest, tiles_of_lines
+from deltafront.benchmarks.whole_prompt.lines_kernel import kernel_line_masses
+from deltafront.benchmarks.whole_prompt.methods import VerticalSlashOptions
+from deltafront.kernels.interface import AttentionInput, KernelInputError
 
 LAST_QUERIES = 64
 

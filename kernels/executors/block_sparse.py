@@ -2,10 +2,10 @@
 
 import torch
 
-from ..constants import BLOCK
-from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
-from .inputs import QueryRows, attend_keys, check_mask, new_output
-from .launch import launch
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.inputs import QueryRows, attend_keys, check_mask, new_output
+from deltafront.kernels.executors.launch import launch
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 
 
 class BlockSparseExecutor:

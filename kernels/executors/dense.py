@@ -3,9 +3,9 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
-from .inputs import QueryRows, causal_tiles, new_output
-from .launch import launch
+from deltafront.kernels.executors.inputs import QueryRows, causal_tiles, new_output
+from deltafront.kernels.executors.launch import launch
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 
 ROWS = 512
 """Rows that the CPU computes at once. It reads no keys after the last of them."""

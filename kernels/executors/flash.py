@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..constants import BLOCK, LOG2E
-from ..interface import AttentionInput, TileMask
-from ..launches import strides
-from .inputs import PackedKeys, QueryRows
+from deltafront.kernels.constants import BLOCK, LOG2E
+from deltafront.kernels.executors.inputs import PackedKeys, QueryRows
+from deltafront.kernels.interface import AttentionInput, TileMask
+from deltafront.kernels.launches import strides
 
 NEGATIVE = tl.constexpr(-1.0e30)
 """Score of an unseen key. It is finite, so that a row that has seen no key yet stays free of NaN."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..constants import BLOCK, PREFILL_HEAD_DIMS
-from ..interface import AttentionInput, KernelInputError, TileMask
+from deltafront.kernels.constants import BLOCK, PREFILL_HEAD_DIMS
+from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Launches the attention kernel that takes the device and the inputs: plain Triton or Hopper."""
 
-from ..interface import AttentionInput, TileMask
-from .flash import launch_plain
-from .hopper import launch as hopper
-from .inputs import PackedKeys, QueryRows, check_launch
+from deltafront.kernels.executors.flash import launch_plain
+from deltafront.kernels.executors.hopper import launch as hopper
+from deltafront.kernels.executors.inputs import PackedKeys, QueryRows, check_launch
+from deltafront.kernels.interface import AttentionInput, TileMask
 
 
 def launch(

@@ -6,12 +6,12 @@ Suffixes: T tokens, C hidden size, E experts, K experts of a token, M = T K, I a
 import torch
 import torch.nn.functional as F
 
-from ..interface import KernelInputError, runs_on_cpu
-from ..layers.fp8 import Fp8Rows, quantise_rows
-from ..layers.norm import LinearInput
-from ..layers.rows import check_rows
-from .products import Tile, kernel_product, tiles_for
-from .routing import Router, cpu_route, kernel_route
+from deltafront.kernels.experts.products import Tile, kernel_product, tiles_for
+from deltafront.kernels.experts.routing import Router, cpu_route, kernel_route
+from deltafront.kernels.interface import KernelInputError, runs_on_cpu
+from deltafront.kernels.layers.fp8 import Fp8Rows, quantise_rows
+from deltafront.kernels.layers.norm import LinearInput
+from deltafront.kernels.layers.rows import check_rows
 
 
 def mixture(

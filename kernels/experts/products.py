@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launches import Launcher, cdiv, next_power_of_2
-from ..layers.fp8 import Fp8Rows
-from ..layers.norm import LinearInput
-from .routing import Routes
+from deltafront.kernels.experts.routing import Routes
+from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
+from deltafront.kernels.layers.fp8 import Fp8Rows
+from deltafront.kernels.layers.norm import LinearInput
 
 
 @dataclass(frozen=True)

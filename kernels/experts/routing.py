@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launches import Launcher, cdiv, next_power_of_2
+from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
 
 _TOKENS = 16
 _ASSIGNMENTS = 256

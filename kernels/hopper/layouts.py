@@ -5,7 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..constants import BLOCK
+from deltafront.kernels.constants import BLOCK
 
 WARPGROUP_ROWS = 64
 """Rows that the matrix unit takes at a time from one warpgroup."""

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..interface import KernelInputError, runs_on_cpu
-from ..launches import Launcher, next_power_of_2
-from .rows import check_rows
+from deltafront.kernels.interface import KernelInputError, runs_on_cpu
+from deltafront.kernels.launches import Launcher, next_power_of_2
+from deltafront.kernels.layers.rows import check_rows
 
 LARGEST = 448.0
 """The largest number of e4m3."""

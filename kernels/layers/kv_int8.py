@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..interface import KernelInputError, runs_on_cpu
-from ..launches import Launcher, cdiv, next_power_of_2
+from deltafront.kernels.interface import KernelInputError, runs_on_cpu
+from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
 
 BYTES = torch.uint8
 """The type of a row's numbers and of its scale."""

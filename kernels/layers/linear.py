@@ -6,10 +6,10 @@ Suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by s
 import torch
 import torch.nn.functional as F
 
-from ..interface import KernelInputError
-from .linear_hopper_launch import fits, launch, takes
-from .norm import LinearInput
-from .swiglu import swiglu
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.layers.linear_hopper_launch import fits, launch, takes
+from deltafront.kernels.layers.norm import LinearInput
+from deltafront.kernels.layers.swiglu import swiglu
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..constants import LOG2E
-from ..hopper.layouts import GROUP_ROWS
-from ..hopper.ring import Ring, barriers
+from deltafront.kernels.constants import LOG2E
+from deltafront.kernels.hopper.layouts import GROUP_ROWS
+from deltafront.kernels.hopper.ring import Ring, barriers
 
 WARPGROUPS = gl.constexpr(3)
 PIECE = gl.constexpr(128)

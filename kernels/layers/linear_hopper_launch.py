@@ -4,10 +4,10 @@ from functools import lru_cache
 
 import torch
 
-from ..hopper.host import TileDescriptor, is_hopper, multiprocessors
-from ..hopper.layouts import WARPGROUP_ROWS
-from ..launches import Launcher, cdiv
-from .linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel
+from deltafront.kernels.hopper.host import TileDescriptor, is_hopper, multiprocessors
+from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
+from deltafront.kernels.launches import Launcher, cdiv
+from deltafront.kernels.layers.linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel
 
 _product = Launcher(linear_hopper_kernel)
 _ROWS = WARPGROUPS.value * WARPGROUP_ROWS

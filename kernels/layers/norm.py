@@ -7,10 +7,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..interface import KernelInputError, runs_on_cpu
-from ..launches import Launcher, next_power_of_2
-from .fp8 import Fp8Rows, cpu_quantise_rows, empty_rows, row_warps, store_fp8_row
-from .rows import check_rows
+from deltafront.kernels.interface import KernelInputError, runs_on_cpu
+from deltafront.kernels.launches import Launcher, next_power_of_2
+from deltafront.kernels.layers.fp8 import Fp8Rows, cpu_quantise_rows, empty_rows, row_warps, store_fp8_row
+from deltafront.kernels.layers.rows import check_rows
 
 LinearInput = torch.Tensor | Fp8Rows
 """Input of a linear layer: 16 or 32 bits, or quantised."""

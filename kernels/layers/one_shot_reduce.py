@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launches import next_power_of_2
-from .fp8 import empty_rows, row_warps, store_fp8_row
-from .norm import LinearInput
+from deltafront.kernels.launches import next_power_of_2
+from deltafront.kernels.layers.fp8 import empty_rows, row_warps, store_fp8_row
+from deltafront.kernels.layers.norm import LinearInput
 
 _BLOCK = 1024
 ROOM = 1024 * _BLOCK

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..interface import KernelInputError, runs_on_cpu
-from ..launches import Launcher, cdiv, next_power_of_2
-from .kv_int8 import Scales, check_quantised, quantise, quantised_halves
+from deltafront.kernels.interface import KernelInputError, runs_on_cpu
+from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
+from deltafront.kernels.layers.kv_int8 import Scales, check_quantised, quantise, quantised_halves
 
 
 @dataclass(frozen=True)

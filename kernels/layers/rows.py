@@ -1,6 +1,6 @@
 import torch
 
-from ..interface import KernelInputError
+from deltafront.kernels.interface import KernelInputError
 
 
 def check_rows(name: str, **rows: torch.Tensor) -> None:

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..interface import KernelInputError, runs_on_cpu
-from ..launches import Launcher, cdiv, next_power_of_2
-from .fp8 import Fp8Rows, cpu_quantise_rows, empty_rows, row_warps, store_fp8_row
-from .norm import LinearInput
-from .rows import check_rows
+from deltafront.kernels.interface import KernelInputError, runs_on_cpu
+from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
+from deltafront.kernels.layers.fp8 import Fp8Rows, cpu_quantise_rows, empty_rows, row_warps, store_fp8_row
+from deltafront.kernels.layers.norm import LinearInput
+from deltafront.kernels.layers.rows import check_rows
 
 
 def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:

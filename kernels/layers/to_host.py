@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..interface import KernelInputError
-from ..launches import Launcher, cdiv
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.launches import Launcher, cdiv
 
 _ROWS = 128
 """Rows of one program."""

@@ -5,10 +5,10 @@ Suffixes: T tokens and N pages of one request, Q query heads of one key head.
 
 import torch
 
-from ..constants import PAGE_TOKENS
-from ..interface import KernelInputError
-from ..layers.kv_int8 import dequantise
-from .pages import PagedInput, SelectedPages
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.layers.kv_int8 import dequantise
+from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
 
 
 def paged_attention(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor]:

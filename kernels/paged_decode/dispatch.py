@@ -2,10 +2,10 @@
 
 import torch
 
-from ..constants import PAGE_TOKENS
-from ..layers.kv_int8 import Scales
-from . import cpu, launch
-from .pages import PagedInput, SelectedPages
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.layers.kv_int8 import Scales
+from deltafront.kernels.paged_decode import cpu, launch
+from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
 
 
 def paged_attention(

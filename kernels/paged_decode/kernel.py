@@ -16,7 +16,7 @@ import math
 import triton
 import triton.language as tl
 
-from ..constants import LOG2E, PAGE_TOKENS
+from deltafront.kernels.constants import LOG2E, PAGE_TOKENS
 
 BUNDLE = 8
 """Blocks whose maxima are written together."""

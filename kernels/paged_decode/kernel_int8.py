@@ -15,9 +15,9 @@ and they measure what a token adds to the output.
 import triton
 import triton.language as tl
 
-from ..constants import PAGE_TOKENS
-from ..layers.kv_int8 import UNIT, scale_of
-from .kernel import BUNDLE, _leave_for_score, _split_of
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.layers.kv_int8 import UNIT, scale_of
+from deltafront.kernels.paged_decode.kernel import BUNDLE, _leave_for_score, _split_of
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _BUNDLE = tl.constexpr(BUNDLE)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..constants import DECODE_HEAD_DIMS, LOG2E, PAGE_TOKENS
-from ..interface import KernelInputError
-from ..launches import strides
-from . import kernel, kernel_int8
-from .pages import PagedInput, SelectedPages
+from deltafront.kernels.constants import DECODE_HEAD_DIMS, LOG2E, PAGE_TOKENS
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.launches import strides
+from deltafront.kernels.paged_decode import kernel, kernel_int8
+from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
 """Programs of `_attend`: two for each multiprocessor of an H200."""

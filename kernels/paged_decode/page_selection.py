@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..constants import PAGE_TOKENS
-from ..interface import KernelInputError
-from . import cpu
-from .pages import check_per_request
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.paged_decode import cpu
+from deltafront.kernels.paged_decode.pages import check_per_request
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 MAX_PAGES = 1 << 16

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..constants import PAGE_TOKENS
-from ..interface import KernelInputError
-from ..layers.kv_int8 import BYTES, Scales, check_quantised
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.layers.kv_int8 import BYTES, Scales, check_quantised
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 
-from ..constants import BLOCK
-from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, Thresholds, TileMask
-from ..options import ScoredOptions
-from .rules import cpu, kernel
-from .rules.rule import Rule
-from .rules.sums import Sums, slabs
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import (
+    AttentionInput,
+    KernelInputError,
+    Phase,
+    StateSpec,
+    Thresholds,
+    TileMask,
+)
+from deltafront.kernels.options import ScoredOptions
+from deltafront.kernels.selectors.rules import cpu, kernel
+from deltafront.kernels.selectors.rules.rule import Rule
+from deltafront.kernels.selectors.rules.sums import Sums, slabs
 
 SlabSums = Callable[[int, int], Sums]
 """From a first query block and a number of blocks: the logarithms that these blocks' scores are made of."""

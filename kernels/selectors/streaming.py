@@ -2,9 +2,9 @@
 
 import torch
 
-from ..constants import BLOCK
-from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
-from ..options import StreamingOptions
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
+from deltafront.kernels.options import StreamingOptions
 
 
 class StreamingSelector:

@@ -15,30 +15,30 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ...kernels.methods import MethodError, method_spec
-from ...workers.calibration import probes
-from ...workers.calibration.probes import ANSWER_WEIGHT, Document, Text
-from ...workers.messages.methods import PAGE_TOKENS
-from ...workers.model.calibrated.profile import (
+from deltafront.kernels.methods import MethodError, method_spec
+from deltafront.service.cli.terminal import err, fail, read_options, read_text
+from deltafront.service.wiring import shown_name
+from deltafront.workers.calibration import probes
+from deltafront.workers.calibration.probes import ANSWER_WEIGHT, Document, Text
+from deltafront.workers.messages.methods import PAGE_TOKENS
+from deltafront.workers.model.calibrated.profile import (
     DecodePages,
     Profile,
     ProfiledModel,
     ProfiledText,
     load_profile,
 )
-from ...workers.model.directory.digest import model_digest
-from ...workers.model.directory.json_files import ModelError
-from ...workers.model.directory.store import model_directory
-from ...workers.model.directory.tokenizer_files import tokenizer_json
-from ...workers.settings import DecodeConfig, Dtype, ModelSpec
-from ..wiring import shown_name
-from .terminal import err, fail, read_options, read_text
+from deltafront.workers.model.directory.digest import model_digest
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.store import model_directory
+from deltafront.workers.model.directory.tokenizer_files import tokenizer_json
+from deltafront.workers.settings import DecodeConfig, Dtype, ModelSpec
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from ...workers.calibration.delta_layers import Calibration
-    from ...workers.model.decoder.stack import LayerStack
+    from deltafront.workers.calibration.delta_layers import Calibration
+    from deltafront.workers.model.decoder.stack import LayerStack
 
 ANSWER_TOKENS = 128
 """Tokens kept free for each question with its answer."""
@@ -106,7 +106,7 @@ def calibrate_command(
         texts = [] if add else documents.for_pages(budget, tokens)
         by_length = {tokens: documents.of_length(tokens) for tokens in sorted(set(length))}
         if density:
-            from ...workers.calibration import method_levels as levels
+            from deltafront.workers.calibration import method_levels as levels
 
             levels.require_thresholds(attention)
         stack = _load(spec, device, length, [] if add else full_layer)
@@ -137,7 +137,7 @@ def calibrate_command(
 
 
 def _load(spec: ModelSpec, device: str, lengths: list[int], full_layers: list[int]) -> LayerStack:
-    from ...workers.model.decoder.load import load_model
+    from deltafront.workers.model.decoder.load import load_model
 
     stack = load_model(spec, device)
     if lengths and max(lengths) > stack.config.positions:
@@ -183,8 +183,8 @@ def _check_add(context: typer.Context) -> None:
 def _choose_delta_layers(
     stack: LayerStack, texts: list[Document], pages: dict[str, Any], layers: int, dense_layers: int | None
 ) -> Calibration:
-    from ...workers.calibration.delta_layer_search import refine
-    from ...workers.calibration.delta_layers import calibrate
+    from deltafront.workers.calibration.delta_layer_search import refine
+    from deltafront.workers.calibration.delta_layers import calibrate
 
     _tell(f"Reading {len(texts)} texts of up to {max(len(text.ids) for text in texts)} tokens")
     if dense_layers is None:
@@ -219,7 +219,7 @@ class _Documents:
             budget: Pages.
             tokens: Tokens of a document; by default four budgets.
         """
-        from ...workers.calibration.delta_layers import shortest_text
+        from deltafront.workers.calibration.delta_layers import shortest_text
 
         most = tokens or 4 * budget * PAGE_TOKENS
         if not self._questions:

@@ -10,11 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
-from ..client import DeltafrontClient
-from ..errors import DeltafrontError, NotFound
-from ..request.answers import PrefillFinished
-from . import terminal
-from .terminal import ADDRESS, Address, Bearer, Keep, Method, Options, Recompute, Tls, err
+from deltafront.service.cli import terminal
+from deltafront.service.cli.terminal import (
+    ADDRESS,
+    Address,
+    Bearer,
+    Keep,
+    Method,
+    Options,
+    Recompute,
+    Tls,
+    err,
+)
+from deltafront.service.client import DeltafrontClient
+from deltafront.service.errors import DeltafrontError, NotFound
+from deltafront.service.request.answers import PrefillFinished
 
 Message = dict[str, str]
 

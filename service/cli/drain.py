@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .terminal import err, fail
+from deltafront.service.cli.terminal import err, fail
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 30.0

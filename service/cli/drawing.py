@@ -12,11 +12,11 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 from rich.table import Table
 
-from ..request.answers import Timings
-from .terminal import significant_parts
+from deltafront.service.cli.terminal import significant_parts
+from deltafront.service.request.answers import Timings
 
 if TYPE_CHECKING:
-    from ...workers.calibration.tiles import TilesRead
+    from deltafront.workers.calibration.tiles import TilesRead
 
 _SHADES = "·░▒▓█"
 _MAP_ROWS = 32

@@ -11,13 +11,26 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ... import __version__
-from ..client import DeltafrontClient, PrefillFinished, Progress
-from ..request.answers import GenerateFinished
-from . import terminal
-from .chat import chat_command
-from .drain import drain_command
-from .terminal import ADDRESS, Address, Bearer, Chat, Keep, Method, Options, Recompute, Salt, Tls, err, fail
+from deltafront import __version__
+from deltafront.service.cli import terminal
+from deltafront.service.cli.chat import chat_command
+from deltafront.service.cli.drain import drain_command
+from deltafront.service.cli.terminal import (
+    ADDRESS,
+    Address,
+    Bearer,
+    Chat,
+    Keep,
+    Method,
+    Options,
+    Recompute,
+    Salt,
+    Tls,
+    err,
+    fail,
+)
+from deltafront.service.client import DeltafrontClient, PrefillFinished, Progress
+from deltafront.service.request.answers import GenerateFinished
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is_help=True)

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ...workers.messages.events import Progress
-from ...workers.messages.methods import MethodError, MethodSpec
-from ...workers.model.directory.json_files import ModelError
-from ..config import ConfigError, ServiceConfig, load
-from ..request.answers import Timings
-from ..request.text.tokenizer import TextTokenizer
-from ..wiring import local_model
-from . import terminal
-from .terminal import ADDRESS, Address, Bearer, Method, Options, Tls, err
+from deltafront.service.cli import terminal
+from deltafront.service.cli.terminal import ADDRESS, Address, Bearer, Method, Options, Tls, err
+from deltafront.service.config import ConfigError, ServiceConfig, load
+from deltafront.service.request.answers import Timings
+from deltafront.service.request.text.tokenizer import TextTokenizer
+from deltafront.service.wiring import local_model
+from deltafront.workers.messages.events import Progress
+from deltafront.workers.messages.methods import MethodError, MethodSpec
+from deltafront.workers.model.directory.json_files import ModelError
 
 if TYPE_CHECKING:
-    from ...workers.calibration.tiles import TilesRead
+    from deltafront.workers.calibration.tiles import TilesRead
 
 
 def picture_command(
@@ -66,7 +66,7 @@ def _require_pillow() -> None:
 
 
 def _read(settings: ServiceConfig, ids: list[int], spec: MethodSpec) -> TilesRead:
-    from ...workers.calibration.tiles import tiles_read
+    from deltafront.workers.calibration.tiles import tiles_read
 
     with terminal.ProgressBar(err) as bar:
 
@@ -78,7 +78,7 @@ def _read(settings: ServiceConfig, ids: list[int], spec: MethodSpec) -> TilesRea
 
 
 def _show(tiles: TilesRead, method: str, timings: Timings | None, png: Path | None) -> None:
-    from . import drawing
+    from deltafront.service.cli import drawing
 
     title = f"{method}: {float(tiles.density_LH.mean()):.1%} of the tiles of {tiles.tokens} tokens"
     if png is None:

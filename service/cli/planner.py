@@ -5,10 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from ...workers.model.directory.model_config import ModelConfig
-from ...workers.settings import Dtype, KVDtype, Quantisation
-from .size import GIB, RESERVE_GIB, brought_back_bytes, host_tokens, rank_bytes, rank_counts, stage_bytes
+from deltafront.service.cli.size import (
+    GIB,
+    RESERVE_GIB,
+    brought_back_bytes,
+    host_tokens,
+    rank_bytes,
+    rank_counts,
+    stage_bytes,
+)
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.settings import Dtype, KVDtype, Quantisation
 
 MOST_GPUS = 16
 """The most GPUs that a host is planned with."""

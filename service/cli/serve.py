@@ -9,17 +9,17 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from ...workers.model.directory.json_files import ModelError
-from ...workers.model.directory.store import model_directory
-from ...workers.settings import ModelSpec
-from ..config import ConfigError, ServiceConfig, load, parse
-from ..local.log_file import default_log, output_to
-from ..local.machine import this_machine
-from ..local.readiness import StartError
-from ..wiring import checked_config, local_model
-from .automatic import NO_WISHES, Wishes, choose
-from .size_command import HUB
-from .terminal import err, fail
+from deltafront.service.cli.automatic import NO_WISHES, Wishes, choose
+from deltafront.service.cli.size_command import HUB
+from deltafront.service.cli.terminal import err, fail
+from deltafront.service.config import ConfigError, ServiceConfig, load, parse
+from deltafront.service.local.log_file import default_log, output_to
+from deltafront.service.local.machine import this_machine
+from deltafront.service.local.readiness import StartError
+from deltafront.service.wiring import checked_config, local_model
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.store import model_directory
+from deltafront.workers.settings import ModelSpec
 
 Device = Literal["cpu", "cuda"]
 
@@ -125,9 +125,9 @@ def with_keys(settings: ServiceConfig, section: str, keys: Mapping[str, int | No
 
 def _serve(settings: ServiceConfig, log: Path) -> None:
     """Serve until KeyboardInterrupt. Fails if the service ends by itself."""
-    from ..listening import joined, reachable
-    from ..local.local_ray import prepare, running
-    from ..local.ports import describe_exposure
+    from deltafront.service.listening import joined, reachable
+    from deltafront.service.local.local_ray import prepare, running
+    from deltafront.service.local.ports import describe_exposure
 
     prepare(settings)  # a failed check must not replace the log of a running service
     door = settings.door

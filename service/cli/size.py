@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from ...workers.model.directory.model_config import ModelConfig
-from ...workers.model.directory.rope_config import RopeConfig
-from ...workers.settings import Dtype, KVDtype, Quantisation
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.rope_config import RopeConfig
+from deltafront.workers.settings import Dtype, KVDtype, Quantisation
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}

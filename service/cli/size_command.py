@@ -11,14 +11,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from ...workers.messages.methods import DECODE_HEAD_DIMS
-from ...workers.model.directory.json_files import ModelError
-from ...workers.model.directory.model_config import ModelConfig, read_config
-from ...workers.model.directory.rope_config import refuse_unscaled
-from ...workers.model.directory.store import config_directory
-from ...workers.settings import Dtype, KVDtype, Quantisation
-from ..config import ConfigError, parse
-from .planner import (
+from deltafront.service.cli.planner import (
     MOST_GPUS,
     Demand,
     best,
@@ -30,8 +23,15 @@ from .planner import (
     missing_bytes,
     uses,
 )
-from .size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, Sizing, check, row, sizing
-from .terminal import err, fail
+from deltafront.service.cli.size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, Sizing, check, row, sizing
+from deltafront.service.cli.terminal import err, fail
+from deltafront.service.config import ConfigError, parse
+from deltafront.workers.messages.methods import DECODE_HEAD_DIMS
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.rope_config import refuse_unscaled
+from deltafront.workers.model.directory.store import config_directory
+from deltafront.workers.settings import Dtype, KVDtype, Quantisation
 
 TOKENS = (131_072, 524_288)
 HUB: Mapping[str, str] = {

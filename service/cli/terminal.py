@@ -18,11 +18,11 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ...workers.messages.events import Progress, Token, Usage
-from .. import errors
-from ..client import DeltafrontClient
-from ..errors import DeltafrontError
-from ..request.answers import GenerateFinished, ProfileInfo, ServerInfo, Timings
+from deltafront.service import errors
+from deltafront.service.client import DeltafrontClient
+from deltafront.service.errors import DeltafrontError
+from deltafront.service.request.answers import GenerateFinished, ProfileInfo, ServerInfo, Timings
+from deltafront.workers.messages.events import Progress, Token, Usage
 
 _SIGNIFICANT_S = 0.0005
 _STAGES_PER_TABLE = 5

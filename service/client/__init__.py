@@ -1,7 +1,9 @@
 """The Python clients. Importing them loads what a client needs, nothing of a server."""
 
-from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
-from ..errors import (
+from deltafront.service.client.async_client import AsyncDeltafrontClient
+from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.client.endpoint import Tls
+from deltafront.service.errors import (
     Cancelled,
     Code,
     ConnectionLost,
@@ -15,10 +17,15 @@ from ..errors import (
     Unauthenticated,
     Unavailable,
 )
-from ..request.answers import Density, GenerateFinished, MethodInfo, PrefillFinished, ServerInfo, Timings
-from .async_client import AsyncDeltafrontClient
-from .client import DeltafrontClient
-from .endpoint import Tls
+from deltafront.service.request.answers import (
+    Density,
+    GenerateFinished,
+    MethodInfo,
+    PrefillFinished,
+    ServerInfo,
+    Timings,
+)
+from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
 
 __all__ = [
     "AsyncDeltafrontClient",

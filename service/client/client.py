@@ -13,17 +13,23 @@ from typing import Any, Unpack
 
 import grpc
 
-from ...protos.v1 import deltafront_pb2 as pb
-from ...protos.v1 import deltafront_pb2_grpc as pb_grpc
-from ...workers.messages.events import Progress, Token
-from ..door import wire
-from ..errors import ConnectionLost, DeltafrontError, NotFound
-from ..request import calls
-from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
-from .connection import Connection, rpc_timeout
-from .endpoint import Tls
-from .requests import GenerateOptions, PrefillOptions, PromptLike, generate_request, prefill_request
-from .retries import Retries
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
+from deltafront.service.client.connection import Connection, rpc_timeout
+from deltafront.service.client.endpoint import Tls
+from deltafront.service.client.requests import (
+    GenerateOptions,
+    PrefillOptions,
+    PromptLike,
+    generate_request,
+    prefill_request,
+)
+from deltafront.service.client.retries import Retries
+from deltafront.service.door import wire
+from deltafront.service.errors import ConnectionLost, DeltafrontError, NotFound
+from deltafront.service.request import calls
+from deltafront.service.request.answers import GenerateFinished, PrefillFinished, ServerInfo
+from deltafront.workers.messages.events import Progress, Token
 
 
 class DeltafrontClient:

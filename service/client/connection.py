@@ -6,9 +6,9 @@ import os
 import time
 from typing import Any
 
-from ..door.status import from_status, is_ours
-from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, Unavailable
-from .endpoint import Tls, check_address, wrong_endpoint
+from deltafront.service.client.endpoint import Tls, check_address, wrong_endpoint
+from deltafront.service.door.status import from_status, is_ours
+from deltafront.service.errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, Unavailable
 
 CHANNEL = (
     ("grpc.max_receive_message_length", -1),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from ..errors import InvalidArgument
+from deltafront.service.errors import InvalidArgument
 
 _SCHEME = re.compile(r"(https?|grpcs?)://", re.IGNORECASE)
 _RESOLVED = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
-from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages.requests import PageSelection
-from ..door import wire
-from ..errors import InvalidArgument
-from ..request import calls
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.door import wire
+from deltafront.service.errors import InvalidArgument
+from deltafront.service.request import calls
+from deltafront.workers.messages.requests import PageSelection
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or messages ({"role": …, "content": …})."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
-from ..errors import ConnectionLost, DeadlineExceeded, DeltafrontError
+from deltafront.service.errors import ConnectionLost, DeadlineExceeded, DeltafrontError
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import Unauthenticated
-from ..request.callers import Caller, Quota
-from .tls import Gate
+from deltafront.service.door.tls import Gate
+from deltafront.service.errors import Unauthenticated
+from deltafront.service.request.callers import Caller, Quota
 
 ANYONE = Caller("", "anyone")
 """The caller of every request without a token file."""

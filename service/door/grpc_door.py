@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages.events import Usage
-from ..errors import DeltafrontError, NotFound, TooLong, shown
-from ..request.handler import Headers, RequestHandler
-from .registration import SERVICE, UndecodedMessage
-from .status import set_status
-from .wire import read, response, write
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.door.registration import SERVICE, UndecodedMessage
+from deltafront.service.door.status import set_status
+from deltafront.service.door.wire import read, response, write
+from deltafront.service.errors import DeltafrontError, NotFound, TooLong, shown
+from deltafront.service.request.handler import Headers, RequestHandler
+from deltafront.workers.messages.events import Usage
 
 _HEALTH_WATCH_S = 1.0
 _M = TypeVar("_M", bound=Message)

@@ -23,15 +23,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...workers.messages.events import Progress, Token, Usage
-from ..errors import Cancelled, DeltafrontError, Overloaded, TooSlow, Unavailable
-from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
-from ..request.calls import GenerateRequest
-from ..request.check import is_request_id
-from ..request.handler import RequestHandler
-from ..request.text.text_budget import HeldText
-from .http_stream import EventStream, answer_http_1_0_without_chunks, until_disconnect
-from .openai_answers import (
+from deltafront.service.door.http_stream import EventStream, answer_http_1_0_without_chunks, until_disconnect
+from deltafront.service.door.openai_answers import (
     CHAT,
     TEXT,
     Endpoint,
@@ -43,8 +36,15 @@ from .openai_answers import (
     model_card,
     status_of,
 )
-from .openai_requests import NotJson, StreamOptions, UnknownModel
-from .reasoning import AnswerPart, ReasoningSplitter, is_open
+from deltafront.service.door.openai_requests import NotJson, StreamOptions, UnknownModel
+from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter, is_open
+from deltafront.service.errors import Cancelled, DeltafrontError, Overloaded, TooSlow, Unavailable
+from deltafront.service.request.answers import GenerateFinished, RequestEvent, ServerInfo
+from deltafront.service.request.calls import GenerateRequest
+from deltafront.service.request.check import is_request_id
+from deltafront.service.request.handler import RequestHandler
+from deltafront.service.request.text.text_budget import HeldText
+from deltafront.workers.messages.events import Progress, Token, Usage
 
 KEEP_ALIVE_S = 5.0
 """The longest silence of a stream."""

@@ -14,7 +14,7 @@ from starlette.types import Receive, Send
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http import httptools_impl
 
-from ..request.answers import RequestEvent
+from deltafront.service.request.answers import RequestEvent
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

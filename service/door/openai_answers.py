@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...workers.messages.events import FinishReason, Usage
-from ..errors import Code, DeadlineExceeded, DeltafrontError, InvalidArgument, Overloaded, TooLong, TooSlow
-from ..request.answers import GenerateFinished, ServerInfo
-from ..request.calls import GenerateRequest
-from .openai_requests import NotJson, StreamOptions, UnknownModel, read_chat, read_text
-from .reasoning import AnswerPart, ReasoningSplitter
+from deltafront.service.door.openai_requests import NotJson, StreamOptions, UnknownModel, read_chat, read_text
+from deltafront.service.door.reasoning import AnswerPart, ReasoningSplitter
+from deltafront.service.errors import (
+    Code,
+    DeadlineExceeded,
+    DeltafrontError,
+    InvalidArgument,
+    Overloaded,
+    TooLong,
+    TooSlow,
+)
+from deltafront.service.request.answers import GenerateFinished, ServerInfo
+from deltafront.service.request.calls import GenerateRequest
+from deltafront.workers.messages.events import FinishReason, Usage
 
 Json = dict[str, Any]
 

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
-from ...workers.messages.requests import PageSelection
-from ..errors import InvalidArgument, NotFound, cut, shown
-from ..request.calls import (
+from deltafront.service.errors import InvalidArgument, NotFound, cut, shown
+from deltafront.service.request.calls import (
     AttentionMethod,
     GenerateRequest,
     Prompt,
@@ -27,6 +26,7 @@ from ..request.calls import (
     check_count,
     pack_ids,
 )
+from deltafront.workers.messages.requests import PageSelection
 
 _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     # OpenAI's

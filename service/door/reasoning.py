@@ -3,7 +3,7 @@
 from enum import Enum, auto
 from typing import NamedTuple
 
-from ..request.text.detokenize import overlap
+from deltafront.service.request.text.detokenize import overlap
 
 _OPEN, _CLOSE = "<think>", "</think>"
 

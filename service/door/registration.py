@@ -29,17 +29,17 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from ...protos.v1 import deltafront_pb2 as pb
-from ..errors import Code, DeltafrontError, InvalidArgument, Unauthenticated
-from ..request.audit import Audit
-from ..request.callers import ANYONE
-from ..request.handler import Headers
-from ..request.places import NewestOnly, ReceiveLimit, first_of, late
-from .fields import has_more_fields, text_of
-from .status import is_ours, not_ours, set_status
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.door.fields import has_more_fields, text_of
+from deltafront.service.door.status import is_ours, not_ours, set_status
+from deltafront.service.errors import Code, DeltafrontError, InvalidArgument, Unauthenticated
+from deltafront.service.request.audit import Audit
+from deltafront.service.request.callers import ANYONE
+from deltafront.service.request.handler import Headers
+from deltafront.service.request.places import NewestOnly, ReceiveLimit, first_of, late
 
 if TYPE_CHECKING:
-    from .grpc_door import FrontDoor
+    from deltafront.service.door.grpc_door import FrontDoor
 
 log = logging.getLogger(__name__)
 

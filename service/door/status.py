@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-from .. import errors
-from ..errors import Code, DeltafrontError
+from deltafront.service import errors
+from deltafront.service.errors import Code, DeltafrontError
 
 RETRY_AFTER = "retry-after"
 """Trailing metadata: whole seconds to wait before a retry."""

@@ -13,14 +13,14 @@ from typing import Any
 
 import grpc
 
-from ..errors import Unauthenticated
-from ..request.handler import Headers
-from .registration import (
+from deltafront.service.door.registration import (
     Entrance,
     add_deltafront_to_server,
     add_health_to_server,
     add_reflection_to_server,
 )
+from deltafront.service.errors import Unauthenticated
+from deltafront.service.request.handler import Headers
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
-from ...workers.messages.requests import PageSelection
-from ..errors import InvalidArgument
-from ..request import answers, calls
-from ..request.answers import Density, GenerateFinished, PrefillFinished, RequestEvent
-from ..request.calls import check_count
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.errors import InvalidArgument
+from deltafront.service.request import answers, calls
+from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, RequestEvent
+from deltafront.service.request.calls import check_count
+from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
+from deltafront.workers.messages.requests import PageSelection
 
 _Message = TypeVar("_Message", bound=Message)
 _MICRO = 1_000_000

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ...workers.messages.states import DecodeStats, GroupStats
-from .fleet_view import not_draining
+from deltafront.service.fleet.fleet_view import not_draining
+from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 _SHORTEST_RETRY_S = 1.0
 _SAME_NODE = 0.25

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from ...workers.messages.states import DecodeStats, GroupStats
-from ...workers.roles import DecodeWorker, Group, Leased
-from ...workers.waits import said_when_slow
-from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
-from .fleet_view import Charge, FleetView, latest_states, without
-from .session_ids import NO_SESSION
+from deltafront.service.errors import NotFound, Unavailable, WorkerError, WorkerLost
+from deltafront.service.fleet.fleet_view import Charge, FleetView, latest_states, without
+from deltafront.service.fleet.session_ids import NO_SESSION
+from deltafront.workers.messages.states import DecodeStats, GroupStats
+from deltafront.workers.roles import DecodeWorker, Group, Leased
+from deltafront.workers.waits import said_when_slow
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
 _T = TypeVar("_T")

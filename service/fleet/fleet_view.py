@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from ...workers.messages.states import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
 _H = TypeVar("_H")

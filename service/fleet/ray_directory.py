@@ -7,12 +7,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ...workers.messages.stages import HandoffFailed
-from ...workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
-from ...workers.remote import Failure, remote
-from ...workers.roles import DecodeWorker, Group
-from ..errors import Unavailable, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
-from .fleet import WorkerHandles
+from deltafront.service.errors import Unavailable, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
+from deltafront.service.fleet.fleet import WorkerHandles
+from deltafront.workers.messages.stages import HandoffFailed
+from deltafront.workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
+from deltafront.workers.remote import Failure, remote
+from deltafront.workers.roles import DecodeWorker, Group
 
 
 class RayDirectory:

@@ -2,8 +2,8 @@
 
 import re
 
-from ...workers.messages.states import DECODE_PREFIX
-from ..errors import NotFound
+from deltafront.service.errors import NotFound
+from deltafront.workers.messages.states import DECODE_PREFIX
 
 NO_SESSION = "there is no such session: unknown, expired, released, or made with another token"
 _ID = re.compile(r"((?:decode:)?[A-Za-z0-9_-]{1,64})\.[A-Za-z0-9_-]{1,128}")

@@ -17,16 +17,21 @@ from typing import Any
 
 from rich.console import Console
 
-from ...workers.messages.states import NAMESPACE
-from .. import haproxy, listening
-from ..config import ConfigError, ServiceConfig
-from ..listening import LOOPBACK
-from . import cleanup
-from .machine import check_machine
-from .ports import check_ports, haproxy_hosts, serve_ports
-from .ray_patches import START_S, minimal_node, slow_start, start_serve
-from .readiness import StartError, failure_reason, wait_until_answering, wait_until_running
-from .troubles import Troubles
+from deltafront.service import haproxy, listening
+from deltafront.service.config import ConfigError, ServiceConfig
+from deltafront.service.listening import LOOPBACK
+from deltafront.service.local import cleanup
+from deltafront.service.local.machine import check_machine
+from deltafront.service.local.ports import check_ports, haproxy_hosts, serve_ports
+from deltafront.service.local.ray_patches import START_S, minimal_node, slow_start, start_serve
+from deltafront.service.local.readiness import (
+    StartError,
+    failure_reason,
+    wait_until_answering,
+    wait_until_running,
+)
+from deltafront.service.local.troubles import Troubles
+from deltafront.workers.messages.states import NAMESPACE
 
 _OBJECT_STORE_BYTES = 2 << 30
 _LEAST_BYTES = 100 << 20
@@ -155,7 +160,7 @@ def running(
 def _troubles(terminal: Console | None, log: Path | None) -> contextlib.AbstractContextManager[object]:
     from ray import serve
 
-    from ..app import APP_NAME
+    from deltafront.service.app import APP_NAME
 
     if terminal is None or log is None:
         return contextlib.nullcontext()
@@ -238,7 +243,7 @@ def _start_application(
     from ray import serve
     from ray.serve.config import gRPCOptions
 
-    from ..app import APP_NAME, application, serve_config
+    from deltafront.service.app import APP_NAME, application, serve_config
 
     check_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
     options = serve_config(settings.model_dump(), LOOPBACK)

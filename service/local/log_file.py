@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..config import ConfigError
+from deltafront.service.config import ConfigError
 
 _FIRST_LINE = b"Log of deltafront serve\n"
 """By it a later start knows which file it may replace."""

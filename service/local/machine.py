@@ -8,7 +8,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import ConfigError, ServiceConfig
+from deltafront.service.config import ConfigError, ServiceConfig
 
 _LIBRARIES = ("torch", "safetensors", "tokenizers")
 _DRIVER, _TORCH_CUDA = "libcuda.so.1", "libtorch_cuda.so"

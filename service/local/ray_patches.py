@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from .ports import agent_ports
+from deltafront.service.local.ports import agent_ports
 
 START_S = 300.0
 """The longest start of the service, and of each of its processes."""

@@ -17,9 +17,9 @@ from typing import Any
 
 import grpc
 
-from ..config import load
-from ..listening import joined, reachable
-from .readiness import SERVING, health
+from deltafront.service.config import load
+from deltafront.service.listening import joined, reachable
+from deltafront.service.local.readiness import SERVING, health
 
 _STOP_S = 60.0
 _LOG_LINES = 30

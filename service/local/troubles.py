@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .readiness import failure_reason
+from deltafront.service.local.readiness import failure_reason
 
 _KILLED = re.compile(r"(\d+) Workers? \(tasks / actors\) killed due to memory pressure")
 _PERIOD_S = 2.0

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
-from .calls import SamplingParams
+from deltafront.service.request.calls import SamplingParams
+from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
 
 
 @dataclass(frozen=True)

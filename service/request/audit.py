@@ -5,8 +5,8 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...workers.messages.events import Progress, Token
-from .answers import GenerateFinished, PrefillFinished, RequestEvent
+from deltafront.service.request.answers import GenerateFinished, PrefillFinished, RequestEvent
+from deltafront.workers.messages.events import Progress, Token
 
 log = logging.getLogger("deltafront.audit")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ...workers.messages.states import OwnerUse
-from ..errors import Overloaded
+from deltafront.service.errors import Overloaded
+from deltafront.workers.messages.states import OwnerUse
 
 ANYONE = ""
 """The owner of every request where no tokens are configured."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ...workers.messages.methods import MethodSpec
-from ...workers.messages.requests import PageSelection, Sampling
-from ..errors import InvalidArgument
+from deltafront.service.errors import InvalidArgument
+from deltafront.workers.messages.methods import MethodSpec
+from deltafront.workers.messages.requests import PageSelection, Sampling
 
 MAX_MESSAGES = 4096
 Messages = tuple[Mapping[str, str], ...]

@@ -10,13 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
-from ...workers.messages.requests import PageSelection, Sampling
-from ...workers.model.calibrated.levels import thresholds_for
-from ...workers.model.calibrated.profile import Profile
-from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
-from ..errors import DeadlineExceeded, InvalidArgument, TooLong, shown
-from .calls import (
+from deltafront.service.errors import DeadlineExceeded, InvalidArgument, TooLong, shown
+from deltafront.service.request.calls import (
     AttentionMethod,
     Call,
     GenerateRequest,
@@ -26,6 +21,11 @@ from .calls import (
     SamplingParams,
     check_count,
 )
+from deltafront.workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
+from deltafront.workers.messages.requests import PageSelection, Sampling
+from deltafront.workers.model.calibrated.levels import thresholds_for
+from deltafront.workers.model.calibrated.profile import Profile
+from deltafront.workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 
 _MAX_STOPS = 16
 _MAX_STOP_BYTES = 256

@@ -4,18 +4,18 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...workers.model.calibrated.profile import Profile
-from ..config import DoorConfig
-from ..errors import DeltafrontError
-from ..fleet.fleet import Fleet
-from ..metrics import Metrics
-from ..tracing import Trace, Tracing
-from .answers import RequestEvent
-from .audit import Audit
-from .callers import Caller, Callers, RequestUse
-from .text.text_budget import HeldText
-from .text.tokenizer import TextTokenizer
-from .timings import TtftClock
+from deltafront.service.config import DoorConfig
+from deltafront.service.errors import DeltafrontError
+from deltafront.service.fleet.fleet import Fleet
+from deltafront.service.metrics import Metrics
+from deltafront.service.request.answers import RequestEvent
+from deltafront.service.request.audit import Audit
+from deltafront.service.request.callers import Caller, Callers, RequestUse
+from deltafront.service.request.text.text_budget import HeldText
+from deltafront.service.request.text.tokenizer import TextTokenizer
+from deltafront.service.request.timings import TtftClock
+from deltafront.service.tracing import Trace, Tracing
+from deltafront.workers.model.calibrated.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

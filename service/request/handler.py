@@ -14,8 +14,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 
-from ...workers.waits import said_when_slow
-from ..errors import (
+from deltafront.service.errors import (
     Cancelled,
     DeltafrontError,
     Internal,
@@ -26,18 +25,19 @@ from ..errors import (
     WorkerError,
     WorkerLost,
 )
-from ..fleet.session_ids import NO_SESSION, worker_of
-from ..metrics import FINISHED
-from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
-from .audit import Audit
-from .callers import RETRY_S, Caller
-from .calls import GenerateRequest, PrefillRequest
-from .check import Limits, checked_call, is_request_id
-from .context import Accepted, Resources
-from .run.request_run import RequestRun
-from .text.text_budget import TextBudget
-from .text.tokenizer import TemplateError
-from .timings import TtftClock
+from deltafront.service.fleet.session_ids import NO_SESSION, worker_of
+from deltafront.service.metrics import FINISHED
+from deltafront.service.request.answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
+from deltafront.service.request.audit import Audit
+from deltafront.service.request.callers import RETRY_S, Caller
+from deltafront.service.request.calls import GenerateRequest, PrefillRequest
+from deltafront.service.request.check import Limits, checked_call, is_request_id
+from deltafront.service.request.context import Accepted, Resources
+from deltafront.service.request.run.request_run import RequestRun
+from deltafront.service.request.text.text_budget import TextBudget
+from deltafront.service.request.text.tokenizer import TemplateError
+from deltafront.service.request.timings import TtftClock
+from deltafront.workers.waits import said_when_slow
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import InvalidArgument, Overloaded, TooSlow
-from .callers import RETRY_S, fits_share
+from deltafront.service.errors import InvalidArgument, Overloaded, TooSlow
+from deltafront.service.request.callers import RETRY_S, fits_share
 
 _T = TypeVar("_T")
 _RECEIVING_BYTES = 256 << 20

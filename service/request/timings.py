@@ -7,8 +7,8 @@ A *lap* is work of the door itself. A *span* is a call to a worker, which report
 import time
 from collections.abc import Callable, Mapping
 
-from ...workers.messages.events import DecodeReport, PrefillReport
-from ..tracing import Interval
+from deltafront.service.tracing import Interval
+from deltafront.workers.messages.events import DecodeReport, PrefillReport
 
 TRANSPORT = "transport"
 REPLAY = "replay"

@@ -355,7 +355,7 @@ def test_a_crowd_of_one_address_leaves_room_for_others(
         assert greets(grpc)
 
 
-def test_who_waits_for_an_answer_is_not_cut_and_who_stops_sending_is(
+def test_cuts_who_stops_sending_and_not_who_waits_for_an_answer(
     both: Callable[..., tuple[int, int]], door: socket.socket
 ) -> None:
     http, _grpc = both(timeout_client="1s")

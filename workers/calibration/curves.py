@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput, no_phase
-from ...kernels.selectors.rules.rule import Rule
-from ...kernels.selectors.scored import ScoredSelector
-from ..model.decoder.stack import LayerStack
-from .dense_pass import embedded, read_densely, state_spec
-from .probes import Document
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, no_phase
+from deltafront.kernels.selectors.rules.rule import Rule
+from deltafront.kernels.selectors.scored import ScoredSelector
+from deltafront.workers.calibration.dense_pass import embedded, read_densely, state_spec
+from deltafront.workers.calibration.probes import Document
+from deltafront.workers.model.decoder.stack import LayerStack
 
 QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 """Thresholds of the cumulative rule, outside sink and window."""

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from ...kernels.constants import PAGE_TOKENS
-from ...kernels.interface import AttentionInput
-from ..model.decoder.stack import LayerStack
-from .delta_layers import Calibration, choose, selected_pages
-from .dense_pass import embedded, read_densely
-from .probes import Document, with_answers
-from .sensitivity import divergence
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.interface import AttentionInput
+from deltafront.workers.calibration.delta_layers import Calibration, choose, selected_pages
+from deltafront.workers.calibration.dense_pass import embedded, read_densely
+from deltafront.workers.calibration.probes import Document, with_answers
+from deltafront.workers.calibration.sensitivity import divergence
+from deltafront.workers.model.decoder.stack import LayerStack
 
 ROWS = 96
 """The most rows of a text that are read with each choice."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.constants import PAGE_TOKENS
-from ...kernels.interface import AttentionInput
-from ..model.decoder.stack import LayerStack
-from .dense_pass import embedded, read_densely
-from .probes import Document, with_answers
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.interface import AttentionInput
+from deltafront.workers.calibration.dense_pass import embedded, read_densely
+from deltafront.workers.calibration.probes import Document, with_answers
+from deltafront.workers.model.decoder.stack import LayerStack
 
 QUERIES = 64
 """Queries of a text whose maps are compared."""

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...kernels.build import build
-from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ...kernels.methods import method_spec
-from ..model.decoder.stack import LayerStack
+from deltafront.kernels.build import build
+from deltafront.kernels.interface import Attention, AttentionInput, StateSpec
+from deltafront.kernels.methods import method_spec
+from deltafront.workers.model.decoder.stack import LayerStack
 
 AttentionHook = Callable[[int, AttentionInput], torch.Tensor | None]
 """hook(layer, x) -> out_BHTD that replaces dense attention's, or None."""

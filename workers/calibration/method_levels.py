@@ -5,20 +5,20 @@ from typing import Literal
 
 import torch
 
-from ...kernels.build import build, options_for, part_of
-from ...kernels.interface import AttentionInput, Coverage
-from ...kernels.methods import MethodSpec, method_spec, registered
-from ...kernels.options import ScoredOptions
-from ...kernels.selectors.scored import ScoredSelector
-from ..model.calibrated.levels import levels_of
-from ..model.calibrated.profile import Level, MethodLevels, Profile, shaping_options
-from ..model.decoder.stack import LayerStack
-from .allocation import allocate
-from .curves import Curves, curves
-from .dense_pass import embedded, read_densely, state_spec
-from .probes import ANSWER_WEIGHT, Document
-from .sensitivity import LayerCosts, layer_costs
-from .thresholds import adjusted_quotas, least_adjusted
+from deltafront.kernels.build import build, options_for, part_of
+from deltafront.kernels.interface import AttentionInput, Coverage
+from deltafront.kernels.methods import MethodSpec, method_spec, registered
+from deltafront.kernels.options import ScoredOptions
+from deltafront.kernels.selectors.scored import ScoredSelector
+from deltafront.workers.calibration.allocation import allocate
+from deltafront.workers.calibration.curves import Curves, curves
+from deltafront.workers.calibration.dense_pass import embedded, read_densely, state_spec
+from deltafront.workers.calibration.probes import ANSWER_WEIGHT, Document
+from deltafront.workers.calibration.sensitivity import LayerCosts, layer_costs
+from deltafront.workers.calibration.thresholds import adjusted_quotas, least_adjusted
+from deltafront.workers.model.calibrated.levels import levels_of
+from deltafront.workers.model.calibrated.profile import Level, MethodLevels, Profile, shaping_options
+from deltafront.workers.model.decoder.stack import LayerStack
 
 Allocation = Literal["marginal", "threshold"]
 """By marginal gain, or as XAttention does (`thresholds.py`)."""

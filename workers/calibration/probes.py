@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from . import needles as hay
+from deltafront.workers.calibration import needles as hay
 
 EncodeAll = Callable[[Sequence[str]], list[list[int]]]
 """Token ids of each text, without special tokens."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.build import build
-from ...kernels.constants import BLOCK
-from ...kernels.interface import Attention, AttentionInput
-from ...kernels.methods import method_spec
-from ..model.decoder.stack import LayerStack
-from .dense_pass import attended, embedded, read_densely
-from .probes import Document, with_answers
+from deltafront.kernels.build import build
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import Attention, AttentionInput
+from deltafront.kernels.methods import method_spec
+from deltafront.workers.calibration.dense_pass import attended, embedded, read_densely
+from deltafront.workers.calibration.probes import Document, with_answers
+from deltafront.workers.model.decoder.stack import LayerStack
 
 TAIL = 2048
 """Last positions of a document whose predictions are compared."""

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.build import Composition, DenseWhenShort, Windowed, build
-from ...kernels.constants import BLOCK
-from ...kernels.correction import Correction
-from ...kernels.executors.inputs import window_begin
-from ...kernels.interface import Attention, AttentionInput, Phase, Selector, StateSpec, TileMask
-from ...kernels.methods import MethodSpec
-from ..model.calibrated.levels import thresholds_for
-from ..model.calibrated.profile import load_profile
-from ..model.decoder.load import load_model
-from ..settings import ModelSpec
+from deltafront.kernels.build import Composition, DenseWhenShort, Windowed, build
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.correction import Correction
+from deltafront.kernels.executors.inputs import window_begin
+from deltafront.kernels.interface import Attention, AttentionInput, Phase, Selector, StateSpec, TileMask
+from deltafront.kernels.methods import MethodSpec
+from deltafront.workers.model.calibrated.levels import thresholds_for
+from deltafront.workers.model.calibrated.profile import load_profile
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.settings import ModelSpec
 
 
 @dataclass(frozen=True)

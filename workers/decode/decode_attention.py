@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from ...kernels.layers.kv_int8 import Scales
-from ...kernels.paged_decode.dispatch import (
+from deltafront.kernels.layers.kv_int8 import Scales
+from deltafront.kernels.paged_decode.dispatch import (
     paged_attention,
     paged_attention_scored,
     paged_attention_sparse,
 )
-from ...kernels.paged_decode.page_selection import select_pages
-from ..kv.pages.pool import PAGE_TOKENS, pages_for
-from ..messages.requests import PageSelection
-from ..model.decoder.collectives import SINGLE_RANK, Collectives
-from ..settings import DecodeConfig
+from deltafront.kernels.paged_decode.page_selection import select_pages
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from deltafront.workers.messages.requests import PageSelection
+from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
+from deltafront.workers.settings import DecodeConfig
 
 
 class PageSelectionError(ValueError):

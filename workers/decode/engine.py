@@ -11,41 +11,8 @@ from contextlib import AbstractContextManager, suppress
 
 import numpy as np
 
-from ..kv.fetch import to_host
-from ..kv.handoff.inbox import KVInbox
-from ..kv.handoff.mapped import MappedReader, PageWriters
-from ..kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
-from ..kv.pages.pool import PAGE_TOKENS, OutOfPages
-from ..kv.peer_memory import ExportedObjects, export_objects
-from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
-from ..messages.prompts import PromptKey
-from ..messages.requests import (
-    DecodeFailed,
-    GenerateJob,
-    KeepSession,
-    RefusalReason,
-    Refused,
-    Reservation,
-    Reserved,
-)
-from ..messages.stages import (
-    FirstLogits,
-    HandoffFailed,
-    HostKV,
-    KVAnnouncement,
-    KVRange,
-    PageWriter,
-    Rendezvous,
-)
-from ..messages.states import DecodeStats
-from ..model.decoder.stack import LayerStack
-from ..progress import Tell, silent
-from ..roles import Rank
-from ..settings import DecodeConfig, ModelSpec
-from ..tracing import NO_TRACER, Tracer
-from ..waits import said_when_slow
-from .decode_attention import PageSelectionError, plan_layers
-from .ranks import (
+from deltafront.workers.decode.decode_attention import PageSelectionError, plan_layers
+from deltafront.workers.decode.ranks import (
     LeadRunner,
     RanksReader,
     ReaderMaker,
@@ -56,13 +23,53 @@ from .ranks import (
     runner_sizes,
     store_digest,
 )
-from .reads import appended_ids, prompt_ids
-from .request import DecodeEvent, DecodeRequest
-from .request_table import DecodeRequests
-from .runner import warm_up
-from .scheduler import DecodeScheduler
-from .tiers import KeptTasks, Tiers
-from .times import RequestTimes
+from deltafront.workers.decode.reads import appended_ids, prompt_ids
+from deltafront.workers.decode.request import DecodeEvent, DecodeRequest
+from deltafront.workers.decode.request_table import DecodeRequests
+from deltafront.workers.decode.runner import warm_up
+from deltafront.workers.decode.scheduler import DecodeScheduler
+from deltafront.workers.decode.tiers import KeptTasks, Tiers
+from deltafront.workers.decode.times import RequestTimes
+from deltafront.workers.kv.fetch import to_host
+from deltafront.workers.kv.handoff.inbox import KVInbox
+from deltafront.workers.kv.handoff.mapped import MappedReader, PageWriters
+from deltafront.workers.kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages
+from deltafront.workers.kv.peer_memory import ExportedObjects, export_objects
+from deltafront.workers.messages.events import (
+    DecodeReport,
+    FinishEvent,
+    FinishReason,
+    FirstTokenTimings,
+    Prefix,
+    SessionKept,
+)
+from deltafront.workers.messages.prompts import PromptKey
+from deltafront.workers.messages.requests import (
+    DecodeFailed,
+    GenerateJob,
+    KeepSession,
+    RefusalReason,
+    Refused,
+    Reservation,
+    Reserved,
+)
+from deltafront.workers.messages.stages import (
+    FirstLogits,
+    HandoffFailed,
+    HostKV,
+    KVAnnouncement,
+    KVRange,
+    PageWriter,
+    Rendezvous,
+)
+from deltafront.workers.messages.states import DecodeStats
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.progress import Tell, silent
+from deltafront.workers.roles import Rank
+from deltafront.workers.settings import DecodeConfig, ModelSpec
+from deltafront.workers.tracing import NO_TRACER, Tracer
+from deltafront.workers.waits import said_when_slow
 
 _TICK_S = 0.1
 _STARTING = "the decode worker is still starting"

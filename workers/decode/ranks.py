@@ -18,31 +18,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce, own_memory
-from ..kv.cache import PagedKVCache
-from ..kv.fetch import to_host
-from ..kv.handoff.protocols import KVReader, UsePages
-from ..kv.host_memory import make_host_memory
-from ..kv.pages.host_tier import Runs
-from ..kv.pages.pool import PAGE_TOKENS, pages_for
-from ..kv.pages.request_pages import PageCopy
-from ..kv.peer_memory import CudaPeerMemory
-from ..messages.requests import DecodeFailed
-from ..messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
-from ..model.decoder.collectives import SINGLE_RANK, GroupCollectives
-from ..model.decoder.load import load_model, set_up_compute_thread
-from ..model.decoder.stack import LayerStack
-from ..model.directory.digest import content_digest
-from ..model.directory.model_config import ModelConfig
-from ..progress import Tell, silent
-from ..rendezvous import BACKENDS, join_store
-from ..roles import Rank
-from ..settings import DecodeConfig, ModelSpec
-from ..waits import said_when_slow
-from .decode_attention import LayerPlan, plan_layers
-from .reads import Read
-from .runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult
-from .step_rows import Row
+from deltafront.kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce, own_memory
+from deltafront.workers.decode.decode_attention import LayerPlan, plan_layers
+from deltafront.workers.decode.reads import Read
+from deltafront.workers.decode.runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult
+from deltafront.workers.decode.step_rows import Row
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.fetch import to_host
+from deltafront.workers.kv.handoff.protocols import KVReader, UsePages
+from deltafront.workers.kv.host_memory import make_host_memory
+from deltafront.workers.kv.pages.host_tier import Runs
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from deltafront.workers.kv.pages.request_pages import PageCopy
+from deltafront.workers.kv.peer_memory import CudaPeerMemory
+from deltafront.workers.messages.requests import DecodeFailed
+from deltafront.workers.messages.stages import HostKV, KVAnnouncement, KVRange, Rendezvous
+from deltafront.workers.model.decoder.collectives import SINGLE_RANK, GroupCollectives
+from deltafront.workers.model.decoder.load import load_model, set_up_compute_thread
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.digest import content_digest
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.progress import Tell, silent
+from deltafront.workers.rendezvous import BACKENDS, join_store
+from deltafront.workers.roles import Rank
+from deltafront.workers.settings import DecodeConfig, ModelSpec
+from deltafront.workers.waits import said_when_slow
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.constants import BLOCK
-from ..messages.requests import TAIL_TOKENS, GenerateJob, Reservation, recompute_pages
+from deltafront.kernels.constants import BLOCK
+from deltafront.workers.messages.requests import TAIL_TOKENS, GenerateJob, Reservation, recompute_pages
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..kv.handoff.inbox import KVInbox
-from ..kv.pages.leases import Lease
-from ..kv.pages.pool import PAGE_TOKENS, pages_for
-from ..kv.pages.request_pages import RequestPages
-from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
-from ..messages.methods import BLOCK
-from ..messages.requests import GenerateJob, Reservation
-from ..tracing import NO_SPAN, Span
-from .reads import Recompute, Step, next_layers, plan_reads
-from .step_rows import Row
-from .times import RequestTimes
+from deltafront.workers.decode.reads import Recompute, Step, next_layers, plan_reads
+from deltafront.workers.decode.step_rows import Row
+from deltafront.workers.decode.times import RequestTimes
+from deltafront.workers.kv.handoff.inbox import KVInbox
+from deltafront.workers.kv.pages.leases import Lease
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from deltafront.workers.kv.pages.request_pages import RequestPages
+from deltafront.workers.messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
+from deltafront.workers.messages.methods import BLOCK
+from deltafront.workers.messages.requests import GenerateJob, Reservation
+from deltafront.workers.tracing import NO_SPAN, Span
 
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
 

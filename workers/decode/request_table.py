@@ -9,25 +9,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from ..kv.arrival import KVArrival
-from ..kv.handoff.inbox import KVInbox
-from ..kv.pages.entries import Entries
-from ..kv.pages.leases import Lease, Leases
-from ..kv.pages.pool import PAGE_TOKENS, PagePool
-from ..kv.pages.request_pages import PageManager
-from ..kv.pages.waiting import (
+from deltafront.workers.decode.request import DecodeRequest
+from deltafront.workers.kv.arrival import KVArrival
+from deltafront.workers.kv.handoff.inbox import KVInbox
+from deltafront.workers.kv.pages.entries import Entries
+from deltafront.workers.kv.pages.leases import Lease, Leases
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, PagePool
+from deltafront.workers.kv.pages.request_pages import PageManager
+from deltafront.workers.kv.pages.waiting import (
     OVERDUE_CHECKS,
     ReservationQueue,
     ReservationTime,
     page_returns,
     seconds_until_room,
 )
-from ..messages.events import FinishReason
-from ..messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
-from ..messages.states import DECODE_PREFIX, OwnerUse
-from ..model.directory.model_config import ModelConfig
-from ..settings import DecodeConfig
-from .request import DecodeRequest
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
+from deltafront.workers.messages.states import DECODE_PREFIX, OwnerUse
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.settings import DecodeConfig
 
 
 class DecodeRequests:

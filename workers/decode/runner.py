@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.build import build
-from ...kernels.constants import BLOCK
-from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ...kernels.layers.rope import KVRows
-from ...kernels.layers.sampling import sample
-from ...kernels.layers.to_host import choices_to_host
-from ...kernels.methods import method_spec
-from ..kv.cache import PagedKVCache
-from ..kv.pages.pool import PAGE_TOKENS, pages_for
-from ..kv.pages.request_pages import PageCopy
-from ..messages.requests import Sampling
-from ..model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
-from ..model.decoder.stack import AttentionCalls, LayerStack
-from ..settings import KVDtype
-from .decode_attention import BatchRows, LayerPlan, StepAttention
-from .reads import Read
-from .step_rows import Batch, BatchShape, Row, StepRows, sampling_rows
+from deltafront.kernels.build import build
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import Attention, AttentionInput, StateSpec
+from deltafront.kernels.layers.rope import KVRows
+from deltafront.kernels.layers.sampling import sample
+from deltafront.kernels.layers.to_host import choices_to_host
+from deltafront.kernels.methods import method_spec
+from deltafront.workers.decode.decode_attention import BatchRows, LayerPlan, StepAttention
+from deltafront.workers.decode.reads import Read
+from deltafront.workers.decode.step_rows import Batch, BatchShape, Row, StepRows, sampling_rows
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from deltafront.workers.kv.pages.request_pages import PageCopy
+from deltafront.workers.messages.requests import Sampling
+from deltafront.workers.model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
+from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
+from deltafront.workers.settings import KVDtype
 
 _RAGGED = 77
 """Appended tokens: no multiple of anything that a kernel may specialise for."""

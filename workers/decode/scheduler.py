@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from ..messages.events import FinishReason, Token
-from ..messages.methods import BLOCK
-from ..pace import Recent
-from ..settings import DecodeConfig
-from .reads import Read, Recompute, Step
-from .request import DecodeRequest
-from .runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult, SampledToken
+from deltafront.workers.decode.reads import Read, Recompute, Step
+from deltafront.workers.decode.request import DecodeRequest
+from deltafront.workers.decode.runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult, SampledToken
+from deltafront.workers.messages.events import FinishReason, Token
+from deltafront.workers.messages.methods import BLOCK
+from deltafront.workers.pace import Recent
+from deltafront.workers.settings import DecodeConfig
 
 T = TypeVar("T")
 _FAILED_TURNS = 3

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.layers.sampling import SamplingRows
-from ..messages.requests import Sampling
+from deltafront.kernels.layers.sampling import SamplingRows
+from deltafront.workers.messages.requests import Sampling
 
 _NARROWEST = 512
 """Columns of the narrowest page table, which hold 8,192 tokens."""

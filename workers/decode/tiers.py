@@ -9,15 +9,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..kv.host_memory import RanksMemory
-from ..kv.pages.host_tier import HostTier
-from ..kv.pages.pool import PAGE_TOKENS, PagePool
-from ..kv.pages.store_tier import GROUP_PAGES, StoreTier
-from ..messages.events import Prefix
-from ..messages.prompts import PromptKey
-from ..messages.requests import DecodeFailed, Refused, Reservation, Reserved
-from ..messages.states import TierStats
-from .request_table import DecodeRequests
+from deltafront.workers.decode.request_table import DecodeRequests
+from deltafront.workers.kv.host_memory import RanksMemory
+from deltafront.workers.kv.pages.host_tier import HostTier
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, PagePool
+from deltafront.workers.kv.pages.store_tier import GROUP_PAGES, StoreTier
+from deltafront.workers.messages.events import Prefix
+from deltafront.workers.messages.prompts import PromptKey
+from deltafront.workers.messages.requests import DecodeFailed, Refused, Reservation, Reserved
+from deltafront.workers.messages.states import TierStats
 
 T = TypeVar("T")
 _Loading = asyncio.Task[tuple[list[int], int]]

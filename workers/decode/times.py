@@ -2,7 +2,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..messages.events import DecodeReport
+from deltafront.workers.messages.events import DecodeReport
 
 
 @dataclass(kw_only=True)

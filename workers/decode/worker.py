@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from ...kernels.compilations import watch
-from ..leaving import Leaving
-from ..messages.requests import DecodeFailed
-from ..messages.stages import Rendezvous
-from ..messages.states import DECODE_PREFIX, DecodeStats
-from ..progress import progress
-from ..remote import REPLICA_CPUS, Failure, failure_of, hosts, placement_of, remote
-from ..replica import HEAD_PATIENCE_S, Replica
-from ..roles import DecodeWorker, Rank
-from ..settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
-from ..tracing import SpanSink, Tracer, provider
+from deltafront.kernels.compilations import watch
+from deltafront.workers.leaving import Leaving
+from deltafront.workers.messages.requests import DecodeFailed
+from deltafront.workers.messages.stages import Rendezvous
+from deltafront.workers.messages.states import DECODE_PREFIX, DecodeStats
+from deltafront.workers.progress import progress
+from deltafront.workers.remote import REPLICA_CPUS, Failure, failure_of, hosts, placement_of, remote
+from deltafront.workers.replica import HEAD_PATIENCE_S, Replica
+from deltafront.workers.roles import DecodeWorker, Rank
+from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
+from deltafront.workers.tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
-    from .engine import DecodeEngine
-    from .ranks import FollowerRank
+    from deltafront.workers.decode.engine import DecodeEngine
+    from deltafront.workers.decode.ranks import FollowerRank
 
 _ASK_S = 1.0
 """How often the other ranks are asked whether they have failed, while rank 0 starts."""
@@ -55,8 +55,8 @@ class DecodeActor(Leaving):
         spans: SpanSink,
         ranks: Sequence[Any] = (),
     ) -> None:
-        from ..kv.handoff.transports import kv_reader
-        from .engine import load_engine
+        from deltafront.workers.decode.engine import load_engine
+        from deltafront.workers.kv.handoff.transports import kv_reader
 
         self._pairing = pairing(model, handoff, config.kv_dtype)
         self._compilations = watch(config.device, config.kernel_cache)
@@ -82,7 +82,7 @@ class DecodeActor(Leaving):
         self._compilations.ready = True
 
     async def _join(self) -> None:
-        from ..rendezvous import host_store
+        from deltafront.workers.rendezvous import host_store
 
         address = str(ray.util.get_node_ip_address())
         self._store, rendezvous = host_store(address, len(self._ranks) + 1)
@@ -113,8 +113,8 @@ class RankActor:
     def __init__(
         self, rank: int, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, _spans: SpanSink
     ) -> None:
-        from ..kv.handoff.transports import kv_reader
-        from .ranks import InOrder, load_rank
+        from deltafront.workers.decode.ranks import InOrder, load_rank
+        from deltafront.workers.kv.handoff.transports import kv_reader
 
         watch(config.device, config.kernel_cache)
         tell = progress(f"rank {rank} of {config.tensor_parallel}")

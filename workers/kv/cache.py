@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.layers.kv_int8 import BYTES, Scales
-from ...kernels.layers.kv_int8 import gather as gather_int8
-from ...kernels.layers.rope import KVRows
-from .pages.pool import PAGE_TOKENS, first_of_run, pages_for
+from deltafront.kernels.layers.kv_int8 import BYTES, Scales
+from deltafront.kernels.layers.kv_int8 import gather as gather_int8
+from deltafront.kernels.layers.rope import KVRows
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, first_of_run, pages_for
 
 Sides = tuple[torch.Tensor, ...]
 """k and v of some tokens, [tokens, kv_heads, head_dim]. In 8 bits also their scales, [tokens, kv_heads]."""

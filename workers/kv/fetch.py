@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import ray
 
-from ..messages.stages import HostKV, KVRange
-from ..messages.states import NAMESPACE
-from ..roles import KVReceiver, sent
-from .cache import PagedKVCache, Sides, row_forms, token_bytes
-from .handoff.protocols import HandoffError, plain
-from .host_copies import as_numpy, as_tensor
+from deltafront.workers.kv.cache import PagedKVCache, Sides, row_forms, token_bytes
+from deltafront.workers.kv.handoff.protocols import HandoffError, plain
+from deltafront.workers.kv.host_copies import as_numpy, as_tensor
+from deltafront.workers.messages.stages import HostKV, KVRange
+from deltafront.workers.messages.states import NAMESPACE
+from deltafront.workers.roles import KVReceiver, sent
 
 PIECE_BYTES = 8 << 20
 _AHEAD = 3

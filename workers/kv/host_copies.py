@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .cache import Sides
+from deltafront.workers.kv.cache import Sides
 
 NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,

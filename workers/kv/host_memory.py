@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..roles import Rank
-from ..settings import DecodeConfig
-from .cache import PagedKVCache
-from .kv_files import KVFiles
-from .pages.host_tier import BATCH_PAGES, Runs
-from .pages.store_tier import AT_ONCE, StoreError
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.kv_files import KVFiles
+from deltafront.workers.kv.pages.host_tier import BATCH_PAGES, Runs
+from deltafront.workers.kv.pages.store_tier import AT_ONCE, StoreError
+from deltafront.workers.roles import Rank
+from deltafront.workers.settings import DecodeConfig
 
 
 class HostMemory:

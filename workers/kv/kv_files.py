@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from .pages.store_tier import StoreError
+from deltafront.workers.kv.pages.store_tier import StoreError
 
 _SUFFIX = ".safetensors"
 _OURS = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")

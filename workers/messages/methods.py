@@ -1,7 +1,7 @@
 """The registry of attention methods, as the service imports it."""
 
-from ...kernels.constants import BLOCK, DECODE_HEAD_DIMS, PAGE_TOKENS, PREFILL_HEAD_DIMS
-from ...kernels.methods import (
+from deltafront.kernels.constants import BLOCK, DECODE_HEAD_DIMS, PAGE_TOKENS, PREFILL_HEAD_DIMS
+from deltafront.kernels.methods import (
     PRESETS,
     MethodError,
     MethodSpec,
@@ -11,7 +11,7 @@ from ...kernels.methods import (
     reads_whole_prompts,
     resume_step,
 )
-from ...kernels.methods import load as load_methods
+from deltafront.kernels.methods import load as load_methods
 
 __all__ = [
     "BLOCK",

@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .methods import BLOCK, PAGE_TOKENS, MethodSpec
-from .prompts import PromptKey
+from deltafront.workers.messages.methods import BLOCK, PAGE_TOKENS, MethodSpec
+from deltafront.workers.messages.prompts import PromptKey
 
 ID_BYTES = 4
 """Bytes of a packed token id, a little-endian uint32."""

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .events import LayerDensity
-from .methods import MethodSpec
-from .requests import DecodeFailed, PrefillFailed
+from deltafront.workers.messages.events import LayerDensity
+from deltafront.workers.messages.methods import MethodSpec
+from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
 
 
 class Rendezvous(NamedTuple):

@@ -4,18 +4,18 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from .families.exaone import EXAONE, EXAONE4
-from .families.family import Family, GgufNames
-from .families.gemma3 import GEMMA3
-from .families.glm import GLM, GLM4, GLM4_MOE
-from .families.granite import GRANITE, GRANITE4
-from .families.llama import ARCEE, LLAMA
-from .families.mistral import MINISTRAL3, MISTRAL
-from .families.olmo2 import OLMO2, OLMO3
-from .families.phi3 import PHI3
-from .families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from .families.seed_oss import SEED_OSS
-from .families.smollm3 import SMOLLM3
+from deltafront.workers.model.families.exaone import EXAONE, EXAONE4
+from deltafront.workers.model.families.family import Family, GgufNames
+from deltafront.workers.model.families.gemma3 import GEMMA3
+from deltafront.workers.model.families.glm import GLM, GLM4, GLM4_MOE
+from deltafront.workers.model.families.granite import GRANITE, GRANITE4
+from deltafront.workers.model.families.llama import ARCEE, LLAMA
+from deltafront.workers.model.families.mistral import MINISTRAL3, MISTRAL
+from deltafront.workers.model.families.olmo2 import OLMO2, OLMO3
+from deltafront.workers.model.families.phi3 import PHI3
+from deltafront.workers.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from deltafront.workers.model.families.seed_oss import SEED_OSS
+from deltafront.workers.model.families.smollm3 import SMOLLM3
 
 _OURS = (
     *(LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, PHI3, GRANITE, SMOLLM3, OLMO2),

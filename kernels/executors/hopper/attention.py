@@ -24,10 +24,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
-from .buffers import new_buffers
-from .items import Lists, Sources, Work, extent_of, item_of, load_items, next_entry
-from .softmax import (
+from deltafront.kernels.executors.hopper.buffers import new_buffers
+from deltafront.kernels.executors.hopper.items import (
+    Lists,
+    Sources,
+    Work,
+    extent_of,
+    item_of,
+    load_items,
+    next_entry,
+)
+from deltafront.kernels.executors.hopper.softmax import (
     NEGATIVE,
     Running,
     Seen,
@@ -42,6 +49,7 @@ from .softmax import (
     tile_columns,
     zero_l_i,
 )
+from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE, scores_layout
 
 NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Whether `_advance` masks a tile: never, always, or if it is one of the extent's masked tiles."""

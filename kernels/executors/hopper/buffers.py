@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...hopper.layouts import GROUP_ROWS, TILE
-from ...hopper.ring import Ring, barriers
+from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE
+from deltafront.kernels.hopper.ring import Ring, barriers
 
 ENTRIES = gl.constexpr(2)
 """Buffers for the next item's entry (`items.py`)."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from ...hopper.layouts import WARPGROUP_ROWS
+from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
 
 ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH = 0, 1, 2
 """Orders of the items: by key head; longest rows of all heads first; longest lists first."""

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...hopper.layouts import GROUP_ROWS, TILE
+from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE
 
 
 class Work(NamedTuple):

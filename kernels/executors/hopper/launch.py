@@ -4,14 +4,19 @@ from functools import cache
 
 import torch
 
-from ...constants import BLOCK, LOG2E
-from ...hopper.host import TileDescriptor, is_hopper, multiprocessors
-from ...hopper.layouts import WARPGROUP_ROWS
-from ...interface import AttentionInput, TileMask
-from ...launches import Launcher, cdiv, next_power_of_2, strides
-from ..inputs import PackedKeys, QueryRows
-from .attention import hopper_kernel
-from .hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST, plan_of
+from deltafront.kernels.constants import BLOCK, LOG2E
+from deltafront.kernels.executors.hopper.attention import hopper_kernel
+from deltafront.kernels.executors.hopper.hopper_plan import (
+    BY_LENGTH,
+    LONGEST_ROWS_FIRST,
+    ONE_HEAD_FIRST,
+    plan_of,
+)
+from deltafront.kernels.executors.inputs import PackedKeys, QueryRows
+from deltafront.kernels.hopper.host import TileDescriptor, is_hopper, multiprocessors
+from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
+from deltafront.kernels.interface import AttentionInput, TileMask
+from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2, strides
 
 _attend = Launcher(hopper_kernel)
 

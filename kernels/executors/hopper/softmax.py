@@ -10,8 +10,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
-from .items import Extent, exact_key, packed_before
+from deltafront.kernels.executors.hopper.items import Extent, exact_key, packed_before
+from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE, scores_layout
 
 NEGATIVE = gl.constexpr(-1.0e30)
 """A row's running maximum before its first tile. It is finite, as in `executors/flash.py`."""

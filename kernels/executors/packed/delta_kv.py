@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ...constants import BLOCK
-from ...interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
-from ...options import DeltaKVOptions
-from ..inputs import QueryRows, attend_keys, new_output
-from ..launch import launch
-from .pack import pack
-from .runs import PackedRuns, packed_chunks
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.inputs import QueryRows, attend_keys, new_output
+from deltafront.kernels.executors.launch import launch
+from deltafront.kernels.executors.packed.pack import pack
+from deltafront.kernels.executors.packed.runs import PackedRuns, packed_chunks
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
+from deltafront.kernels.options import DeltaKVOptions
 
 CHUNK = 512
 """Tokens of a chunk. No run crosses chunks (DeltaAttention section 4.1.1)."""

@@ -8,15 +8,22 @@ import math
 
 import torch
 
-from ...constants import BLOCK
-from ...interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask, runs_on_cpu
-from ...options import DeltaXAttentionOptions
-from ...selectors.rules.rule import ROUNDING
-from ..block_sparse import keys_of
-from ..inputs import attend_keys, check_mask
-from .delta_kv import cpu_pack_head
-from .delta_xattention_kernel import kernel_attend, kernel_exact_table
-from .runs import PackedRuns
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.block_sparse import keys_of
+from deltafront.kernels.executors.inputs import attend_keys, check_mask
+from deltafront.kernels.executors.packed.delta_kv import cpu_pack_head
+from deltafront.kernels.executors.packed.delta_xattention_kernel import kernel_attend, kernel_exact_table
+from deltafront.kernels.executors.packed.runs import PackedRuns
+from deltafront.kernels.interface import (
+    AttentionInput,
+    KernelInputError,
+    Phase,
+    StateSpec,
+    TileMask,
+    runs_on_cpu,
+)
+from deltafront.kernels.options import DeltaXAttentionOptions
+from deltafront.kernels.selectors.rules.rule import ROUNDING
 
 
 class DeltaXAttentionExecutor:

@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ...constants import BLOCK, LOG2E
-from ...interface import AttentionInput, TileMask
-from ...launches import strides
-from ...selectors.rules.rule import ROUNDING
-from ..flash import NEGATIVE, step_tile, tile_constants
-from ..inputs import check_launch, new_output
-from .pack import pack
-from .runs import PackedRuns
+from deltafront.kernels.constants import BLOCK, LOG2E
+from deltafront.kernels.executors.flash import NEGATIVE, step_tile, tile_constants
+from deltafront.kernels.executors.inputs import check_launch, new_output
+from deltafront.kernels.executors.packed.pack import pack
+from deltafront.kernels.executors.packed.runs import PackedRuns
+from deltafront.kernels.interface import AttentionInput, TileMask
+from deltafront.kernels.launches import strides
+from deltafront.kernels.selectors.rules.rule import ROUNDING
 
 _ROUNDING = tl.constexpr(ROUNDING)
 

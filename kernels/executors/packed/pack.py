@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ...constants import BLOCK
-from ...interface import AttentionInput
-from ...launches import strides
-from ..inputs import PackedKeys
-from .runs import PackedRuns
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.inputs import PackedKeys
+from deltafront.kernels.executors.packed.runs import PackedRuns
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.launches import strides
 
 _BLOCK = tl.constexpr(BLOCK)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...anchor_scan import find_anchors
-from ...constants import BLOCK
-from ...interface import AttentionInput, KernelInputError, StateSpec
+from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, KernelInputError, StateSpec
 
 
 @dataclass

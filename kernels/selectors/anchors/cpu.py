@@ -3,10 +3,10 @@
 import torch
 from torch.nn import functional
 
-from ...anchor_scan import AnchorRuns, cpu_scan
-from ...constants import BLOCK
-from ...interface import AttentionInput
-from .form import AnchorSettings, BlockAnchors, SideSettings
+from deltafront.kernels.anchor_scan import AnchorRuns, cpu_scan
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors, SideSettings
 
 
 def cpu_summarise(x_BGSD: torch.Tensor, cos: float, side: SideSettings, first_block: int = 0) -> BlockAnchors:

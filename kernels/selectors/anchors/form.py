@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from ...constants import BLOCK
-from ...interface import KernelInputError
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import KernelInputError
 
 Representative = Literal["mean", "anchor"]
 

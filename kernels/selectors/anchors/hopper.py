@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
-from ...hopper.ring import Ring, barriers
+from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE, scores_layout
+from deltafront.kernels.hopper.ring import Ring, barriers
 
 _LOG2 = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 """Within 2^-22, -inf for 0. Results are kept in 16 bits."""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from functools import cache
 
-from ...constants import BLOCK, LOG2E
-from ...hopper.host import TileDescriptor, multiprocessors
-from ...hopper.layouts import WARPGROUP_ROWS
-from ...interface import AttentionInput
-from ...launches import Launcher, cdiv, strides
-from ..rules.sums import Sums
-from .form import AnchorSettings, BlockAnchors
-from .hopper import WARPGROUPS, anchors_hopper_kernel
+from deltafront.kernels.constants import BLOCK, LOG2E
+from deltafront.kernels.hopper.host import TileDescriptor, multiprocessors
+from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.launches import Launcher, cdiv, strides
+from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors
+from deltafront.kernels.selectors.anchors.hopper import WARPGROUPS, anchors_hopper_kernel
+from deltafront.kernels.selectors.rules.sums import Sums
 
 _score = Launcher(anchors_hopper_kernel)
 _BEGIN = 3

@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ...constants import BLOCK, LOG2E
-from ...hopper.host import is_hopper
-from ...interface import AttentionInput
-from ...launches import strides
-from ..rules.kernel import fast_log2, in_16_bits
-from ..rules.sums import Sums, empty_parts
-from . import hopper_launch
-from .form import AnchorSettings, BlockAnchors
+from deltafront.kernels.constants import BLOCK, LOG2E
+from deltafront.kernels.hopper.host import is_hopper
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.launches import strides
+from deltafront.kernels.selectors.anchors import hopper_launch
+from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors
+from deltafront.kernels.selectors.rules.kernel import fast_log2, in_16_bits
+from deltafront.kernels.selectors.rules.sums import Sums, empty_parts
 
 _TILE = BLOCK
 _PROGRAMS = 528

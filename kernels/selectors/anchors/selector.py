@@ -4,14 +4,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ...constants import BLOCK
-from ...interface import AttentionInput, KernelInputError, Phase, StateSpec
-from ...options import AnchorsOptions, ThesisAnchorsOptions
-from ..scored import ScoredSelector, ScoredState, SlabSums, rule_of
-from .cpu import cpu_scores, cpu_summarise
-from .form import AnchorSettings, BlockAnchors, Representative, SideSettings
-from .scores import score_sums, slot_dtype
-from .summary import empty_table, kernel_summarise
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase, StateSpec
+from deltafront.kernels.options import AnchorsOptions, ThesisAnchorsOptions
+from deltafront.kernels.selectors.anchors.cpu import cpu_scores, cpu_summarise
+from deltafront.kernels.selectors.anchors.form import (
+    AnchorSettings,
+    BlockAnchors,
+    Representative,
+    SideSettings,
+)
+from deltafront.kernels.selectors.anchors.scores import score_sums, slot_dtype
+from deltafront.kernels.selectors.anchors.summary import empty_table, kernel_summarise
+from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState, SlabSums, rule_of
 
 
 @dataclass

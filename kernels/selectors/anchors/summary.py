@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ...anchor_scan import check_head_dim
-from ...constants import BLOCK
-from ...launches import Launcher, cdiv, strides
-from .form import BlockAnchors, SideSettings
+from deltafront.kernels.anchor_scan import check_head_dim
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.launches import Launcher, cdiv, strides
+from deltafront.kernels.selectors.anchors.form import BlockAnchors, SideSettings
 
 _BLOCK = tl.constexpr(BLOCK)
 

@@ -6,11 +6,11 @@ Suffixes: I, J groups of `stride` query or key rows, S = stride in grouped tenso
 import torch
 from torch.nn import functional
 
-from ...constants import BLOCK
-from ...interface import AttentionInput, KernelInputError
-from ...options import AntidiagonalOptions
-from .kernel import Grouping, Groups, own_logits, pack
-from .selector import GroupedSelector, per_query_head, tile_scores
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, KernelInputError
+from deltafront.kernels.options import AntidiagonalOptions
+from deltafront.kernels.selectors.grouped.kernel import Grouping, Groups, own_logits, pack
+from deltafront.kernels.selectors.grouped.selector import GroupedSelector, per_query_head, tile_scores
 
 
 class AntidiagonalSelector(GroupedSelector):

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...anchor_scan import check_head_dim
-from ...constants import BLOCK, LOG2E
-from ...interface import AttentionInput
-from ...launches import strides
-from ..rules.kernel import fast_log2, in_16_bits
-from ..rules.sums import empty_parts
+from deltafront.kernels.anchor_scan import check_head_dim
+from deltafront.kernels.constants import BLOCK, LOG2E
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.launches import strides
+from deltafront.kernels.selectors.rules.kernel import fast_log2, in_16_bits
+from deltafront.kernels.selectors.rules.sums import empty_parts
 
 _TILE_X, _TILE_Y = 128, 256
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...constants import BLOCK
-from ...interface import AttentionInput, KernelInputError, Phase
-from ...options import NaiveOptions
-from ..rules.sums import Sums
-from ..scored import ScoredSelector, SlabSums
-from .kernel import Grouping, Groups, log_sums, pack
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase
+from deltafront.kernels.options import NaiveOptions
+from deltafront.kernels.selectors.grouped.kernel import Grouping, Groups, log_sums, pack
+from deltafront.kernels.selectors.rules.sums import Sums
+from deltafront.kernels.selectors.scored import ScoredSelector, SlabSums
 
 
 class GroupedSelector(ScoredSelector):

@@ -2,8 +2,8 @@
 
 import torch
 
-from ...interface import TileMask
-from .rule import LARGER, LEVELS, ROUNDING, TINY, Rule, check_scores
+from deltafront.kernels.interface import TileMask
+from deltafront.kernels.selectors.rules.rule import LARGER, LEVELS, ROUNDING, TINY, Rule, check_scores
 
 _FLOAT_BITS = 1 << 31
 

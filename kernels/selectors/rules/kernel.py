@@ -13,11 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ...constants import BLOCK
-from ...interface import AttentionInput, KernelInputError, TileMask
-from ...launches import Launcher, next_power_of_2, strides
-from .rule import LARGER, LEVELS, MAX_BLOCKS, ROUNDING, TINY, Rule, check_scores
-from .sums import Sums
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask
+from deltafront.kernels.launches import Launcher, next_power_of_2, strides
+from deltafront.kernels.selectors.rules.rule import (
+    LARGER,
+    LEVELS,
+    MAX_BLOCKS,
+    ROUNDING,
+    TINY,
+    Rule,
+    check_scores,
+)
+from deltafront.kernels.selectors.rules.sums import Sums
 
 _SCORES_ONLY = tl.constexpr(-1)
 _CUMULATIVE = tl.constexpr(0)

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from ...interface import KernelInputError
+from deltafront.kernels.interface import KernelInputError
 
 LEVELS = 1 << 17
 """The cumulative rule counts scores in 1 / LEVELS of the row's largest. Whole numbers make sums exact in any

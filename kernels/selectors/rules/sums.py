@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...interface import AttentionInput
+from deltafront.kernels.interface import AttentionInput
 
 PART_BYTES = 768 << 20
 """The most memory that one slab's logarithms take."""

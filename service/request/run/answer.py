@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ....workers.messages import events, requests
-from ...metrics import density, scoring_overhead
-from ..answers import Density, GenerateFinished, PrefillFinished, Timings
-from ..calls import Call
-from ..context import Accepted, Resources
-from ..text.detokenize import AnswerText, Match
-from ..timings import decode_parts
+from deltafront.service.metrics import density, scoring_overhead
+from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, Timings
+from deltafront.service.request.calls import Call
+from deltafront.service.request.context import Accepted, Resources
+from deltafront.service.request.text.detokenize import AnswerText, Match
+from deltafront.service.request.timings import decode_parts
+from deltafront.workers.messages import events, requests
 
 
 class Answer:

@@ -10,11 +10,11 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from ....workers.roles import Leased
-from ...errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
-from ...fleet.fleet import Fleet
-from ..context import Resources
-from ..timings import REPLAY, TtftClock
+from deltafront.service.errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
+from deltafront.service.fleet.fleet import Fleet
+from deltafront.service.request.context import Resources
+from deltafront.service.request.timings import REPLAY, TtftClock
+from deltafront.workers.roles import Leased
 
 log = logging.getLogger(__name__)
 

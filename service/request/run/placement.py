@@ -5,16 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ....workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
-from ....workers.roles import DecodeWorker
-from ... import errors
-from ...fleet import admission
-from ...fleet.fleet_view import Charge
-from ...fleet.session_ids import NO_SESSION
-from ..context import Resources
-from .attempt import BUSY_RETRY_S, Attempt
-from .plan import Plan
-from .prefix import PrefixHit
+from deltafront.service import errors
+from deltafront.service.fleet import admission
+from deltafront.service.fleet.fleet_view import Charge
+from deltafront.service.fleet.session_ids import NO_SESSION
+from deltafront.service.request.context import Resources
+from deltafront.service.request.run.attempt import BUSY_RETRY_S, Attempt
+from deltafront.service.request.run.plan import Plan
+from deltafront.service.request.run.prefix import PrefixHit
+from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
+from deltafront.workers.roles import DecodeWorker
 
 READ_TOO_LATE = "the deadline passed while the prompt was being read"
 RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)

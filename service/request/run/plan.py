@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact
-from ....workers.messages.requests import ID_BYTES, recompute_pages
-from ...errors import InvalidArgument, TooLong
-from ..calls import Prompt, pack_ids
-from ..context import Resources
-from ..text.text_budget import HeldText
-from ..text.tokenizer import TemplateError, TextTooLong, TokenLimit
+from deltafront.service.errors import InvalidArgument, TooLong
+from deltafront.service.request.calls import Prompt, pack_ids
+from deltafront.service.request.context import Resources
+from deltafront.service.request.text.text_budget import HeldText
+from deltafront.service.request.text.tokenizer import TemplateError, TextTooLong, TokenLimit
+from deltafront.workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact
+from deltafront.workers.messages.requests import ID_BYTES, recompute_pages
 
 
 async def tokenize(

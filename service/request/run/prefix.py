@@ -9,17 +9,17 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ....workers.messages.events import Prefix
-from ....workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact, lasting_tokens, resume_step
-from ....workers.messages.prompts import LINK_BYTES, PromptKey, chain_of, root_of
-from ....workers.messages.requests import ID_BYTES
-from ....workers.messages.states import DecodeStats, GroupStats
-from ....workers.model.calibrated.levels import lengths_of_thresholds
-from ....workers.model.calibrated.profile import Profile
-from ....workers.roles import DecodeWorker
-from ...errors import WorkerError
-from ...fleet.fleet import Fleet
-from ...fleet.fleet_view import not_draining
+from deltafront.service.errors import WorkerError
+from deltafront.service.fleet.fleet import Fleet
+from deltafront.service.fleet.fleet_view import not_draining
+from deltafront.workers.messages.events import Prefix
+from deltafront.workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact, lasting_tokens, resume_step
+from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, chain_of, root_of
+from deltafront.workers.messages.requests import ID_BYTES
+from deltafront.workers.messages.states import DecodeStats, GroupStats
+from deltafront.workers.model.calibrated.levels import lengths_of_thresholds
+from deltafront.workers.model.calibrated.profile import Profile
+from deltafront.workers.roles import DecodeWorker
 
 _MIN_TOKENS = 128
 """A shorter prefix is read as fast as it is found."""

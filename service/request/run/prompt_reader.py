@@ -9,18 +9,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ....workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, summed_by_layer
-from ....workers.messages.methods import resume_step
-from ....workers.messages.requests import PrefillJob, RefusalReason, Refused
-from ....workers.roles import DecodeWorker, Group
-from ...errors import WorkerError, WorkerFailed, WorkerLost
-from ...fleet.fleet_view import Charge
-from ..calls import Call
-from ..context import Resources
-from ..timings import REPLAY, prefill_parts
-from .attempt import Attempt, Replays
-from .placement import RETRY_ELSEWHERE, admit, refusal_error, soonest
-from .plan import Plan
+from deltafront.service.errors import WorkerError, WorkerFailed, WorkerLost
+from deltafront.service.fleet.fleet_view import Charge
+from deltafront.service.request.calls import Call
+from deltafront.service.request.context import Resources
+from deltafront.service.request.run.attempt import Attempt, Replays
+from deltafront.service.request.run.placement import RETRY_ELSEWHERE, admit, refusal_error, soonest
+from deltafront.service.request.run.plan import Plan
+from deltafront.service.request.timings import REPLAY, prefill_parts
+from deltafront.workers.messages.events import (
+    ChunkRead,
+    PrefillDone,
+    PrefillReport,
+    Progress,
+    summed_by_layer,
+)
+from deltafront.workers.messages.methods import resume_step
+from deltafront.workers.messages.requests import PrefillJob, RefusalReason, Refused
+from deltafront.workers.roles import DecodeWorker, Group
 
 log = logging.getLogger(__name__)
 

@@ -11,20 +11,27 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from ....workers.messages import events, prompts, requests
-from ....workers.messages.methods import is_exact
-from ....workers.roles import DecodeWorker
-from ...errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
-from ...fleet.session_ids import NO_SESSION, worker_of
-from ..callers import RequestUse
-from ..calls import Call, Prompt
-from ..context import Accepted, Resources
-from .answer import Answer
-from .attempt import Attempt, Replays, deadline_timeout
-from .placement import READ_TOO_LATE, place, refusal_error, reserve
-from .plan import Plan, plan_answer, tokenize
-from .prefix import PrefixHit, find_prefix, prompt_key
-from .prompt_reader import PromptReader
+from deltafront.service.errors import (
+    DeadlineExceeded,
+    NotFound,
+    WorkerError,
+    WorkerFailed,
+    WorkerHandoffFailed,
+    WorkerLost,
+)
+from deltafront.service.fleet.session_ids import NO_SESSION, worker_of
+from deltafront.service.request.callers import RequestUse
+from deltafront.service.request.calls import Call, Prompt
+from deltafront.service.request.context import Accepted, Resources
+from deltafront.service.request.run.answer import Answer
+from deltafront.service.request.run.attempt import Attempt, Replays, deadline_timeout
+from deltafront.service.request.run.placement import READ_TOO_LATE, place, refusal_error, reserve
+from deltafront.service.request.run.plan import Plan, plan_answer, tokenize
+from deltafront.service.request.run.prefix import PrefixHit, find_prefix, prompt_key
+from deltafront.service.request.run.prompt_reader import PromptReader
+from deltafront.workers.messages import events, prompts, requests
+from deltafront.workers.messages.methods import is_exact
+from deltafront.workers.roles import DecodeWorker
 
 _LAST_REPORT_S = 5.0
 """How long to wait for a worker's report on a complete answer."""

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...errors import Overloaded
-from ..callers import RETRY_S, fits_share
+from deltafront.service.errors import Overloaded
+from deltafront.service.request.callers import RETRY_S, fits_share
 
 _T = TypeVar("_T")
 SHORT_BYTES = 1 << 18

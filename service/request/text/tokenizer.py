@@ -18,19 +18,24 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from ....workers.messages.requests import ID_BYTES
-from ....workers.model.directory.chat_template import OURS, ChatTemplate
-from ....workers.model.directory.json_files import ModelError
-from ....workers.model.directory.tokenizer_files import (
+from deltafront.service.request.calls import SpecialTokens, pack_ids
+from deltafront.service.request.text.control_tokens import (
+    TEMPLATE_READS_TOKENS,
+    ControlTokens,
+    MaskingError,
+    map_texts,
+)
+from deltafront.service.request.text.detokenize import Detokenizer
+from deltafront.workers.messages.requests import ID_BYTES
+from deltafront.workers.model.directory.chat_template import OURS, ChatTemplate
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.tokenizer_files import (
     TOKENIZER,
     AddedToken,
     TokenizerFiles,
     has_tokenizer,
     tokenizer_json,
 )
-from ..calls import SpecialTokens, pack_ids
-from .control_tokens import TEMPLATE_READS_TOKENS, ControlTokens, MaskingError, map_texts
-from .detokenize import Detokenizer
 
 Message = Mapping[str, str]
 

@@ -16,14 +16,22 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...messages.stages import KVAnnouncement
-from ...settings import HandoffConfig
-from ..cache import PagedKVCache, Sides
-from ..peer_memory import CudaPeerMemory, PeerMemory
-from .exported_pages import ExportedCache, ExportedKV, PageExport, Runs, checked, moved_bytes, too_late
-from .outbox import MAX_UNANSWERED_BYTES, ActorOutbox
-from .protocols import HandoffError, UsePages, described, plain
-from .stream import MessageSender
+from deltafront.workers.kv.cache import PagedKVCache, Sides
+from deltafront.workers.kv.handoff.exported_pages import (
+    ExportedCache,
+    ExportedKV,
+    PageExport,
+    Runs,
+    checked,
+    moved_bytes,
+    too_late,
+)
+from deltafront.workers.kv.handoff.outbox import MAX_UNANSWERED_BYTES, ActorOutbox
+from deltafront.workers.kv.handoff.protocols import HandoffError, UsePages, described, plain
+from deltafront.workers.kv.handoff.stream import MessageSender
+from deltafront.workers.kv.peer_memory import CudaPeerMemory, PeerMemory
+from deltafront.workers.messages.stages import KVAnnouncement
+from deltafront.workers.settings import HandoffConfig
 
 MESSAGE_BYTES = 256 << 20
 """Messages are few, since where both share a GPU each one's copies stop the stage's kernels for 0.2 ms. The

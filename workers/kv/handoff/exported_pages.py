@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...messages.stages import KVAnnouncement
-from ..cache import PagedKVCache, Sides, token_bytes
-from ..pages.pool import PAGE_TOKENS, row_runs
-from .protocols import HandoffError, described
+from deltafront.workers.kv.cache import PagedKVCache, Sides, token_bytes
+from deltafront.workers.kv.handoff.protocols import HandoffError, described
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, row_runs
+from deltafront.workers.messages.stages import KVAnnouncement
 
 Runs = tuple[tuple[int, int], ...]
 """(first row, count) of each run in `PagedKVCache.rows`."""

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ...messages.stages import KVAnnouncement
-from ..arrival import ArrivalError, KVArrival
-from ..pages.request_pages import RequestPages
-from .protocols import KVReader
+from deltafront.workers.kv.arrival import ArrivalError, KVArrival
+from deltafront.workers.kv.handoff.protocols import KVReader
+from deltafront.workers.kv.pages.request_pages import RequestPages
+from deltafront.workers.messages.stages import KVAnnouncement
 
 
 class KVInbox:

@@ -14,15 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...messages.requests import DecodeFailed
-from ...messages.stages import KVAnnouncement, OtherMemory, PageWriter
-from ...settings import HandoffConfig
-from ..cache import PagedKVCache, Sides
-from ..pages.request_pages import RequestPages
-from ..peer_memory import PeerMemory, end_process, home, peer_memory, when_gone
-from .outbox import MAX_UNANSWERED_BYTES, ActorOutbox, PageOpener
-from .protocols import Destination, HandoffError, UsePages, described
-from .stream import MessageStream
+from deltafront.workers.kv.cache import PagedKVCache, Sides
+from deltafront.workers.kv.handoff.outbox import MAX_UNANSWERED_BYTES, ActorOutbox, PageOpener
+from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, UsePages, described
+from deltafront.workers.kv.handoff.stream import MessageStream
+from deltafront.workers.kv.pages.request_pages import RequestPages
+from deltafront.workers.kv.peer_memory import PeerMemory, end_process, home, peer_memory, when_gone
+from deltafront.workers.messages.requests import DecodeFailed
+from deltafront.workers.messages.stages import KVAnnouncement, OtherMemory, PageWriter
+from deltafront.workers.settings import HandoffConfig
 
 
 class MappedSender:

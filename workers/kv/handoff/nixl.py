@@ -24,12 +24,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...messages.stages import KVAnnouncement
-from ...settings import HandoffConfig
-from ..cache import PagedKVCache
-from ..pages.pool import PAGE_TOKENS, paired_runs, row_runs
-from ..peer_memory import launched
-from .exported_pages import (
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.handoff.exported_pages import (
     ExportedCache,
     ExportedKV,
     PageExport,
@@ -38,10 +34,22 @@ from .exported_pages import (
     moved_bytes,
     too_late,
 )
-from .nixl_agent import HOST, Agent, Memory, RegisteredWords, Span, memory_of, new_agent
-from .outbox import MAX_UNANSWERED_BYTES, ActorOutbox
-from .protocols import HandoffError, UsePages, described, plain
-from .stream import MessageSender
+from deltafront.workers.kv.handoff.nixl_agent import (
+    HOST,
+    Agent,
+    Memory,
+    RegisteredWords,
+    Span,
+    memory_of,
+    new_agent,
+)
+from deltafront.workers.kv.handoff.outbox import MAX_UNANSWERED_BYTES, ActorOutbox
+from deltafront.workers.kv.handoff.protocols import HandoffError, UsePages, described, plain
+from deltafront.workers.kv.handoff.stream import MessageSender
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, paired_runs, row_runs
+from deltafront.workers.kv.peer_memory import launched
+from deltafront.workers.messages.stages import KVAnnouncement
+from deltafront.workers.settings import HandoffConfig
 
 MESSAGE_BYTES = 64 << 20
 """A 400 Gb/s link moves them in 1.3 ms."""

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import torch
 
-from ...messages.stages import KVAnnouncement
-from ...roles import KVReceiver
-from ...settings import HandoffConfig
-from ..cache import PagedKVCache, Sides, row_forms
-from ..host_copies import HostCopies, as_tensor
-from .outbox import MAX_UNANSWERED_BYTES, ActorOutbox, Delivery
-from .protocols import HandoffError, UsePages, described, plain
-from .stream import MessageSender
+from deltafront.workers.kv.cache import PagedKVCache, Sides, row_forms
+from deltafront.workers.kv.handoff.outbox import MAX_UNANSWERED_BYTES, ActorOutbox, Delivery
+from deltafront.workers.kv.handoff.protocols import HandoffError, UsePages, described, plain
+from deltafront.workers.kv.handoff.stream import MessageSender
+from deltafront.workers.kv.host_copies import HostCopies, as_tensor
+from deltafront.workers.messages.stages import KVAnnouncement
+from deltafront.workers.roles import KVReceiver
+from deltafront.workers.settings import HandoffConfig
 
 
 class ObjectStoreOutbox(ActorOutbox):

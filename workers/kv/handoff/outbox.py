@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 import ray
 
-from ...messages.stages import FirstLogits, KVAnnouncement, OtherMemory, PageWriter
-from ...messages.states import NAMESPACE
-from ...roles import KVReceiver, sent
-from .protocols import HandoffError, plain
+from deltafront.workers.kv.handoff.protocols import HandoffError, plain
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement, OtherMemory, PageWriter
+from deltafront.workers.messages.states import NAMESPACE
+from deltafront.workers.roles import KVReceiver, sent
 
 M = TypeVar("M", KVAnnouncement, FirstLogits)
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from ....kernels.layers.kv_int8 import BYTES
-from ...messages.stages import KVAnnouncement
+from deltafront.kernels.layers.kv_int8 import BYTES
+from deltafront.workers.messages.stages import KVAnnouncement
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

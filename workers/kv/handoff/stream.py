@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ...messages.stages import FirstLogits, KVAnnouncement
-from ..cache import Sides
-from .outbox import Delivery, Outbox
-from .protocols import Destination, check_kv
+from deltafront.workers.kv.cache import Sides
+from deltafront.workers.kv.handoff.outbox import Delivery, Outbox
+from deltafront.workers.kv.handoff.protocols import Destination, check_kv
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
 class KVExport(Protocol):

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ...settings import HandoffConfig
-from ..cache import PagedKVCache
-from . import cuda_ipc, mapped, nixl, object_store
-from .protocols import KVReader, KVSender
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.handoff import cuda_ipc, mapped, nixl, object_store
+from deltafront.workers.kv.handoff.protocols import KVReader, KVSender
+from deltafront.workers.settings import HandoffConfig
 
 
 @dataclass(frozen=True)

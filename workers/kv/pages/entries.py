@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ...messages.prompts import LINK_BYTES, PromptKey, links_of
+from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, links_of
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from ...messages.prompts import PromptKey
-from ...messages.states import TierStats
-from .entries import Entries, Entry
-from .pool import PagePool, page_runs
+from deltafront.workers.kv.pages.entries import Entries, Entry
+from deltafront.workers.kv.pages.pool import PagePool, page_runs
+from deltafront.workers.messages.prompts import PromptKey
+from deltafront.workers.messages.states import TierStats
 
 BATCH_PAGES = 256
 """Pages that one copy of all layers moves at most. Other copies wait for it."""

@@ -7,9 +7,9 @@ entries are still remembered. Pure accounting on the event loop's thread. Times 
 import secrets
 from dataclasses import dataclass, field
 
-from ...messages.events import Session
-from ...messages.requests import ID_BYTES
-from .pool import PagePool, pages_for
+from deltafront.workers.kv.pages.pool import PagePool, pages_for
+from deltafront.workers.messages.events import Session
+from deltafront.workers.messages.requests import ID_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ....kernels.constants import PAGE_TOKENS
-from .entries import Entries
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.workers.kv.pages.entries import Entries
 
 __all__ = [
     "PAGE_TOKENS",

@@ -11,11 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...messages.prompts import PromptKey
-from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, recompute_pages
-from .host_tier import HostTier, PagesBack
-from .leases import Lease, Leases
-from .pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
+from deltafront.workers.kv.pages.host_tier import HostTier, PagesBack
+from deltafront.workers.kv.pages.leases import Lease, Leases
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
+from deltafront.workers.messages.prompts import PromptKey
+from deltafront.workers.messages.requests import (
+    DecodeFailed,
+    RefusalReason,
+    Refused,
+    Reservation,
+    recompute_pages,
+)
 
 PageCopy = tuple[int, int]
 """(source page, target page)."""

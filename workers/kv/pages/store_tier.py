@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ...messages.prompts import LINK_BYTES, PromptKey
-from ...messages.states import TierStats
-from .entries import Entries, Entry
-from .host_tier import HostTier
-from .pool import OutOfPages
+from deltafront.workers.kv.pages.entries import Entries, Entry
+from deltafront.workers.kv.pages.host_tier import HostTier
+from deltafront.workers.kv.pages.pool import OutOfPages
+from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey
+from deltafront.workers.messages.states import TierStats
 
 GROUP_PAGES = 16
 AT_ONCE = 8

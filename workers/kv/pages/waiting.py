@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
+from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
 
 OVERDUE_CHECKS = 5
 """Checks in a row that must find a lease expired, since a paused process hears renewals late."""

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from ....kernels.interface import Thresholds
-from ....kernels.methods import MethodError, MethodSpec, registered
-from ....kernels.options import ScoredOptions
-from .profile import Level, Profile, shaping_options
+from deltafront.kernels.interface import Thresholds
+from deltafront.kernels.methods import MethodError, MethodSpec, registered
+from deltafront.kernels.options import ScoredOptions
+from deltafront.workers.model.calibrated.profile import Level, Profile, shaping_options
 
 
 def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | None:

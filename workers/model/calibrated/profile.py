@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ....kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, registered
-from ....kernels.options import ScoredOptions, Value
-from ...settings import Count, DecodeConfig, Layer, ModelSpec
-from ..directory.digest import model_digest
-from ..directory.json_files import ModelError
-from ..directory.model_config import ModelConfig, config_of
-from ..directory.store import profile_file
+from deltafront.kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, registered
+from deltafront.kernels.options import ScoredOptions, Value
+from deltafront.workers.model.directory.digest import model_digest
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import ModelConfig, config_of
+from deltafront.workers.model.directory.store import profile_file
+from deltafront.workers.settings import Count, DecodeConfig, Layer, ModelSpec
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
 """Options that levels replace, or that decide whether the method is used. Other options shape scores and

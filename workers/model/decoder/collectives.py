@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....kernels.layers.norm import LinearInput, add_norm
-from ....kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce
+from deltafront.kernels.layers.norm import LinearInput, add_norm
+from deltafront.kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce
 
 
 class Collectives:

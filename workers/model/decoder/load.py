@@ -5,14 +5,14 @@ from pathlib import Path
 
 import torch
 
-from ...progress import Tell, silent
-from ...settings import ModelSpec
-from ..directory.json_files import ModelError
-from ..directory.model_config import config_of
-from ..directory.store import adapter_directory, model_directory
-from ..weights.stack_weights import StackSpec, read_stack
-from .collectives import SINGLE_RANK, Collectives
-from .stack import LayerStack
+from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import config_of
+from deltafront.workers.model.directory.store import adapter_directory, model_directory
+from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
+from deltafront.workers.progress import Tell, silent
+from deltafront.workers.settings import ModelSpec
 
 _YIELD = 5
 """Added niceness: a third of an ordinary thread's processor time."""

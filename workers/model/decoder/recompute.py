@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from ....kernels.constants import BLOCK
-from ....kernels.executors.block_sparse import BlockSparseExecutor
-from ....kernels.executors.dense import DenseExecutor
-from ....kernels.executors.inputs import window_begin
-from ....kernels.interface import AttentionInput, TileMask, no_phase
-from ....kernels.layers.rope import KVRows
-from .collectives import SINGLE_RANK, Collectives
-from .stack import AttentionCalls, LayerStack
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
+from deltafront.kernels.executors.dense import DenseExecutor
+from deltafront.kernels.executors.inputs import window_begin
+from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
+from deltafront.kernels.layers.rope import KVRows
+from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
+from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
 KEYS_AT_ONCE = 1 << 17

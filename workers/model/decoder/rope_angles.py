@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..directory.json_files import ModelError
-from ..directory.rope_config import RopeConfig
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.rope_config import RopeConfig
 
 
 class Rope:

@@ -13,16 +13,21 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from ....kernels.interface import Phase, no_phase
-from ....kernels.layers.norm import LinearInput, add_norm
-from ....kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
-from ..directory.json_files import ModelError
-from ..directory.model_config import ModelConfig
-from ..weights.mixture_weights import MixtureWeights
-from ..weights.projections import Fp8Linear, Linear
-from ..weights.stack_weights import AttentionWeights, MlpWeights, StackSpec, StackWeights
-from .collectives import SINGLE_RANK, Collectives
-from .rope_angles import Rope
+from deltafront.kernels.interface import Phase, no_phase
+from deltafront.kernels.layers.norm import LinearInput, add_norm
+from deltafront.kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
+from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
+from deltafront.workers.model.decoder.rope_angles import Rope
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.weights.mixture_weights import MixtureWeights
+from deltafront.workers.model.weights.projections import Fp8Linear, Linear
+from deltafront.workers.model.weights.stack_weights import (
+    AttentionWeights,
+    MlpWeights,
+    StackSpec,
+    StackWeights,
+)
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for callers that keep no K/V. q and k are rotated."""

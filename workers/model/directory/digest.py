@@ -17,11 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ...settings import ModelSpec
-from .headers import open_gguf, read_header
-from .json_files import ModelError, read_json
-from .model_config import ModelConfig, config_of
-from .store import adapter_directory, gguf_parts, model_directory, weight_file, weight_index
+from deltafront.workers.model.directory.headers import open_gguf, read_header
+from deltafront.workers.model.directory.json_files import ModelError, read_json
+from deltafront.workers.model.directory.model_config import ModelConfig, config_of
+from deltafront.workers.model.directory.store import (
+    adapter_directory,
+    gguf_parts,
+    model_directory,
+    weight_file,
+    weight_index,
+)
+from deltafront.workers.settings import ModelSpec
 
 SAMPLE_BYTES = 4096
 """Bytes of each tensor that are hashed. Training and merging change a whole matrix, so its first rows show

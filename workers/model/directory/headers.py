@@ -13,11 +13,23 @@ import numpy as np
 from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
-from .json_files import UNFORESEEN, ModelError, check_file, parse_json, read_json
-from .model_config import EMBEDDING, HEAD, ModelConfig, Shape
-from .quantised import FLOATS, Quantised, has_kv_scales, is_ignored, quantised_form
-from .store import gguf_parts, weight_file, weight_index
-from .text_part import own_names
+from deltafront.workers.model.directory.json_files import (
+    UNFORESEEN,
+    ModelError,
+    check_file,
+    parse_json,
+    read_json,
+)
+from deltafront.workers.model.directory.model_config import EMBEDDING, HEAD, ModelConfig, Shape
+from deltafront.workers.model.directory.quantised import (
+    FLOATS,
+    Quantised,
+    has_kv_scales,
+    is_ignored,
+    quantised_form,
+)
+from deltafront.workers.model.directory.store import gguf_parts, weight_file, weight_index
+from deltafront.workers.model.directory.text_part import own_names
 
 _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())
 _DERIVED = ".rotary_emb.inv_freq"

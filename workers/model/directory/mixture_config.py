@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .json_files import ModelError, few, natural, positive_int, positive_number
+from deltafront.workers.model.directory.json_files import (
+    ModelError,
+    few,
+    natural,
+    positive_int,
+    positive_number,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

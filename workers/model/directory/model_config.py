@@ -8,11 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ...settings import ModelSpec
-from ..families.family import OPTIONAL, Family
-from ..family_registry import FAMILIES, family_of, load_families, unserved_features
-from ..layer_shares import LayerShare, balanced
-from .json_files import (
+from deltafront.workers.model.directory.json_files import (
     ModelError,
     broken,
     few,
@@ -21,9 +17,9 @@ from .json_files import (
     read_json,
     read_json_or_empty,
 )
-from .mixture_config import MixtureConfig, read_mixture
-from .quantised import quantised_form
-from .rope_config import (
+from deltafront.workers.model.directory.mixture_config import MixtureConfig, read_mixture
+from deltafront.workers.model.directory.quantised import quantised_form
+from deltafront.workers.model.directory.rope_config import (
     RopeConfig,
     of_full_layers,
     positions,
@@ -33,10 +29,14 @@ from .rope_config import (
     rotary_dim,
     window_rope,
 )
-from .store import model_directory
-from .text_part import text_config
-from .tokenizer_files import end_tokens
-from .window_config import read_windows
+from deltafront.workers.model.directory.store import model_directory
+from deltafront.workers.model.directory.text_part import text_config
+from deltafront.workers.model.directory.tokenizer_files import end_tokens
+from deltafront.workers.model.directory.window_config import read_windows
+from deltafront.workers.model.families.family import OPTIONAL, Family
+from deltafront.workers.model.family_registry import FAMILIES, family_of, load_families, unserved_features
+from deltafront.workers.model.layer_shares import LayerShare, balanced
+from deltafront.workers.settings import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

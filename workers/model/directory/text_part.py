@@ -4,9 +4,9 @@ torch."""
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..families.family import Family
-from ..family_registry import family_of, wrapped_architectures
-from .json_files import ModelError, few, natural, positive_int
+from deltafront.workers.model.directory.json_files import ModelError, few, natural, positive_int
+from deltafront.workers.model.families.family import Family
+from deltafront.workers.model.family_registry import family_of, wrapped_architectures
 
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """How names of the language model's tensors begin in a multimodal checkpoint → in one of its own.

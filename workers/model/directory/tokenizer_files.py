@@ -10,9 +10,15 @@ from typing import Any
 
 import jinja2
 
-from ..weights import tekken
-from .chat_template import ChatTemplate, check_template
-from .json_files import ModelError, broken, check_file, read_json, read_json_or_empty
+from deltafront.workers.model.directory.chat_template import ChatTemplate, check_template
+from deltafront.workers.model.directory.json_files import (
+    ModelError,
+    broken,
+    check_file,
+    read_json,
+    read_json_or_empty,
+)
+from deltafront.workers.model.weights import tekken
 
 TOKENIZER = "tokenizer.json"
 _CONFIG, _ADDED, _TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"

@@ -1,4 +1,4 @@
-from .family import Family, GgufNames
+from deltafront.workers.model.families.family import Family, GgufNames
 
 _TENSORS = {
     "post_attention_layernorm": "self_attn.post_norm",

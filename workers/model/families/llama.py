@@ -1,4 +1,4 @@
-from .family import Family, GgufNames
+from deltafront.workers.model.families.family import Family, GgufNames
 
 _BIASES = {"attention_bias": False, "mlp_bias": False}
 

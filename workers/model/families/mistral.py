@@ -1,4 +1,4 @@
-from .family import Family, GgufNames
+from deltafront.workers.model.families.family import Family, GgufNames
 
 MISTRAL = Family(
     name="Mistral, Mistral Small 3.x",

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from .family import Family, GgufNames
+from deltafront.workers.model.families.family import Family, GgufNames
 
 OLMO2 = Family(
     name="OLMo 2",

@@ -1,4 +1,4 @@
-from .family import Family, GgufNames
+from deltafront.workers.model.families.family import Family, GgufNames
 
 PHI3 = Family(
     name="Phi-3, Phi-3.5, Phi-4",

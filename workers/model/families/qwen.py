@@ -1,4 +1,4 @@
-from .family import Family, GgufNames
+from deltafront.workers.model.families.family import Family, GgufNames
 
 _WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 

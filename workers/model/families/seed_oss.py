@@ -1,4 +1,4 @@
-from .family import Family, GgufNames
+from deltafront.workers.model.families.family import Family, GgufNames
 
 SEED_OSS = Family(
     name="Seed-OSS",

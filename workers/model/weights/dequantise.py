@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..directory.json_files import ModelError
-from ..directory.quantised import Quantised
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.quantised import Quantised
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place of the first to eighth output in one of AWQ's words."""

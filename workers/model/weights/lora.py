@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from ..adapter import AdapterFiles
-from ..directory.model_config import ModelConfig
-from .sources import open_safetensors
+from deltafront.workers.model.adapter import AdapterFiles
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.weights.sources import open_safetensors
 
 
 class LoraAdapter:

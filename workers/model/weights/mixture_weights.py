@@ -3,10 +3,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ....kernels.experts.mixture import compile_mixture, mixture
-from ....kernels.experts.routing import Router
-from ..directory.mixture_config import MixtureConfig
-from .projections import Fp8Linear, Linear
+from deltafront.kernels.experts.mixture import compile_mixture, mixture
+from deltafront.kernels.experts.routing import Router
+from deltafront.workers.model.directory.mixture_config import MixtureConfig
+from deltafront.workers.model.weights.projections import Fp8Linear, Linear
 
 
 @dataclass(frozen=True)

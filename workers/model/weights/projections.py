@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from ....kernels.layers.fp8 import Fp8Rows, product, quantise_rows
-from ....kernels.layers.linear import compile_products, linear, swiglu_linear
-from ....kernels.layers.norm import LinearInput
-from ....kernels.layers.swiglu import geglu, squared_relu, swiglu
+from deltafront.kernels.layers.fp8 import Fp8Rows, product, quantise_rows
+from deltafront.kernels.layers.linear import compile_products, linear, swiglu_linear
+from deltafront.kernels.layers.norm import LinearInput
+from deltafront.kernels.layers.swiglu import geglu, squared_relu, swiglu
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...progress import Tell, silent
-from ...settings import Quantisation
-from ..directory.json_files import ModelError
-from ..directory.model_config import CHOICE_BIAS, EMBEDDING, HEAD, SHARED, ModelConfig
-from ..layer_shares import LayerShare
-from .lora import LoraAdapter
-from .mixture_weights import MixtureWeights
-from .projections import Fp8Linear, Linear
-from .sources import WeightSource, open_weights
-from .uploads import THREADS, Uploads, in_threads
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import CHOICE_BIAS, EMBEDDING, HEAD, SHARED, ModelConfig
+from deltafront.workers.model.layer_shares import LayerShare
+from deltafront.workers.model.weights.lora import LoraAdapter
+from deltafront.workers.model.weights.mixture_weights import MixtureWeights
+from deltafront.workers.model.weights.projections import Fp8Linear, Linear
+from deltafront.workers.model.weights.sources import WeightSource, open_weights
+from deltafront.workers.model.weights.uploads import THREADS, Uploads, in_threads
+from deltafront.workers.progress import Tell, silent
+from deltafront.workers.settings import Quantisation
 
 log = logging.getLogger(__name__)
 

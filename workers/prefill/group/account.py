@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...messages.events import LayerDensity, PrefillReport, summed_by_layer
-from ...messages.methods import MethodSpec
-from ...messages.stages import ChunkReport
-from ...messages.states import RATE_LASTS_S
+from deltafront.workers.messages.events import LayerDensity, PrefillReport, summed_by_layer
+from deltafront.workers.messages.methods import MethodSpec
+from deltafront.workers.messages.stages import ChunkReport
+from deltafront.workers.messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
 _LAUNCHED_AHEAD = 0.2

@@ -16,9 +16,9 @@ from functools import cached_property, lru_cache
 from itertools import product
 from statistics import fmean
 
-from ....kernels.constants import BLOCK
-from ...messages.methods import MethodSpec
-from ...model.directory.model_config import ModelConfig
+from deltafront.kernels.constants import BLOCK
+from deltafront.workers.messages.methods import MethodSpec
+from deltafront.workers.model.directory.model_config import ModelConfig
 
 _REMEMBERED = 64
 _TRIES = 8

@@ -14,19 +14,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ....kernels.constants import BLOCK
-from ...messages.events import ChunkRead, PrefillDone
-from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
-from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
-from ...messages.states import GroupStats
-from ...roles import PrefillEvent, Stage
-from ...settings import PrefillConfig
-from ...tracing import NO_TRACER, Span, Tracer
-from . import schedule
-from .chunks import ChunkSizes, ModelWork
-from .pipeline import Pipeline
-from .request_table import PrefillRequests, Request
-from .watch import StageWatch
+from deltafront.kernels.constants import BLOCK
+from deltafront.workers.messages.events import ChunkRead, PrefillDone
+from deltafront.workers.messages.requests import (
+    PrefillCancelled,
+    PrefillFailed,
+    PrefillJob,
+    RefusalReason,
+    Refused,
+)
+from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
+from deltafront.workers.messages.states import GroupStats
+from deltafront.workers.prefill.group import schedule
+from deltafront.workers.prefill.group.chunks import ChunkSizes, ModelWork
+from deltafront.workers.prefill.group.pipeline import Pipeline
+from deltafront.workers.prefill.group.request_table import PrefillRequests, Request
+from deltafront.workers.prefill.group.watch import StageWatch
+from deltafront.workers.roles import PrefillEvent, Stage
+from deltafront.workers.settings import PrefillConfig
+from deltafront.workers.tracing import NO_TRACER, Span, Tracer
 
 _LEASE_GRACE = 0.1
 """The share of a lease that may pass after its end before the request is ended."""

@@ -20,21 +20,30 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from ....kernels.compilations import Compilations, Phases, added_up, watch
-from ...leaving import Leaving
-from ...messages.stages import HandoffFailed, Rendezvous, RequestFailed
-from ...messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX, GroupStats
-from ...progress import Tell, progress
-from ...remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
-from ...replica import Replica
-from ...roles import Group, Stage
-from ...settings import HandoffConfig, KVDtype, ModelSpec, PrefillConfig, pairing
-from ...tracing import SpanSink, Tracer, provider
-from .chunks import ModelWork
-from .controller import PrefillController
+from deltafront.kernels.compilations import Compilations, Phases, added_up, watch
+from deltafront.workers.leaving import Leaving
+from deltafront.workers.messages.stages import HandoffFailed, Rendezvous, RequestFailed
+from deltafront.workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX, GroupStats
+from deltafront.workers.prefill.group.chunks import ModelWork
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.progress import Tell, progress
+from deltafront.workers.remote import (
+    COMMANDS,
+    NOTICES,
+    REPLICA_CPUS,
+    Failure,
+    hosts,
+    in_lane,
+    placement_of,
+    remote,
+)
+from deltafront.workers.replica import Replica
+from deltafront.workers.roles import Group, Stage
+from deltafront.workers.settings import HandoffConfig, KVDtype, ModelSpec, PrefillConfig, pairing
+from deltafront.workers.tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
-    from ..stage.stage import PrefillStage
+    from deltafront.workers.prefill.stage.stage import PrefillStage
 
 _SWITCH_S = 2e-4
 """The longest time for which the thread that launches may keep the reporting thread waiting."""
@@ -71,7 +80,7 @@ class StageActor:
 
     def host(self) -> Rendezvous:
         """Open the store where the group's stages meet. Only the first stage does."""
-        from ...rendezvous import host_store
+        from deltafront.workers.rendezvous import host_store
 
         address = str(ray.util.get_node_ip_address())
         self._store, rendezvous = host_store(address, self._config.stages)
@@ -83,10 +92,10 @@ class StageActor:
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._work()
-        from ...kv.fetch import RayKVSource
-        from ...kv.handoff.transports import kv_sender
-        from ...model.decoder.load import set_up_compute_thread
-        from ..stage.stage import load_stage
+        from deltafront.workers.kv.fetch import RayKVSource
+        from deltafront.workers.kv.handoff.transports import kv_sender
+        from deltafront.workers.model.decoder.load import set_up_compute_thread
+        from deltafront.workers.prefill.stage.stage import load_stage
 
         set_up_compute_thread(self._config.threads, self._config.device)
         sys.setswitchinterval(_SWITCH_S)
@@ -114,7 +123,7 @@ class StageActor:
     def _decode_workers_memory(self, tell: Tell) -> Any:
         if self._handoff.transport != "mapped":
             return None
-        from ...kv.peer_memory import end_with, map_objects
+        from deltafront.workers.kv.peer_memory import end_with, map_objects
 
         tell("waits for the decode worker, whose weights and pages it maps")
         wanted = pairing(self._model, self._handoff, self._kv_dtype)
@@ -129,7 +138,7 @@ class StageActor:
 
     def join(self, rendezvous: Rendezvous) -> None:
         """Connect this stage to its neighbours. All stages must do so at the same time."""
-        from ..stage.activations import connect_neighbours
+        from deltafront.workers.prefill.stage.activations import connect_neighbours
 
         stage, number = self.hosted, self._number
         stage.connect(connect_neighbours(self._store, number, self._config, stage.stack, rendezvous))

@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ...messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
-from ...roles import Answer, Stage, finished, settled
-from ...waits import said_when_slow
-from .watch import StageWatch
+from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from deltafront.workers.prefill.group.watch import StageWatch
+from deltafront.workers.roles import Answer, Stage, finished, settled
+from deltafront.workers.waits import said_when_slow
 
 T = TypeVar("T")
 

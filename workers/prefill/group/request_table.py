@@ -10,18 +10,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from ...kv.pages.pool import PagePool, pages_for
-from ...messages.events import PrefillDone
-from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
-from ...messages.stages import ChunkCommand, ChunkReport, OpenRequest
-from ...messages.states import GroupStats
-from ...pace import Recent
-from ...roles import PrefillEvent
-from ...settings import PrefillConfig
-from ...tracing import NO_SPAN
-from . import schedule
-from .account import Account, Pace, Throughput
-from .chunks import ChunkSizes
+from deltafront.workers.kv.pages.pool import PagePool, pages_for
+from deltafront.workers.messages.events import PrefillDone
+from deltafront.workers.messages.requests import (
+    PrefillCancelled,
+    PrefillFailed,
+    PrefillJob,
+    RefusalReason,
+    Refused,
+)
+from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
+from deltafront.workers.messages.states import GroupStats
+from deltafront.workers.pace import Recent
+from deltafront.workers.prefill.group import schedule
+from deltafront.workers.prefill.group.account import Account, Pace, Throughput
+from deltafront.workers.prefill.group.chunks import ChunkSizes
+from deltafront.workers.roles import PrefillEvent
+from deltafront.workers.settings import PrefillConfig
+from deltafront.workers.tracing import NO_SPAN
 
 _LONGEST_TURN_S = 60.0
 """The longest retry time that is told, unless the next place takes longer: some clients never come back."""

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from ...kv.peer_memory import CudaPeerMemory, PeerMemory, home
-from ...messages.stages import Rendezvous
-from ...model.decoder.stack import LayerStack
-from ...rendezvous import BACKENDS, join_store
-from ...settings import PrefillConfig
+from deltafront.workers.kv.peer_memory import CudaPeerMemory, PeerMemory, home
+from deltafront.workers.messages.stages import Rendezvous
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.rendezvous import BACKENDS, join_store
+from deltafront.workers.settings import PrefillConfig
 
 SLOTS = 3
 """While one chunk is copied, one waits and one is written."""

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ....kernels.interface import Attention, AttentionInput, Coverage, StateSpec
-from ....kernels.layers.rope import KVRows
-from ...kv.cache import PagedKVCache, Sides
-from ...kv.handoff.protocols import KVStream
-from ...messages.events import LayerDensity
-from ...messages.methods import resume_step
-from ...messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
-from .phases import PhaseTimer
+from deltafront.kernels.interface import Attention, AttentionInput, Coverage, StateSpec
+from deltafront.kernels.layers.rope import KVRows
+from deltafront.workers.kv.cache import PagedKVCache, Sides
+from deltafront.workers.kv.handoff.protocols import KVStream
+from deltafront.workers.messages.events import LayerDensity
+from deltafront.workers.messages.methods import resume_step
+from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from deltafront.workers.prefill.stage.phases import PhaseTimer
 
 
 @dataclass(kw_only=True)

@@ -13,27 +13,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....kernels.build import build
-from ....kernels.interface import KernelInputError, StateSpec
-from ....kernels.methods import MethodError
-from ...kv.cache import PagedKVCache
-from ...kv.fetch import KVSource, NoKVSource, from_host, pieces
-from ...kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
-from ...kv.pages.pool import first_of_run, pages_for
-from ...messages.methods import load_methods
-from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
-from ...model.calibrated.levels import thresholds_for
-from ...model.calibrated.profile import Profile, load_profile
-from ...model.decoder.load import load_model
-from ...model.decoder.stack import LayerStack
-from ...progress import Tell, silent
-from ...settings import KVDtype, ModelSpec, PrefillConfig
-from ...tracing import NO_TRACER, Tracer
-from ...waits import said_when_slow
-from .activations import Activations, NoActivations
-from .chunk import ChunkAttention, ChunkWork, OpenPrompt, finite
-from .phases import phase_timer
-from .warm_up import warm_up, warm_up_kv
+from deltafront.kernels.build import build
+from deltafront.kernels.interface import KernelInputError, StateSpec
+from deltafront.kernels.methods import MethodError
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.fetch import KVSource, NoKVSource, from_host, pieces
+from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
+from deltafront.workers.kv.pages.pool import first_of_run, pages_for
+from deltafront.workers.messages.methods import load_methods
+from deltafront.workers.messages.stages import (
+    ChunkCommand,
+    ChunkReport,
+    HandoffFailed,
+    OpenRequest,
+    RequestFailed,
+)
+from deltafront.workers.model.calibrated.levels import thresholds_for
+from deltafront.workers.model.calibrated.profile import Profile, load_profile
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.prefill.stage.activations import Activations, NoActivations
+from deltafront.workers.prefill.stage.chunk import ChunkAttention, ChunkWork, OpenPrompt, finite
+from deltafront.workers.prefill.stage.phases import phase_timer
+from deltafront.workers.prefill.stage.warm_up import warm_up, warm_up_kv
+from deltafront.workers.progress import Tell, silent
+from deltafront.workers.settings import KVDtype, ModelSpec, PrefillConfig
+from deltafront.workers.tracing import NO_TRACER, Tracer
+from deltafront.workers.waits import said_when_slow
 
 _ASK_AGAIN_S = 0.01
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)

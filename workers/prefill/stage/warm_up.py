@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ....kernels.build import build
-from ....kernels.constants import BLOCK
-from ....kernels.interface import Attention, AttentionInput, StateSpec
-from ....kernels.methods import MethodSpec
-from ...kv.cache import PagedKVCache
-from ...model.calibrated.levels import thresholds_for
-from ...model.calibrated.profile import Profile
-from ...model.decoder.stack import AttentionCalls, LayerStack
-from ...progress import Tell, silent
+from deltafront.kernels.build import build
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import Attention, AttentionInput, StateSpec
+from deltafront.kernels.methods import MethodSpec
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.model.calibrated.levels import thresholds_for
+from deltafront.workers.model.calibrated.profile import Profile
+from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
+from deltafront.workers.progress import Tell, silent
 
 _RAGGED = 77
 """Tokens of a ragged chunk: a multiple of nothing that a kernel may specialise on."""
