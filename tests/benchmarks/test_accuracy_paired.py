@@ -42,7 +42,7 @@ def test_sign_test_counts_every_outcome(lost: int, won: int) -> None:
     assert sign_test(lost, won) == pytest.approx(expected)
 
 
-def test_sign_test_of_more_questions_than_a_floats_exponent() -> None:
+def test_sign_test_does_not_underflow_with_thousands_of_questions() -> None:
     assert sign_test(1500, 1500) == 1.0
     assert sign_test(1024, 0) == sign_test(0, 1024) == 2.0**-1023
     assert sign_test(900, 1100) == pytest.approx(math.erfc(199 / math.sqrt(2 * 2000)), rel=0.02)
@@ -61,13 +61,13 @@ def test_bootstrap_is_near_every_possible_draw() -> None:
     assert found == bootstrap_ratio(documents, draws=40_000)
 
 
-def test_bootstrap_without_anything_to_draw() -> None:
+def test_bootstrap_gives_no_interval_without_documents_to_draw() -> None:
     assert bootstrap_ratio([(3, 4)]) is None
     assert bootstrap_ratio([(0, 0), (1, 0)]) is None
     assert bootstrap_ratio([(1, 2), (2, 4)]) == (0.5, 0.5)
 
 
-def test_mean_and_error() -> None:
+def test_mean_comes_with_its_standard_error() -> None:
     mean, error = mean_and_error([1.0, 2.0, 3.0, 6.0])
     assert mean == 3.0
     assert error == pytest.approx(math.sqrt((4 + 1 + 0 + 9) / 3) / 2)
@@ -104,7 +104,7 @@ def test_rows_pair_each_case_with_dense() -> None:
     assert "| 5 of 6 (5) |" in table([dpxa])
 
 
-def test_intervals_are_drawn_over_documents_and_can_be_drawn_again_from_the_row() -> None:
+def test_bootstrap_draws_documents_and_can_be_repeated_from_the_row() -> None:
     """Two documents whose questions agree within each: a draw of questions would know the mean well."""
     asked = [f"key {i}" for i in range(50)]
     found = [
@@ -192,7 +192,7 @@ def test_one_document_has_no_interval() -> None:
     assert "ratio_95" not in row and "logp_95" not in row and len(row["by_document"]) == 1
 
 
-def test_prose_has_no_answers() -> None:
+def test_prose_alone_yields_no_answer_columns() -> None:
     (row,) = rows([replace(outcome("dense", "a", 0.0), task="prose")], "dense")
     assert "questions" not in row and row["perplexity"] == 8.0
     assert missed([parse_gate("dense:exact>=1")], [row]) == ["dense: no row has exact"]
@@ -209,7 +209,7 @@ def test_documents_without_a_question_count_for_the_text_alone() -> None:
     assert tuple(dpxa["ratio_95"]) == bootstrap_ratio([(1, 2), (1, 2)])
 
 
-def test_gates_name_what_is_missed() -> None:
+def test_failed_gates_name_the_case_that_misses_them() -> None:
     found = rows(OUTCOMES, "dense")
     assert missed([parse_gate("dpxa:tau=0.5:exact>=1,kl<=0.5,logp>=-0.1")], found) == []
     assert missed([parse_gate("dpxa:tau=0.5:kl<=0.11,density<=0.3")], found) == [
@@ -224,6 +224,6 @@ def test_gates_name_what_is_missed() -> None:
 
 
 @pytest.mark.parametrize("given", ["dpxa", "dpxa:", "dpxa:speed>=1", "dpxa:kl<0.1", "kl<=0.1", ":kl<=0.1"])
-def test_refused_gates(given: str) -> None:
+def test_refuses_malformed_gates(given: str) -> None:
     with pytest.raises(ValueError, match="no gate"):
         parse_gate(given)

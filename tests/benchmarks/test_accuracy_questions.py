@@ -91,7 +91,7 @@ def asked(reader: Reader) -> list[Question]:
 
 
 @pytest.mark.parametrize("rows", [batched.ROWS, 60, 1])
-def test_all_at_once_is_as_one_by_one(
+def test_batched_questions_answer_as_one_by_one(
     reader: Reader, asked: list[Question], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batched, "ROWS", rows)
@@ -235,12 +235,12 @@ def test_quest_reads_the_pages_of_the_largest_bounds(
 
 
 @pytest.mark.parametrize("given", ["8,14", "1:16:8:2", "1,3:4:9", "7:16", "quest:0", "quest:1:2"])
-def test_refused_page_selections(given: str) -> None:
+def test_refuses_malformed_page_selections(given: str) -> None:
     with pytest.raises(ValueError):
         parse_selection(given, 5)
 
 
-def test_what_gpu_yaml_serves_is_what_was_measured() -> None:
+def test_gpu_yaml_serves_the_measured_method_and_page_selection() -> None:
     """Its defaults, with those of the shipped profile."""
     config, layers = load(ROOT / "deploy" / "config" / "gpu.yaml"), 30
     rows = json.loads((RESULTS / "accuracy_h200.json").read_text())["rows"]

@@ -129,7 +129,7 @@ def test_each_question_is_asked_over_its_own_blocks(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("rows", [60, 1])
-def test_looks_do_not_depend_on_who_else_is_asked(
+def test_chosen_blocks_do_not_depend_on_other_questions_in_the_batch(
     reader: Reader, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read(reader, SPARSE, len(DOCUMENT) - 7)
@@ -142,7 +142,7 @@ def test_looks_do_not_depend_on_who_else_is_asked(
     assert len({tuple(one.looks.most_attended(1)) for one in together}) > 1
 
 
-def test_only_the_prompt_looks(reader: Reader) -> None:
+def test_only_prompt_rows_choose_blocks_to_recompute(reader: Reader) -> None:
     """With another right answer a question looks at the same; and at what its last prompt rows do."""
     read(reader, SPARSE)
     prompt, looks = tuple(ids(QUESTION_ROWS + 3, 5)), BlockAttention(reader.length)

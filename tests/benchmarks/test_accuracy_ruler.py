@@ -42,7 +42,7 @@ def golds(questions: Sequence[Question]) -> list[str]:
 
 
 @pytest.mark.parametrize("task", ruler.TASKS)
-def test_length_seed_and_wording(task: str) -> None:
+def test_documents_follow_length_seed_and_wording(task: str) -> None:
     documents = [made(task, seed=seed) for seed in range(12)]
     assert documents[0] == made(task)
     for document in documents:
@@ -83,7 +83,7 @@ def test_answers_are_asked_for_in_turn_and_any_that_is_left_counts(task: str) ->
     assert sum(exact for _, exact in by_subject(document.questions, answers).values()) == 2
 
 
-def test_counts_of_turns() -> None:
+def test_each_ruler_task_asks_its_number_of_questions() -> None:
     expected = {"multivalue": 4, "multiquery": 4, "variables": 5, "common_words": 10, "frequent_words": 3}
     for task, count in expected.items():
         assert len({question.about for question in made(f"ruler_{task}").questions}) == count
@@ -118,7 +118,7 @@ def test_many_keys_have_values_of_their_own() -> None:
             assert (pairs[0][0].count("-") == 4) == (name == 3), "keys are uuids, too"
 
 
-def test_all_values_of_a_key_and_all_keys_of_a_question() -> None:
+def test_ruler_asks_for_all_values_of_a_key_and_all_keys() -> None:
     document = made("ruler_multivalue")
     text, every = spelled(document.ids), golds(document.questions)
     (key,) = {question.about.rpartition(" ")[0] for question in document.questions}

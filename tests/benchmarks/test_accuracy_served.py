@@ -143,6 +143,6 @@ def test_any_right_answer_to_a_prompt_counts_and_it_is_asked_once() -> None:
 
 
 @pytest.mark.parametrize("given", ["dpxa", "a=", "=dpxa", "a=dpxa@some", "a=@full"])
-def test_refused_cases(given: str) -> None:
+def test_refuses_malformed_cases(given: str) -> None:
     with pytest.raises(ValueError, match="no case"):
         parse_case(given)

@@ -23,7 +23,7 @@ def test_a_text_holds_a_packages_sources(tmp_path: Path, capsys: pytest.CaptureF
     assert not any(LEFT_OUT.search(path.name) for path in files_of("rich"))
 
 
-def test_read_before_or_missing(tmp_path: Path) -> None:
+def test_packages_exclude_known_texts_and_missing_ones_are_named(tmp_path: Path) -> None:
     assert not {"sympy", "torch"} & {name.lower() for name in PACKAGES} and len(PACKAGES) > 20
     with pytest.raises(SystemExit, match="no-such-package is not installed"):
         main([str(tmp_path), "--packages", "no-such-package"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deltafront.benchmarks.accuracy.texts import SOURCES, of_html, of_info, of_wesnoth, tidy
 
 
-def test_a_page_without_its_navigation_scripts_and_spaces() -> None:
+def test_strips_navigation_scripts_and_spaces_from_html() -> None:
     page = """<html><head><title>no</title></head><body><div class="navheader">no <div>no</div></div>
     <h1>Title</h1><p>One  two
     &amp; three<script>no()</script></p><pre>a  b
@@ -13,7 +13,7 @@ def test_a_page_without_its_navigation_scripts_and_spaces() -> None:
     assert tidy(of_html(page)) == "Title\n\nOne two & three\n\na  b\n    c\n\n x y\n"
 
 
-def test_a_manual_without_menus_and_indices() -> None:
+def test_strips_menus_and_indices_from_an_info_manual() -> None:
     manual = (
         "preamble\x1f\nFile: a.info, Node: Top, Next: B\n\nText (*note Other part::).\n\n* Menu:\n\n* B::\n"
         "\x1f\nFile: a.info, Node: Concept Index\n\nno\n\x1f\nTag table\nno\n"
@@ -21,7 +21,7 @@ def test_a_manual_without_menus_and_indices() -> None:
     assert "".join(of_info(manual)) == "\nText (see Other part).\n\n\n"
 
 
-def test_what_is_said_in_a_scenario_once_each() -> None:
+def test_extracts_each_line_of_a_wesnoth_scenario_once() -> None:
     scenario = (
         '[message]\nspeaker=Delfador\nmessage= _ "Who goes there, ""friend""?"\n[/message]\n'
         '[part]\nstory= _ "A <b>long</b>\n time ago."\n[/part]\nname= _ "short"\n'
@@ -33,7 +33,7 @@ def test_what_is_said_in_a_scenario_once_each() -> None:
     assert list(of_wesnoth(scenario, seen)) == []
 
 
-def test_every_text_says_what_was_measured() -> None:
+def test_every_text_has_a_digest_of_its_own_and_pinned_packages() -> None:
     assert len({source.sha256 for source in SOURCES}) == len(SOURCES)
     assert all(len(source.sha256) == 64 for source in SOURCES)
     assert all(package.count("=") == 1 for source in SOURCES for package in source.packages)

@@ -102,7 +102,7 @@ def test_no_more_is_read_than_the_model_has_positions(model: Path) -> None:
         Reader(stack, positions + 1).read([1] * (positions + 1), "dense", 128)
 
 
-def test_a_kernel_case_that_nobody_has_is_refused(
+def test_refuses_an_unknown_kernel_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

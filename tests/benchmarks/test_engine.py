@@ -205,7 +205,7 @@ class FakeClient:
         )
 
 
-def test_a_question_behind_a_prompt_has_its_blocks_computed_again() -> None:
+def test_question_after_a_prompt_recomputes_blocks() -> None:
     client = FakeClient(8 * 128)
     measure.first_token(client, [1, 2], "dpxa", {"share": 0.5}, 8)  # type: ignore[arg-type]
     (asked,) = client.asked
@@ -253,7 +253,7 @@ def test_groups_are_compared_with_one_of_as_many_stages(tmp_path: Path) -> None:
     assert found == {"groups_2_over_1_dpxa": 1.96}
 
 
-def test_one_copy_and_8_bits_are_rows_of_their_own(tmp_path: Path) -> None:
+def test_one_copy_and_8_bit_runs_get_separate_rows(tmp_path: Path) -> None:
     one = {**rows.row("memory", 68.4, "GiB", tokens=1024), "decode_gpu": "last"}
     found = rows.merge_into(
         tmp_path / "r.json",
@@ -306,7 +306,7 @@ def test_delta_over_full_comes_from_the_batch() -> None:
     assert [row["value"] for row in whole["rows"] if row["case"] == "batch4_full_over_delta"] == [2.5]
 
 
-def test_kv_in_8_bits_is_beside_16_and_compared_with_it() -> None:
+def test_int8_kv_rows_are_compared_with_16_bit_rows() -> None:
     for case, alone in (("batch4_token_full", {}), ("batch4_token_full_fp8", {"decode_gpu": "alone"})):
         made = [{**rows.row(case, 20.0, "ms", tokens=512), **alone}]
         made.append({**rows.row(case, 11.0, "ms", tokens=512), **alone, "kv_dtype": "int8"})
@@ -323,7 +323,7 @@ def test_a_shape_measured_in_8_bits_alone_is_compared_with_nothing() -> None:
     assert rows.merged(None, [one], "GPU", "abc")["rows"] == [one]
 
 
-def test_products_are_those_of_a_layer() -> None:
+def test_gemms_are_those_of_each_layer() -> None:
     matrix = sum(out * width for out, width in matrices(SHAPE))
     assert (
         matrix * SHAPE.layers == SHAPE.weights(range(3), embedding=False, head=False) - 2 * 3 * SHAPE.hidden
@@ -331,7 +331,7 @@ def test_products_are_those_of_a_layer() -> None:
     assert products_s(SHAPE, 100, 64, torch.device("cpu"), torch.float32, repeats=1) > 0
 
 
-def test_a_token_s_experts_count_as_one_mlp() -> None:
+def test_experts_of_a_token_count_as_one_mlp() -> None:
     router = MIXTURE.hidden * 4
     for shape in (MIXTURE, MIXED):
         macs = sum(out * width for out, width in matrices(shape))
@@ -341,7 +341,7 @@ def test_a_token_s_experts_count_as_one_mlp() -> None:
     assert widths[3::4][:2] == [192, 3 * 64], "the first layer has no experts"
 
 
-def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_block_alone() -> None:
+def test_last_layer_runs_only_the_last_block_past_its_qkv() -> None:
     every = list(products(SHAPE, 400, 256))
     assert [rows for rows, _, _ in every] == [256] * (2 * 4 + 1) + [144] * (2 * 4 + 1) + [16] * 3
     assert [one[1:] for one in every[8:13]] == [matrices(SHAPE)[0], *matrices(SHAPE)]

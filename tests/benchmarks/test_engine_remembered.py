@@ -47,7 +47,7 @@ def made(tokens: int, seed: int) -> list[int]:
     return measure.random_ids(tokens, 199, seed)
 
 
-def test_rows_of_what_is_remembered_take_what_was_read_before() -> None:
+def test_prefix_cache_rows_build_on_the_prompt_prefilled_before() -> None:
     client: Any = Remembering()
     one = cached.question_again(client, made, 1024, 3, {}, 1)
     assert (one["case"], one["tokens"], one["value"]) == ("ttft_cached_gpu", 1024, 0.016)
@@ -58,7 +58,7 @@ def test_rows_of_what_is_remembered_take_what_was_read_before() -> None:
     assert len(client.read) == 4 + 6 + cached.TURNS
 
 
-def test_a_service_that_remembers_nothing_gives_no_such_row() -> None:
+def test_service_without_a_prefix_cache_gives_no_cached_row() -> None:
     client: Any = Remembering(forgets=True)
     with pytest.raises(RuntimeError, match="ttft_cached_gpu: only"):
         cached.question_again(client, made, 1024, 3, {}, 1)
@@ -80,7 +80,7 @@ deltafront_kv_tier_pages{model_name="m",tier="host",worker="decode:b"} 3.0
     assert (tiers.tier_pages(text, "host"), tiers.tier_pages(text, "disk")) == (15.0, 7.0)
 
 
-def test_a_plain_read_reads_the_files_also_when_the_system_has_forgotten_them(tmp_path: Path) -> None:
+def test_plain_read_reads_files_that_left_the_page_cache(tmp_path: Path) -> None:
     files = [tmp_path / f"{n}.safetensors" for n in range(3)]
     for path in files:
         path.write_bytes(bytes(100_000))
@@ -90,7 +90,7 @@ def test_a_plain_read_reads_the_files_also_when_the_system_has_forgotten_them(tm
         tiers.plain_read([*files, tmp_path / "none"])
 
 
-def test_only_the_case_of_remembered_prompts_lets_the_service_remember(tmp_path: Path) -> None:
+def test_only_the_cached_case_enables_prefix_reuse(tmp_path: Path) -> None:
     run = Run(parsed(["--cases", "cached", "--shape", "tiny", "--tokens", "4096", "--turn-tokens", "20000"]))
     doors = [run.setup(1, None, remembers=remembers).content()["door"] for remembers in (False, True)]
     assert [door["prefix_reuse"] for door in doors] == [False, True]

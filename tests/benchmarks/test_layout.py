@@ -24,7 +24,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("tokens", [1000, 131_072, 524_288])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_what_fits_has_room_and_what_does_not_has_none(
+def test_layout_fits_exactly_if_stages_and_ranks_have_room(
     layout: Layout, name: str, tokens: int, kind: Quantisation | None
 ) -> None:
     model, found = SHAPES[name], fit(layout, name, SHAPES[name], tokens, kind)
@@ -45,11 +45,11 @@ def test_what_fits_has_room_and_what_does_not_has_none(
     assert found.stages_needed == fitting[0]
 
 
-def test_gpus_are_added_up() -> None:
+def test_adds_up_the_gpus_of_a_layout() -> None:
     assert [layout.gpus for layout in LAYOUTS.values()] == [1, 7, 9, 12, 8]
 
 
-def test_a_line_says_what_fits_and_what_would() -> None:
+def test_summary_line_says_what_fits_and_what_would_fit() -> None:
     shared, unlike = LAYOUTS["shared"], LAYOUTS["unlike GPUs"]
     lines = [row(fit(shared, "8b", SHAPES["8b"], tokens)) for tokens in (131_072, 524_288)]
     assert lines == [

@@ -13,7 +13,7 @@ from deltafront.benchmarks.engine.ranks_on_one_gpu import GroupCollectives, main
 SMALL = ["--shape", "tiny", "--layers", "2", "--row-tokens", "80", "--ranks", "2", "--chunk", "48"]
 
 
-def test_rows_of_two_ranks_are_one_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_two_ranks_equal_those_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "ranks.json"
     assert main([*SMALL, "--result", str(result)]) == 0
     (row,) = json.loads(result.read_text())["rows"]
@@ -27,7 +27,7 @@ def test_a_row_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(SMALL) == 1
 
 
-def test_no_number_is_an_error() -> None:
+def test_nan_in_a_row_counts_as_an_error() -> None:
     wanted = torch.ones(3, 4)
     found = wanted.clone()
     found[1, 2] = float("nan")

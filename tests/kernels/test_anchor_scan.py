@@ -75,7 +75,7 @@ def test_the_kernel_equals_the_cpu_form(
 
 
 @pytest.mark.parametrize("run", [cpu_scan, kernel_scan])
-def test_duplicates_join_and_zeros_stand_alone(run: object) -> None:
+def test_duplicate_rows_share_an_anchor_and_zero_rows_stand_alone(run: object) -> None:
     assert callable(run)
     same = torch.ones(1, 1, 256, 16, device=DEVICE) * 0.37
     assert run(same, 0.99).runs_BGC.tolist() == [[[1, 1]]]
@@ -86,7 +86,7 @@ def test_duplicates_join_and_zeros_stand_alone(run: object) -> None:
     assert run(zeros, 0.0, 128, "euclidean").runs_BGC.tolist() == [[[1, 1]]]
 
 
-def test_non_contiguous_rows() -> None:
+def test_kernel_scans_rows_that_are_not_contiguous() -> None:
     x = drifting_rows(200, heads=3, dim=32).transpose(1, 2).contiguous().transpose(1, 2)
     assert not x.is_contiguous()
     expected = cpu_scan(x.contiguous(), 0.7)
@@ -107,7 +107,9 @@ def test_non_contiguous_rows() -> None:
         ((1, 1, 128, 16), (-1.0, 128, "euclidean")),
     ],
 )
-def test_bad_input(run: object, shape: tuple[int, ...], arguments: tuple[float, int, str]) -> None:
+def test_scan_refuses_bad_shapes_thresholds_and_metrics(
+    run: object, shape: tuple[int, ...], arguments: tuple[float, int, str]
+) -> None:
     assert callable(run)
     with pytest.raises(KernelInputError):
         run(torch.zeros(shape, device=DEVICE), *arguments)

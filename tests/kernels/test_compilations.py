@@ -39,7 +39,7 @@ print(counted.phases, told)
 """
 
 
-def test_forms_that_are_compiled_and_that_are_loaded_are_counted(tmp_path: Path) -> None:
+def test_counts_compiled_and_cached_kernel_specialisations(tmp_path: Path) -> None:
     script = tmp_path / "counting.py"  # Triton reads a kernel's source from a file
     script.write_text(SCRIPT)
     left_out = ("TRITON_INTERPRET", "TRITON_CACHE_DIR")
@@ -59,7 +59,7 @@ def test_forms_that_are_compiled_and_that_are_loaded_are_counted(tmp_path: Path)
     assert "kernel kernel was compiled" in run.stderr
 
 
-def test_on_a_cpu_nothing_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     counted = watch("cpu")
     assert counted.phases == (("warm_up", 0), ("serving", 0))
     with caplog.at_level(logging.WARNING):
@@ -71,7 +71,7 @@ def test_on_a_cpu_nothing_is_watched(caplog: pytest.LogCaptureFixture) -> None:
     assert counted.phases == (("warm_up", 1), ("serving", 1))
 
 
-def test_processes_are_added_up() -> None:
+def test_adds_up_compilations_of_all_processes() -> None:
     one, two = Compilations(3, 1), Compilations(4, 0)
     assert dict(added_up([one.phases, two.phases])) == {"warm_up": 7, "serving": 1}
     assert added_up([]) == ()

@@ -66,7 +66,7 @@ def in_chunks(method: Correction, x: AttentionInput, cuts: list[int]) -> torch.T
 @pytest.mark.parametrize("gamma", [1, 48, 64, 200])
 @pytest.mark.parametrize("tokens", [640, 600])
 @pytest.mark.parametrize("spread", [True, False])
-def test_definition_and_chunks(tokens: int, gamma: int, spread: bool) -> None:
+def test_correction_equals_the_definition_in_any_chunks(tokens: int, gamma: int, spread: bool) -> None:
     x = random_input(tokens, q_heads=3, kv_heads=1, head_dim=16)
     noise = Noise(x)
     method = Correction(noise, gamma, spread=spread)

@@ -65,7 +65,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
 X = torch.zeros(64)
 
 
-def test_a_form_that_was_launched_is_launched_again_without_asking(launcher: Launcher) -> None:
+def test_repeated_form_launches_from_the_cache(launcher: Launcher) -> None:
     for row in (7, 8, 9):
         launcher[(5,)](X, 32, row, WIDE=True, num_warps=4)
     function = launcher._function
@@ -83,7 +83,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_may_be_another_form_is_asked_for(launcher: Launcher, name: str) -> None:
+def test_each_new_form_of_arguments_asks_triton_once(launcher: Launcher, name: str) -> None:
     arguments, wide = OTHERS[name]
     for _ in range(2):
         launcher[(5,)](X, 32, 7, WIDE=True)
@@ -92,7 +92,7 @@ def test_what_may_be_another_form_is_asked_for(launcher: Launcher, name: str) ->
     assert [len(one.launched) for one in launcher._function.made] == [1, 1]
 
 
-def test_a_number_that_does_not_fit_the_form_is_asked_for(launcher: Launcher) -> None:
+def test_integer_too_wide_for_the_cached_form_asks_triton(launcher: Launcher) -> None:
     for row in (7, 1 << 31, 1 << 32, 7):
         launcher[(5,)](X, 32, row, WIDE=True)
     asked = [arguments[2] for _, arguments, _ in launcher._function.asked]
@@ -105,7 +105,7 @@ def test_a_descriptor_is_told_apart_by_its_form(launcher: Launcher) -> None:
     assert len(launcher._function.asked) == 2
 
 
-def test_what_cannot_be_told_apart_is_not_launched(launcher: Launcher) -> None:
+def test_refuses_an_argument_whose_form_is_unknown(launcher: Launcher) -> None:
     """A descriptor without a form, say: another one would be launched as if it were this."""
     with pytest.raises(TypeError, match="argument 0 is SimpleNamespace, of which no form is known"):
         launcher[(5,)](SimpleNamespace(shape=(2, 2)), 32, 7, WIDE=True)
@@ -120,7 +120,7 @@ def test_constants_must_come_last() -> None:
         Launcher(function)
 
 
-def test_what_triton_interprets_is_always_asked() -> None:
+def test_interpreted_kernels_ask_triton_every_time() -> None:
     function = Function()
     function.params = ()  # type: ignore[misc]
     interpreted = Launcher(function)
@@ -129,14 +129,14 @@ def test_what_triton_interprets_is_always_asked() -> None:
     assert [grid for grid, *_ in function.asked] == [(2, 3, 1)] * 3
 
 
-def test_no_more_is_kept_than_a_bound(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_forms_is_bounded(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "_MAX_FORMS", 4)
     for number in range(100):
         launcher[(1,)](X, number, 7, WIDE=True)
         assert len(launcher._compiled) <= 4
 
 
-def test_the_hosts_arithmetic_is_tritons() -> None:
+def test_host_arithmetic_equals_tritons() -> None:
     for number in range(1, 300):
         assert next_power_of_2(number) == tritons_power(number)
         assert all(cdiv(number, by) == tritons_cdiv(number, by) for by in range(1, 20))

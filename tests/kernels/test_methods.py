@@ -107,7 +107,7 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
         ("dpxa", {"share": 0.1, "density": 0.2}, "method_options", "share = 0.1 and density = 0.2 exclude"),
     ],
 )
-def test_what_no_method_takes_is_refused(
+def test_refuses_unknown_methods_and_options_naming_the_field(
     name: str, options: dict[str, float], field: str, message: str
 ) -> None:
     with pytest.raises(MethodError, match=message) as caught:
@@ -122,7 +122,7 @@ def test_values_take_the_type_of_their_field() -> None:
     assert type(values["counts"]) is bool and type(values["critical"]) is int
 
 
-def test_a_selector_from_outside_serves_a_prompt(outside: str, tmp_path: Path) -> None:
+def test_external_selector_serves_a_prompt(outside: str, tmp_path: Path) -> None:
     with pytest.raises(MethodError, match="unknown attention method"):
         method_spec(outside)
     load(outside)

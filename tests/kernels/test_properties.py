@@ -152,7 +152,7 @@ def test_chunks_give_what_the_whole_prompt_gives(name: str, cuts: tuple[int, ...
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_one_token_chunks_and_ragged_prompts(name: str) -> None:
+def test_one_token_chunks_and_ragged_prompts_change_nothing(name: str) -> None:
     for tokens, cuts in ((1, ()), (127, ()), (129, (128,)), (641, (128, 640))):
         x = prompt(tokens, heads=2, key_heads=1)
         found = run(method_of(name), x, cuts)
@@ -187,7 +187,7 @@ def test_grouped_heads_equal_repeated_keys(name: str, group: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS])
-def test_a_batch_is_its_sequences(name: str) -> None:
+def test_batch_equals_its_sequences_one_by_one(name: str) -> None:
     one, other = prompt(640, seed=1), prompt(640, seed=2)
     both = AttentionInput.of(
         torch.cat([one.q_BHTD, other.q_BHTD]),
@@ -248,7 +248,7 @@ def test_short_prompts_are_dense() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_nothing_waits_for_the_device(name: str) -> None:
+def test_attention_never_synchronises_with_the_device(name: str) -> None:
     x = prompt()
     method = method_of(name)
     method.attend(x, method.new_state(spec_of(x)))  # compiles
@@ -265,7 +265,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["dense", "dpxa", "dpxa share", "dpxa finer", "xattention", "delta_kv"])
-def test_the_same_bits_every_time(name: str) -> None:
+def test_repeated_runs_give_identical_bits(name: str) -> None:
     """At a size that fills a device, in 16 bits: who reads too early reads something else now and then."""
     x = structured_input(FILLING, device=DEVICE, dtype=torch.bfloat16, seed=5)
     chunk, method = chunk_of(x, FILLING // 4 * 3, FILLING), method_of(name)
@@ -277,7 +277,7 @@ def test_the_same_bits_every_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_a_prompt_goes_on_with_a_new_state(name: str) -> None:
+def test_prompt_resumes_bit_for_bit_with_a_new_state(name: str) -> None:
     """What another process computed is not needed, only its keys and values: to the bit."""
     x, cuts = prompt(), (384, 640, 768, 1152)
     step = resume_step(spec_named(name, LEAN))
@@ -290,7 +290,7 @@ def test_a_prompt_goes_on_with_a_new_state(name: str) -> None:
         assert torch.equal(torch.cat(rest, dim=2), whole[:, :, start:])
 
 
-def test_a_correction_between_two_dense_rows_could_not_go_on() -> None:
+def test_correction_cannot_resume_between_two_dense_rows() -> None:
     """Its rows before the next dense row take a difference that only queries before them tell."""
     x, method = prompt(), method_of("streaming+delta")
     whole = run(method, x, (640,))

@@ -59,7 +59,7 @@ def test_block_sparse_heads_keep_the_best_blocks() -> None:
 
 
 @pytest.mark.parametrize("name", ["sparge", "minference_block_sparse"])
-def test_they_can_be_read_in_chunks(name: str) -> None:
+def test_baselines_give_the_same_output_in_chunks(name: str) -> None:
     x = some_alike()
     method = build(
         method_spec(name, {"min_tokens": 0, **({"theta": 0.4} if name == "sparge" else {"top": 2})})
@@ -72,7 +72,7 @@ def test_they_can_be_read_in_chunks(name: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [16, 100])
-def test_quests_bounds_are_those_of_each_pages_own_keys(keys: int) -> None:
+def test_quest_bounds_come_from_each_pages_own_keys(keys: int) -> None:
     generator = torch.Generator().manual_seed(keys)
     q_HD, k_SHD = torch.randn(3, 8, generator=generator), torch.randn(keys, 3, 8, generator=generator)
     found_PH = page_bounds(q_HD, k_SHD)

@@ -55,7 +55,7 @@ def test_several_documents_have_an_interval() -> None:
     assert row(8, [one, other]) == "| 8 | 0.400 (0.200 to 0.600) | 1.000 (1.000 to 1.000) | – | – |"
 
 
-def test_what_is_left_is_the_error_of_the_corrected_output(tmp_path: Path) -> None:
+def test_remaining_error_equals_that_of_the_corrected_output(tmp_path: Path) -> None:
     """In a layer's attention, over the rows before the correction's dense end."""
     config = read_config(directory := make_tiny_model(tmp_path))
     every = range(config.layers)

@@ -75,7 +75,7 @@ def test_each_phase_equals_the_definition(name: str, phases: dict[str, float]) -
     assert_rows_close(found, expected)
 
 
-def test_distance_is_the_other_measure() -> None:
+def test_distance_option_groups_keys_by_euclidean_distance() -> None:
     x = sample()
     executor = executor_of("delta_kv_thesis", distance=2.0)
     found = executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
@@ -128,7 +128,7 @@ def test_tiles_count_packed_and_exact_keys() -> None:
     assert float(executor.computed_tiles(x, None, state)) == pytest.approx(expected)
 
 
-def test_random_anchors_are_those_of_seed_and_layer() -> None:
+def test_seed_and_layer_determine_random_anchors() -> None:
     x = sample()
     chances = []
     for seed, layer in ((1, 0), (1, 0), (2, 0), (1, 1)):
@@ -138,7 +138,7 @@ def test_random_anchors_are_those_of_seed_and_layer() -> None:
     assert not torch.equal(chances[0], chances[2]) and not torch.equal(chances[0], chances[3])
 
 
-def test_no_phase_left_is_refused() -> None:
+def test_refuses_options_that_leave_nothing_to_attend_to() -> None:
     with pytest.raises(MethodError, match="leave nothing to attend to"):
         method_spec("delta_kv_thesis", {"history": 0, "diagonal": 0})
     x = random_input(300)

@@ -64,7 +64,7 @@ def test_outputs_are_compared_row_by_row() -> None:
     assert cosine(mine, dense) == pytest.approx(sum(each) / 12, abs=1e-6)
 
 
-def test_error_and_bound_are_the_lemmas() -> None:
+def test_error_and_bound_equal_lemma_1() -> None:
     generator = torch.Generator().manual_seed(3)
     logit_RS, v_SD = torch.randn(5, 40, generator=generator) * 3, torch.randn(40, 4, generator=generator)
     kept_RS = torch.rand(5, 40, generator=generator) < 0.3
@@ -145,7 +145,7 @@ def test_tables_are_means_over_documents() -> None:
     assert "| streaming | 0.30000 ± 0.10000 | 1.00000 ± 0.00000 | 0.900 |" in text
 
 
-def test_documents_that_stand_in_the_file_are_not_read_again(
+def test_skips_documents_that_the_result_file_holds(
     tmp_path: Path, stack: LayerStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(delta_outputs, "documents_of", lambda _: [Document(IDS, ())] * 3)

@@ -41,7 +41,7 @@ def test_all_packed_equals_the_definition(means: int) -> None:
 
 
 @pytest.mark.parametrize("saved", [0.0, 3.0, 17.5, 1e6])
-def test_skipping_takes_each_rows_least_tiles(saved: float) -> None:
+def test_skipping_drops_each_rows_lowest_scored_tiles(saved: float) -> None:
     x = sample()
     mask = random_mask(x, 0.7)
     assert mask.score_BHNM is not None
@@ -58,7 +58,7 @@ def test_skipping_takes_each_rows_least_tiles(saved: float) -> None:
         assert int(table[0, h].sum()) == every - min(int(saved), others)
 
 
-def test_it_skips_as_much_as_packing_saves() -> None:
+def test_skipping_drops_as_many_tiles_as_packing_saves() -> None:
     """Within one tile of a head."""
     x = sample(2048)
     packing = build(method_spec("delta_xattention", OPTIONS))
@@ -71,7 +71,7 @@ def test_it_skips_as_much_as_packing_saves() -> None:
     assert 0 <= float(kept.computed) - float(packed.computed) < 4
 
 
-def test_a_share_given_is_the_share_saved() -> None:
+def test_skip_share_drops_that_share_of_tiles() -> None:
     x = chunk_of(sample(2048), 1024, 2048)
     selector = TileSkipSelector(TileSkipOptions(tau=0.9, skip=0.25))
     every = selector._scoring.select(x, selector._scoring.new_state(spec_of(x)), no_phase)

@@ -105,7 +105,7 @@ def with_means(x: AttentionInput, mask: TileMask) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("start", [0, 384])
-def test_dropped_tiles_stand_as_their_means(start: int) -> None:
+def test_dropped_tiles_are_replaced_by_their_means(start: int) -> None:
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16, rows=900 - start)
     mask = random_mask(x, 0.3)
     kept_HNM = torch.zeros(4, x.query_blocks, x.key_blocks, dtype=torch.bool)
@@ -133,7 +133,7 @@ def test_the_kernel_takes_means_as_the_cpu_does() -> None:
     assert_rows_close(found.cpu(), expected)
 
 
-def test_means_are_exact_where_nothing_is_dropped_and_where_tiles_are_alike() -> None:
+def test_tile_means_are_exact_for_full_masks_and_uniform_tiles() -> None:
     x = random_input(700, q_heads=2, kv_heads=1, head_dim=16)
     assert_rows_close(with_means(x, full_mask(x)), reference_attention(x))
     short = random_input(100, q_heads=2, kv_heads=1, head_dim=16)
@@ -144,7 +144,7 @@ def test_means_are_exact_where_nothing_is_dropped_and_where_tiles_are_alike() ->
 
 
 @pytest.mark.parametrize("start", [0, 256])
-def test_rows_behind_a_dense_row_get_its_difference(start: int) -> None:
+def test_rows_after_a_dense_row_get_its_difference(start: int) -> None:
     x = random_input(1100, q_heads=4, kv_heads=2, head_dim=16, rows=1100 - start)
     drift = torch.arange(x.q_BHTD.shape[2])[:, None] / 40
     x.q_BHTD.copy_(0.4 * x.q_BHTD + torch.cat([drift.sin(), drift.cos(), (3 * drift).sin()] * 6, 1)[:, :16])

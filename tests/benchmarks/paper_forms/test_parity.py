@@ -24,7 +24,7 @@ def test_rows_that_differ_are_counted_with_what_they_share() -> None:
         compared("x", [{0}], [])
 
 
-def test_rows_of_a_table() -> None:
+def test_converts_a_tile_mask_to_kept_columns_per_row() -> None:
     kept = torch.tensor([[[True, False, True], [False, False, True]], [[True] * 3, [False] * 3]])
     assert rows_of(kept) == [{0, 2}, {2}, {0, 1, 2}, set()]
 

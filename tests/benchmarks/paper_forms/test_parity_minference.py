@@ -57,7 +57,7 @@ def test_a_cuda_kernel_runs_on_the_host_row_by_row() -> None:
     assert column_RX.tolist() == [[3, 90]] * 4
 
 
-def test_tiles_that_an_index_touches() -> None:
+def test_minference_index_maps_to_the_tiles_it_touches() -> None:
     """Four rows of 64, two query blocks. A block at 100 ends in tile 1; one at 192 comes after block 0."""
     offset_RX = torch.tensor([[0, 192], [64, 999], [100, 999], [128, 999]], dtype=torch.int32)
     column_RX = torch.tensor([[5], [5], [5], [5]], dtype=torch.int32)
@@ -132,7 +132,7 @@ def test_blocks_are_compared_with_the_forced_ones_counted(dropped: int) -> None:
 
 
 @pytest.mark.parametrize(("window", "same"), [(300, 8), (500, 5)])
-def test_an_a_shape_is_read_from_its_output(window: int, same: int) -> None:
+def test_a_shape_is_recovered_from_the_attention_output(window: int, same: int) -> None:
     def streaming(q: Any, k: Any, v: Any, sink: int, local: int) -> torch.Tensor:
         place = torch.arange(q.shape[2])
         distance = place[:, None] - place

@@ -27,7 +27,7 @@ def test_its_rows_are_of_the_same_documents_and_questions() -> None:
     assert all(abs(one[name] - answered[0][name]) <= 1 for one in answered for name in one)
 
 
-def test_what_it_leaves_out_is_dense_and_what_an_idea_is_compared_with() -> None:
+def test_table_leaves_out_only_baselines_and_rivals() -> None:
     shown = {(source, case) for _, _, source, case in ROWS}
     left = {case for number, of in enumerate(needles()) for case in of if (number, case) not in shown}
     rivals = {case for case in left if "min_tokens=0" in case}

@@ -149,7 +149,7 @@ def test_calibrate_refuses_methods_whose_levels_count_all_mass() -> None:
     require_thresholds(method_spec("dpxa"))
 
 
-def test_performance_is_that_of_the_whole_prompt_with_one_heads_threshold_changed(stack: LayerStack) -> None:
+def test_performance_equals_a_full_prefill_with_one_head_changed(stack: LayerStack) -> None:
     document = made(3, 700)
     measured = Performance(stack, document, PAPER)
     ids, answers = with_answers(document)
@@ -198,7 +198,7 @@ def test_both_commands_tell_what_they_take() -> None:
 
 
 @pytest.mark.parametrize("command", [coverage, minimum_threshold])
-def test_a_command_writes_a_level_for_each_that_is_asked_for(
+def test_command_writes_a_level_for_each_requested_density(
     command: Any, stack: LayerStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

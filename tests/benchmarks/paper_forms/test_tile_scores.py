@@ -77,7 +77,7 @@ def test_the_best_tiles_of_each_row_are_kept(count: int, pattern: int) -> None:
             assert next(kept) == sorted(forced | {*others[:count]})
 
 
-def test_without_an_ablation_it_is_the_served_method() -> None:
+def test_without_an_ablation_it_equals_the_served_method() -> None:
     x = sample(1300)
     found, served = (
         build(method_spec(name, {"stride": 16, "min_tokens": 0}))

@@ -106,14 +106,14 @@ def test_single_lines_are_sums_over_pairs(tokens: int) -> None:
 
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 40, 63, 64, 65, 127, 128, 129, 192, 256, 383])
-def test_every_alignment_of_the_last_queries(tokens: int, queries: int) -> None:
+def test_masses_are_right_for_every_alignment_of_the_last_queries(tokens: int, queries: int) -> None:
     """Fewer rows than queries, and bands that begin anywhere in a tile."""
     x = random_input(tokens, q_heads=3, head_dim=16, seed=tokens, device=DEVICE)
     assert_masses_equal_the_cpu_form(x, queries)
 
 
 @pytest.mark.parametrize("factor", [0.0, 8.0, 60.0])
-def test_large_and_zero_logits(factor: float) -> None:
+def test_masses_are_right_for_large_and_zero_logits(factor: float) -> None:
     """Logits up to tens of thousands: one key takes all of a row, and nothing overflows."""
     x = sample(300)
     x = replace(x, q_BHTD=x.q_BHTD * factor, k_BGSD=x.k_BGSD * max(factor, 1.0))
@@ -121,7 +121,7 @@ def test_large_and_zero_logits(factor: float) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
-def test_splits_of_many_blocks(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masses_are_right_when_keys_are_split(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample(1100, head_dim=16)
     monkeypatch.setattr(lines_kernel, "_SPLITS", splits)
     assert_masses_equal_the_cpu_form(x, 128)
@@ -129,7 +129,7 @@ def test_splits_of_many_blocks(splits: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert_masses_equal_the_cpu_form(sample(4229, q_heads=1, head_dim=16), 64)
 
 
-def test_strides_are_free() -> None:
+def test_masses_are_right_for_any_strides() -> None:
     """Tokens before heads, as a projection leaves them, and keys in a longer cache."""
     x = sample(300, batch=2, q_heads=4, kv_heads=2)
     q_BHTD = x.q_BHTD.transpose(1, 2).contiguous().transpose(1, 2)
@@ -174,7 +174,7 @@ def test_masks_follow_from_the_masses() -> None:
     )
 
 
-def test_flex_mixes_patterns() -> None:
+def test_flex_mixes_patterns_across_heads() -> None:
     """The threshold lies between the distances of one prompt's heads (up to 0.43) and the other's (0.52)."""
     x = sample(1100, batch=2, q_heads=3)
     kept = {name: tiles(SELECTORS[name]().cpu_select(x, no_phase)) for name in SELECTORS}
@@ -223,7 +223,7 @@ def test_the_baselines_equal_the_oracles(tokens: int) -> None:
     assert tokens < 128 or kept[0] != kept[2]
 
 
-def test_flex_budgets_and_patterns() -> None:
+def test_flex_gamma_bounds_the_tiles_and_tau_picks_the_pattern() -> None:
     x = small_sample(1000)
     everything = select(FlexSelector(FlexOptions(gamma_flex=1.0, tau_flex=1.0)), x)
     assert everything.count_BHN[0, 0].tolist() == list(range(1, 9))
@@ -233,7 +233,7 @@ def test_flex_budgets_and_patterns() -> None:
     assert int(aware.count_BHN.sum()) < int(everything.count_BHN.sum())
 
 
-def test_a_part_of_a_prompt_is_refused() -> None:
+def test_refuses_part_of_a_prompt() -> None:
     for baseline in (
         VerticalSlashSelector(VerticalSlashOptions(verticals=10, slashes=10)),
         FlexSelector(FlexOptions()),
@@ -242,7 +242,7 @@ def test_a_part_of_a_prompt_is_refused() -> None:
             select(baseline, random_input(300, head_dim=16, prompt_tokens=400, device=DEVICE))
 
 
-def test_equals_are_kept_from_the_first_on() -> None:
+def test_ties_keep_the_lowest_index() -> None:
     mass_BHM = torch.tensor([[[1.0, 2.0, 1.0, 1.0, 2.0, 1.0]]], device=DEVICE)
     assert lines.heaviest(mass_BHM, 300).nonzero()[:, 2].tolist() == [0, 1, 4]
     assert lines.heaviest(mass_BHM, 10_000).all()
@@ -263,7 +263,7 @@ def test_full_budget_is_dense_and_the_default_builds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_bad_input(name: str) -> None:
+def test_refuses_bad_input_by_name(name: str) -> None:
     x, selector = sample(200), SELECTORS[name]()
     with pytest.raises(KernelInputError, match="scale"):
         selector.select(replace(x, scale=-1.0), None, no_phase)
@@ -279,7 +279,7 @@ def test_bad_input(name: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", FULL)
-def test_nothing_waits_for_the_device(name: str) -> None:
+def test_selection_never_synchronises_with_the_device(name: str) -> None:
     x = sample(3000, torch.bfloat16, head_dim=64)
     method = build(method_spec(name, {"min_tokens": 0}))
     method.attend(x, method.new_state(spec_of(x)))  # compiles

@@ -83,7 +83,7 @@ def table_of(x: AttentionInput, mask: TileMask) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_cpu_forms_equal_one_big_softmax(shape: dict[str, int]) -> None:
+def test_cpu_forms_equal_one_softmax_over_the_kept_tiles(shape: dict[str, int]) -> None:
     x = random_input(**shape)
     assert_rows_close(dense.cpu_attend(x), reference_attention(x))
     if x.q_start % 128 == 0:
@@ -91,7 +91,7 @@ def test_the_cpu_forms_equal_one_big_softmax(shape: dict[str, int]) -> None:
         assert_rows_close(block_sparse.cpu_attend(x, mask), reference_attention(x, table_of(x, mask)))
 
 
-def test_dense_takes_any_start_and_large_logits() -> None:
+def test_dense_attention_takes_any_chunk_start_and_large_logits() -> None:
     whole = random_input(300, q_heads=4, kv_heads=2)
     x = chunk_of(whole, 37, 291)
     x = replace(x, scale=30.0)
@@ -121,7 +121,7 @@ SIMILAR = [{"cos": 0.8}, {"distance": 2.2}]
 @pytest.mark.parametrize("similar", SIMILAR, ids=["cosine", "distance"])
 @pytest.mark.parametrize("means", [True, False])
 @pytest.mark.parametrize("counts", [True, False])
-def test_packing_repeats_a_row_for_each_of_its_run(
+def test_packing_counts_a_key_row_once_for_each_key_of_its_run(
     counts: bool, means: bool, similar: dict[str, float]
 ) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
@@ -154,7 +154,7 @@ def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("means", [True, False])
-def test_lesser_tiles_repeat_a_row_for_each_of_its_run(share: float, means: bool) -> None:
+def test_tiles_outside_the_exact_share_use_one_key_row_for_each_run(share: float, means: bool) -> None:
     whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
     x = chunk_of(whole, 128, 690)
     mask = random_mask(x, 0.7)
@@ -261,7 +261,7 @@ def uneven_mask(x: AttentionInput) -> TileMask:
     return mask_of(x, keep < share)
 
 
-def test_lists_are_taken_by_length_and_each_once() -> None:
+def test_tile_lists_are_ordered_by_length_and_each_appears_once() -> None:
     x = random_input(1500, q_heads=4, kv_heads=2, batch=2, device=DEVICE)
     count = uneven_mask(x).count_BHN.cpu().reshape(-1)
     entries = by_length(uneven_mask(x)).cpu()
@@ -274,7 +274,9 @@ def test_lists_are_taken_by_length_and_each_once() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="the order of Hopper's items")
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_any_order_of_the_items_gives_the_same(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_work_items_does_not_change_the_output(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = random_input(7000, q_heads=6, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device=DEVICE)
     mask = uneven_mask(x)
     found = []
@@ -288,7 +290,7 @@ def test_any_order_of_the_items_gives_the_same(head_dim: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_exact_table_of_the_kernel(share: float) -> None:
+def test_exact_tile_table_of_the_kernel_equals_the_cpu_form(share: float) -> None:
     x = random_input(900, q_heads=2, kv_heads=1, head_dim=16, device=DEVICE)
     mask = random_mask(x, 0.7)
     assert mask.score_BHNM is not None
@@ -302,7 +304,7 @@ def test_exact_table_of_the_kernel(share: float) -> None:
 
 
 @pytest.mark.parametrize("share", ["0.07", "0.15", "0.28", "0.3", "0.6"])
-def test_the_exact_share_is_rounded_up_and_no_further(share: str) -> None:
+def test_exact_share_rounds_up_to_the_next_tile_and_no_further(share: str) -> None:
     """By both forms; in float32 0.6 of 25 tiles are more than 15, in float64 0.28 of 25 more than 7."""
     counts = torch.arange(1, 65, dtype=torch.int32)
     score = torch.rand(1, 1, 64, 64)

@@ -55,7 +55,7 @@ def test_the_kernel_is_the_cpu_form(window: int, dtype: torch.dtype, start: int,
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_heads_of_256_channels(dtype: torch.dtype) -> None:
+def test_kernels_equal_the_cpu_forms_for_heads_of_256_channels(dtype: torch.dtype) -> None:
     """Their tiles have half as many keys."""
     x = random_input(300, q_heads=2, kv_heads=1, head_dim=256, dtype=dtype, device=DEVICE)
     mask, y = random_mask(x, 0.5), on_cpu(x)
@@ -68,7 +68,7 @@ def test_heads_of_256_channels(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_tiles_are_counted_one_by_one(window: int) -> None:
+def test_causal_tiles_of_a_window_equal_a_count_one_by_one(window: int) -> None:
     whole = random_input(700, **SMALL)
     for start, end in ((0, 700), (128, 300), (384, 700)):
         x, tiles = chunk_of(whole, start, end), 0
@@ -78,7 +78,7 @@ def test_tiles_are_counted_one_by_one(window: int) -> None:
         assert causal_tiles(x, window) == 2 * tiles
 
 
-def test_a_method_applies_to_the_layers_without_a_window() -> None:
+def test_sparse_method_applies_only_to_layers_without_a_window() -> None:
     spec = method_spec("streaming", {"sink": 1, "window": 1, "min_tokens": 0})
     method = build(spec, windows={1: 40, 2: 200})
     x = random_input(500, **SMALL)

@@ -88,7 +88,7 @@ def test_tokens_go_to_their_most_probable_experts(
     ("experts", "per_token", "groups", "chosen_groups"),
     [(8, 2, 1, 1), (160, 8, 1, 1), (12, 3, 4, 2), (12, 5, 3, 3), (24, 4, 6, 1), (128, 8, 8, 4)],
 )
-def test_a_bias_and_groups_of_experts(
+def test_bias_changes_which_experts_are_chosen_but_not_their_weights(
     experts: int, per_token: int, groups: int, chosen_groups: int, normed: bool
 ) -> None:
     """The bias decides who is chosen and is in no share; a group counts by its two best experts."""
@@ -106,7 +106,7 @@ def test_a_bias_and_groups_of_experts(
 
 @pytest.mark.parametrize(("groups", "chosen_groups"), [(1, 1), (4, 2), (4, 3)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_of_equal_experts_the_first_are_chosen(biased: bool, groups: int, chosen_groups: int) -> None:
+def test_ties_between_experts_go_to_the_lowest_index(biased: bool, groups: int, chosen_groups: int) -> None:
     bias_E = torch.tensor([0.0, 0.5] * 6, device=DEVICE) if biased else None
     router = Router(per_token=5, normed=True, bias_E=bias_E, groups=groups, chosen_groups=chosen_groups)
     logits_TE = torch.randint(0, 3, (TOKENS, 12), device=DEVICE).float()
@@ -120,7 +120,7 @@ def test_of_equal_experts_the_first_are_chosen(biased: bool, groups: int, chosen
     [(6, 2, 64, 32, SMALL), (5, 3, 72, 40, SMALL), (8, 2, 128, 64, None), (3, 2, 64, 128, TILES[1])],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_mixture(
+def test_mixture_equals_the_definition(
     dtype: torch.dtype, experts: int, per_token: int, hidden: int, columns: int, tile: Tile | None, kind: str
 ) -> None:
     """With widths that tiles do not divide, too."""
@@ -138,7 +138,7 @@ def test_mixture(
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 200, 1000, 4096])
-def test_qwen3s_mixture_on_a_gpu(tokens: int, quantise: bool) -> None:
+def test_qwen3_mixture_equals_expert_by_expert_gemms_on_a_gpu(tokens: int, quantise: bool) -> None:
     """Against torch's products expert by expert, in float32; the same in a CUDA graph."""
     x_TC, logits_TE = draw(tokens, 2048, dtype=torch.bfloat16), draw(tokens, 128)
     given: list[Any] = list(weights(128, 2048, 768, torch.bfloat16))
@@ -161,7 +161,7 @@ def test_qwen3s_mixture_on_a_gpu(tokens: int, quantise: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
-def test_quantised_experts(kind: str) -> None:
+def test_fp8_experts_stay_within_quantisation_error(kind: str) -> None:
     """Weights and what they multiply are rows of e4m3; sums are near those of the numbers they stand for."""
     x_TC, logits_TE = draw(TOKENS, 64, dtype=torch.float16), logits(kind, 6, 2)
     gate_up, down = (quantise_rows(weight) for weight in weights(6, 64, 32, torch.float16))
@@ -173,7 +173,7 @@ def test_quantised_experts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_a_row_of_nan_stays_its_own(groups: int) -> None:
+def test_row_of_nan_does_not_reach_other_rows(groups: int) -> None:
     x_TC, logits_TE = draw(TOKENS, 64), draw(TOKENS, 6)
     given, bias_E = weights(6, 64, 32, torch.float32), None if groups == 1 else draw(6)
     router = Router(per_token=3, normed=True, bias_E=bias_E, groups=groups, chosen_groups=groups - 1 or 1)
@@ -188,7 +188,7 @@ def test_a_row_of_nan_stays_its_own(groups: int) -> None:
     torch.testing.assert_close(found_TC[others], clean_TC[others], rtol=tolerance, atol=tolerance)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_names_experts_shapes_and_dtypes_that_do_not_match() -> None:
     x_TC, logits_TE = draw(4, 64), draw(4, 6)
     gate_up_JC, down_CI = weights(6, 64, 32, torch.float32)
     assert mixture(x_TC, logits_TE, gate_up_JC, down_CI, TWO).shape == (4, 64)
@@ -215,7 +215,7 @@ def test_tiles_follow_the_rows_of_an_expert(tokens: int, rows: int) -> None:
     assert tile_for(tokens * 8, 128, torch.bfloat16).rows == rows
 
 
-def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_no_mixture_kernels_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     name = "deltafront.kernels.experts.mixture.kernel_mixture"
     monkeypatch.setattr(name, lambda *given: launched.append(given) or given[0])

@@ -31,7 +31,7 @@ def both(x: torch.Tensor, y: torch.Tensor) -> Scales:
 
 
 @given(st.lists(st.floats(-2e5, 2e5, width=32), min_size=1, max_size=24))
-def test_rows_are_the_definitions(row: list[float]) -> None:
+def test_quantised_rows_equal_the_definition(row: list[float]) -> None:
     numbers, scale = kv_int8.quantise(torch.tensor(row))
     wanted, byte = reference.quantised(torch.tensor([row]))
     assert int(scale) == int(byte[0])
@@ -48,7 +48,7 @@ def test_rows_are_the_definitions(row: list[float]) -> None:
 @pytest.mark.parametrize(
     "largest", [2.0**-126, 1e-30, 2.0**-13, 1.0, 447.0, 65504.0, 121_920.0, 122_000.0, 3e38]
 )
-def test_rows_of_any_size_keep_their_largest_or_say_so(largest: float) -> None:
+def test_row_error_is_bounded_by_its_largest_value_or_the_row_is_nan(largest: float) -> None:
     """An error is at most half a step: 1/127 of the largest and an eighth more, or 2^-20."""
     x = torch.tensor([largest, -largest / 3, 0.0, largest / 1000])
     back = kv_int8.dequantise(*kv_int8.quantise(x), torch.float32)
@@ -58,7 +58,7 @@ def test_rows_of_any_size_keep_their_largest_or_say_so(largest: float) -> None:
         assert bool(((back - x).abs() <= max(1.13 * largest / 127, 2.0**-20) / 2).all())
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_rows_with_nan_or_infinity_dequantise_to_nan() -> None:
     x = torch.tensor([[1.0, math.inf], [math.nan, 2.0], [0.0, -0.0]])
     back = kv_int8.dequantise(*kv_int8.quantise(x), torch.float32)
     assert back.isnan().all(1).tolist() == [True, True, False]
@@ -66,12 +66,12 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x400000])
-def test_every_nan_stays_one(bits: int) -> None:
+def test_every_nan_bit_pattern_quantises_to_the_nan_scale(bits: int) -> None:
     x = torch.tensor([[0, bits]], dtype=torch.int32).view(torch.float32)
     assert int(kv_int8.quantise(x)[1]) == kv_int8.NOT_A_NUMBER
 
 
-def test_memory_that_nobody_wrote_is_finite() -> None:
+def test_zeroed_memory_dequantises_to_zeros() -> None:
     zeros = torch.zeros(3, dtype=torch.uint8)
     assert not kv_int8.dequantise(zeros, zeros[0], torch.float32).any()
 
@@ -86,7 +86,7 @@ def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
     ("q_heads", "kv_heads", "dim"), [(2, 2, 64), (9, 3, 64), (4, 1, 128), (16, 2, 64), (3, 1, 24)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation_and_a_quantised_write(
+def test_rope_with_an_int8_write_equals_quantising_the_plain_write(
     dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool
 ) -> None:
     """Equal to quantising what the write in the model's dtype leaves; other rows stay as they were. A GPU's
@@ -131,7 +131,7 @@ def test_rotation_and_a_quantised_write(
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_the_kernel_lets_no_infinity_pass_for_a_number(bad: float) -> None:
+def test_write_kernel_stores_a_row_with_infinity_as_nan(bad: float) -> None:
     qkv_TXD = draw(1, 3, 64)
     qkv_TXD[0, 2, 5] = bad
     k_RGD, v_RGD = (torch.zeros(1, 1, 64, dtype=torch.uint8, device=DEVICE) for _ in "kv")
@@ -145,7 +145,9 @@ def test_the_kernel_lets_no_infinity_pass_for_a_number(bad: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kv_heads", "dim", "tokens"), [(1, 64, 1), (3, 64, 33), (2, 24, 16), (8, 128, 5)])
-def test_gathering(dtype: torch.dtype, kv_heads: int, dim: int, tokens: int) -> None:
+def test_gather_dequantises_the_rows_it_is_given(
+    dtype: torch.dtype, kv_heads: int, dim: int, tokens: int
+) -> None:
     rows = 50
     (k_RGD, k_RG), (v_RGD, v_RG) = (
         kv_int8.quantise(
@@ -165,13 +167,13 @@ def test_gathering(dtype: torch.dtype, kv_heads: int, dim: int, tokens: int) -> 
                     assert torch.equal(found_GSD[g, s].cpu(), wanted.to(dtype))
 
 
-def test_quantised_rows_are_close_to_what_they_were() -> None:
+def test_dequantised_rows_are_close_to_the_original_rows() -> None:
     x = draw(100, 2, 128)
     back = kv_int8.dequantise(*kv_int8.quantise(x), torch.float32)
     assert_rows_close(back, x, dtype=torch.bfloat16, factor=3)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_names_the_int8_tensor_whose_dtype_or_shape_is_wrong() -> None:
     rows, scales = torch.zeros(9, 1, 8, dtype=torch.uint8), torch.zeros(9, 1, dtype=torch.uint8)
     rows_T = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(KernelInputError, match=r"k: 8-bit K/V is uint8 .* not torch.float32"):

@@ -70,7 +70,9 @@ def assert_same(found: norm.LinearInput, wanted: norm.LinearInput, dtype: torch.
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm(dtype: torch.dtype, tokens: int, width: int, adds: bool, quantise: bool) -> None:
+def test_add_norm_equals_the_definition(
+    dtype: torch.dtype, tokens: int, width: int, adds: bool, quantise: bool
+) -> None:
     hidden_TC, update_TC = 3 * draw(tokens, width, dtype=dtype), draw(tokens, width, dtype=dtype)
     weight_C = 1 + 0.3 * draw(width, dtype=dtype)
     given = (hidden_TC, update_TC if adds else None, weight_C, 1e-5, quantise)
@@ -87,7 +89,7 @@ def test_norm(dtype: torch.dtype, tokens: int, width: int, adds: bool, quantise:
     assert torch.equal(hidden_TC, before[0]) and torch.equal(update_TC, before[1])
 
 
-def test_weights_of_norms_may_be_wider_than_rows() -> None:
+def test_norm_weights_may_have_a_wider_dtype_than_the_rows() -> None:
     """Where 1 is added to them, 16 bits would round it."""
     hidden_TC, weight_C = draw(5, 64, dtype=torch.float16), 1 + 0.01 * draw(64)
     _, normed_TC = norm.cpu_add_norm(hidden_TC, None, weight_C, 1e-5, False)
@@ -112,7 +114,9 @@ def test_weights_of_norms_may_be_wider_than_rows() -> None:
 @pytest.mark.parametrize(("tokens", "width"), [(4, 1536), (1, 3000)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gelu", [False, True])
-def test_swiglu(dtype: torch.dtype, tokens: int, width: int, quantise: bool, gelu: bool) -> None:
+def test_swiglu_and_geglu_equal_the_definition(
+    dtype: torch.dtype, tokens: int, width: int, quantise: bool, gelu: bool
+) -> None:
     gate_up_TJ = 2 * draw(tokens, 2 * width, dtype=dtype)
     gate_up_TJ[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
     active = swiglu.cpu_swiglu(gate_up_TJ, quantise, gelu)
@@ -126,7 +130,9 @@ def test_swiglu(dtype: torch.dtype, tokens: int, width: int, quantise: bool, gel
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), [(4, 1536), (1, 3000)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_squared_relu(dtype: torch.dtype, tokens: int, width: int, quantise: bool) -> None:
+def test_squared_relu_equals_the_definition(
+    dtype: torch.dtype, tokens: int, width: int, quantise: bool
+) -> None:
     x_TI = 2 * draw(tokens, width, dtype=dtype)
     x_TI[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
     active = swiglu.cpu_squared_relu(x_TI, quantise)
@@ -147,7 +153,9 @@ def angles(positions: list[int], half: int) -> tuple[torch.Tensor, torch.Tensor,
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(9, 3, 64), (8, 1, 128), (3, 1, 24)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation_and_write(dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool) -> None:
+def test_rotate_and_store_equals_the_definition(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool
+) -> None:
     positions = [0, 1, 17, 300, 301]
     cos_T1F, sin_T1F, frequency_F = angles(positions, dim // 2)
     qkv_TXD = draw(len(positions), q_heads + 2 * kv_heads, dim, dtype=dtype)
@@ -182,7 +190,7 @@ def test_rotation_and_write(dtype: torch.dtype, q_heads: int, kv_heads: int, dim
 
 
 @given(st.lists(st.floats(-500, 500, width=32), min_size=1, max_size=40))
-def test_every_number_becomes_the_nearest_of_e4m3(row: list[float]) -> None:
+def test_every_value_rounds_to_the_nearest_e4m3(row: list[float]) -> None:
     found = fp8.cpu_quantise_rows(torch.tensor([row]))
     values_TI, scale_T1 = reference.quantised(torch.tensor([row]))
     assert float(found.scale_T1) == pytest.approx(float(scale_T1), rel=1e-6)
@@ -194,7 +202,7 @@ def test_every_number_becomes_the_nearest_of_e4m3(row: list[float]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
-def test_quantising_rows(dtype: torch.dtype, tokens: int, width: int) -> None:
+def test_fp8_rows_equal_the_definition(dtype: torch.dtype, tokens: int, width: int) -> None:
     x_TI = draw(tokens, width, dtype=dtype) * torch.logspace(-3, 3, tokens, device=DEVICE)[:, None].to(dtype)
     wanted = fp8.cpu_quantise_rows(x_TI.float())
     with poisoned_empty():
@@ -203,7 +211,7 @@ def test_quantising_rows(dtype: torch.dtype, tokens: int, width: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_rows_without_and_beyond_numbers() -> None:
+def test_fp8_rows_handle_zeros_nan_and_infinity() -> None:
     x_TI = torch.zeros(3, 32, device=DEVICE)
     x_TI[1, 5], x_TI[2, 5] = float("inf"), float("nan")
     for made in (fp8.cpu_quantise_rows(x_TI), kernel_quantise_rows(x_TI)):
@@ -213,7 +221,7 @@ def test_rows_without_and_beyond_numbers() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "biased"), [(1, False), (5, True)])
-def test_product(tokens: int, biased: bool) -> None:
+def test_fp8_gemm_equals_the_dequantised_gemm(tokens: int, biased: bool) -> None:
     x_TI, weight_OI = draw(tokens, 96), draw(32, 96) * torch.logspace(-2, 1, 32, device=DEVICE)[:, None]
     bias_O = draw(32, dtype=torch.bfloat16) if biased else None
     found_TO = fp8.product(fp8.quantise_rows(x_TI), fp8.quantise_rows(weight_OI), bias_O, torch.bfloat16)
@@ -226,7 +234,7 @@ def test_product(tokens: int, biased: bool) -> None:
 
 @pytest.mark.skipif(not GPU, reason="on a CPU the product is the oracle's")
 @pytest.mark.parametrize("width", [4096, 14_336])
-def test_product_at_the_widths_of_an_8b_model(width: int) -> None:
+def test_fp8_gemm_error_stays_below_one_percent_at_8b_widths(width: int) -> None:
     """Fast accumulation is off by 0.34% of a row at 14,336 products a sum, bfloat16 by 0.17
     (docs/log/2026-11-22.md at 4fe709c6)."""
     x_TI, weight_OI = draw(64, width), draw(256, width)
@@ -235,7 +243,7 @@ def test_product_at_the_widths_of_an_8b_model(width: int) -> None:
     assert float(row_errors(found_TO.cpu(), wanted_TO).max()) < 0.01
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_names_the_shape_layout_or_device_that_a_layer_kernel_refuses() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(KernelInputError, match=r"add_norm: update is \(2, 4\)"):
         norm.add_norm(x, x[:, :4], x[0], 1e-5, False)

@@ -35,7 +35,7 @@ def gated(product_TJ: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_against_the_definition(dtype: torch.dtype) -> None:
+def test_linear_and_swiglu_linear_equal_the_definition(dtype: torch.dtype) -> None:
     x_TI, weight_JI = draw(5, 48, dtype=dtype), weights(24, 48, dtype)
     bias_J = draw(24, dtype=dtype)
     wanted_TJ = x_TI.double() @ weight_JI.double().T
@@ -47,7 +47,7 @@ def test_against_the_definition(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("function", [linear, swiglu_linear])
-def test_what_does_not_fit_is_named(function: Any) -> None:
+def test_names_gemm_widths_and_dtypes_that_do_not_match(function: Any) -> None:
     weight_OI = weights(4, 6)
     with pytest.raises(KernelInputError, match="no widths alike"):
         function(draw(3, 5), weight_OI)
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_named(function: Any) -> None:
         function(draw(3, 6, dtype=torch.float16), weight_OI)
 
 
-def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_no_gemm_kernels_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     monkeypatch.setattr(hopper, "launch", lambda *given, **_form: launched.append(given))
     compile_products(torch.zeros(256, 64, dtype=torch.bfloat16))
@@ -65,7 +65,7 @@ def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (192, 256), (193, 256), (16_384, 4096), (5000, 28_672)])
-def test_how_full_the_gpu_is(rows: int, width: int) -> None:
+def test_filled_share_equals_handing_out_tiles_one_by_one(rows: int, width: int) -> None:
     """Against handing tiles out one by one."""
     tiles = [
         min(192, rows - row) * min(256, width - column)
@@ -84,7 +84,7 @@ def hopper_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hopper_without_one")
-def test_which_products_the_kernel_takes() -> None:
+def test_hopper_gemm_takes_16_bit_gemms_that_fill_the_gpu() -> None:
     def takes(rows: int, out: int = 28_672, *, gated: bool = True, dtype: Any = torch.bfloat16) -> bool:
         x_TI, weight_OI = (torch.empty(count, 64, dtype=dtype) for count in (rows, out))
         return hopper.takes(x_TI, weight_OI, gated=gated)
@@ -98,7 +98,7 @@ def test_which_products_the_kernel_takes() -> None:
 
 
 @pytest.mark.usefixtures("hopper_without_one")
-def test_what_the_copy_engine_cannot_address_is_left_to_torch() -> None:
+def test_hopper_gemm_leaves_layouts_that_tma_cannot_address_to_torch() -> None:
     def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
         return hopper.takes(x_TI, weight_OI, gated=False)
 
@@ -119,7 +119,7 @@ multiprocessors."""
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "out", "width"), CASES)
-def test_the_kernel(rows: int, out: int, width: int, dtype: torch.dtype) -> None:
+def test_hopper_gemm_equals_the_definition(rows: int, out: int, width: int, dtype: torch.dtype) -> None:
     x_TI, weight_OI = draw(rows, width, dtype=dtype), weights(out, width, dtype)
     wanted_TO = x_TI.double() @ weight_OI.double().T
     with poisoned_empty():
@@ -130,7 +130,7 @@ def test_the_kernel(rows: int, out: int, width: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-def test_numbers_that_are_far_out() -> None:
+def test_gated_gemm_keeps_nan_in_its_row_and_survives_large_gates() -> None:
     """exp of a gate of -1,000 overflows: what it gates is 0. A number that is none stays in its row."""
     x_TI = torch.zeros(300, 64, device=DEVICE, dtype=torch.bfloat16)
     weight_JI = torch.zeros(512, 64, device=DEVICE, dtype=torch.bfloat16)
@@ -145,7 +145,7 @@ def test_numbers_that_are_far_out() -> None:
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("function", [linear, swiglu_linear])
-def test_a_layer_of_8b(function: Any) -> None:
+def test_hopper_gemm_is_right_and_repeatable_at_8b_sizes(function: Any) -> None:
     """By the way that a stage takes it; the same bits every time."""
     x_TI, weight_OI = draw(8192, 4096, dtype=torch.bfloat16), weights(28_672, 4096, torch.bfloat16)
     assert hopper.takes(x_TI, weight_OI, gated=function is swiglu_linear)

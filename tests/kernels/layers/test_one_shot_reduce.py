@@ -158,7 +158,7 @@ def test_a_rank_whose_peer_is_a_call_ahead_does_not_wait(before: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_next_calls_numbers_lie_apart_whatever_their_type(ranks: int) -> None:
+def test_consecutive_calls_write_to_disjoint_memory_in_any_dtype(ranks: int) -> None:
     """They are written while a slow rank may still read this call's."""
     written = {}
     for rank in range(ranks):
@@ -175,14 +175,14 @@ def test_the_next_calls_numbers_lie_apart_whatever_their_type(ranks: int) -> Non
             assert (rank, half) == (other, other_half) or not theirs & ours
 
 
-def test_it_takes_what_has_room() -> None:
+def test_reduce_takes_tensors_that_fit_its_buffer() -> None:
     memory = own_memory(1, torch.device("cpu"))
     reduce = OneShotReduce(0, [memory])
     assert reduce.takes(torch.zeros(ROOM)) and not reduce.takes(torch.zeros(ROOM + 1))
     assert not reduce.takes(torch.zeros(0)) and not reduce.takes(torch.zeros(4, dtype=torch.int64))
 
 
-def test_one_rank_keeps_its_numbers() -> None:
+def test_reduce_over_one_rank_returns_the_input() -> None:
     reduce = OneShotReduce(0, [own_memory(1, torch.device("cuda" if GPUS else "cpu"))])
     x = torch.arange(3000, dtype=torch.float32, device=reduce._calls.device)
     for maximum in (False, True):
@@ -225,7 +225,7 @@ def test_the_norm_of_a_sum_over_ranks_is_that_of_two_steps(
         assert (memory[1][1][:rows] == call).all(), "the other hears of each row"
 
 
-def test_a_row_that_is_too_wide_and_too_many_rows_are_not_taken() -> None:
+def test_add_norm_refuses_rows_that_are_too_wide_or_too_many() -> None:
     both = OneShotAddNorm(0, [own_memory(1, torch.device("cpu"))])
     assert both.takes(torch.zeros(128, 8192)) and not both.takes(torch.zeros(129, 8192))
     assert not both.takes(torch.zeros(1, 8193)) and not both.takes(torch.zeros(0, 64))

@@ -26,7 +26,7 @@ def test_ids_and_log_probabilities_arrive_exactly(rows: int) -> None:
     assert bool(host_R2[rows].isnan().all()), "nothing is written behind the rows"
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_refuses_ids_log_probabilities_and_buffers_that_do_not_match() -> None:
     ids_R, logprob_R = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     for bad in (torch.zeros(2, 2), torch.zeros(3, 2, dtype=torch.float64)):
         with pytest.raises(KernelInputError, match="are not ids, log-probabilities and room for both"):

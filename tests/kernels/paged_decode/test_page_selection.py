@@ -40,7 +40,7 @@ KINDS = ["softmax", "ties", "equal", "zero", "tiny", "signed", "infinite"]
 
 @pytest.mark.parametrize(("budget", "recency"), BUDGETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_selection_is_the_recent_and_the_best(kind: str, budget: int, recency: int) -> None:
+def test_selection_keeps_recent_pages_and_the_best_scored(kind: str, budget: int, recency: int) -> None:
     columns, pages = 131, [131, 130, 64, 9, 1]
     score_RP, lengths_R = scores(kind, len(pages), columns), lengths_of(pages)
     found = [
@@ -58,7 +58,7 @@ def test_selection_is_the_recent_and_the_best(kind: str, budget: int, recency: i
 
 
 @pytest.mark.parametrize("partial", [1, 15, 16])
-def test_a_partly_filled_page_is_a_page(partial: int) -> None:
+def test_partly_filled_page_counts_as_a_recent_page(partial: int) -> None:
     score_RP = scores("softmax", 1, 40)
     lengths_R = lengths_of([33], partial)
     for select in (cpu.select_pages, page_selection.kernel_select_pages):
@@ -66,7 +66,7 @@ def test_a_partly_filled_page_is_a_page(partial: int) -> None:
         assert selected_RK[0, -2:].tolist() == [31, 32]
 
 
-def test_columns_past_the_end_do_not_matter() -> None:
+def test_scores_past_a_requests_last_page_are_ignored() -> None:
     score_RP = scores("softmax", 2, 100)
     lengths_R = lengths_of([60, 80])
     clean = cpu.select_pages(score_RP, lengths_R, budget=16, recency=4)
@@ -77,7 +77,7 @@ def test_columns_past_the_end_do_not_matter() -> None:
         assert torch.equal(dirty[1], clean[1])
 
 
-def test_a_slice_of_a_wider_buffer() -> None:
+def test_kernel_selects_from_a_slice_of_a_wider_buffer() -> None:
     wide_RP = scores("softmax", 3, 300)
     lengths_R = lengths_of([200, 150, 3])
     expected, _ = cpu.select_pages(wide_RP[:, :200].contiguous(), lengths_R, budget=16, recency=4)
@@ -85,7 +85,7 @@ def test_a_slice_of_a_wider_buffer() -> None:
     assert torch.equal(found, expected)
 
 
-def test_dispatch_returns_the_same() -> None:
+def test_dispatch_selects_the_same_pages_as_the_cpu_form() -> None:
     score_RP, lengths_R = scores("softmax", 2, 90), lengths_of([90, 12])
     found = page_selection.select_pages(score_RP, lengths_R, budget=16, recency=4)
     expected = cpu.select_pages(score_RP, lengths_R, budget=16, recency=4)
@@ -96,7 +96,7 @@ def test_dispatch_returns_the_same() -> None:
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("columns", [8192, 32768, 65536])
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_tables(kind: str, columns: int) -> None:
+def test_kernel_selects_the_same_pages_from_long_tables(kind: str, columns: int) -> None:
     score_RP = scores(kind, 4, columns)
     lengths_R = lengths_of([columns, columns - 1, 5000, 60])
     for budget, recency in ((64, 8), (256, 8), (4096, 0)):
@@ -122,7 +122,7 @@ def test_long_tables(kind: str, columns: int) -> None:
         ({"page_tokens": 32}, "page_tokens 32"),
     ],
 )
-def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
+def test_refuses_bad_scores_lengths_and_budgets_by_name(change: dict[str, object], message: str) -> None:
     good = {
         "page_score_RP": torch.zeros(2, 5),
         "lengths_R": torch.tensor([70, 33], dtype=torch.int32),

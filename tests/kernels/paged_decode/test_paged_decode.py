@@ -134,7 +134,7 @@ def test_the_sparse_kernel_equals_the_cpu_form(
 
 
 @pytest.mark.parametrize("cut", [SplitPlan(16, 1), SplitPlan(64, 5), SplitPlan(32, 16, score_blocks=4)])
-def test_how_the_kernel_is_cut_does_not_matter(cut: SplitPlan) -> None:
+def test_split_plan_does_not_change_the_output(cut: SplitPlan) -> None:
     x = make([70, 129], Shape(dtype=DTYPES[0]))
     with poisoned_empty():
         out_RHD, _, score_RP = launch.paged_attention_scored(x, cut)
@@ -162,7 +162,7 @@ def test_requests_share_the_splits_by_what_they_read(lengths: list[int], splits:
         torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
 
 
-def test_float32_queries_over_narrower_pages() -> None:
+def test_float32_queries_attend_to_16_bit_pages() -> None:
     x = make([70], Shape(dtype=torch.float16))
     wide = replace(x, q_RHD=x.q_RHD.float())
     out_RHD, _ = launch.paged_attention(wide)
@@ -175,7 +175,7 @@ def run_all(x: PagedInput) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return [cpu.paged_attention_scored(x), launch.paged_attention_scored(x)]
 
 
-def test_large_logits_and_equal_keys() -> None:
+def test_kernels_handle_large_logits_and_equal_keys() -> None:
     x = make([150], Shape(dtype=DTYPES[0]), sharpness=200.0)
     expected_RHD, expected_RH, expected_RP = cpu.paged_attention_scored(fp32(x))
     for out_RHD, lse_RH, score_RP in run_all(x):
@@ -240,7 +240,7 @@ def test_selected_pages_are_all_that_is_read() -> None:
         assert_rows_close(module.paged_attention_sparse(selection)[0], expected)
 
 
-def test_strided_inputs() -> None:
+def test_kernels_take_strided_queries_and_pages() -> None:
     """Slices of a fused projection and of a cache that holds K and V together."""
     x = make([70, 33])
     kv = torch.stack([x.k_PSGD, x.v_PSGD], dim=2)
@@ -252,7 +252,7 @@ def test_strided_inputs() -> None:
         assert_rows_close(module.paged_attention(y)[0], expected)
 
 
-def test_dispatch_and_one_decode_step_of_delta() -> None:
+def test_dispatch_feeds_delta_scores_into_page_selection() -> None:
     """A Δ-layer's scores choose the pages that the next layer attends to."""
     x = make([150, 40])
     args = (x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R)
@@ -301,13 +301,13 @@ def corrupt(x: PagedInput, **changes: object) -> None:
         (lambda x: {"scale": float("nan")}, "scale nan"),
     ],
 )
-def test_bad_input_is_named(change: object, message: str) -> None:
+def test_refuses_bad_tensors_by_name(change: object, message: str) -> None:
     x = make([70, 33])
     with pytest.raises(KernelInputError, match=message):
         corrupt(x, **change(x))  # type: ignore[operator]
 
 
-def test_bad_values_and_selections_are_named() -> None:
+def test_refuses_bad_values_and_page_selections_by_name() -> None:
     x = make([70, 33])
     with pytest.raises(KernelInputError, match="selected must be int32"):
         SelectedPages(x, torch.zeros(2, 3, device=DEVICE), integers([1, 1]))

@@ -116,7 +116,7 @@ def test_requests_share_the_splits_by_what_they_read(lengths: list[int], splits:
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
-def test_queries_of_any_size(size: float) -> None:
+def test_kernel_equals_the_cpu_form_for_queries_of_any_magnitude(size: float) -> None:
     """bfloat16's range is not float16's."""
     x = in_8_bits(make([90], Shape(dtype=torch.float32)))
     x = replace(x, q_RHD=x.q_RHD * size, scale=x.scale / size)
@@ -156,7 +156,7 @@ def test_selected_pages_are_all_that_is_read() -> None:
         assert_rows_close(out_RHD, expected, dtype=PRECISION)
 
 
-def test_dispatch_and_one_decode_step_of_delta() -> None:
+def test_dispatch_feeds_int8_delta_scores_into_page_selection() -> None:
     x = in_8_bits(make([150, 40]))
     args = (x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R)
     how = {"scale": x.scale, "scales": x.scales}
@@ -169,7 +169,7 @@ def test_dispatch_and_one_decode_step_of_delta() -> None:
     assert_rows_close(sparse_RHD, full_RHD, dtype=PRECISION)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_names_int8_pages_whose_dtype_scales_or_strides_are_wrong() -> None:
     x = in_8_bits(make([40]))
     e = x.scales
     assert e is not None

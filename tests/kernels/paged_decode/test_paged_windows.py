@@ -48,7 +48,7 @@ def test_the_cpu_form_is_attention_token_by_token(window: int, int8: bool) -> No
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_kernel_is_the_cpu_form_and_reads_nothing_before(
+def test_kernel_equals_the_cpu_form_and_skips_keys_before_its_window(
     window: int, dtype: torch.dtype, head_dim: int
 ) -> None:
     lengths = [8192, 4097, 300, 1] if GPU else LENGTHS
@@ -63,7 +63,7 @@ def test_the_kernel_is_the_cpu_form_and_reads_nothing_before(
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_the_kernel_of_8_bits_is_the_cpu_form(window: int, head_dim: int) -> None:
+def test_int8_kernel_equals_the_cpu_form_inside_a_window(window: int, head_dim: int) -> None:
     x = replace(in_8_bits(make(LENGTHS, Shape(4, 2, head_dim, dtype=DTYPES[0]))), window=window)
     with poisoned_empty():
         out_RHD, lse_RH = launch.paged_attention(x, CUT)
@@ -72,7 +72,7 @@ def test_the_kernel_of_8_bits_is_the_cpu_form(window: int, head_dim: int) -> Non
     torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
 
 
-def test_the_dispatcher_takes_a_window_and_one_as_long_as_the_request_is_none() -> None:
+def test_dispatch_ignores_a_window_that_covers_the_whole_request() -> None:
     x = make(LENGTHS)
     args = x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R
     whole, long, short = (dispatch.paged_attention(*args, scale=x.scale, window=n)[0] for n in (0, 300, 40))

@@ -41,7 +41,7 @@ def test_a_tile_arrives_with_its_quarters_interleaved(slots: int) -> None:
 
 @pytest.mark.parametrize("programs", [1, 16, 36, 64, 128, 131, 132, 133, 256, 1000])
 @pytest.mark.parametrize("steps", [0, 1, 30, 112, 528])
-def test_keys_are_shared_so_that_all_end_soonest(programs: int, steps: int) -> None:
+def test_key_splits_give_the_shortest_total_time(programs: int, steps: int) -> None:
     """Against the rounds in which 132 multiprocessors take the programs, counted one by one."""
 
     def time(splits: int) -> int:
@@ -71,7 +71,7 @@ def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnch
     not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU"
 )
 @pytest.mark.parametrize(("blocks", "first_block"), [(64, 0), (64, 64)])
-def test_every_launch_counts_each_tile_by_its_own_numbers(blocks: int, first_block: int) -> None:
+def test_every_one_of_100_launches_scores_each_tile_correctly(blocks: int, first_block: int) -> None:
     """The copy engine once overwrote a tile's numbers while they were being read, in a few tiles of some
     launches: so a hundred launches, each against plain arithmetic."""
     heads, groups, tokens = 32, 8, blocks * BLOCK

@@ -48,7 +48,7 @@ def test_each_layer_selects_by_its_own_thresholds(name: str) -> None:
     assert masks[0] != masks[1] != masks[2] != masks[0]
 
 
-def test_the_length_of_the_prompt_is_asked_for() -> None:
+def test_thresholds_are_looked_up_by_layer_and_prompt_length() -> None:
     asked = []
 
     def thresholds(layer: int, tokens: int) -> tuple[float, ...]:
@@ -74,7 +74,7 @@ def test_a_density_needs_thresholds_and_counts_as_its_levels_do(name: str) -> No
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_a_share_keeps_that_part_of_every_row_with_sink_and_window_among_it(name: str) -> None:
+def test_share_counts_sink_and_window_among_each_rows_kept_blocks(name: str) -> None:
     x = structured_input(4096, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
     selector = selector_of(name, None, share=0.5, outside=1, sink=1, window=300)
     assert selector.rule == Rule("top_k", 0.5, sink_blocks=1, window_blocks=4)
@@ -85,12 +85,12 @@ def test_a_share_keeps_that_part_of_every_row_with_sink_and_window_among_it(name
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_rules_exclude_each_other(name: str) -> None:
+def test_share_and_density_together_are_refused(name: str) -> None:
     with pytest.raises(KernelInputError, match=r"^share = 0\.5 and density = 0\.08 exclude each other"):
         PRESETS[name].form(share=0.5, density=0.08)
 
 
-def test_thresholds_go_through_the_correction_and_the_switch_for_short_prompts() -> None:
+def test_thresholds_reach_a_method_that_delta_correction_wraps() -> None:
     x = structured_input(1100, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
     densities = []
     for threshold in (1.0, 0.3):

@@ -59,7 +59,7 @@ def test_the_kernel_equals_the_cpu_form(
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
-def test_forced_tiles_ties_and_edges(select: object) -> None:
+def test_rules_keep_sink_diagonal_and_ties(select: object) -> None:
     assert callable(select)
     score = torch.zeros(1, 1, 1, 9, device=DEVICE)
     score[..., 4] = 1.0
@@ -86,7 +86,7 @@ def test_a_sink_that_holds_nearly_everything_does_not_fill_the_quota(select: obj
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
 @pytest.mark.parametrize("tiny", [1e-18, 1e-20, 1e-34, 1e-36])
-def test_a_quota_is_met_however_little_sink_and_window_leave(select: object, tiny: float) -> None:
+def test_quota_is_met_even_if_sink_and_window_leave_few_tiles(select: object, tiny: float) -> None:
     """Logits of a sink 80 above all others leave scores of 1e-35 outside."""
     assert callable(select)
     outside = [0.3, 0.1, 0.9, 0.2, 0.8, 0.05, 0.6]
@@ -120,7 +120,7 @@ def test_scores_after_the_diagonal_are_ignored(select: object) -> None:
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
-def test_bad_input(select: object) -> None:
+def test_select_refuses_bad_scores_and_positions(select: object) -> None:
     assert callable(select)
     rule = Rule("cumulative", 0.5)
     good = torch.ones(1, 2, 3, 5, device=DEVICE)
@@ -137,7 +137,7 @@ def test_bad_input(select: object) -> None:
         select(good, Rule("cumulative", torch.ones(3)), 2)
 
 
-def test_bad_rules() -> None:
+def test_refuses_rules_with_bad_kinds_or_thresholds() -> None:
     for kind, threshold in (("best", 0.5), ("cumulative", 1.5), ("top_k", -0.1), ("top_k", float("nan"))):
         with pytest.raises(KernelInputError):
             Rule(kind, threshold)  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ def test_anchors_equal_the_oracle(form: str, largest: bool) -> None:
     check_scores(score, anchor_scores(x, selector.form))
 
 
-def test_crowded_blocks_are_relaxed_and_only_those() -> None:
+def test_relaxed_threshold_applies_only_to_blocks_with_excess_anchors() -> None:
     x = sample(256)
     strict = cpu_summarise(x.k_BGSD, 0.75, SideSettings(8, "mean"))
     relaxed = cpu_summarise(x.k_BGSD, 0.75, SideSettings(8, "mean", 0.3))
@@ -193,7 +193,7 @@ def window(row: int, size: int) -> range:
     return range(max(0, row - size + 1), row + 1)
 
 
-def test_scores_travel_with_the_mask_where_asked_for() -> None:
+def test_mask_carries_scores_on_request() -> None:
     x = sample(400)
     options = AntidiagonalOptions(tau=0.8)
     selector = AntidiagonalSelector(options, with_scores=True)
@@ -206,7 +206,7 @@ def test_scores_travel_with_the_mask_where_asked_for() -> None:
     assert select(AntidiagonalSelector(options), x).score_BHNM is None
 
 
-def test_bad_input() -> None:
+def test_selectors_refuse_misplaced_chunks_and_bad_scales() -> None:
     x = random_input(300, head_dim=16)
     for name, make in CHUNKABLE.items():
         misplaced = random_input(300, head_dim=16, rows=100)

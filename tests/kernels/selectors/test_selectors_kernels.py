@@ -109,7 +109,7 @@ def test_scores_and_mask_equal_the_cpu_form(name: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (4, 1), (8, 1)])
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors"])
-def test_groups_of_query_heads(name: str, q_heads: int, kv_heads: int) -> None:
+def test_kernel_scores_equal_the_cpu_form_for_any_query_group(name: str, q_heads: int, kv_heads: int) -> None:
     x = sample(200, q_heads=q_heads, kv_heads=kv_heads, head_dim=16)
     selector = SCORED[name]()
     expected_BHNM = selector.cpu_scores(x, selector.new_state(spec_of(x)), no_phase)
@@ -117,7 +117,7 @@ def test_groups_of_query_heads(name: str, q_heads: int, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["antidiagonal", "naive", "block_pool", "anchors", "anchors_means"])
-def test_heads_of_256_channels(name: str) -> None:
+def test_kernel_scores_equal_the_cpu_form_for_heads_of_256_channels(name: str) -> None:
     """Gemma's. Their launches have sizes of their own."""
     x = sample(300, torch.float16, q_heads=2, head_dim=256)
     if name in IN_EIGHT_BITS:
@@ -172,7 +172,7 @@ def test_slabs_do_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors"])
 @pytest.mark.parametrize("kind", ["duplicates", "zeros", "large", "absurd", "one token"])
-def test_degenerate_rows(name: str, kind: str) -> None:
+def test_kernel_scores_equal_the_cpu_form_for_degenerate_rows(name: str, kind: str) -> None:
     x = sample(200, q_heads=1, head_dim=16)
     if kind == "one token":
         x = chunk_of(sample(129, q_heads=1, head_dim=16), 128, 129)
