@@ -25,8 +25,8 @@ from deltafront.workers.messages import methods
 from deltafront.workers.messages.methods import PAGE_TOKENS
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
-from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import profile_file
 from deltafront.workers.model.family_registry import FamilyError, load_families
 from deltafront.workers.settings import (

@@ -17,8 +17,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "workers", "service", "protos")
-BODIES = ("body", "orelse", "finalbody")
-"""Where a statement keeps its own."""
 
 # A room → what its modules may take, in the package, beside the room itself. Names stand for themselves and
 # all below them; the longest that fits a module is its room.
@@ -128,28 +126,32 @@ def within(name: str, prefixes: str) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes.split())
 
 
-def at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """The statements that run when a module is imported, nested ones included; not those for types only."""
-    for node in body:
-        yield node
-        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            parts = [node.orelse] if typing_only else [getattr(node, name, []) for name in BODIES]
-            parts += [handler.body for handler in getattr(node, "handlers", [])]
-            yield from itertools.chain.from_iterable(map(at_import, parts))
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk a tree without what stands under `if TYPE_CHECKING`."""
+    yield node
+    for field, value in ast.iter_fields(node):
+        if field == "body" and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from running(child)
 
 
 @functools.cache
-def imports(module: str, everywhere: bool = True) -> tuple[str, ...]:
-    """Every import as a dotted name; relative ones resolved from the root of the package."""
-    return tuple(_imports(module, everywhere))
+def imports(module: str, for_types: bool = True) -> tuple[str, ...]:
+    """Every import as a dotted name, also inside functions; relative ones from the root of the package.
+
+    Args:
+        for_types: Include the imports under `if TYPE_CHECKING`.
+    """
+    return tuple(_imports(module, for_types))
 
 
-def _imports(module: str, everywhere: bool) -> Iterator[str]:
+def _imports(module: str, for_types: bool) -> Iterator[str]:
     path = MODULES[module]
     package = path.relative_to(ROOT).parent.parts
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if everywhere else at_import(tree.body):
+    for node in ast.walk(tree) if for_types else running(tree):
         if isinstance(node, ast.Import):
             yield from (inside(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -233,11 +235,8 @@ def test_tests_and_benchmarks_import_modules_that_exist(folder: str) -> None:
 
 
 def test_no_import_circle() -> None:
-    """Imports inside a function count in `kernels`, and nowhere else. Those for types do not count."""
-    graph = {
-        module: (MODULES.keys() - {module}) & {*imports(module, everywhere=within(module, "kernels"))}
-        for module in MODULES
-    }
+    """Imports inside a function count. Those for types do not."""
+    graph = {module: (MODULES.keys() - {module}) & {*imports(module, for_types=False)} for module in MODULES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

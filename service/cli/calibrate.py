@@ -29,7 +29,7 @@ from deltafront.workers.model.calibrated.profile import (
     load_profile,
 )
 from deltafront.workers.model.directory.digest import model_digest
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.model.directory.tokenizer_files import tokenizer_json
 from deltafront.workers.settings import DecodeConfig, Dtype, ModelSpec

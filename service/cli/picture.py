@@ -21,7 +21,7 @@ from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.wiring import local_model
 from deltafront.workers.messages.events import Progress
 from deltafront.workers.messages.methods import MethodError, MethodSpec
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 
 if TYPE_CHECKING:
     from deltafront.workers.calibration.tiles import TilesRead

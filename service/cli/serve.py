@@ -17,7 +17,7 @@ from deltafront.service.local.log_file import default_log, output_to
 from deltafront.service.local.machine import this_machine
 from deltafront.service.local.readiness import StartError
 from deltafront.service.wiring import checked_config, local_model
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.settings import ModelSpec
 

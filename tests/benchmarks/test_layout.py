@@ -8,7 +8,7 @@ import pytest
 
 from deltafront.benchmarks.layout import HEADER, Layout, fit, row
 from deltafront.service.cli.size import GIB, RESERVE_GIB, SHAPES, rank_bytes, stage_bytes
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.settings import Quantisation
 
 LAYOUTS = {

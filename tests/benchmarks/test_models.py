@@ -8,7 +8,7 @@ import pytest
 
 from deltafront.benchmarks.models.public import REFUSED, SERVED, Public
 from deltafront.benchmarks.models.tables import read_public
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.family_registry import FAMILIES
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from deltafront.workers.model.directory.headers import Stored, read_header
-from deltafront.workers.model.directory.json_files import ModelError, read_json
 from deltafront.workers.model.directory.model_config import ModelConfig, Shape
+from deltafront.workers.model.directory.model_files import ModelError, read_json
 
 _NAME = re.compile(
     r"base_model\.model\.(model\.layers\.\d+\.(?:self_attn\.(?:[qkvo]|qkv)_proj|mlp\.(?:gate|up|down|gate_up)_proj))"

@@ -28,7 +28,7 @@ from deltafront.service.request.text.control_tokens import (
 from deltafront.service.request.text.detokenize import Detokenizer
 from deltafront.workers.messages.requests import ID_BYTES
 from deltafront.workers.model.directory.chat_template import OURS, ChatTemplate
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.tokenizer_files import (
     TOKENIZER,
     AddedToken,

@@ -37,7 +37,7 @@ import pytest
 
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.door import http_stream
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 
 from ..fakes import EOS
 from ..inprocess import HANG_S, House, wait_until

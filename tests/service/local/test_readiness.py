@@ -36,7 +36,7 @@ ray.exceptions.RayTaskError({name}): \x1b[36mray::StageActor.load()\x1b[39m (pid
 {error}"""
 """What Serve says of a replica whose stage cannot load."""
 OURS = (
-    "deltafront.workers.model.directory.json_files.ModelError: "
+    "deltafront.workers.model.directory.model_files.ModelError: "
     "the weights have no tensor 'lm_head': they do not fit"
 )
 

@@ -25,7 +25,7 @@ from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.requests import DecodeFailed, Reservation, Sampling
 from deltafront.workers.messages.stages import KVAnnouncement, KVRange
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.settings import DecodeConfig
 
 from ..tiny_model import make_tiny_model

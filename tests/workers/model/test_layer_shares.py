@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from deltafront.service.cli.size import SHAPES
-from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
 from deltafront.workers.model.layer_shares import LayerShare, balanced
 

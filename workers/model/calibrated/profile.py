@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from deltafront.kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, registered
 from deltafront.kernels.options import ScoredOptions, Value
 from deltafront.workers.model.directory.digest import model_digest
-from deltafront.workers.model.directory.json_files import ModelError
-from deltafront.workers.model.directory.model_config import ModelConfig, config_of
-from deltafront.workers.model.directory.store import profile_file
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.model_files import ModelError
+from deltafront.workers.model.directory.store import config_of, profile_file
 from deltafront.workers.settings import Count, DecodeConfig, Layer, ModelSpec
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})

@@ -7,9 +7,8 @@ import torch
 
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.json_files import ModelError
-from deltafront.workers.model.directory.model_config import config_of
-from deltafront.workers.model.directory.store import adapter_directory, model_directory
+from deltafront.workers.model.directory.model_files import ModelError
+from deltafront.workers.model.directory.store import adapter_directory, config_of, model_directory
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 from deltafront.workers.progress import Tell, silent
 from deltafront.workers.settings import ModelSpec

@@ -18,8 +18,8 @@ from deltafront.kernels.layers.norm import LinearInput, add_norm
 from deltafront.kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
 from deltafront.workers.model.decoder.rope_angles import Rope
-from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.weights.mixture_weights import MixtureWeights
 from deltafront.workers.model.weights.projections import Fp8Linear, Linear
 from deltafront.workers.model.weights.stack_weights import (

@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from deltafront.workers.model.directory.headers import open_gguf, read_header
-from deltafront.workers.model.directory.json_files import ModelError, read_json
-from deltafront.workers.model.directory.model_config import ModelConfig, config_of
-from deltafront.workers.model.directory.store import (
-    adapter_directory,
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.model_files import (
+    ModelError,
     gguf_parts,
-    model_directory,
+    read_json,
     weight_file,
     weight_index,
+)
+from deltafront.workers.model.directory.store import (
+    adapter_directory,
+    config_of,
+    model_directory,
 )
 from deltafront.workers.settings import ModelSpec
 

@@ -13,14 +13,17 @@ import numpy as np
 from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
-from deltafront.workers.model.directory.json_files import (
+from deltafront.workers.model.directory.model_config import EMBEDDING, HEAD, ModelConfig, Shape
+from deltafront.workers.model.directory.model_files import (
     UNFORESEEN,
     ModelError,
     check_file,
+    gguf_parts,
     parse_json,
     read_json,
+    weight_file,
+    weight_index,
 )
-from deltafront.workers.model.directory.model_config import EMBEDDING, HEAD, ModelConfig, Shape
 from deltafront.workers.model.directory.quantised import (
     FLOATS,
     Quantised,
@@ -28,7 +31,6 @@ from deltafront.workers.model.directory.quantised import (
     is_ignored,
     quantised_form,
 )
-from deltafront.workers.model.directory.store import gguf_parts, weight_file, weight_index
 from deltafront.workers.model.directory.text_part import own_names
 
 _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _packed .absmax".split())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deltafront.workers.model.directory.json_files import (
+from deltafront.workers.model.directory.model_files import (
     ModelError,
     few,
     natural,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from deltafront.workers.model.directory.json_files import (
+from deltafront.workers.model.directory.mixture_config import MixtureConfig, read_mixture
+from deltafront.workers.model.directory.model_files import (
     ModelError,
     broken,
     few,
@@ -17,7 +18,6 @@ from deltafront.workers.model.directory.json_files import (
     read_json,
     read_json_or_empty,
 )
-from deltafront.workers.model.directory.mixture_config import MixtureConfig, read_mixture
 from deltafront.workers.model.directory.quantised import quantised_form
 from deltafront.workers.model.directory.rope_config import (
     RopeConfig,
@@ -29,14 +29,12 @@ from deltafront.workers.model.directory.rope_config import (
     rotary_dim,
     window_rope,
 )
-from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.model.directory.text_part import text_config
 from deltafront.workers.model.directory.tokenizer_files import end_tokens
 from deltafront.workers.model.directory.window_config import read_windows
 from deltafront.workers.model.families.family import OPTIONAL, Family
-from deltafront.workers.model.family_registry import FAMILIES, family_of, load_families, unserved_features
+from deltafront.workers.model.family_registry import FAMILIES, family_of, unserved_features
 from deltafront.workers.model.layer_shares import LayerShare, balanced
-from deltafront.workers.settings import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -309,13 +307,6 @@ def _numbers(shapes: Mapping[str, Shape]) -> int:
 def _linear(module: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
     weight: dict[str, Shape] = {f"{module}.weight": (rows, columns)}
     return weight | {f"{module}.bias": (rows,)} if bias else weight
-
-
-def config_of(model: ModelSpec) -> ModelConfig:
-    """Register the model's family modules and read its config.json. Raises ModelError or FamilyError."""
-    for module in model.family_modules:
-        load_families(module)
-    return read_config(model_directory(model.path), model.overrides)
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deltafront.workers.model.directory.json_files import ModelError, read_json, read_json_or_empty
+from deltafront.workers.model.directory.model_files import ModelError, read_json, read_json_or_empty
 from deltafront.workers.model.directory.text_part import text_config
 
 FLOATS = ("F64", "F32", "F16", "BF16")

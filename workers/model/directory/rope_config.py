@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltafront.workers.model.directory.json_files import ModelError, positive_int, positive_number
+from deltafront.workers.model.directory.model_files import ModelError, positive_int, positive_number
 from deltafront.workers.model.families.family import Family
 
 _TRAINED = "original_max_position_embeddings"

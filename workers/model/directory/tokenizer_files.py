@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from deltafront.workers.model.directory.chat_template import ChatTemplate, check_template
-from deltafront.workers.model.directory.json_files import (
+from deltafront.workers.model.directory.model_files import (
     ModelError,
     broken,
     check_file,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deltafront.workers.model.directory.json_files import ModelError, positive_int
+from deltafront.workers.model.directory.model_files import ModelError, positive_int
 from deltafront.workers.model.families.family import Family
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"

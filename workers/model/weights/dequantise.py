@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.quantised import Quantised
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

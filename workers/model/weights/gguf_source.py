@@ -14,9 +14,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from deltafront.workers.model.directory.headers import open_gguf
-from deltafront.workers.model.directory.json_files import WEIGHT_INDEX, ModelError
 from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.directory.store import gguf_parts
+from deltafront.workers.model.directory.model_files import (
+    WEIGHT_INDEX,
+    ModelError,
+    gguf_parts,
+)
 from deltafront.workers.model.directory.tokenizer_files import check_chat_template
 from deltafront.workers.model.family_registry import gguf_families
 from deltafront.workers.model.weights.gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json

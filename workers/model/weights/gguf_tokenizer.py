@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from gguf import TokenType
 
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 
 _SPACE = "▁"
 

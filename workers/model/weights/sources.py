@@ -5,10 +5,14 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from deltafront.workers.model.directory.json_files import ModelError, read_json
 from deltafront.workers.model.directory.model_config import EMBEDDING, HEAD, Shape, read_config
+from deltafront.workers.model.directory.model_files import (
+    ModelError,
+    read_json,
+    weight_file,
+    weight_index,
+)
 from deltafront.workers.model.directory.quantised import Quantised, is_ignored, quantised_form
-from deltafront.workers.model.directory.store import weight_file, weight_index
 from deltafront.workers.model.directory.text_part import own_names
 from deltafront.workers.model.weights.dequantise import dequantised
 from deltafront.workers.model.weights.gguf_source import GgufSource

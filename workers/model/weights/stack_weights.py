@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import CHOICE_BIAS, EMBEDDING, HEAD, SHARED, ModelConfig
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.lora import LoraAdapter
 from deltafront.workers.model.weights.mixture_weights import MixtureWeights

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deltafront.workers.model.directory.json_files import ModelError, read_json
+from deltafront.workers.model.directory.model_files import ModelError, read_json
 
 FILE = "tekken.json"
 BOS, EOS = "<s>", "</s>"

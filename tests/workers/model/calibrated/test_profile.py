@@ -24,8 +24,8 @@ from deltafront.workers.model.calibrated.profile import (
     load_profile,
 )
 from deltafront.workers.model.directory.digest import model_digest
-from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.settings import ModelSpec
 
 from ...profiles import make_profile, write_profile

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from deltafront.kernels.layers.rope import rotate
 from deltafront.tests.numerics import assert_rows_close
 from deltafront.workers.model.decoder.rope_angles import Rope, inverse_frequencies
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
 
 LLAMA3 = {

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from deltafront.benchmarks.engine.model import SHAPES
 from deltafront.workers.model.directory import digest as digests
 from deltafront.workers.model.directory.digest import _about, content_digest, model_digest
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.settings import ModelSpec
 
 from ...tiny_model import make_tiny_model

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.tokenizer_files import end_tokens
 
 from .tokenizers_of_models import CHATML, write_json, write_tokenizer

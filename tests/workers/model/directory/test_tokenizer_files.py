@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from deltafront.service.request.text.tokenizer import TextTokenizer
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.tokenizer_files import TokenizerFiles
 
 from .tokenizers_of_models import CHATML, write_json, write_tokenizer

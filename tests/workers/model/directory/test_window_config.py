@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
 
 from .test_model_config import EXPERTS, MISTRAL, read

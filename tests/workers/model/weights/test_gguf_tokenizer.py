@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from deltafront.service.request.text.tokenizer import TextTokenizer
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.weights.gguf_tokenizer import (
     PRE_TOKENIZERS,
     PreTokenizer,

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from deltafront.service.request.text.tokenizer import TextTokenizer
-from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.model.directory.tokenizer_files import end_tokens, tokenizer_json
 

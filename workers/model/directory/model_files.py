@@ -1,12 +1,19 @@
+"""Reads the files of a model directory, and says which of them hold the weights."""
+
 import contextlib
 import json
 import math
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 WEIGHT_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""The name that llama-gguf-split gives a part."""
+
 _LFS_POINTER = b"version https://git-lfs.github.com/"
 _MOST = 10_000
 """More layers or experts no model has, and each costs time before weights are compared."""
@@ -98,3 +105,46 @@ def positive_number(where: str, key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ModelError(f"{where}: {key} = {value!r} is not a number above 0")
     return float(value)
+
+
+def weight_index(directory: Path) -> dict[str, Path] | None:
+    """Return each tensor's file; None if there is no index. Raises ModelError."""
+    path = directory / WEIGHT_INDEX
+    if not path.exists():
+        return None
+    try:
+        return {name: directory / file for name, file in read_json(path)["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is not a safetensors index: {error!r}") from None
+
+
+def weight_file(directory: Path) -> Path:
+    """Return the single file of weights; of a GGUF in parts, the first. Raises ModelError."""
+    single = directory / _SINGLE
+    if single.exists():
+        return single
+    if len(ggufs := gguf_files(directory)) == 1:
+        return ggufs[0]
+    counts = {".safetensors": len(list(directory.glob("*.safetensors"))), ".gguf": len(ggufs)}
+    others = [f"{count} other {kind} files" for kind, count in counts.items() if count]
+    raise ModelError(
+        f"no weights in {directory}: looked for {WEIGHT_INDEX}, {_SINGLE} and one .gguf, found "
+        f"{' and '.join(others) or 'none of them'}"
+    )
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return all files of a GGUF in order. Raises ModelError if one is missing."""
+    match = _GGUF_PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    parts = [path.with_name(f"{stem}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
+    if lost := [part.name for part in parts if not part.is_file()]:
+        raise ModelError(f"{path} is one of {count} parts, and {', '.join(lost)} beside it are not there")
+    return parts
+
+
+def gguf_files(directory: Path) -> list[Path]:
+    """Return the GGUF files of a folder; of one in parts, the first. Raises ModelError."""
+    return sorted({gguf_parts(path)[0] for path in directory.glob("*.gguf")})
