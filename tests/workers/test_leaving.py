@@ -88,7 +88,7 @@ class Head(Leaving):
     "states", [(BUSY, WAITED_FOR, BUSY, IDLE), (KEPT, KEPT, EMPTY), (BUSY, IDLE, BUSY, IDLE)]
 )
 @timeless
-async def test_it_is_done_when_nothing_is_left_and_nothing_more_has_come(states: tuple[Any, ...]) -> None:
+async def test_drain_ends_after_the_worker_stays_idle(states: tuple[Any, ...]) -> None:
     head = Head(*states)
     await head.drain(within_s=600)
     assert [state for state, _ in head.asked[: len(states)]] == list(states)
@@ -97,7 +97,7 @@ async def test_it_is_done_when_nothing_is_left_and_nothing_more_has_come(states:
 
 
 @timeless
-async def test_it_stays_while_doors_renew_it_though_nothing_is_there() -> None:
+async def test_drain_lasts_while_doors_renew_an_idle_worker() -> None:
     head, stop = Head(IDLE), asyncio.Event()
 
     async def door() -> None:
@@ -123,7 +123,7 @@ async def test_a_group_stays_while_decode_workers_read_from_its_pages() -> None:
 
 
 @timeless
-async def test_it_does_not_wait_for_ever_and_says_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+async def test_drain_ends_at_its_deadline_and_says_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     head = Head(KEPT)
     await head.drain(within_s=0.05)
     assert head.asked and head.draining
@@ -131,7 +131,7 @@ async def test_it_does_not_wait_for_ever_and_says_what_is_left(caplog: pytest.Lo
 
 
 @timeless
-async def test_it_drains_at_a_look_that_found_it_idle() -> None:
+async def test_drain_ends_at_a_check_that_found_the_worker_idle() -> None:
     """A request that comes while it pauses is seen: it goes at a look, not after one."""
     head, looks, clock = Head(IDLE), list[float](), asyncio.get_running_loop().time
     stats = head.stats
@@ -146,7 +146,7 @@ async def test_it_drains_at_a_look_that_found_it_idle() -> None:
 
 
 @timeless
-async def test_a_broken_one_is_not_waited_for() -> None:
+async def test_drain_does_not_wait_for_a_faulty_worker() -> None:
     head = Head(BUSY)
     head.fault = "broken"
     await head.drain(within_s=600)
@@ -187,14 +187,14 @@ async def test_serve_waits_for_the_head_once() -> None:
     assert owner.__del__() is None
 
 
-async def test_a_dead_head_is_nothing_to_wait_for() -> None:
+async def test_drain_does_not_wait_for_a_dead_head() -> None:
     for error in dead():
         calls: list[float] = []
         await Owner(actor(calls, error)).__del__()
         assert calls == [7.0]
 
 
-def test_without_serve_or_without_time_there_is_nothing_to_wait_for() -> None:
+def test_drain_waits_for_nothing_without_serve_or_time() -> None:
     owner = Owner(None, drain_s=0.0)
     assert owner.__del__() is None
     outside = Owner(None)

@@ -137,7 +137,7 @@ def expected(model: ModelSpec) -> tuple[bytes, list[int]]:
     return ids, asyncio.run(answer())
 
 
-async def test_the_answer_is_that_of_handed_over_kv_and_nothing_moves(
+async def test_mapped_kv_gives_the_answer_of_sent_kv_without_copies(
     pair: Pair, expected: tuple[bytes, list[int]]
 ) -> None:
     ids, answer = expected
@@ -149,7 +149,7 @@ async def test_the_answer_is_that_of_handed_over_kv_and_nothing_moves(
     assert await pair.used() == 0
 
 
-async def test_a_stage_goes_on_behind_what_is_remembered_and_nothing_is_fetched(
+async def test_stage_resumes_after_a_cached_prefix_without_fetching_kv(
     pair: Pair, expected: tuple[bytes, list[int]]
 ) -> None:
     ids, answer = expected
@@ -180,7 +180,7 @@ async def test_prompts_side_by_side_do_not_meet(pair: Pair, expected: tuple[byte
     assert await pair.used() == 0
 
 
-async def test_a_stage_that_dies_leaves_the_weights_and_what_it_has_read(
+async def test_prompt_resumes_on_mapped_kv_after_its_stage_died(
     pair: Pair, expected: tuple[bytes, list[int]]
 ) -> None:
     ids, answer = expected
@@ -199,9 +199,7 @@ async def test_a_stage_that_dies_leaves_the_weights_and_what_it_has_read(
     assert await pair.used() == 0
 
 
-async def test_a_prompt_that_is_given_up_frees_its_pages(
-    pair: Pair, expected: tuple[bytes, list[int]]
-) -> None:
+async def test_cancelled_prompt_frees_its_pages(pair: Pair, expected: tuple[bytes, list[int]]) -> None:
     ids, answer = expected
     await pair.whole()
     await pair.reserve("c")
@@ -213,7 +211,7 @@ async def test_a_prompt_that_is_given_up_frees_its_pages(
     assert await pair.answer("d") == answer
 
 
-async def test_a_decode_worker_that_dies_takes_the_stage_along_and_both_come_back(
+async def test_dead_decode_worker_ends_its_stage_and_both_restart(
     pair: Pair, expected: tuple[bytes, list[int]]
 ) -> None:
     ids, answer = expected
@@ -253,7 +251,7 @@ async def test_a_decode_worker_that_hangs_keeps_no_stage_from_the_next_one(
     pair.ray.kill(hanging)
 
 
-async def test_a_stage_that_is_sent_to_another_worker_ends_and_writes_nowhere(
+async def test_stage_sent_to_another_decode_worker_ends_without_writing(
     pair: Pair, model: ModelSpec, expected: tuple[bytes, list[int]]
 ) -> None:
     """A worker that hangs is replaced, and the stage still maps what nobody reads."""

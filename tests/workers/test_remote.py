@@ -27,7 +27,7 @@ from deltafront.workers.roles import DecodeWorker, Form, Group, Stage, forms
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_method_travels_as_its_form_says() -> None:
+def test_method_form_decides_how_a_call_is_sent() -> None:
     commands = dict.fromkeys(("open", "close", "pages_used"), Form.COMMAND)
     assert forms(Stage) == {**commands, "run_chunk": Form.DEFERRED, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
@@ -97,7 +97,7 @@ class TwoParts:
         return end
 
 
-def test_what_a_command_has_begun_is_waited_for_beside_the_commands_after_it() -> None:
+def test_begun_work_is_awaited_beside_later_commands() -> None:
     """Each part on a thread of its own, as the actor has it; an end may be asked for before its beginning."""
 
     @hosts(Stage)
@@ -159,7 +159,7 @@ class Method:
         yield self._reply()
 
 
-async def test_commands_are_sent_before_they_are_awaited_and_notices_overtake() -> None:
+async def test_commands_are_sent_before_awaiting_and_notices_overtake() -> None:
     handle = Handle(7)
     stage: Any = remote_stage(handle, 0)
     replies = [stage.close("a"), stage.pages_used(), stage.close("b")]
@@ -201,7 +201,7 @@ def raised_by_task(cause: Exception | None) -> RayTaskError:
         (TaskCancelledError(), RuntimeError, "stage 1 cannot be reached (TaskCancelledError)"),
     ],
 )
-async def test_a_stages_failures_in_plain_words(
+async def test_stage_failures_become_plain_errors(
     error: Exception, wanted: type[Exception], message: str
 ) -> None:
     stage: Any = remote_stage(Handle(error), 1)
@@ -222,7 +222,7 @@ async def test_a_stages_failures_in_plain_words(
         (GetTimeoutError(), WorkerLost, "prefill:a cannot be reached (GetTimeoutError)"),
     ],
 )
-async def test_a_workers_failures_as_the_door_raises_them(
+async def test_worker_failures_become_the_errors_that_the_door_raises(
     error: Exception, wanted: type[Exception], message: str
 ) -> None:
     group: Any = remote(Group, "prefill:a", Handle(error), partial(worker_error, "prefill:a"))

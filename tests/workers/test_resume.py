@@ -135,7 +135,7 @@ async def test_a_resumed_prompt_is_the_same_to_the_bit(
     assert answers[0].ids == answers[1].ids and len(answers[0].ids) == SAMPLING.max_tokens
 
 
-async def test_the_report_of_what_is_left_counts_only_that(
+async def test_report_of_a_resumed_prompt_counts_only_the_rest(
     bench: Callable[..., Any], tiny_llama: Path
 ) -> None:
     run = await bench(reader=InProcessReader)
@@ -153,7 +153,7 @@ async def test_the_report_of_what_is_left_counts_only_that(
     await run.engine.cancel("a")
 
 
-async def test_where_no_kv_comes_back_the_request_fails_and_the_group_lives(
+async def test_lost_kv_fails_the_resumed_request_and_not_the_group(
     bench: Callable[..., Any], tiny_llama: Path
 ) -> None:
     run = await bench(reader=InProcessReader)
@@ -220,7 +220,7 @@ async def answer(
 
 
 @pytest.mark.parametrize("method", EVERY_METHOD, ids=lambda method: f"{method.name} {dict(method.options)}")
-async def test_behind_what_a_shorter_prompt_left_everything_is_as_in_a_cold_reading(
+async def test_prompt_after_a_cached_prefix_equals_a_cold_prefill(
     bench: Callable[..., Any], tiny_llama: Path, method: MethodSpec
 ) -> None:
     """For every method that is served: its choices may depend on where the prompt ends, but not what is

@@ -120,14 +120,12 @@ def test_nothing_is_compiled_after_the_warm_up(found: dict[str, Any], name: str)
 
 
 @pytest.mark.parametrize("name", [*COLD, *WARM])
-def test_a_launch_without_asking_is_of_the_form_that_triton_would_take(
-    found: dict[str, Any], name: str
-) -> None:
+def test_cached_launches_use_the_form_that_triton_would_choose(found: dict[str, Any], name: str) -> None:
     assert found[name]["confused"] == []
 
 
 @pytest.mark.parametrize("name", [name for name, case in WARM.items() if "method" in case])
-def test_the_host_waits_for_nothing_while_it_launches_a_chunk(found: dict[str, Any], name: str) -> None:
+def test_host_never_waits_while_launching_a_chunk(found: dict[str, Any], name: str) -> None:
     assert found[name]["waits"] == []
     (noticed,) = found[name]["noticed"]
     assert noticed.startswith("tolist at ")

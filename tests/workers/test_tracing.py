@@ -33,7 +33,7 @@ def test_without_tracing_a_worker_does_not_import_opentelemetry() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_has_been_done_is_shown_with_its_length() -> None:
+def test_finished_work_becomes_a_span_of_its_duration() -> None:
     recorder = Recorder()
     recorder.tracer.done("stage", PARENT, 1.5, finish="finished", stage=1)
     recorder.tracer.done("stage", PARENT, 0.5, "out of memory", finish="failed", stage=1)

@@ -191,7 +191,7 @@ def test_a_question_and_64_tokens_are_those_of_transformers(model: Path, selects
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("blocks", [[1], [2, 4], [1, 2, 3]])
-def test_blocks_computed_again_see_their_windows(model: Path, blocks: list[int], device: str) -> None:
+def test_recomputed_blocks_attend_within_their_windows(model: Path, blocks: list[int], device: str) -> None:
     """A document that was read exactly does not change when its blocks are computed again; one that was not
     gets the blocks' rows of an exact one where all before was exact."""
     ids = ids_of(TOKENS, 3)
@@ -208,7 +208,7 @@ def test_blocks_computed_again_see_their_windows(model: Path, blocks: list[int],
         assert_rows_close(side[:, :43].cpu(), exact[:, :43].cpu())
 
 
-def test_a_question_looks_at_blocks_in_full_layers_alone(
+def test_only_full_attention_layers_choose_blocks_to_recompute(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows give the blocks next to the question most, whatever it asks."""
@@ -220,7 +220,7 @@ def test_a_question_looks_at_blocks_in_full_layers_alone(
     assert len(looked) == len(FULL)
 
 
-def test_page_selection_is_of_full_layers(model: Path) -> None:
+def test_page_selection_applies_only_to_full_attention_layers(model: Path) -> None:
     windows = dict.fromkeys(WINDOWS, WINDOW)
     plan = plan_layers(DecodeConfig(full_layers=(), delta_layers=(2,)), LAYERS, windows)
     assert [layer for layer, role in enumerate(plan.roles) if role is LayerRole.SPARSE] == [5]
@@ -234,7 +234,7 @@ def documents(count: int) -> list[Document]:
     return [Document(ids_of(TOKENS, 10 + n), questions) for n in range(count)]
 
 
-def test_calibration_is_of_full_layers(model: Path) -> None:
+def test_calibration_applies_only_to_full_attention_layers(model: Path) -> None:
     stack = load_model(spec_of(model), "cpu")
     pages: dict[str, Any] = {"budget": 8, "recency": 2, "full_layers": ()}
     found = delta_layers.calibrate(stack, documents(2), 1, **pages)
@@ -248,7 +248,7 @@ def test_calibration_is_of_full_layers(model: Path) -> None:
     assert any(level.thresholds[layer] != (1.0,) * 4 for layer in FULL)
 
 
-def test_tiles_that_are_shown_are_those_of_the_windows(model: Path) -> None:
+def test_shown_tiles_are_those_inside_the_windows(model: Path) -> None:
     tiles = tiles_read(spec_of(model), ids_of(TOKENS), SPARSE, 256).read_LHNM
     for layer in WINDOWS:
         for row in range(tiles.shape[2]):
@@ -256,7 +256,7 @@ def test_tiles_that_are_shown_are_those_of_the_windows(model: Path) -> None:
     assert not (tiles[list(FULL)] == np.tri(6, dtype=bool)).all()
 
 
-def test_costs_count_windows_keys(model: Path) -> None:
+def test_cost_model_counts_only_keys_inside_windows(model: Path) -> None:
     """A stage of windows is cheaper, so it has more layers; a chunk of it costs the same wherever it is."""
     stack = load_model(spec_of(model), "cpu")
     config, per_pair = stack.config, stack.config.macs_per_pair

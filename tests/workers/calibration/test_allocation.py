@@ -27,7 +27,7 @@ def a_curve(draw: st.DrawFn) -> list[Point]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(a_curve(), min_size=1, max_size=4), st.floats(0.2, 1.0))
-def test_equal_steps_are_spent_as_well_as_can_be(curves: list[list[Point]], density: float) -> None:
+def test_greedy_allocation_of_equal_steps_is_optimal(curves: list[list[Point]], density: float) -> None:
     chosen = allocate(curves, density)
     spent, error = _totals(curves, chosen)
     assert spent <= density * len(curves) + 1e-8
@@ -52,6 +52,6 @@ def test_a_hull_leaves_out_what_lies_above_it() -> None:
     assert lower_hull(points) == [(0.1, 1.0, 0.0), (0.3, 0.4, 0.2), (0.9, 0.0, 0.4)]
 
 
-def test_less_than_sink_and_window_cannot_be_had() -> None:
+def test_refuses_a_budget_below_sink_and_window() -> None:
     with pytest.raises(ValueError, match=r"density of 0\.05 .* alone take 0\.1500"):
         allocate([[(0.1, 1.0, 0.0)], [(0.2, 1.0, 0.0)]], 0.05)

@@ -23,9 +23,7 @@ QUOTAS = (0.0, 0.5, 1.0)
 SELECTOR = AntidiagonalSelector(AntidiagonalOptions(tau=0.5, outside=True))
 
 
-def test_curves_are_those_of_masked_attention(
-    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curves_equal_masked_attention(tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "sampled_blocks", lambda count: [2, count - 1])
     facts = [range(3 * BLOCK + 5, 3 * BLOCK + 20), range(4 * BLOCK - 2, 4 * BLOCK + 9)]
     found = made.curves(tiny_stack, Document(IDS, [], facts), SELECTOR, QUOTAS)
@@ -77,7 +75,7 @@ def _slowly(
 
 
 @pytest.mark.parametrize("count", [1, 2, 30, 256, 1024])
-def test_sampled_blocks_stand_for_all(count: int) -> None:
+def test_sampled_blocks_estimate_all_blocks(count: int) -> None:
     """The mean share of sink and window over the sample is about that over the triangle."""
     blocks = made.sampled_blocks(count)
     assert blocks == sorted(set(blocks)) and blocks[0] >= 0 and blocks[-1] < count

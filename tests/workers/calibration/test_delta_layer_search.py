@@ -33,7 +33,7 @@ def test_a_choice_that_keeps_every_page_changes_nothing(tiny_stack: Any) -> None
     assert rows.divergence((1,), (), BUDGET, RECENCY) > 1e-6
 
 
-def test_the_divergence_is_that_of_reading_token_by_token(tiny_stack: Any) -> None:
+def test_divergence_equals_that_of_decoding_token_by_token(tiny_stack: Any) -> None:
     """Each row by itself: its prompt read densely, the row with pages that the Δ-layer selects."""
     made = text(2)
     chosen, dense = (1,), (3,)
@@ -122,7 +122,7 @@ def test_rows_are_those_that_a_decode_step_computes(tiny_stack: Any) -> None:
         DecodedRows(tiny_stack, Document(ids, []))
 
 
-def test_impossible_numbers_of_dense_layers_are_refused(tiny_stack: Any) -> None:
+def test_refuses_impossible_numbers_of_dense_layers(tiny_stack: Any) -> None:
     rows = [DecodedRows(tiny_stack, text(8))]
     loss = torch.zeros(4, 4, dtype=torch.float64)
     for dense_layers in (0, 9):
@@ -130,7 +130,7 @@ def test_impossible_numbers_of_dense_layers_are_refused(tiny_stack: Any) -> None
             search(rows, loss, dense_layers, budget=BUDGET, recency=RECENCY, full_layers=())
 
 
-def test_rows_of_kept_pages(tiny_stack: Any) -> None:
+def test_selected_pages_are_the_recent_and_the_best_scored(tiny_stack: Any) -> None:
     """The last pages up to the query's and the best before them."""
     scores = torch.tensor([[5.0, 1.0, 4.0, 0.0, 0.0, 9.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
     found = selected_pages(scores.repeat_interleave(16, 1) / 16, torch.tensor([70, 95]), 3, 1)

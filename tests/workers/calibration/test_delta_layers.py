@@ -26,7 +26,7 @@ from deltafront.workers.calibration.probes import Document, Question
 IDS = random.Random(1).choices(range(199), k=150)
 
 
-def test_maps_are_transformers_attention_weights(tiny_llama: Path, tiny_stack: Any) -> None:
+def test_attention_maps_equal_transformers(tiny_llama: Path, tiny_stack: Any) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -40,7 +40,7 @@ def test_maps_are_transformers_attention_weights(tiny_llama: Path, tiny_stack: A
     assert_rows_close(found, expected[:, positions])
 
 
-def test_losses_are_what_algorithm_2_misses() -> None:
+def test_losses_equal_the_mass_that_algorithm_2_misses() -> None:
     draw = torch.Generator().manual_seed(3)
     positions = [79, 90, 149]
     maps = torch.rand(3, 3, 150, generator=draw) ** 4
@@ -80,7 +80,7 @@ def test_the_choice_is_the_best_of_all(
     assert total(found) == pytest.approx(min(map(total, possible)))
 
 
-def test_impossible_requests_are_refused() -> None:
+def test_refuses_impossible_budgets_and_layer_counts() -> None:
     with pytest.raises(ValueError, match="4 Δ-layers"):
         choose(torch.zeros(6, 6), 4, (0, 1))
     with pytest.raises(ValueError, match="too few"):
@@ -93,14 +93,14 @@ def lost(stack: Any, ids: list[int], positions: list[int]) -> torch.Tensor:
     return losses(attention_maps(stack, ids, positions), positions, 4, 2)
 
 
-def test_calibrate_is_the_whole_way(tiny_stack: Any) -> None:
+def test_calibrate_equals_its_steps_one_by_one(tiny_stack: Any) -> None:
     positions = query_positions(150, [])
     assert len(positions) == 64 and (positions[0], positions[-1]) == (75, 149)
     expected = choose(lost(tiny_stack, IDS, positions), 2, (0, 1))
     assert calibrate(tiny_stack, [Document(IDS, [])], 2, budget=4, recency=2).delta_layers == expected
 
 
-def test_questions_are_read_after_the_text_and_looked_at_where_answers_come(tiny_stack: Any) -> None:
+def test_losses_count_only_rows_that_predict_an_answer_token(tiny_stack: Any) -> None:
     questions = [Question("a", (7, 8, 9), (10, 11)), Question("b", (12,), (13,))]
     found = calibrate(tiny_stack, [Document(IDS, questions)], 2, budget=4, recency=2)
     whole = [*IDS, 7, 8, 9, 10, 11, 12, 13]
@@ -109,7 +109,7 @@ def test_questions_are_read_after_the_text_and_looked_at_where_answers_come(tiny
     torch.testing.assert_close(torch.tensor(found.losses, dtype=torch.float64), expected)
 
 
-def test_texts_count_alike(tiny_stack: Any) -> None:
+def test_each_text_weighs_the_same(tiny_stack: Any) -> None:
     texts = [IDS, random.Random(2).choices(range(199), k=300)]
     found = calibrate(tiny_stack, [Document(ids, []) for ids in texts], 2, budget=4, recency=2)
     both = sum(lost(tiny_stack, ids, query_positions(len(ids), [])) for ids in texts)
@@ -118,7 +118,7 @@ def test_texts_count_alike(tiny_stack: Any) -> None:
     assert found.delta_layers == choose(both, 2, (0, 1))
 
 
-def test_a_calibration_that_cannot_be_is_refused_in_plain_words(tiny_stack: Any) -> None:
+def test_refuses_an_impossible_calibration_in_one_line(tiny_stack: Any) -> None:
     with pytest.raises(ValueError, match="1025 tokens are more than the model's 1024 positions"):
         calibrate(tiny_stack, [Document([1] * 1025, [])], 2, budget=4, recency=2)
     with pytest.raises(ValueError, match="recency 4 must be"):

@@ -29,7 +29,7 @@ def costs(tail: list[float], answer: list[float] | None = None) -> LayerCosts:
     return LayerCosts(torch.tensor(tail), torch.tensor(answer or [0.0] * len(tail)))
 
 
-def test_levels_are_there_for_each_length_and_density(tiny_stack: LayerStack) -> None:
+def test_makes_a_level_for_each_length_and_density(tiny_stack: LayerStack) -> None:
     steps: list[str] = []
     found = method_levels(
         tiny_stack,
@@ -58,7 +58,7 @@ def test_levels_are_there_for_each_length_and_density(tiny_stack: LayerStack) ->
     assert len(steps) == 10 and any("640 tokens, document 2 of 2" in step for step in steps)
 
 
-def test_heads_get_what_their_layers_cost() -> None:
+def test_heads_get_density_by_their_layers_cost() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(2, 2, -1)
     error = ((1 - steps) ** 2).expand(2, 2, -1).clone()
@@ -88,14 +88,14 @@ def test_errors_at_facts_count_as_much_as_answers_cost() -> None:
     assert one > other
 
 
-def test_a_layer_that_loses_nothing_keeps_its_least() -> None:
+def test_layer_that_loses_nothing_gets_the_least_threshold() -> None:
     density = torch.tensor([0.4, *([1.0] * (len(QUOTAS) - 1))]).expand(1, 2, -1)
     nothing = torch.zeros(1, 2, len(QUOTAS))
     curves = Curves(density, nothing, nothing, QUOTAS)
     assert head_thresholds([curves], [costs([0.0])], 0.7) == ((0.0, 0.0),)
 
 
-def test_a_level_that_reads_more_than_it_should_goes_down_to_sink_and_window_at_most(
+def test_level_that_exceeds_its_density_falls_back_to_sink_and_window(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where sparse activations make the thresholds read far more than was allotted."""

@@ -26,13 +26,13 @@ QUESTIONS = [
 STREAMING = method_spec("streaming", {"sink": 1, "window": 1, "min_tokens": 0})
 
 
-def test_answers_come_behind_the_document() -> None:
+def test_answer_tokens_follow_the_document() -> None:
     ids, places = with_answers(Document(IDS, QUESTIONS))
     assert ids == [*IDS, *QUESTIONS[0].prompt, *QUESTIONS[0].gold, *QUESTIONS[1].prompt, 17]
     assert [ids[place + 1] for place in places] == [*QUESTIONS[0].gold, 17]
 
 
-def test_a_cost_is_the_divergence_that_one_sparse_layer_makes(
+def test_layer_cost_is_the_divergence_of_one_sparse_layer(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sensitivity, "TAIL", 40)

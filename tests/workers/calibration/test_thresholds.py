@@ -20,7 +20,9 @@ QUOTA_J = START * FACTOR ** torch.arange(4, dtype=torch.float64)
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 999), st.floats(0.1, 1.0))
-def test_the_fewest_adjustments_and_the_best_of_so_many(heads: int, seed: int, density: float) -> None:
+def test_search_takes_the_fewest_adjustments_and_the_best_of_those(
+    heads: int, seed: int, density: float
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     density_HI = torch.rand(heads, 5, generator=draw).sort(1).values
     loss_HI = torch.rand(heads, 5, generator=draw)
@@ -58,7 +60,7 @@ def test_adjustments_fall_on_layers_that_cost_little() -> None:
     assert min(one) >= max(other) and min(one) > min(other)
 
 
-def test_it_counts_adjustments_where_marginal_gain_counts_tiles() -> None:
+def test_search_counts_adjustments_while_marginal_gain_counts_tiles() -> None:
     """Two heads that differ in their tiles alone: only marginal gain spares the one that takes more of them,
     and loses less at the same density."""
     step = torch.tensor(QUOTAS)

@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 @pytest.mark.parametrize("name", ["dense", "streaming", "xattention", "dpxa"])
-def test_they_are_the_tiles_that_a_group_computes(model: ModelSpec, name: str) -> None:
+def test_shown_tiles_equal_the_tiles_a_prefill_group_computes(model: ModelSpec, name: str) -> None:
     """Of the last layer a group attends for the last block alone."""
     options = {} if name == "dense" else {"min_tokens": 0, "window": 1}
     options |= {"tau": 0.5} if name in ("xattention", "dpxa") else {}
@@ -44,7 +44,7 @@ def test_they_are_the_tiles_that_a_group_computes(model: ModelSpec, name: str) -
         assert (found.density_LH == np.ones((LAYERS, HEADS))).all()
 
 
-def test_a_correction_is_looked_through_and_a_short_prompt_is_dense(model: ModelSpec) -> None:
+def test_shows_tiles_under_a_correction_and_dense_short_prompts(model: ModelSpec) -> None:
     ids = np.frombuffer(random_ids(TOKENS), "<u4").tolist()
     plain = tiles_read(model, ids, method_spec("streaming", {"min_tokens": 0, "window": 1}), CHUNK)
     wrapped = tiles_read(model, ids, method_spec("streaming+delta", {"min_tokens": 0, "window": 1}), CHUNK)
@@ -54,6 +54,6 @@ def test_a_correction_is_looked_through_and_a_short_prompt_is_dense(model: Model
 
 
 @pytest.mark.parametrize("tokens", [0, 4097])
-def test_a_prompt_that_cannot_be_is_refused(model: ModelSpec, tokens: int) -> None:
+def test_refuses_a_prompt_that_cannot_be_shown(model: ModelSpec, tokens: int) -> None:
     with pytest.raises(ValueError, match=f"{tokens} tokens: must be between 1 and the model's 4096"):
         tiles_read(model, [1] * tokens, method_spec("dense"), CHUNK)

@@ -44,7 +44,7 @@ def test_a_wrong_configuration_names_its_key(config: DecodeConfig, words: str) -
         plan_layers(config, 9)
 
 
-def test_selections_by_name() -> None:
+def test_page_selection_is_looked_up_by_name() -> None:
     plan = plan_layers(DecodeConfig(delta_layers=(3,)), 9)
     assert plan.selects_pages("", "delta") and plan.selects_pages("delta", "full")
     assert not plan.selects_pages("", "full") and not plan.selects_pages("full", "delta")
@@ -120,7 +120,7 @@ class Step:
     seed=st.integers(0, 1000),
     data=st.data(),
 )
-def test_a_step_is_algorithm_2_for_each_row_alone(
+def test_decode_step_runs_algorithm_2_for_each_row_alone(
     lengths: list[int], budget: int, recency: int, seed: int, data: st.DataObject
 ) -> None:
     plan = LayerPlan((D, S, X, D, X, S, X), max(budget, recency), recency)

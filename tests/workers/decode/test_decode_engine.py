@@ -60,7 +60,7 @@ async def test_greedy_tokens_equal_transformers_alone_and_batched(
     assert run.used == 0
 
 
-async def test_requests_that_lack_nothing_but_a_place_count_as_decoding(bench: Any) -> None:
+async def test_requests_waiting_only_for_a_batch_slot_count_as_decoding(bench: Any) -> None:
     """Those whose K/V has not come only wait."""
     run = await bench(max_batch=1)
     await run.reserve("unread", 16, 1)
@@ -75,7 +75,7 @@ async def test_requests_that_lack_nothing_but_a_place_count_as_decoding(bench: A
     await run.engine.cancel("unread")
 
 
-async def test_a_kept_session_answers_as_the_whole_prompt_would_and_stays_as_it_was(
+async def test_session_answers_as_the_full_prompt_and_stays_unchanged(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench(wall=Clock())
@@ -99,7 +99,7 @@ async def test_a_kept_session_answers_as_the_whole_prompt_would_and_stays_as_it_
     assert run.used == 0
 
 
-async def test_a_session_can_be_kept_of_a_session_and_of_part_of_a_prompt(
+async def test_keeps_a_session_of_a_session_and_of_a_part_of_a_prompt(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench()
@@ -136,9 +136,7 @@ async def test_prefill_only_becomes_a_session(bench: Any, expected: Callable[[li
     assert answer.ids == expected(document + question)
 
 
-async def test_an_end_token_stops_unless_ignored(
-    bench: Any, expected: Callable[[list[int]], list[int]]
-) -> None:
+async def test_eos_stops_unless_ignored(bench: Any, expected: Callable[[list[int]], list[int]]) -> None:
     ids = prompt(33)
     greedy = expected(ids)
     end = greedy[7]
@@ -198,7 +196,7 @@ async def test_delta_with_a_budget_of_every_page_equals_full(
         assert report.pages_held == 2 * sum(-(-(length + i) // 16) for i in range(1, NEW))
 
 
-async def test_delta_reads_only_its_budget_and_full_rows_beside_it_are_untouched(
+async def test_delta_attends_to_its_budget_and_leaves_full_rows_alone(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
     run = await bench(page_selection="delta", delta_layers=(2,), page_budget=4, recency=2)
@@ -216,7 +214,7 @@ async def test_delta_reads_only_its_budget_and_full_rows_beside_it_are_untouched
     assert small.finish.report.pages_attended < small.finish.report.pages_held
 
 
-async def test_the_parts_add_up_to_the_time_to_the_first_token(bench: Any) -> None:
+async def test_latency_parts_add_up_to_the_time_to_first_token(bench: Any) -> None:
     clock = Clock()
     run = await bench(clock=clock, max_batch=1, append_chunk_tokens=48)
     runner = run.engine._runner

@@ -180,7 +180,7 @@ async def test_a_deadline_ends_a_stream(bench: Any) -> None:
     assert run.used == 0
 
 
-async def test_what_nobody_renews_is_cancelled(bench: Any) -> None:
+async def test_cancels_requests_whose_lease_is_not_renewed(bench: Any) -> None:
     clock = Clock()
     run = await bench(clock=clock, stream_lease_s=10.0)
     await run.reserve("never-started", 40, 8)
@@ -200,7 +200,7 @@ async def test_what_nobody_renews_is_cancelled(bench: Any) -> None:
     assert len((await run.collect(GenerateJob(request_id="renewed", sampling=SHORT))).tokens) == 8
 
 
-async def test_a_lease_that_ran_out_while_the_worker_stood_still_may_still_be_renewed(bench: Any) -> None:
+async def test_lease_that_expired_during_a_pause_can_still_be_renewed(bench: Any) -> None:
     """The clock jumps, as after a pause of the whole process; the door's renewals come right after."""
     clock = Clock()
     run = await bench(clock=clock, stream_lease_s=5.0)
@@ -216,7 +216,7 @@ async def test_a_lease_that_ran_out_while_the_worker_stood_still_may_still_be_re
     await run.engine.cancel("renewed")
 
 
-async def test_a_session_lives_on_only_if_its_door_has_heard_of_it(bench: Any) -> None:
+async def test_session_survives_only_if_its_door_got_the_finish(bench: Any) -> None:
     """A door that dies before its request ends never told its client of the session."""
     clock = Clock()
     run = await bench(clock=clock, stream_lease_s=5.0)
@@ -246,7 +246,7 @@ async def test_a_continuation_samples_as_the_whole_answer_did(bench: Any) -> Non
             assert whole.ids[:streamed] + rest.ids == whole.ids
 
 
-async def test_it_tells_what_each_owner_holds_through_each_door(bench: Any) -> None:
+async def test_stats_tell_what_each_owner_holds_through_each_door(bench: Any) -> None:
     run = await bench()
     await run.ask("kept", ids_of(40), SHORT, keep_tokens=30, keep_ttl_s=60.0)
     await run.engine.renew(["kept"])
@@ -267,7 +267,7 @@ async def test_it_tells_what_each_owner_holds_through_each_door(bench: Any) -> N
     assert (await run.engine.stats()).uses == (OwnerUse(owner="me", door="", requests=0, tokens=30),)
 
 
-async def test_a_prompt_that_is_kept_counts_once(bench: Any) -> None:
+async def test_kept_prompt_counts_once_in_an_owners_tokens(bench: Any) -> None:
     """While its answer streams its session has the same pages."""
     run = await bench()
     ids = ids_of(40)
@@ -291,7 +291,7 @@ async def test_a_prompt_that_is_kept_counts_once(bench: Any) -> None:
     await stream.aclose()
 
 
-async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:
+async def test_closing_the_stream_cancels_its_request(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 40, 400)
     await run.deliver("a", ids_of(40))
@@ -305,7 +305,7 @@ async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:
 
 
 @pytest.mark.usefixtures("single_rank")
-async def test_a_failing_step_fails_its_requests_and_the_worker_when_it_repeats(
+async def test_repeated_step_failures_mark_the_worker_faulty(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench()
@@ -324,7 +324,7 @@ async def test_a_failing_step_fails_its_requests_and_the_worker_when_it_repeats(
     assert "no memory" in run.engine.fault
 
 
-async def test_running_streams_do_not_wait_for_a_long_append(bench: Any) -> None:
+async def test_running_streams_do_not_wait_for_a_long_extend(bench: Any) -> None:
     run = await bench(append_chunk_tokens=16)
     session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     await run.reserve("running", 40, 400)

@@ -39,7 +39,7 @@ async def test_repeated_and_unknown_announcements_are_ignored(bench: Any) -> Non
     assert answer.finish.report.handoff_bytes == alone.finish.report.handoff_bytes
 
 
-async def test_layers_that_come_together_count_once_each(bench: Any) -> None:
+async def test_layers_announced_together_count_once_each(bench: Any) -> None:
     """All layers of a chunk in one message, one of them announced alone before."""
     run = await bench()
     ids = ids_of(70)
@@ -98,7 +98,7 @@ async def test_a_failed_pull_fails_keep_too(bench: Any) -> None:
         await keeping
 
 
-async def test_ids_that_are_not_the_prompt_s_are_refused_and_it_can_be_cancelled(bench: Any) -> None:
+async def test_keep_refuses_ids_of_another_length_and_cancel_frees_pages(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 70, 0)
     await run.deliver("a", ids_of(70))
@@ -138,7 +138,7 @@ async def test_wrong_logits_fail_the_request(bench: Any) -> None:
     assert answer.finish.reason is FinishReason.FAILED and "not finite" in answer.finish.message
 
 
-async def test_the_steps_of_a_worker_are_shared_among_their_requests(bench: Any) -> None:
+async def test_step_time_is_shared_among_the_requests_of_a_batch(bench: Any) -> None:
     """Whatever the batch was in each, so that rows over steps are the mean batch size."""
     run = await bench()
     runner, batches = run.engine._runner, []
@@ -160,7 +160,7 @@ async def test_the_steps_of_a_worker_are_shared_among_their_requests(bench: Any)
     assert sum(report.own_steps for report in reports) == pytest.approx(len(batches))
 
 
-def test_parts_that_travel_together_take_their_time_once() -> None:
+def test_hand_off_time_of_parts_sent_together_counts_once() -> None:
     now, times = [0.0], RequestTimes()
 
     def clock() -> float:

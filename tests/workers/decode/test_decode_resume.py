@@ -32,7 +32,7 @@ def arrival_of(*written: tuple[int, int, int], layers: int = 2, tokens: int = 10
     return arrival
 
 
-def test_the_resume_point_is_where_every_layer_has_everything() -> None:
+def test_resume_point_is_where_every_layer_has_its_kv() -> None:
     arrival = arrival_of((0, 0, 32), (0, 32, 32), (0, 64, 36), (1, 0, 32), (1, 32, 32))
     assert arrival.claim(1, 64, 36), "announced, and still on its way"
     assert arrival.resume_point([32, 64, 100]) == 64
@@ -44,7 +44,7 @@ def test_the_resume_point_is_where_every_layer_has_everything() -> None:
     assert arrival_of((0, 32, 32), (1, 32, 32)).resume_point([64]) == 0
 
 
-def test_after_it_everything_may_be_announced_again() -> None:
+def test_kv_after_the_resume_point_may_be_announced_again() -> None:
     arrival = arrival_of((0, 0, 32), (0, 32, 32), (1, 0, 32))
     arrival.claim(1, 32, 32)
     rest = arrival.until(32)
@@ -60,7 +60,7 @@ async def announce(run: Any, pieces: list[KVAnnouncement]) -> None:
         await run.engine.announce(piece)
 
 
-async def test_a_prompt_that_is_resumed_answers_as_one_that_was_not(bench: Callable[..., Any]) -> None:
+async def test_resumed_prompt_answers_as_an_uninterrupted_one(bench: Callable[..., Any]) -> None:
     run = await bench()
     whole = await run.ask("whole", IDS, SHORT)
     prompt = run.prefill(IDS)
@@ -79,7 +79,7 @@ async def test_a_prompt_that_is_resumed_answers_as_one_that_was_not(bench: Calla
 
 @pytest.mark.parametrize("sampling", [SHORT, replace(SHORT, temperature=1.0, seed=5)])
 @pytest.mark.parametrize("answered", [1, 3, 70])
-async def test_an_answer_goes_on_behind_what_was_answered(
+async def test_answer_resumes_after_the_tokens_already_generated(
     bench: Callable[..., Any], sampling: Sampling, answered: int
 ) -> None:
     """On another worker, which gets the prompt's K/V and reads the answer's tokens itself, in chunks of 48.
@@ -148,7 +148,7 @@ def pulled_late(run: Any, piece: KVAnnouncement, release: asyncio.Event) -> asyn
 
 
 @pytest.mark.usefixtures("single_rank")
-async def test_what_is_on_its_way_from_a_reading_that_was_given_up_is_not_written(
+async def test_kv_in_flight_from_an_abandoned_prefill_is_not_written(
     bench: Callable[..., Any],
 ) -> None:
     """An announcement that is still being pulled when the request is resumed, and fails or ends later."""
@@ -168,7 +168,7 @@ async def test_what_is_on_its_way_from_a_reading_that_was_given_up_is_not_writte
     assert (await run.collect(GenerateJob(request_id="a", sampling=SHORT))).ids == whole.ids
 
 
-async def test_what_a_reading_that_was_given_up_says_later_is_not_heard(bench: Callable[..., Any]) -> None:
+async def test_ignores_kv_and_logits_of_an_abandoned_prefill(bench: Callable[..., Any]) -> None:
     run = await bench()
     whole = await run.ask("whole", IDS, SHORT)
     prompt = run.prefill(IDS)
@@ -186,7 +186,7 @@ async def test_what_a_reading_that_was_given_up_says_later_is_not_heard(bench: C
 
 
 @pytest.mark.usefixtures("single_rank")
-async def test_a_late_end_of_a_reading_does_not_start_a_request_twice(bench: Callable[..., Any]) -> None:
+async def test_late_kv_of_an_abandoned_prefill_does_not_start_it_twice(bench: Callable[..., Any]) -> None:
     """It comes while the request reads what is appended to its prompt."""
     run = await bench(append_chunk_tokens=16)
     prompt, release = run.prefill(IDS), asyncio.Event()
@@ -207,7 +207,7 @@ async def test_a_late_end_of_a_reading_does_not_start_a_request_twice(bench: Cal
     assert len((await answering).ids) == 8 and not run.engine.fault
 
 
-async def test_only_a_prompt_that_is_being_read_can_be_resumed(bench: Callable[..., Any]) -> None:
+async def test_only_a_prompt_in_prefill_can_be_resumed(bench: Callable[..., Any]) -> None:
     run = await bench()
     session = (await run.ask("s", IDS, SHORT, keep_tokens=len(IDS), keep_ttl_s=60.0)).first.session
     await run.engine.renew(["s"])
@@ -220,7 +220,7 @@ async def test_only_a_prompt_that_is_being_read_can_be_resumed(bench: Callable[.
     await run.engine.cancel("more")
 
 
-async def test_kv_comes_back_as_it_arrived(bench: Callable[..., Any]) -> None:
+async def test_kv_is_given_back_as_it_arrived(bench: Callable[..., Any]) -> None:
     run = await bench()
     prompt = run.prefill(IDS)
     await run.reserve("a", len(IDS), 8)

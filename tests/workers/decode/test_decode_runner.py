@@ -107,9 +107,7 @@ def churn(runner: DecodeRunner, seed: int, steps: int, after: Callable[[list[int
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(0, 256), (1, 50), (2, 50)])
-def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
-    tiny_stack: LayerStack, seed: int, steps: int
-) -> None:
+def test_batched_rows_decode_as_alone_in_fixed_buffers(tiny_stack: LayerStack, seed: int, steps: int) -> None:
     """Whatever padding stands beside them; no page that is nobody's is read or written, but the scratch page
     of the padding, and that is read by no request."""
     runner = make_runner(tiny_stack)
@@ -164,7 +162,7 @@ def test_graphs_choose_what_eager_steps_choose(tmp_path: Path, dtype: torch.dtyp
     assert graphs._graphs is captured, "nothing is captured later"
 
 
-def test_a_step_reads_slices_of_the_rows_with_padding_behind_them() -> None:
+def test_step_takes_slices_of_the_row_buffers_with_padding_after() -> None:
     device, pages = torch.device("cpu"), (3, 600, 2)
     rows = StepRows(rows=6, pages=2000, vocab=198, scratch_page=5000, device=device)
     made = [
@@ -200,7 +198,7 @@ def test_a_step_reads_slices_of_the_rows_with_padding_behind_them() -> None:
         (16, 32768, {1, 2, 4, 8, 16}, {512, 2048, 8192, 32768}),
     ],
 )
-def test_the_shapes_of_batches_are_few(rows: int, pages: int, sizes: set[int], widths: set[int]) -> None:
+def test_batches_are_padded_to_few_shapes(rows: int, pages: int, sizes: set[int], widths: set[int]) -> None:
     made = StepRows(rows, pages, vocab=198, scratch_page=0, device=torch.device("cpu"))
     shapes = [batch.shape for batch in made.padding(selecting=True)]
     full = {BatchShape(size, max(widths), False) for size in sizes}
@@ -232,7 +230,7 @@ async def test_warming_up_writes_to_the_scratch_page_alone(bench: Any, max_batch
     await run.engine.cancel("everything")
 
 
-def test_a_read_in_parts_is_the_read_to_the_bit_whatever_is_read_in_between(tiny_stack: LayerStack) -> None:
+def test_prefill_in_layer_parts_equals_one_pass_bit_for_bit(tiny_stack: LayerStack) -> None:
     """Two reads over one document are begun in turn, and a third is given up."""
     whole, parts = make_runner(tiny_stack), make_runner(tiny_stack)
     chance, layers = random.Random(5), tiny_stack.layers.stop

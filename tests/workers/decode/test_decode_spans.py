@@ -18,7 +18,7 @@ SHORT = Sampling(max_tokens=3, ignore_eos=True)
 PARTS = ("handoff_exposed", "decode_wait", "append_prefill", "first_step")
 
 
-async def test_an_answers_span_holds_the_parts_that_are_told(bench: Any) -> None:
+async def test_answer_span_holds_the_latency_parts_of_its_report(bench: Any) -> None:
     """Also where a session's question is read; what nobody records has none."""
     recorder = Recorder()
     run = await bench(tracer=recorder.tracer)

@@ -32,7 +32,7 @@ class WarmUp:
         self.let_go.wait()
 
 
-async def test_nobody_is_served_before_the_warm_up_is_over(
+async def test_serves_no_request_before_the_warm_up_ends(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm_up = WarmUp(monkeypatch)
@@ -57,7 +57,7 @@ async def test_nobody_is_served_before_the_warm_up_is_over(
     assert engine._manager.pool.used == 0
 
 
-async def test_closing_leaves_no_task_behind(bench: Any, tiny_stack: LayerStack) -> None:
+async def test_closing_leaves_no_task_running(bench: Any, tiny_stack: LayerStack) -> None:
     """Neither its own loops nor a pull that nothing ever comes of."""
     run = await bench()
     before = asyncio.all_tasks() - set(run.engine._tasks)

@@ -35,7 +35,7 @@ small = st.integers(1, 6)
     st.lists(small, max_size=4),
     st.integers(1, 9),
 )
-def test_room_comes_when_a_clock_that_ticks_says(
+def test_predicted_time_until_pages_are_free_equals_a_simulation(
     pages: int, free: int, returns: list[tuple[int, int]], ahead: list[int], hold: int
 ) -> None:
     """Second by second: what ends gives its pages back, then whoever is first takes what it needs."""
@@ -53,7 +53,7 @@ def test_room_comes_when_a_clock_that_ticks_says(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 9))), max_size=6))
-def test_a_page_comes_back_with_the_last_who_holds_it(held: list[tuple[int, set[int]]]) -> None:
+def test_shared_page_is_free_when_its_last_holder_ends(held: list[tuple[int, set[int]]]) -> None:
     found = dict(page_returns(held))
     for second in range(6):
         back = [
@@ -62,7 +62,7 @@ def test_a_page_comes_back_with_the_last_who_holds_it(held: list[tuple[int, set[
         assert found.get(second, 0) == len(back)
 
 
-def test_who_holds_pages_longer_than_others_did_may_do_so_for_a_while() -> None:
+def test_reservation_that_outlasts_the_mean_is_expected_to_end_soon() -> None:
     hold = ReservationTime()
     assert hold.mean is None
     hold.ended(8.0)
@@ -90,7 +90,7 @@ async def reserving(run: Any, *reservations: Reservation) -> list[asyncio.Task[A
     return tasks
 
 
-async def test_first_come_first_served_and_nobody_passes(bench: Any) -> None:
+async def test_reservations_wait_in_order_of_arrival(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("half", 320, 0)
     await run.reserve("most", 256, 0)
@@ -110,7 +110,7 @@ async def test_first_come_first_served_and_nobody_passes(bench: Any) -> None:
     assert run.used == 0
 
 
-async def test_what_can_never_be_is_refused_at_once(bench: Any) -> None:
+async def test_refuses_impossible_reservations_at_once(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
     (waiting,) = await reserving(run, reservation_of("waiting", 16))
@@ -126,7 +126,7 @@ async def test_what_can_never_be_is_refused_at_once(bench: Any) -> None:
     await run.engine.cancel("waiting")
 
 
-async def test_a_place_is_given_up_by_cancel_deadline_lease_and_bound(bench: Any) -> None:
+async def test_cancel_deadline_lease_and_bound_end_a_wait(bench: Any) -> None:
     clock = Clock()
     run = await bench(cache_tokens=640, wall=clock, clock=clock, stream_lease_s=10.0, max_wait_s=20.0)
     await run.reserve("all", 640, 0)
@@ -155,7 +155,7 @@ async def test_a_place_is_given_up_by_cancel_deadline_lease_and_bound(bench: Any
     assert run.used == 0
 
 
-async def test_who_would_wait_too_long_is_refused_at_once_with_the_time(bench: Any) -> None:
+async def test_refuses_a_long_wait_at_once_with_a_retry_time(bench: Any) -> None:
     clock = Clock()
     run = await bench(cache_tokens=640, clock=clock, stream_lease_s=1e6, max_wait_s=20.0)
     await run.reserve("a", 640, 0)
@@ -174,7 +174,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_with_the_time(bench: A
     await run.engine.cancel("d")
 
 
-async def test_a_caller_that_leaves_gives_its_place_up(bench: Any) -> None:
+async def test_caller_that_leaves_loses_its_place_in_the_queue(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
     first, second = await reserving(run, reservation_of("first", 640), reservation_of("second", 640))
@@ -187,7 +187,7 @@ async def test_a_caller_that_leaves_gives_its_place_up(bench: Any) -> None:
     assert run.used == 0
 
 
-async def test_closing_ends_what_waits(bench: Any) -> None:
+async def test_closing_ends_waiting_reservations(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
     (waiting,) = await reserving(run, reservation_of("waiting", 16))
@@ -197,7 +197,7 @@ async def test_closing_ends_what_waits(bench: Any) -> None:
         await waiting
 
 
-async def test_an_ending_session_makes_room(bench: Any) -> None:
+async def test_ending_a_session_admits_a_waiting_reservation(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     first = await run.ask("a", ids_of(300), SHORT, keep_tokens=300, keep_ttl_s=5.0)
     (waiting,) = await reserving(run, reservation_of("waiting", 600))
@@ -206,7 +206,7 @@ async def test_an_ending_session_makes_room(bench: Any) -> None:
     await run.engine.cancel("waiting")
 
 
-async def test_pages_that_two_sessions_share_come_back_with_the_second(bench: Any) -> None:
+async def test_pages_shared_by_two_sessions_are_free_after_both_end(bench: Any) -> None:
     wall = Clock()
     run = await bench(wall=wall, cache_tokens=1024)
     first = await run.ask("a", ids_of(640), SHORT, keep_tokens=640, keep_ttl_s=5)

@@ -84,7 +84,7 @@ async def answer_of(cluster: Any, replica: Any, run: Any, request_id: str, ids: 
     return [event.token_id for event in events if isinstance(event, Token)]
 
 
-async def test_a_worker_of_two_ranks_answers_as_one_rank_and_is_replaced_with_any_of_them(
+async def test_worker_of_two_ranks_is_replaced_when_either_rank_dies(
     cluster: Any, replica_of_two: Any, bench: Any
 ) -> None:
     """Each rank is killed once; requests at once, and one after the other."""
@@ -106,7 +106,7 @@ async def test_a_worker_of_two_ranks_answers_as_one_rank_and_is_replaced_with_an
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_model_that_cannot_be_loaded_is_named_however_many_ranks_there_are(
+def test_start_names_the_tensor_that_a_model_lacks_on_any_ranks(
     cluster: Any, tmp_path: Path, ranks: int
 ) -> None:
     from deltafront.workers.decode.worker import DecodeReplica
@@ -256,9 +256,7 @@ async def test_an_actor_that_died_is_replaced_in_place(cluster: Any, replica: An
     ) == Reserved(pages=6)
 
 
-async def test_a_replica_that_cannot_replace_its_actor_is_unhealthy_for_good(
-    cluster: Any, replica: Any
-) -> None:
+async def test_replica_that_cannot_replace_its_actor_stays_unhealthy(cluster: Any, replica: Any) -> None:
     """The last test here: nobody can use the replica afterwards."""
     await replica.check_health()
 
@@ -276,7 +274,7 @@ async def test_a_replica_that_cannot_replace_its_actor_is_unhealthy_for_good(
         await replica.check_health()
 
 
-async def test_a_worker_whose_rank_cannot_be_started_again_is_unhealthy_for_good(
+async def test_worker_whose_rank_cannot_restart_stays_unhealthy(
     cluster: Any, replica_of_two: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test of the worker of two ranks."""

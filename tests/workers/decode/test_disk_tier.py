@@ -87,7 +87,9 @@ async def test_another_worker_answers_from_disk(started: Any, expected: Expected
     assert (second.used, slots_used(second)) == (0, 0)
 
 
-async def test_what_is_partly_in_host_memory_is_completed_from_disk(started: Any, expected: Expected) -> None:
+async def test_disk_completes_a_prefix_that_is_partly_in_host_memory(
+    started: Any, expected: Expected
+) -> None:
     first = await started()
     await read(first, "first", DOCUMENT)
     await saved(first)
@@ -136,7 +138,7 @@ async def test_a_client_that_leaves_while_files_are_read_leaves_nothing(started:
 
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("first_leaves", [False, True])
-async def test_two_that_come_at_once_read_each_file_once(
+async def test_two_requests_at_once_read_each_file_once(
     started: Any, tmp_path: Path, expected: Expected, damaged: bool, first_leaves: bool
 ) -> None:
     """The second gets it where the first leaves meanwhile. Both hear of a damaged file."""
@@ -194,7 +196,7 @@ async def refused(run: Bench) -> Refused:
 
 
 @pytest.mark.parametrize("harm", ["gone", "cut short", "changed", "no file of tensors", *_IN_HEADER])
-async def test_a_file_that_is_not_what_was_saved_is_read_again(
+async def test_altered_file_is_a_cache_miss(
     started: Any, tmp_path: Path, expected: Expected, harm: str
 ) -> None:
     first = await started()
@@ -222,7 +224,7 @@ async def test_a_file_that_is_not_what_was_saved_is_read_again(
     assert (await read(second, "anew", DOCUMENT)).ids == expected(list(DOCUMENT))
 
 
-async def test_no_more_is_kept_than_there_is_room_for(started: Any, tmp_path: Path) -> None:
+async def test_disk_tier_never_exceeds_its_room(started: Any, tmp_path: Path) -> None:
     run = await started()
     run.engine._tiers.store._room = 3
     for seed in range(4):
@@ -234,7 +236,7 @@ async def test_no_more_is_kept_than_there_is_room_for(started: Any, tmp_path: Pa
     assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in range(4)] == [0, *[GROUP] * 3]
 
 
-async def test_a_prompt_that_is_to_be_retained_stays_on_disk_for_other_workers_too(started: Any) -> None:
+async def test_retained_prompt_stays_on_disk_for_other_workers(started: Any) -> None:
     run = await started()
     run.engine._tiers.store._room = 2
     await read(run, "0", prompt(GROUP + 20, seed=0), retain_s=1000.0)
@@ -249,7 +251,7 @@ async def test_a_prompt_that_is_to_be_retained_stays_on_disk_for_other_workers_t
     assert [await found(fresh, prompt(GROUP + 20, seed=seed)) for seed in (0, 2)] == [GROUP, 0]
 
 
-async def test_a_disk_that_is_full_costs_no_answer(
+async def test_full_disk_fails_no_request(
     started: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await started()
@@ -263,7 +265,7 @@ async def test_a_disk_that_is_full_costs_no_answer(
     assert (len(run.engine._tiers.store), run.engine._tiers.store.lost, run.engine.fault) == (0, 2, "")
 
 
-async def test_a_disk_that_removes_nothing_costs_no_answer(
+async def test_disk_that_cannot_delete_fails_no_request(
     started: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await started()
@@ -278,7 +280,7 @@ async def test_a_disk_that_removes_nothing_costs_no_answer(
     assert (len(run.engine._tiers.store), run.engine.fault) == (1, "")
 
 
-def test_files_of_other_k_v_are_refused(tmp_path: Path) -> None:
+def test_refuses_files_of_another_kv_cache(tmp_path: Path) -> None:
     ours, theirs = KVFiles(tmp_path, "a model"), KVFiles(tmp_path, "another")
     name, sides = bytes(32), [torch.randn(2, 3), torch.arange(6, dtype=torch.uint8)]
     ours.save(name, sides)

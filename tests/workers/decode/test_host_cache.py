@@ -45,7 +45,7 @@ def slots_used(run: Bench) -> int:
 
 
 @pytest.mark.parametrize("length", sorted({16 * page + by for page in (8, 9) for by in (-1, 0, 1)}))
-async def test_a_prompt_comes_back_the_same_at_every_page_boundary(
+async def test_prefix_from_host_memory_is_the_same_at_every_page_boundary(
     bench: Any, expected: Expected, length: int
 ) -> None:
     run = await bench(**ROOM)
@@ -61,7 +61,7 @@ async def test_a_prompt_comes_back_the_same_at_every_page_boundary(
     assert (run.used, slots_used(run)) == (0, 0)
 
 
-async def test_what_is_partly_on_the_gpu_is_completed_from_host_memory(
+async def test_host_memory_completes_a_prefix_that_is_partly_on_the_gpu(
     bench: Any, expected: Expected
 ) -> None:
     run = await bench(**ROOM)
@@ -77,7 +77,9 @@ async def test_what_is_partly_on_the_gpu_is_completed_from_host_memory(
     assert (await go_on(run, "once more", DOCUMENT, 144)).ids == expected(list(DOCUMENT))
 
 
-async def test_a_group_reads_the_rest_behind_what_came_back(bench: Any, expected: Expected) -> None:
+async def test_group_prefills_the_rest_after_a_prefix_from_host_memory(
+    bench: Any, expected: Expected
+) -> None:
     run = await bench(**ROOM)
     await read(run, "first", DOCUMENT)
     await push_out(run)
@@ -91,7 +93,9 @@ async def test_a_group_reads_the_rest_behind_what_came_back(bench: Any, expected
     assert answer.ids == expected(ids) and await found(run, ids) == len(ids) // 16 * 16
 
 
-async def test_several_at_once_and_two_that_share(bench: Any, expected: Expected) -> None:
+async def test_several_requests_at_once_get_their_prefixes_from_host_memory(
+    bench: Any, expected: Expected
+) -> None:
     run = await bench(cache_tokens=40 * 16, host_cache_gib=0.02)
     await read(run, "first", DOCUMENT)
     await copied(run)
@@ -156,7 +160,7 @@ async def pushed_out(run: Bench, monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
-async def test_the_rest_is_read_behind_the_copies_and_others_decode_meanwhile(
+async def test_prefill_follows_copies_layer_by_layer_while_others_decode(
     bench: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch, looks_ahead: bool
 ) -> None:
     run = await bench(cache_tokens=48 * 16, host_cache_gib=0.02, looks_ahead=looks_ahead)
@@ -178,7 +182,7 @@ async def test_the_rest_is_read_behind_the_copies_and_others_decode_meanwhile(
     assert not run.engine._runner._begun and not run.engine._scheduler._begun
 
 
-async def test_two_that_come_at_once_wait_for_one_copy(
+async def test_two_requests_at_once_wait_for_one_copy(
     bench: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench(cache_tokens=40 * 16, host_cache_gib=0.02)
@@ -228,7 +232,9 @@ async def test_a_client_that_leaves_while_pages_come_back_leaves_nothing(
     assert await found(run, DOCUMENT) == 144, "they have come back for the next one"
 
 
-async def test_stages_fetch_each_layer_once_it_is_there(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stages_fetch_each_layer_once_its_copy_is_done(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = await bench(**ROOM)
     copies = await pushed_out(run, monkeypatch)
     ids = [*DOCUMENT, *prompt(80, seed=3)]
@@ -278,7 +284,7 @@ async def test_a_group_that_is_faster_than_the_copies_waits_for_them(
     assert (await answering).ids == expected(ids)
 
 
-async def test_where_stages_use_the_same_pages_a_reservation_waits_for_them(
+async def test_reservation_waits_for_copies_into_pages_that_stages_map(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would wait for the pages with all that they read."""
@@ -296,7 +302,7 @@ async def test_where_stages_use_the_same_pages_a_reservation_waits_for_them(
     await run.engine.cancel("rest")
 
 
-async def test_a_stage_gets_no_page_table_before_the_pages_are_there(
+async def test_stage_gets_no_page_table_before_the_pages_are_copied(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench(**ROOM)
@@ -314,7 +320,7 @@ async def test_a_stage_gets_no_page_table_before_the_pages_are_there(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-async def test_copies_that_fail_are_the_workers_fault(
+async def test_failed_copies_mark_the_worker_faulty(
     bench: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     """Also where the first layers have been read already. All who wait hear it."""

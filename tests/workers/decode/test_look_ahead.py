@@ -62,7 +62,9 @@ async def test_the_next_step_is_launched_before_this_one_lands(
     assert answer.ids == (await plain.ask("a", ids_of(40), greedy(4))).ids
 
 
-async def test_without_it_each_step_lands_first(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_look_ahead_each_step_lands_before_the_next_launch(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = await bench()
     watch = Watch(run, monkeypatch)
     await run.ask("a", ids_of(40), greedy(4))
@@ -94,7 +96,7 @@ async def test_answers_of_requests_that_come_and_go_are_the_same(
     ), "every step that was launched has landed"
 
 
-async def test_pages_of_a_request_that_ended_are_kept_until_its_last_step_has_landed(
+async def test_pages_of_an_ended_request_stay_until_its_last_step_lands(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench(looks_ahead=True)
@@ -120,7 +122,7 @@ async def test_pages_of_a_request_that_ended_are_kept_until_its_last_step_has_la
     assert (await reading).finish.reason is FinishReason.CANCELLED
 
 
-async def test_a_step_that_fails_lets_go_of_the_one_behind_it(
+async def test_failed_step_releases_the_step_launched_after_it(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench(looks_ahead=True)

@@ -116,7 +116,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("failing", range(4))
-def test_no_call_follows_one_that_failed_on_rank_0_alone(tmp_path: Path, failing: int) -> None:
+def test_no_call_follows_a_failure_on_rank_0_alone(tmp_path: Path, failing: int) -> None:
     """Else the sums of the others, one call behind, would meet those of rank 0's next call."""
     stack, other = part(make_tiny_model(tmp_path), 0, 2), Recorder()
     lead = LeadRunner(stack, plan_layers(CONFIG, 5), [other], **runner_sizes(CONFIG, stack.config))
@@ -152,9 +152,7 @@ PIECE = KVAnnouncement(
 
 
 @pytest.mark.parametrize("giving", [False, True])
-async def test_a_rank_that_dies_while_it_hands_over_takes_the_worker_with_it(
-    tmp_path: Path, giving: bool
-) -> None:
+async def test_rank_that_dies_during_a_kv_transfer_fails_the_worker(tmp_path: Path, giving: bool) -> None:
     """In a read, or when it gives K/V back. Doors hear it at once, and blame no prefill group."""
 
     async def dies() -> int:
@@ -198,7 +196,7 @@ async def test_pages_stay_in_use_until_the_last_rank_has_read(tmp_path: Path) ->
     await engine.close()
 
 
-def test_pages_are_copied_on_every_rank_before_rank_0_goes_on(tmp_path: Path) -> None:
+def test_rank_0_waits_until_every_rank_has_copied_its_pages(tmp_path: Path) -> None:
     """A copy meets in no layer's sum. Without waiting, K/V of the next request could be there first."""
     stacks = parts(make_tiny_model(tmp_path), 2)
     gate = threading.Event()
@@ -232,7 +230,7 @@ def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path, ranks: int, m
         part(make_tiny_model(tmp_path), 0, ranks)
 
 
-def test_calls_that_overtake_each_other_are_made_in_order() -> None:
+def test_ranks_run_reordered_calls_in_their_order() -> None:
     made: list[str] = []
     calls = InOrder(made.append)
     for number, word in ((2, "c"), (0, "a"), (1, "b"), (4, "e"), (3, "d")):

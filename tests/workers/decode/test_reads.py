@@ -20,7 +20,7 @@ def ids(count: int, first: int = 0) -> array[int]:
 
 @pytest.mark.parametrize("there", [1, 127, 128, 255, 256, 257, 383, 384, 1000])
 @pytest.mark.parametrize("blocks", [0, 3])
-def test_every_token_is_read_where_it_stands_and_the_question_s_end_twice(there: int, blocks: int) -> None:
+def test_plan_prefills_each_token_once_and_the_questions_end_twice(there: int, blocks: int) -> None:
     for asked, answered in itertools.product((0, 1, 47, 48, 49, 200), (0, 1, 60)):
         every = ids(there + asked + answered)
         steps = plan_reads(there, every[:there], every[there:], answered=answered, chunk=48, blocks=blocks)
@@ -49,20 +49,20 @@ def places(reads: Sequence[Read]) -> list[int]:
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 129, 255, 256, 300, 384, 4097])
-def test_a_prompt_s_tail_begins_with_a_block_and_has_enough_tokens(tokens: int) -> None:
+def test_prompt_tail_begins_at_a_block_and_has_enough_tokens(tokens: int) -> None:
     start = tail_start(tokens)
     assert start % BLOCK == 0
     assert min(tokens, TAIL_TOKENS) <= tokens - start <= TAIL_TOKENS + BLOCK - 1
 
 
-def test_without_known_ids_nothing_is_computed_again() -> None:
+def test_recomputes_nothing_without_the_prompts_ids() -> None:
     assert plan_reads(500, (), ids(5), answered=0, chunk=48, blocks=4) == [Read(500, ids(5))]
     assert plan_reads(500, (), array("I"), answered=0, chunk=48, blocks=4) == []
 
 
 @pytest.mark.parametrize("keep", [0, 500, 530, 560, 599])
 @pytest.mark.parametrize("answered", [0, 7])
-def test_what_is_kept_is_read_once_and_before_anything_is_computed_again(keep: int, answered: int) -> None:
+def test_kept_tokens_are_prefilled_once_before_any_recomputation(keep: int, answered: int) -> None:
     every = ids(600 + answered)
     steps = plan_reads(500, every[:500], every[500:], answered=answered, chunk=48, blocks=3, keep_tokens=keep)
     again = steps.index(Recompute())
@@ -74,14 +74,14 @@ def test_what_is_kept_is_read_once_and_before_anything_is_computed_again(keep: i
     assert places(second) == list(range(first[-1].start, 600 + answered))
 
 
-def test_where_all_that_is_appended_is_kept_nothing_is_computed_again() -> None:
+def test_recomputes_nothing_if_everything_appended_is_kept() -> None:
     every = ids(600)
     plain = plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=0)
     assert plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=3, keep_tokens=600) == plain
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6, 32, 80])
-def test_layers_are_read_in_order_once_they_have_come_and_in_few_parts(layers: int) -> None:
+def test_layers_run_in_order_of_arrival_in_few_parts(layers: int) -> None:
     """Whatever comes while a part is read."""
     for seed in range(50):
         chance, read, parts = random.Random(seed), 0, list[range]()

@@ -113,9 +113,7 @@ async def sparse(bench: Any) -> Sparse:
 
 
 @pytest.mark.parametrize("length", [TOKENS, TOKENS + 1, TOKENS + 127, TOKENS - 1])
-async def test_a_prompt_with_all_its_blocks_computed_again_is_answered_as_if_read_densely(
-    sparse: Sparse, length: int
-) -> None:
+async def test_recomputing_all_blocks_of_a_prompt_equals_dense_prefill(sparse: Sparse, length: int) -> None:
     prompt = tokens(length, 1)
     want = await sparse.dense(prompt)
     plain = await sparse.ask("plain", prompt, 0)
@@ -128,7 +126,7 @@ async def test_a_prompt_with_all_its_blocks_computed_again_is_answered_as_if_rea
     assert again.finish.report.recompute > 0
 
 
-async def test_a_session_s_question_is_answered_as_if_read_densely_and_the_session_stays_as_it_was(
+async def test_recomputing_all_blocks_leaves_the_session_unchanged(
     sparse: Sparse,
 ) -> None:
     want = await sparse.dense(DOCUMENT + QUESTION)
@@ -147,9 +145,7 @@ async def test_a_session_s_question_is_answered_as_if_read_densely_and_the_sessi
 
 
 @pytest.mark.parametrize("length", [TOKENS, TOKENS - 5])
-async def test_what_is_kept_of_a_prompt_that_is_answered_is_what_was_read(
-    sparse: Sparse, length: int
-) -> None:
+async def test_session_kept_with_an_answer_holds_kv_before_recomputation(sparse: Sparse, length: int) -> None:
     """And it can be computed again for the next question."""
     part = DOCUMENT[:length]
     reference = await sparse.question("reference", await sparse.keep(part, packed(part)), 0)
@@ -164,9 +160,7 @@ async def test_what_is_kept_of_a_prompt_that_is_answered_is_what_was_read(
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
-async def test_what_is_kept_behind_a_prefix_does_not_depend_on_the_question(
-    sparse: Sparse, blocks: int
-) -> None:
+async def test_kv_kept_after_a_prefix_does_not_depend_on_the_question(sparse: Sparse, blocks: int) -> None:
     """A prompt that continues from what is remembered, is kept, and has a question appended."""
     run, kept, method = sparse.bench, len(DOCUMENT) + 64, method_spec("streaming", {"min_tokens": 0})
     await sparse.reserve_and_deliver("read", DOCUMENT, 0, key=key_of(DOCUMENT, method=method))
@@ -202,7 +196,7 @@ async def test_what_is_kept_behind_a_prefix_does_not_depend_on_the_question(
         assert all(torch.equal(one, two) for one, two in zip(keys_and_values[0], other, strict=True))
 
 
-async def test_fewer_blocks_are_those_that_the_question_looks_at_most(sparse: Sparse) -> None:
+async def test_recomputes_the_blocks_with_the_most_attention_first(sparse: Sparse) -> None:
     session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
     seen: list[tuple[int, ...]] = []
     runner = sparse.bench.engine._runner
@@ -221,7 +215,7 @@ async def test_fewer_blocks_are_those_that_the_question_looks_at_most(sparse: Sp
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 255, 256, 257, 383, 384])
-async def test_a_prompt_too_short_for_it_is_answered_all_the_same(sparse: Sparse, length: int) -> None:
+async def test_prompt_too_short_for_recomputation_is_answered(sparse: Sparse, length: int) -> None:
     """Its tail is read densely where that is not all of it; the worker goes on."""
     prompt = tokens(length, 6)
     answer = await sparse.ask("short", prompt, 8)
@@ -246,7 +240,7 @@ async def test_pages_that_are_missing_fail_their_request_alone(
     assert (await sparse.ask("next", DOCUMENT, 8)).ids == await sparse.dense(DOCUMENT)
 
 
-async def test_of_a_long_question_to_a_short_session_nothing_that_was_appended_is_computed_again(
+async def test_recomputes_no_block_of_a_long_appended_question(
     sparse: Sparse,
 ) -> None:
     """It was read densely, and there are no pages for it."""
@@ -261,7 +255,7 @@ async def test_of_a_long_question_to_a_short_session_nothing_that_was_appended_i
     assert answer.finish.report.recomputed_tokens == BLOCK
 
 
-async def test_an_answer_goes_on_after_a_death_as_it_would_have(sparse: Sparse) -> None:
+async def test_answer_resumed_after_a_death_has_the_same_tokens(sparse: Sparse) -> None:
     """What has been answered already is no part of the question: the same blocks are computed again."""
     session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
     whole = await sparse.question("whole", session, 2)
@@ -280,7 +274,7 @@ async def test_an_answer_goes_on_after_a_death_as_it_would_have(sparse: Sparse) 
     assert (await sparse.bench.collect(job)).ids == prompt.ids[5:]
 
 
-async def test_a_session_of_a_prompt_that_was_read_exactly_has_nothing_to_compute_again(
+async def test_session_of_a_dense_prefill_recomputes_nothing(
     sparse: Sparse,
 ) -> None:
     session = await sparse.keep(DOCUMENT, b"")
@@ -312,7 +306,9 @@ async def test_a_session_of_a_prompt_that_was_read_exactly_has_nothing_to_comput
         ({"answered_tokens": 1}, "answered_tokens 1 is not within 0 appended tokens"),
     ],
 )
-async def test_what_cannot_be_is_refused_plainly(sparse: Sparse, wrong: dict[str, Any], why: str) -> None:
+async def test_impossible_recomputation_fails_with_the_reason(
+    sparse: Sparse, wrong: dict[str, Any], why: str
+) -> None:
     await sparse.reserve_and_deliver("wrong", DOCUMENT, 2)
     given = {"recompute_blocks": 2, "prompt_ids": packed(DOCUMENT), **wrong}
     answer = await sparse.bench.collect(GenerateJob(request_id="wrong", sampling=GREEDY, **given))
@@ -332,5 +328,5 @@ async def test_what_cannot_be_is_refused_plainly(sparse: Sparse, wrong: dict[str
         (1, 700, False, 8 + 16),
     ],
 )
-def test_pages_for_it(blocks: int, of: int, appended: bool, pages: int) -> None:
+def test_reservation_counts_pages_for_recomputation(blocks: int, of: int, appended: bool, pages: int) -> None:
     assert recompute_pages(blocks, of, appended=appended) == pages

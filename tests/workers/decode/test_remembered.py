@@ -53,7 +53,7 @@ async def go_on(run: Bench, name: str, ids: Sequence[int], held: int, **more: An
 
 
 @pytest.mark.parametrize("length", sorted({16 * page + by for page in range(8, 11) for by in (-1, 0, 1)}))
-async def test_the_same_prompt_again_is_answered_the_same_at_every_page_boundary(
+async def test_cached_prefix_gives_the_same_answer_at_every_page_boundary(
     bench: Any, expected: Expected, length: int
 ) -> None:
     run = await bench()
@@ -67,7 +67,7 @@ async def test_the_same_prompt_again_is_answered_the_same_at_every_page_boundary
         assert (await go_on(run, f"from {held}", ids, held)).ids == first.ids
 
 
-async def test_an_answer_is_remembered_with_its_prompt(bench: Any, expected: Expected) -> None:
+async def test_answer_is_cached_with_its_prompt(bench: Any, expected: Expected) -> None:
     """A conversation goes on behind it, turn by turn."""
     run, ids = await bench(), list(DOCUMENT)
     answer = await read(run, "turn 0", ids)
@@ -79,7 +79,7 @@ async def test_an_answer_is_remembered_with_its_prompt(bench: Any, expected: Exp
         assert answer.ids == expected(ids)
 
 
-async def test_another_question_to_the_same_document(bench: Any, expected: Expected) -> None:
+async def test_another_question_reuses_the_documents_prefix(bench: Any, expected: Expected) -> None:
     run = await bench()
     await read(run, "first", [*DOCUMENT, 3, 4, 5])
     for number in range(3):
@@ -90,7 +90,7 @@ async def test_another_question_to_the_same_document(bench: Any, expected: Expec
     assert run.used == 0
 
 
-async def test_two_at_once_share_the_pages(bench: Any, expected: Expected) -> None:
+async def test_two_requests_at_once_share_cached_pages(bench: Any, expected: Expected) -> None:
     run = await bench(cache_tokens=(150 // 16 + 2 * 6) * 16)
     await read(run, "first", DOCUMENT)
     prompts = [[*DOCUMENT, *prompt(20, seed=seed)] for seed in (1, 2)]
@@ -98,7 +98,7 @@ async def test_two_at_once_share_the_pages(bench: Any, expected: Expected) -> No
     assert [answer.ids for answer in answers] == [expected(ids) for ids in prompts]
 
 
-async def test_a_group_reads_the_rest_behind_what_is_remembered(bench: Any, expected: Expected) -> None:
+async def test_group_prefills_the_rest_after_a_cached_prefix(bench: Any, expected: Expected) -> None:
     """No page of the prefix is written to, whoever sends what."""
     run = await bench()
     await read(run, "first", DOCUMENT)
@@ -122,7 +122,7 @@ async def test_a_group_reads_the_rest_behind_what_is_remembered(bench: Any, expe
     assert again.ids == expected(list(DOCUMENT))
 
 
-async def test_a_session_holds_what_is_remembered_and_leaves_it(bench: Any, expected: Expected) -> None:
+async def test_session_holds_cached_pages_and_leaves_them_cached(bench: Any, expected: Expected) -> None:
     run = await bench(cache_tokens=24 * 16)
     kept = (await read(run, "kept", DOCUMENT, keep_tokens=150)).first.session.session_id
     await run.engine.renew(["kept"])
@@ -141,7 +141,7 @@ async def test_a_session_holds_what_is_remembered_and_leaves_it(bench: Any, expe
     await run.engine.cancel("big")
 
 
-async def test_what_is_only_remembered_is_free_room(bench: Any) -> None:
+async def test_cached_pages_count_as_free_and_are_evicted_on_demand(bench: Any) -> None:
     """For doors, waiting reservations and admission; nobody is refused because of old prompts."""
     run = await bench(cache_tokens=16 * 16)
     await read(run, "first", DOCUMENT)
@@ -158,7 +158,7 @@ async def test_what_is_only_remembered_is_free_room(bench: Any) -> None:
     await run.engine.cancel("next")
 
 
-async def test_others_and_those_who_opt_out_find_nothing(bench: Any) -> None:
+async def test_other_owners_and_opted_out_requests_find_no_prefix(bench: Any) -> None:
     run = await bench()
     await read(run, "forgotten", DOCUMENT, remembers=False)
     assert await found(run, DOCUMENT) == 0
@@ -168,7 +168,7 @@ async def test_others_and_those_who_opt_out_find_nothing(bench: Any) -> None:
     assert await found(run, DOCUMENT) == 144
 
 
-async def test_a_cancelled_request_leaves_what_it_has_read_and_a_failed_one_nothing(
+async def test_cancelled_requests_leave_cached_blocks_and_failed_ones_none(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench()
@@ -197,14 +197,14 @@ async def test_a_cancelled_request_leaves_what_it_has_read_and_a_failed_one_noth
     assert (run.used, await found(run, other)) == (0, 0)
 
 
-async def test_answers_of_selected_pages_are_not_remembered(bench: Any) -> None:
+async def test_answers_with_page_selection_are_not_cached(bench: Any) -> None:
     """They are approximations; what was read before is not."""
     run = await bench(page_selection="delta", delta_layers=(2,), page_budget=4, recency=2)
     answer = await read(run, "first", DOCUMENT)
     assert await found(run, [*DOCUMENT, *answer.ids]) == 144
 
 
-async def test_of_a_sparsely_read_prompt_as_much_is_remembered_as_lasts(bench: Any) -> None:
+async def test_sparse_prompt_is_cached_up_to_its_last_whole_block(bench: Any) -> None:
     """Its last block was read for its own end. Behind it nothing can be found, whatever was answered."""
     run, method = await bench(), method_spec("dpxa", {"min_tokens": 0})
     ids = prompt(300)
@@ -222,7 +222,7 @@ async def test_of_a_sparsely_read_prompt_as_much_is_remembered_as_lasts(bench: A
     assert await run.engine.find_prefix(key_of(longer)) is None
 
 
-async def test_a_kept_prompt_is_remembered_too(bench: Any) -> None:
+async def test_kept_prompt_is_cached_too(bench: Any) -> None:
     run = await bench()
     await run.reserve("kept", len(DOCUMENT), 0, key=key_of(DOCUMENT))
     await run.deliver("kept", DOCUMENT)
@@ -232,7 +232,7 @@ async def test_a_kept_prompt_is_remembered_too(bench: Any) -> None:
     assert (run.used, await found(run, DOCUMENT)) == (0, 144)
 
 
-async def test_a_prefix_that_is_gone_meanwhile_is_refused(bench: Any) -> None:
+async def test_refuses_a_prefix_that_was_evicted_meanwhile(bench: Any) -> None:
     run = await bench()
     refused = await run.engine.reserve(
         Reservation(

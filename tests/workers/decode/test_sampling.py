@@ -50,7 +50,7 @@ def reference_gumbel(seed: int, position: int, token: int) -> float:
     return -math.log(-math.log(((bits >> 12) + 0.5) * 2.0**-52))
 
 
-def test_noise_is_the_hash_of_seed_position_and_token() -> None:
+def test_noise_is_a_hash_of_seed_position_and_token() -> None:
     seeds = [0, 1, 2**63 - 1, -1, 2**40 + 3]
     positions = [0, 5, 131_072, 7, 7]
     noise = gumbel(torch.tensor(seeds), torch.tensor(positions), 50)
@@ -59,7 +59,7 @@ def test_noise_is_the_hash_of_seed_position_and_token() -> None:
         torch.testing.assert_close(noise[row], torch.tensor(wanted, dtype=torch.float64))
 
 
-def test_noise_is_gumbel_distributed_and_uncorrelated_between_positions() -> None:
+def test_noise_is_gumbel_and_uncorrelated_between_positions() -> None:
     noise = gumbel(torch.zeros(2, dtype=torch.int64), torch.tensor([1, 2]), 200_000)
     assert torch.isfinite(noise).all()
     for row in noise:
@@ -80,7 +80,7 @@ def test_noise_is_gumbel_distributed_and_uncorrelated_between_positions() -> Non
         Sampling(temperature=1.0, top_p=1e-6),
     ],
 )
-def test_drawn_frequencies_are_those_of_transformers_distribution(sampling: Sampling) -> None:
+def test_sampled_frequencies_match_transformers_distribution(sampling: Sampling) -> None:
     count, vocab = 6000, 30
     logits_V = logits_of(1, seed=4, vocab=vocab)[0]
     wanted = warped(logits_V, sampling)
@@ -104,7 +104,7 @@ def test_filters_keep_what_transformers_keeps(top_k: int, top_p: float) -> None:
         assert torch.equal(kept[row], warped(logits[row], sampling) > 0)
 
 
-def test_temperature_zero_is_greedy_whatever_else_is_asked() -> None:
+def test_temperature_zero_is_greedy_with_any_other_options() -> None:
     logits = logits_of(3)
     rows = [
         Sampling(temperature=0.0),

@@ -125,7 +125,7 @@ AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahea
 
 @AHEAD
 @pytest.mark.parametrize("alone", [False, True], ids=["busy", "nothing else to do"])
-async def test_it_ends_wherever_it_is_stopped(ahead: bool, alone: bool) -> None:
+async def test_scheduler_ends_wherever_it_is_stopped(ahead: bool, alone: bool) -> None:
     async def stopped_at(number: int) -> bool:
         scene = Scene(ahead, alone=alone)
         acting = Acting(scene.scheduler.run(), number, scene.stop)
@@ -181,7 +181,7 @@ async def test_a_request_that_is_cancelled_at_any_time_gives_its_pages_back(ahea
     assert await at_each_await(leaves_at) > 6
 
 
-async def test_k_v_that_comes_at_any_time_is_read() -> None:
+async def test_kv_that_arrives_at_any_time_is_used() -> None:
     async def come_at(number: int) -> bool:
         scene = Scene(False)
         scene.runner.after_part = lambda: None

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("single_rank")
 
 
 @pytest.mark.parametrize("delta_layers", [(), (1, 3)])
-async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one(
+async def test_warm_up_runs_every_path_and_changes_no_answer(
     bench: Any, monkeypatch: pytest.MonkeyPatch, delta_layers: tuple[int, ...]
 ) -> None:
     steps: list[list[tuple[int, bool, float]]] = []

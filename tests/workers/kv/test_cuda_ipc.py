@@ -23,7 +23,7 @@ from .export_bench import DIM, HEADS, Bench, ByCudaIpc
 CONFIG = HandoffConfig(transport="cuda_ipc")
 
 
-async def test_what_was_read_after_its_time_is_not_taken() -> None:
+async def test_kv_copied_after_its_lease_ended_is_discarded() -> None:
     """Else a page that the stage has given away meanwhile could pass for the request's."""
     bench = Bench(ByCudaIpc(), lease_s=30.0)
     bench.announce(range(4), 0, 32)
@@ -62,7 +62,7 @@ async def test_pages_of_another_host_are_refused() -> None:
     assert not way.touched
 
 
-def test_it_needs_a_gpu() -> None:
+def test_cuda_ipc_refuses_a_cpu() -> None:
     cache = PagedKVCache(range(1), HEADS, DIM, 2, torch.float32, "cpu")
     for end in (lambda: kv_sender(CONFIG, cache), lambda: kv_reader(CONFIG, cache, ThreadPoolExecutor(1))):
         with pytest.raises(ValueError, match="CUDA IPC needs a GPU, not cpu"):
@@ -70,7 +70,7 @@ def test_it_needs_a_gpu() -> None:
     assert home() == home() and "pid:" in home()
 
 
-async def test_the_end_of_a_process_is_noticed() -> None:
+async def test_notices_the_end_of_a_process() -> None:
     """Of a child, and of one that is gone already."""
     memory = CudaPeerMemory.__new__(CudaPeerMemory)
     child = await asyncio.create_subprocess_exec("sleep", "60")

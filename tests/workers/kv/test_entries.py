@@ -57,7 +57,7 @@ def found(manager: PageManager, letters: str, **more: Any) -> int:
     return len(manager.pool.entries.find(key_of(spell(letters), **more))[0])
 
 
-def test_a_prompt_is_found_by_its_own_beginning_alone() -> None:
+def test_prefix_is_found_only_by_its_own_tokens() -> None:
     pages, _ = manager(20)
     read(pages, "abcd")
     assert [found(pages, letters) for letters in ("abcd", "abxd", "b", "abcdef", "")] == [4, 2, 0, 4, 0]
@@ -66,7 +66,7 @@ def test_a_prompt_is_found_by_its_own_beginning_alone() -> None:
     assert pages.pool.free == pages.pool.total == 20
 
 
-def test_sparse_entries_serve_their_own_method_and_say_that_they_are_sparse() -> None:
+def test_sparse_blocks_serve_their_own_method_marked_as_sparse() -> None:
     pages, _ = manager(40)
     read(pages, "a" * 16, method=STREAMING)
     assert found(pages, "a" * 16) == 0
@@ -78,7 +78,7 @@ def test_sparse_entries_serve_their_own_method_and_say_that_they_are_sparse() ->
     assert pages.pool.entries.find(key_of(spell("a" * 16)))[1]
 
 
-def test_the_least_recently_used_goes_first_and_of_one_prompt_its_end() -> None:
+def test_evicts_the_least_recently_used_prompt_from_its_end() -> None:
     pages, clock = manager(8)
     for letters in ("abc", "xyz"):
         read(pages, letters)
@@ -96,7 +96,7 @@ def test_the_least_recently_used_goes_first_and_of_one_prompt_its_end() -> None:
     pages.pool.release((*taken, *more))
 
 
-def test_what_is_to_be_retained_goes_last_until_its_time_is_over() -> None:
+def test_retained_blocks_are_evicted_last_until_they_expire() -> None:
     pages, clock = manager(6)
     read(pages, "ab", retain_s=10.0)
     clock.now += 1
@@ -118,7 +118,7 @@ def test_what_is_to_be_retained_goes_last_until_its_time_is_over() -> None:
     assert (entries.evicted, entries.evicted_retained) == (8, 2), "nothing else was left"
 
 
-def test_the_pages_of_a_prefix_are_not_taken_for_its_own_rest() -> None:
+def test_request_never_evicts_its_own_prefix() -> None:
     pages, _ = manager(7)
     read(pages, "abcd")
     other = pages.pool.allocate(1)
@@ -131,7 +131,7 @@ def test_the_pages_of_a_prefix_are_not_taken_for_its_own_rest() -> None:
     pages.pool.release(other)
 
 
-def test_a_prefix_that_is_gone_is_refused() -> None:
+def test_refuses_a_prefix_that_was_evicted() -> None:
     pages, _ = manager(6)
     read(pages, "abcd")
     pages.pool.release(pages.pool.allocate(4))
@@ -139,7 +139,7 @@ def test_a_prefix_that_is_gone_is_refused() -> None:
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_PREFIX
 
 
-def test_a_failed_request_leaves_nothing_and_takes_nothing_with_it() -> None:
+def test_failed_request_caches_nothing_and_evicts_nothing_cached() -> None:
     pages, _ = manager(12)
     read(pages, "ab")
     failed = reserve(pages, "abcd", found=2)
@@ -153,13 +153,13 @@ def test_a_failed_request_leaves_nothing_and_takes_nothing_with_it() -> None:
     assert (pages.pool.free, found(pages, "abcd")) == (12, 2)
 
 
-def test_who_opts_out_leaves_nothing() -> None:
+def test_opted_out_request_caches_nothing() -> None:
     pages, _ = manager(6)
     read(pages, "abcd", remembers=False)
     assert found(pages, "abcd") == len(pages.pool.entries) == 0
 
 
-def test_a_lease_is_held_and_remembered_when_it_ends() -> None:
+def test_session_pages_are_held_and_stay_cached_after_it_ends() -> None:
     pages, _ = manager(5)
     made = reserve(pages, "abc")
     assert isinstance(made, RequestPages)

@@ -62,7 +62,7 @@ def test_rows_of_pages_are_joined_into_runs() -> None:
             row_runs(range(6), start, tokens)
 
 
-def test_runs_are_paired_where_both_sides_go_on() -> None:
+def test_pairs_runs_that_are_contiguous_on_both_sides() -> None:
     assert list(paired_runs([(64, 48)], [(0, 16), (32, 32)])) == [(64, 0, 16), (80, 32, 32)]
     for seed in range(50):
         rng = random.Random(seed)
@@ -112,7 +112,7 @@ def test_pages_are_held_until_every_announcement_is_answered(way: Way) -> None:
     assert not bench.in_use("r") and bench.in_use("other")
 
 
-def test_a_dead_decode_worker_lets_go_at_once_and_a_silent_one_in_time(way: Way) -> None:
+def test_pages_are_freed_when_a_decode_worker_dies_or_its_lease_ends(way: Way) -> None:
     bench = Bench(way, lease_s=30.0)
     bench.announce(range(4), 0, 32, "dead")
     bench.announce(range(4, 8), 0, 32, "silent")
@@ -130,7 +130,7 @@ def test_a_dead_decode_worker_lets_go_at_once_and_a_silent_one_in_time(way: Way)
     assert not bench.in_use("silent")
 
 
-async def test_what_was_read_when_its_pages_had_gone_is_not_taken(way: Way) -> None:
+async def test_kv_copied_after_its_pages_were_reused_is_discarded(way: Way) -> None:
     """A decode worker that was stopped for long could take another request's K/V for its own."""
     bench = Bench(way, lease_s=30.0)
     bench.announce(range(4), 0, 32)
@@ -149,7 +149,7 @@ async def test_what_was_read_when_its_pages_had_gone_is_not_taken(way: Way) -> N
 PAGE = {"a": 1, "b": 2}
 
 
-def test_no_order_of_events_frees_a_page_that_may_be_read(way: Way) -> None:
+def test_no_order_of_events_frees_a_page_that_may_still_be_copied(way: Way) -> None:
     """Announcements, answers, failures and time in any order: pages are in use while an answer is owed."""
     for seed in range(60):
         rng = random.Random(seed)
@@ -185,7 +185,7 @@ def failed(bench: Bench, name: str) -> bool:
     return False
 
 
-def test_pages_that_the_sending_thread_has_not_announced_yet_are_in_use(way: Way) -> None:
+def test_pages_stay_in_use_until_the_sending_thread_announces_them(way: Way) -> None:
     bench = Bench(way)
     background = MessageSender(bench.exporter, bench.outbox, background=True)
     stream = background.open(Destination(request_id="r", decode_worker="decode:x", pages=(1,)))
@@ -204,7 +204,7 @@ def test_pages_that_the_sending_thread_has_not_announced_yet_are_in_use(way: Way
 # --- what cannot be read --------------------------------------------------------------------------------
 
 
-async def test_a_request_that_is_over_reads_nothing(way: Way) -> None:
+async def test_ended_request_copies_nothing(way: Way) -> None:
     bench = Bench(way)
     bench.announce(range(4), 0, 32)
     assert await bench.deliver(bench.ray.sent[0], None) is None
@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-async def test_what_cannot_be_read_is_refused_plainly(way: Way, case: str) -> None:
+async def test_refuses_pages_that_cannot_be_copied_with_the_reason(way: Way, case: str) -> None:
     bench = Bench(way)
     bench.announce(range(4), 0, 32)
     exported, kv, message = WRONG[case]

@@ -98,7 +98,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_decode_worker_that_dies_in_mid_read_hurts_its_own_request_alone(
+def test_decode_worker_that_dies_mid_copy_fails_only_its_own_request(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = PagedKVCache(LAYERS, HEADS, DIM, 8, torch.float32, "cpu")

@@ -29,7 +29,7 @@ def test_pieces_are_bounded_and_cover_every_layer(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_goes_to_the_host_comes_back_to_the_bit(dtype: torch.dtype) -> None:
+def test_kv_copied_to_the_host_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     """From pages that do not follow one another, to others."""
     arguments, there, wanted = (
         cache_of(dtype),
@@ -47,7 +47,7 @@ def test_what_goes_to_the_host_comes_back_to_the_bit(dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     "array", [np.zeros((3, 2, 8), np.float16), np.zeros((4, 2, 8), np.float32), "nothing"]
 )
-def test_what_is_no_kv_of_this_model_is_refused(array: Any) -> None:
+def test_refuses_kv_of_another_shape_or_dtype(array: Any) -> None:
     good = np.zeros((3, 2, 8), np.float32)
     with pytest.raises(HandoffError, match="K/V of a came back as"):
         from_host(HostKV(k=good, v=array), KVRange(request_id="a", layer=2, start=0, tokens=3), cache_of())

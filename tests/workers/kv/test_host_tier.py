@@ -118,7 +118,7 @@ class Setup:
         return all(pool.free == pool.total for pool in (self.manager.pool, self.host.pool))
 
 
-async def test_what_the_gpu_gives_up_is_found_in_host_memory_and_comes_back() -> None:
+async def test_blocks_evicted_from_the_gpu_come_back_from_host_memory() -> None:
     async with Setup(pages=6, slots=20) as run:
         assert await run.read("abcd")
         await run.settle()
@@ -144,7 +144,7 @@ async def pushed_out(run: Setup, letters: str) -> None:
 
 
 @pytest.mark.usefixtures("layer_by_layer")
-async def test_two_that_come_for_the_same_pages_wait_for_one_copy() -> None:
+async def test_two_requests_for_the_same_pages_wait_for_one_copy() -> None:
     """The second is a longer prompt, of which more is in host memory."""
     async with Setup(pages=20, slots=20) as run:
         await pushed_out(run, "abcdef")
@@ -163,7 +163,7 @@ async def test_two_that_come_for_the_same_pages_wait_for_one_copy() -> None:
 
 
 @pytest.mark.usefixtures("layer_by_layer")
-async def test_who_waits_for_anothers_copy_gets_it_when_that_one_leaves() -> None:
+async def test_copy_reaches_a_waiting_request_when_its_starter_leaves() -> None:
     async with Setup(pages=20, slots=20) as run:
         await pushed_out(run, "abc")
         run.may_move.clear()
@@ -175,7 +175,7 @@ async def test_who_waits_for_anothers_copy_gets_it_when_that_one_leaves() -> Non
 
 
 @pytest.mark.usefixtures("layer_by_layer")
-async def test_a_copy_that_fails_fails_for_all_who_wait_and_leaves_no_name() -> None:
+async def test_failed_copy_fails_all_waiting_requests_and_caches_nothing() -> None:
     async with Setup(pages=20, slots=20) as run:
         await pushed_out(run, "abc")
         run.moves_fail = True
@@ -186,7 +186,7 @@ async def test_a_copy_that_fails_fails_for_all_who_wait_and_leaves_no_name() -> 
 
 
 @pytest.mark.usefixtures("layer_by_layer")
-async def test_copies_go_on_in_turn() -> None:
+async def test_concurrent_copies_take_turns() -> None:
     """A short prompt does not wait for all of a long one."""
     async with Setup(pages=20, slots=20) as run:
         await pushed_out(run, "abcdef")
@@ -197,7 +197,7 @@ async def test_copies_go_on_in_turn() -> None:
         assert moves == [("a", 0), ("z", 0), ("z", 1), ("z", 2), ("a", 1), ("a", 2)]
 
 
-async def test_what_was_given_up_before_it_was_copied_is_not_found() -> None:
+async def test_blocks_evicted_before_their_copy_are_not_found() -> None:
     run = Setup(pages=6, slots=20)
     assert await run.read("abcd")
     assert await run.read("wxyz")
@@ -205,7 +205,7 @@ async def test_what_was_given_up_before_it_was_copied_is_not_found() -> None:
     assert run.found("abcd") == (1, 0) and run.host.too_late == 3
 
 
-async def test_a_page_that_is_written_to_while_it_is_copied_is_not_found() -> None:
+async def test_page_written_during_its_copy_is_not_found() -> None:
     run = Setup(pages=6, slots=20)
     assert await run.read("abcd")
     run.may_move.clear()
@@ -218,7 +218,7 @@ async def test_a_page_that_is_written_to_while_it_is_copied_is_not_found() -> No
     assert run.found("wxyz") == (4, 0) and run.all_free()
 
 
-async def test_slots_that_a_request_waits_for_are_held_and_given_back_with_it() -> None:
+async def test_waiting_request_holds_its_host_slots_until_it_ends() -> None:
     run = Setup(pages=8, slots=4)
     assert await run.read("abcd")
     await run.settle()
@@ -239,7 +239,7 @@ async def test_slots_that_a_request_waits_for_are_held_and_given_back_with_it() 
 
 
 @pytest.mark.parametrize("read_again", [False, True])
-async def test_retention_that_is_asked_for_later_holds_in_host_memory_too(read_again: bool) -> None:
+async def test_later_retention_applies_in_host_memory_too(read_again: bool) -> None:
     run = Setup(pages=8, slots=20)
     pool = run.manager.pool
     assert await run.read("ab")
@@ -262,7 +262,7 @@ words = st.text(alphabet="ab", min_size=1, max_size=6)
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(words, st.booleans()), max_size=30), st.integers(7, 12), st.integers(1, 9))
-def test_host_memory_holds_what_was_used_last_as_a_list_does(
+def test_host_memory_keeps_the_most_recent_blocks_like_an_lru_list(
     prompts: list[tuple[str, bool]], pages: int, slots: int
 ) -> None:
     """Prompts of two letters share beginnings. Where all is copied at once, host memory holds the `slots`
@@ -298,7 +298,7 @@ def test_host_memory_holds_what_was_used_last_as_a_list_does(
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 @pytest.mark.usefixtures("layer_by_layer")
-def test_nothing_wrong_is_found_however_copies_and_reads_fall_together(data: st.DataObject) -> None:
+def test_random_copies_and_requests_never_yield_wrong_kv(data: st.DataObject) -> None:
     """Some leave while their pages come back, and some copies fail."""
 
     async def run() -> None:

@@ -22,7 +22,7 @@ def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("cuts", [(50,), (16, 16, 18), (1, 14, 2, 33), (3,) * 16 + (2,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_in_pieces_is_read_back(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_tokens_written_in_pieces_are_gathered_back(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
     cache, table = make(dtype), torch.tensor([9, 2, 11, 0], dtype=torch.int32)
     k_TGD, v_TGD = tokens(50, 1)
     start = 0
@@ -52,7 +52,7 @@ def test_a_run_of_pages_is_written_and_read_in_place() -> None:
 
 
 @pytest.mark.parametrize("pages", [(3, 4, 5, 6), (9, 2, 3, 4), (9, 2, 11, 0)])
-def test_layers_land_in_their_pages_run_or_not(pages: tuple[int, ...]) -> None:
+def test_layers_land_in_their_pages_contiguous_or_not(pages: tuple[int, ...]) -> None:
     cache, other = make(), make()
     k_TGD, v_TGD = tokens(50, 1)
     for start, end in ((0, 16), (16, 17), (17, 40), (40, 50)):
@@ -76,7 +76,7 @@ def test_a_run_outside_the_cache_raises(first: int, start: int, count: int) -> N
         make().write_run(5, first, start, k_TGD, v_TGD)
 
 
-def test_pages_are_the_layout_flashinfer_reads() -> None:
+def test_pages_have_flashinfers_layout() -> None:
     cache = make()
     k_TGD, v_TGD = tokens(20, 2)
     cache.write(6, torch.tensor([7, 3]), 0, k_TGD, v_TGD)

@@ -28,7 +28,7 @@ def names_in(files: KVFiles) -> set[bytes]:
     return {name for name, _date in files.saved()}
 
 
-def test_what_others_leave_in_the_folder_is_no_group_and_stays(tmp_path: Path) -> None:
+def test_ignores_and_keeps_foreign_files_in_the_store(tmp_path: Path) -> None:
     files = made(tmp_path, bytes(32))
     [ours] = files._folder.glob("*.safetensors")
     strange = ["notes.safetensors", f"{bytes(32).hex()}.safetensors"]
@@ -42,9 +42,7 @@ def test_what_others_leave_in_the_folder_is_no_group_and_stays(tmp_path: Path) -
     assert len(list(files._folder.iterdir())) == len(strange) + 4
 
 
-def test_files_that_other_workers_remove_while_they_are_listed_are_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tolerates_files_that_vanish_while_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = made(tmp_path, *(bytes([n]) * 32 for n in range(4)))
     (files._folder / "unfinished.part").touch()
     listed, glob = [], Path.glob
@@ -59,7 +57,7 @@ def test_files_that_other_workers_remove_while_they_are_listed_are_no_fault(
     assert len(KVFiles(tmp_path, "a model").saved()) == 2 and len(listed) == 5
 
 
-def test_a_file_that_goes_between_its_header_and_its_date_is_left_out(
+def test_leaves_out_a_file_that_vanishes_while_it_is_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, name_in = made(tmp_path, bytes(32), bytes([1]) * 32), KVFiles._name_in
@@ -81,7 +79,7 @@ def test_only_the_services_user_may_list_and_read(tmp_path: Path) -> None:
     assert modes == {True: 0o700, False: 0o600}
 
 
-def test_no_files_name_follows_from_a_text_without_the_stores_secret(tmp_path: Path) -> None:
+def test_file_names_cannot_be_guessed_without_the_stores_secret(tmp_path: Path) -> None:
     """The same group has other names in two stores, and none of them is a hash of what anybody can know."""
     name = bytes(range(32))
     one, other = (
@@ -92,7 +90,7 @@ def test_no_files_name_follows_from_a_text_without_the_stores_secret(tmp_path: P
     assert not any(guess in found for guess in guesses for found in (*one, *other))
 
 
-def test_workers_that_share_a_store_share_its_secret_whoever_was_first(tmp_path: Path) -> None:
+def test_workers_starting_at_once_share_one_store_secret(tmp_path: Path) -> None:
     for turn in range(20):
         store, barrier = tmp_path / str(turn), threading.Barrier(8)
         found: list[bytes] = []
@@ -134,7 +132,7 @@ def test_a_worker_starts_while_two_others_save_and_evict(tmp_path: Path) -> None
             other.join()
 
 
-def test_a_secret_that_is_none_and_a_folder_that_cannot_be_made_are_said(tmp_path: Path) -> None:
+def test_names_a_bad_secret_and_a_folder_it_cannot_create(tmp_path: Path) -> None:
     made(tmp_path)
     (tmp_path / ".secret").write_bytes(b"short")
     with pytest.raises(StoreError, match=rf"^decode\.store: {tmp_path}/\.secret is not a secret of 32 bytes"):

@@ -101,7 +101,7 @@ def test_the_source_of_a_copy_outlives_its_session() -> None:
     assert pages.pool.used == 0
 
 
-def test_pages_are_given_back_by_whichever_comes_last() -> None:
+def test_pages_of_an_ended_request_are_freed_after_their_last_use() -> None:
     pages = pages_of(20)
     freed = []
     held = reserve(pages, 40, 8)
@@ -118,7 +118,7 @@ def test_pages_are_given_back_by_whichever_comes_last() -> None:
     assert freed == [0]
 
 
-def test_a_session_of_whole_pages_copies_nothing_and_outlives_its_request() -> None:
+def test_session_of_whole_pages_copies_none_and_outlives_its_request() -> None:
     pages = pages_of(20)
     first = reserve(pages, 32, 0)
     session = pages.keep_session(first, 32, "me", 10.0, now=0.0)
@@ -145,7 +145,7 @@ def test_too_large_counts_the_copy_of_a_sessions_last_page() -> None:
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.TOO_LARGE
 
 
-def test_room_for_a_kept_page_is_ensured_or_refused_before_work_starts() -> None:
+def test_page_for_a_session_copy_is_reserved_or_refused_up_front() -> None:
     pages = pages_of(3)
     held = reserve(pages, 33, 1)
     pages.prepare_session(held, 32)

@@ -64,7 +64,7 @@ time.sleep(600)
 """
 
 
-def test_another_process_writes_to_mapped_tensors_and_ends_with_their_owner() -> None:
+def test_process_that_maps_tensors_writes_them_and_ends_with_owner() -> None:
 
     cache = PagedKVCache(LAYERS, HEADS, DIM, 4, torch.float32, "cpu")
     rows = torch.zeros(2, 16 * HEADS * DIM)
@@ -138,7 +138,7 @@ def taken(pool: PagePool, pages: int = 2) -> RequestPages:
     return RequestPages(pool=pool, table=pool.allocate(pages), held_tokens=0)
 
 
-async def test_an_ended_request_keeps_its_pages_until_the_stage_has_closed_them() -> None:
+async def test_ended_request_keeps_its_pages_until_the_stage_closes_them() -> None:
     pool, writers, stage = PagePool(4), PageWriters("m"), sleeper()
     try:
         pages, one = taken(pool), writer(stage.pid)
@@ -155,7 +155,7 @@ async def test_an_ended_request_keeps_its_pages_until_the_stage_has_closed_them(
         stage.wait()
 
 
-async def test_a_stage_that_dies_has_closed_its_pages_and_no_others() -> None:
+async def test_dead_stage_closes_its_own_pages_only() -> None:
     pool, writers, stages = PagePool(6), PageWriters("m"), [sleeper(), sleeper()]
     try:
         requests = [taken(pool), taken(pool), taken(pool)]
@@ -188,7 +188,7 @@ async def test_a_resumed_prompt_waits_until_the_last_stage_writes_no_more() -> N
         stage.wait()
 
 
-async def test_pages_are_not_opened_for_whom_they_are_not() -> None:
+async def test_pages_open_only_for_a_stage_that_maps_their_memory() -> None:
     pool, writers, stage = PagePool(4), PageWriters("m"), sleeper()
     try:
         pages = taken(pool)
@@ -264,7 +264,7 @@ def test_a_chunk_is_announced_once_with_all_layers_and_moves_nothing() -> None:
     assert stream.close() and len(opener.closed) == 1
 
 
-def test_a_stage_ends_where_another_worker_stands_in_the_place_of_its_own() -> None:
+def test_stage_ends_if_another_worker_replaced_the_one_it_maps() -> None:
     """It would write K/V to memory that nobody reads, and the answer would be made of what was there."""
 
     class Other(Opener):
@@ -278,7 +278,7 @@ def test_a_stage_ends_where_another_worker_stands_in_the_place_of_its_own() -> N
     assert ended == ["not m"]
 
 
-def test_pages_are_closed_once_and_only_when_the_device_writes_no_more() -> None:
+def test_pages_close_once_after_the_device_has_finished_writing() -> None:
     device, closed = Device(), list[bool]()
     export = MappedExport(lambda: device, lambda: closed.append(True))
     assert not export.revoke() and not export.revoke() and not closed
@@ -286,7 +286,7 @@ def test_pages_are_closed_once_and_only_when_the_device_writes_no_more() -> None
     assert export.revoke() and export.revoke() and closed == [True]
 
 
-async def test_announced_kv_counts_as_written_where_it_is() -> None:
+async def test_announced_kv_counts_as_written_without_a_copy() -> None:
     pages = taken(PagePool(4))
     changed: Callable[[], None] = lambda: None  # noqa: E731
     inbox = KVInbox(KVArrival(4, 32), pages, changed)

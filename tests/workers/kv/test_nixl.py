@@ -46,7 +46,7 @@ def announced(bench: Bench, name: str = "r", first: int = 0) -> KVAnnouncement:
 
 
 @pytest.mark.parametrize("moment", [0, 1], ids=["before the rows", "before their lease"])
-async def test_pages_that_go_while_they_are_read_are_not_taken(moment: int) -> None:
+async def test_kv_is_discarded_if_its_lease_ends_during_the_transfer(moment: int) -> None:
     """The lease is read last, so nothing that was overwritten passes, whenever that was."""
     way = ByNixl()
     bench = Bench(way, lease_s=30.0)
@@ -115,7 +115,7 @@ async def test_pages_are_held_for_as_long_as_data_may_come() -> None:
     assert await reading and bench.held == 0 and way.fabric.under_way == 0
 
 
-async def test_a_stage_that_dies_in_mid_read_fails_what_it_announced_and_nothing_else() -> None:
+async def test_stage_that_dies_mid_transfer_fails_only_its_announcements() -> None:
     way = ByNixl()
     dying, other = Bench(way), Bench(way)
     worker = other.reader
@@ -139,7 +139,7 @@ async def test_a_stage_that_dies_in_mid_read_fails_what_it_announced_and_nothing
     assert other.written() == 2 * 3 * 32
 
 
-async def test_a_connection_that_failed_is_made_anew() -> None:
+async def test_failed_connection_is_reopened() -> None:
     way = ByNixl()
     bench = Bench(way)
     message, agent = announced(bench), bench.reader._agent
@@ -154,7 +154,7 @@ async def test_a_connection_that_failed_is_made_anew() -> None:
     assert agent.connections == 2
 
 
-async def test_what_is_read_out_of_registered_memory_is_refused() -> None:
+async def test_refuses_a_transfer_outside_registered_memory() -> None:
     way = ByNixl()
     bench = Bench(way)
     message = announced(bench)
@@ -165,7 +165,7 @@ async def test_what_is_read_out_of_registered_memory_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("single_rank")
-async def test_a_prompt_is_not_read_again_while_old_kv_may_still_come(
+async def test_prompt_is_not_resumed_while_old_transfers_may_arrive(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its group is gone, but what was being read from there could land on what the next one hands over."""
@@ -207,10 +207,10 @@ async def test_nixl_itself_moves_pages(dtype: torch.dtype) -> None:
 
 @needs_nixl
 async def test_nixl_itself_reads_the_lease() -> None:
-    await test_exported_pages.test_what_was_read_when_its_pages_had_gone_is_not_taken(ByRealNixl())
+    await test_exported_pages.test_kv_copied_after_its_pages_were_reused_is_discarded(ByRealNixl())
 
 
-def test_where_it_is_missing_both_ends_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sender_and_reader_name_the_missing_nixl_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     cache = PagedKVCache(range(1), HEADS, DIM, 2, torch.float32, "cpu")

@@ -168,7 +168,7 @@ async def test_pages_cross_processes_and_a_lease_ends_with_them(start: Callable[
         await reader.read(message, LAYERS, use_pages)
 
 
-async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read(
+async def test_stage_that_dies_mid_transfer_does_not_block_other_transfers(
     start: Callable[..., Child],
 ) -> None:
     dying, other = start(serve), start(serve)
@@ -187,7 +187,7 @@ async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read
     await reader.read(good, LAYERS, use_pages)
 
 
-async def test_a_decode_worker_that_dies_in_mid_read_does_its_stage_no_harm(
+async def test_decode_worker_that_dies_mid_transfer_does_not_harm_its_stage(
     start: Callable[..., Child],
 ) -> None:
     """The stage runs meanwhile: UCX may end one that stands still (docs/log/2026-11-22.md at 4fe709c6)."""

@@ -56,7 +56,7 @@ def stream_of(sender: MessageSender, name: str = "r", attempt: int = 0) -> Messa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
+async def test_kv_arrives_as_it_was_sent(dtype: torch.dtype) -> None:
     box = Box()
     stream = stream_of(sender_to(box), attempt=2)
     kv_TJD = torch.randn(37, 6, 8).to(dtype)
@@ -109,7 +109,7 @@ def test_small_layers_travel_together_and_big_ones_alone(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_is_left_of_a_closed_request_is_not_sent(background: bool) -> None:
+def test_closed_request_sends_nothing_more(background: bool) -> None:
     box = Box()
     sender = sender_to(box, background)
     kv = torch.zeros(2, 3, 8)
@@ -130,7 +130,7 @@ async def test_logits_travel_as_float32() -> None:
     assert np.array_equal(box.sent_logits[0].logits, logits_V.numpy())
 
 
-async def test_a_payload_behind_a_reference_is_awaited_and_its_loss_is_plain() -> None:
+async def test_awaits_an_object_reference_and_names_its_loss() -> None:
     async def arrives() -> Any:
         return np.zeros((2, 3, 8), np.float32), np.ones((2, 3, 8), np.float32)
 
@@ -182,7 +182,7 @@ async def test_a_wrong_payload_is_refused(case: str) -> None:
         )
 
 
-def test_a_sender_refuses_what_is_no_kv() -> None:
+def test_sender_refuses_tensors_that_are_not_kv() -> None:
     stream = stream_of(sender_to(Box()))
     good = torch.zeros(2, 3, 8)
     for k, v in ((good, good[:1]), (good[0], good[0]), (good.double(), good.double())):
@@ -329,7 +329,7 @@ def test_a_failed_answer_fails_its_request_once_and_only_it() -> None:
     assert len(fake.sent) == 2, "nothing more is sent for a lost request"
 
 
-def test_a_full_object_store_is_its_requests_trouble_alone() -> None:
+def test_full_object_store_fails_only_the_request_that_filled_it() -> None:
     fake = FakeRay()
     outbox = outbox_on(fake, max_bytes=1 << 20)
     a, b = Delivery("decode:x"), Delivery("decode:x")

@@ -11,7 +11,7 @@ from deltafront.workers.kv.pages.pool import OutOfPages, PagePool, first_of_run,
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (131_072, 8192)])
-def test_pages_for(tokens: int, pages: int) -> None:
+def test_pages_for_rounds_tokens_up_to_whole_pages(tokens: int, pages: int) -> None:
     assert pages_for(tokens) == pages
 
 
@@ -33,11 +33,11 @@ def test_freed_pages_are_handed_out_as_a_run_again() -> None:
 @pytest.mark.parametrize(
     ("pages", "first"), [((), None), ((5,), 5), ((5, 6, 7), 5), ((7, 6), None), ((5, 7), None)]
 )
-def test_first_of_run(pages: tuple[int, ...], first: int | None) -> None:
+def test_first_of_run_finds_contiguous_pages_only(pages: tuple[int, ...], first: int | None) -> None:
     assert first_of_run(pages) == first
 
 
-def test_too_many_pages_take_nothing() -> None:
+def test_allocating_too_many_pages_takes_none() -> None:
     pool = PagePool(4)
     pool.allocate(1)
     with pytest.raises(OutOfPages) as caught:

@@ -111,7 +111,7 @@ class Disk:
         return len(self.store.find(key(letters), 0)[0])
 
 
-async def test_what_is_to_be_retained_is_given_up_last_until_its_time_is_over() -> None:
+async def test_retained_files_are_evicted_last_until_they_expire() -> None:
     disk = Disk(room=2)
     await disk.keep("a", 10.0)
     for letters in ("b", "c"):
@@ -123,7 +123,7 @@ async def test_what_is_to_be_retained_is_given_up_last_until_its_time_is_over() 
     assert [disk.found(letters) for letters in "acd"] == [0, 1, 1]
 
 
-async def test_a_later_worker_retains_what_an_earlier_one_was_asked_to() -> None:
+async def test_retention_survives_a_worker_restart() -> None:
     disk = Disk(room=2)
     await disk.keep("a", 10.0)
     await disk.keep("b", 0.0)
@@ -137,7 +137,7 @@ async def test_a_later_worker_retains_what_an_earlier_one_was_asked_to() -> None
     assert [disk.found(letters) for letters in "acd"] == [0, 1, 1]
 
 
-async def test_what_comes_back_to_host_memory_is_retained_there_for_the_rest_of_its_time() -> None:
+async def test_retention_continues_in_host_memory_after_a_load_from_disk() -> None:
     disk = Disk(room=2)
     await disk.keep("a", 10.0)
     until = disk.clock.now + 10
@@ -149,7 +149,7 @@ async def test_what_comes_back_to_host_memory_is_retained_there_for_the_rest_of_
     assert [entry and entry.until for entry in entries] == [until] * GROUP_PAGES
 
 
-async def test_what_is_left_of_a_prompt_is_a_beginning() -> None:
+async def test_evicted_prompt_keeps_its_beginning() -> None:
     """Also of one that is longer than there is room for, and for a later worker."""
     disk = Disk(room=3)
     await disk.keep("abcd", 0.0)
@@ -218,7 +218,7 @@ works = st.sampled_from(["keep", "keep", "load", "forget", "restart"])
 @given(
     st.integers(1, 6), st.lists(st.tuples(works, words, st.sampled_from([0.0, 0.0, 3.5, 8.5])), max_size=20)
 )
-def test_the_disk_holds_what_a_list_does(room: int, steps: list[tuple[str, str, float]]) -> None:
+def test_disk_tier_agrees_with_a_plain_list(room: int, steps: list[tuple[str, str, float]]) -> None:
     async def run() -> None:
         disk, brute = Disk(room), Brute(room)
         for work, letters, retain_s in steps:
@@ -244,7 +244,7 @@ def test_the_disk_holds_what_a_list_does(room: int, steps: list[tuple[str, str, 
     asyncio.run(run())
 
 
-def test_dates_of_files_say_how_long_each_is_to_be_kept(tmp_path: Path) -> None:
+def test_file_dates_record_each_retention_time(tmp_path: Path) -> None:
     files, sides = KVFiles(tmp_path, "a model"), [torch.zeros(2)]
     names = [bytes([n]) * 32 for n in range(3)]
     for name in names:

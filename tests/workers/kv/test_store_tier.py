@@ -111,7 +111,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_two_that_come_for_one_group_read_it_once() -> None:
+async def test_two_requests_for_one_group_load_it_once() -> None:
     run = Setup(20, ["abcd"])
     loads = [run.load(letters) for letters in ("abcd", "abxy", "abcdef")]
     await settled()
@@ -129,7 +129,7 @@ async def test_two_that_come_for_one_group_read_it_once() -> None:
     run.host.pool.release(again[0])
 
 
-async def test_a_damaged_group_is_missing_for_all_who_wait_and_counts_once() -> None:
+async def test_damaged_group_is_a_miss_for_all_waiting_and_counts_once() -> None:
     run = Setup(20, ["abcd"])
     run.damaged.add(name_of("ab"))
     loads = [run.load("abcd") for _ in range(3)]
@@ -144,7 +144,7 @@ async def test_a_damaged_group_is_missing_for_all_who_wait_and_counts_once() -> 
     assert run.all_free
 
 
-async def test_a_rank_that_is_lost_fails_all_who_wait() -> None:
+async def test_lost_rank_fails_all_waiting_requests() -> None:
     run = Setup(20, ["ab"])
     loads = [run.load("ab") for _ in range(2)]
     await settled()
@@ -154,7 +154,7 @@ async def test_a_rank_that_is_lost_fails_all_who_wait() -> None:
     assert run.all_free and not run.store._loading
 
 
-async def test_a_group_is_saved_from_its_own_slots_whoever_wants_them() -> None:
+async def test_group_keeps_its_slots_until_it_is_saved() -> None:
     async def wanted_at(number: int) -> bool:
         run, key = Setup(2 * GROUP, ["xy"]), key_of(spell("ab"))
         run.store._room, run.store._stored = 1, run.saves
@@ -187,7 +187,7 @@ async def test_a_group_is_saved_from_its_own_slots_whoever_wants_them() -> None:
     assert await at_each_await(wanted_at) > 2, "a group is removed, one is saved, and dates are written"
 
 
-async def test_without_room_nobody_gets_anything() -> None:
+async def test_loads_nothing_without_room_for_all_of_it() -> None:
     run = Setup(3, ["ab"])
     held = run.host.pool.allocate(2)
     assert [await load for load in (run.load("ab"), run.load("ab"))] == [([], 0)] * 2
@@ -248,7 +248,7 @@ prompts = st.text(alphabet="ab", min_size=1, max_size=7)
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(prompts, max_size=6), st.data())
-def test_loads_that_fall_together_read_what_the_model_reads(written: list[str], data: st.DataObject) -> None:
+def test_concurrent_loads_agree_with_a_model(written: list[str], data: st.DataObject) -> None:
     async def run() -> None:
         setup = Setup(300, written)
         model, held = Model(list(setup.files.values())), list[asyncio.Task[Loaded]]()
@@ -294,7 +294,7 @@ def test_loads_that_fall_together_read_what_the_model_reads(written: list[str], 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(prompts, min_size=1, max_size=6), st.integers(1, 12), st.data())
-def test_with_little_room_nothing_wrong_is_found(written: list[str], slots: int, data: st.DataObject) -> None:
+def test_little_room_never_yields_wrong_kv(written: list[str], slots: int, data: st.DataObject) -> None:
     async def run() -> None:
         setup, loads = Setup(slots, written), list[asyncio.Task[Loaded]]()
         for _ in range(data.draw(st.integers(0, 20))):

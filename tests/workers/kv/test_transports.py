@@ -166,7 +166,7 @@ async def answer_by(run: Any, make_sender: Callable[[PagedKVCache], KVSender]) -
     return answer
 
 
-async def test_in_process_what_a_stage_computed_is_what_is_decoded(bench: Any) -> None:
+async def test_in_process_transport_delivers_the_kv_a_stage_computed(bench: Any) -> None:
     wanted = await (await bench()).ask("a", ids_of(70), SHORT)
     run = await bench(reader=InProcessReader)
     answer = await answer_by(run, lambda _cache: InProcessSender(EngineReceiver(run.engine)))
@@ -175,7 +175,7 @@ async def test_in_process_what_a_stage_computed_is_what_is_decoded(bench: Any) -
 
 
 @pytest.mark.parametrize("transport", ["object_store", "cuda_ipc", "nixl"])
-async def test_what_a_stage_computed_is_what_is_decoded(
+async def test_every_transport_delivers_the_kv_a_stage_computed(
     bench: Any, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     wanted = await (await bench()).ask("a", ids_of(70), SHORT)
@@ -189,9 +189,7 @@ async def test_what_a_stage_computed_is_what_is_decoded(
 
 
 @pytest.mark.usefixtures("single_rank")  # the toy knows whole pages
-async def test_a_transport_from_outside_is_chosen_by_its_name(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_external_transport_is_chosen_by_its_name(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, receivers = Memory(), list[EngineReceiver]()
     toy = Transport(
         lambda _config, _cache: ToySender(memory, receivers[0]),
@@ -207,7 +205,7 @@ async def test_a_transport_from_outside_is_chosen_by_its_name(
     assert memory.released == ["a"] and not memory.exported, "released once, when the stage was through"
 
 
-def test_a_transport_needs_a_name_that_is_known() -> None:
+def test_refuses_an_unknown_transport() -> None:
     config = HandoffConfig(transport="pigeons")  # type: ignore[arg-type]
     known = r"'pigeons' is unknown; known: object_store, cuda_ipc, nixl, mapped$"
     with pytest.raises(ValueError, match=known):
@@ -236,7 +234,7 @@ class Picky:
         self.taken.append(message.logits)
 
 
-def test_tensors_are_copied_where_they_are_and_trouble_shows_at_the_end_of_the_chunk() -> None:
+def test_in_process_sender_copies_tensors_and_fails_at_end_of_chunk() -> None:
     sink = Picky()
     end = InProcessSender(sink)
     k, v = torch.randn(2, 5, 3, 8, dtype=torch.bfloat16)
@@ -260,7 +258,7 @@ def test_tensors_are_copied_where_they_are_and_trouble_shows_at_the_end_of_the_c
 
 
 @pytest.mark.parametrize("payload", [None, DeviceKV((torch.zeros(31, 2, 16), torch.zeros(32, 2, 16)))])
-async def test_what_is_not_as_announced_fails_the_request(bench: Any, payload: Any) -> None:
+async def test_kv_that_differs_from_its_announcement_fails_the_request(bench: Any, payload: Any) -> None:
     run = await bench(reader=InProcessReader)
     await run.reserve("a", 70, 8)
     with pytest.raises(HandoffError, match="K/V of a, layer 0 at 0 is not 2 tensors as expected"):

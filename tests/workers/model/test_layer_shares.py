@@ -72,7 +72,9 @@ def shares_of(costs: Sequence[int], bounds: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("vocab", [100, 4_000_000, 400_000_000])
 @pytest.mark.parametrize("intermediate", [128, 4096, 40_000])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_split_is_the_best_of_all(layers: int, vocab: int, intermediate: int, stages: int) -> None:
+def test_split_equals_the_best_found_by_brute_force(
+    layers: int, vocab: int, intermediate: int, stages: int
+) -> None:
     config = shape(layers, 64, intermediate, vocab)
     if stages > layers:
         with pytest.raises(ModelError, match="stages"):
@@ -90,7 +92,7 @@ def test_split_is_the_best_of_all(layers: int, vocab: int, intermediate: int, st
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_layers_with_windows_and_mlps_without_experts_cost_what_they_compute(first: int, stages: int) -> None:
+def test_split_weighs_windows_and_dense_mlps_by_their_compute(first: int, stages: int) -> None:
     """Dense MLPs in the first layers, experts behind them, windows in two of three layers."""
     layers, hidden, width, dense, window = 6, 64, 48, 4096, 100
     mixture = MixtureConfig(
@@ -114,7 +116,7 @@ def test_layers_with_windows_and_mlps_without_experts_cost_what_they_compute(fir
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_costs_are_shared_out_best(seed: int) -> None:
+def test_any_layer_costs_are_split_optimally(seed: int) -> None:
     """Feed-forward networks, the first layer and the last may cost what they will."""
     rng = random.Random(seed)
     layers = rng.randint(1, 7)

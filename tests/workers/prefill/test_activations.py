@@ -133,7 +133,7 @@ def test_a_closed_link_wakes_its_reader() -> None:
         last.receive(3)
 
 
-def test_stages_out_of_step_are_noticed() -> None:
+def test_receiving_another_number_of_rows_closes_the_link() -> None:
     first, last = QueueActivations.chain(2)
     first.send(torch.zeros(3, 4))
     with pytest.raises(LinkClosed, match="3 rows came, 4 were expected"):
@@ -224,7 +224,7 @@ def test_a_chunk_is_told_of_only_when_it_was_computed() -> None:
     last.abort()
 
 
-def test_a_neighbour_that_is_gone_wakes_whoever_waits_for_it() -> None:
+def test_dead_neighbour_wakes_the_stage_that_waits_for_it() -> None:
     first, middle, last = neighbours(OneProcess(), OneProcess(), OneProcess())
     with ThreadPoolExecutor(2) as pool:
         receiving = pool.submit(last.receive, 2)
@@ -242,9 +242,7 @@ def test_a_neighbour_that_is_gone_wakes_whoever_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("written", ["a pickle", "no address", "not JSON"])
-def test_what_a_stranger_writes_to_the_store_is_no_more_than_a_broken_link(
-    written: str, tmp_path: Path
-) -> None:
+def test_forged_store_entry_only_breaks_the_link(written: str, tmp_path: Path) -> None:
     """It was unpickled once."""
     said = {"a pickle": pickle.dumps(Opened(tmp_path / "opened")).hex(), "no address": "7", "not JSON": "{"}
     store = dist.HashStore()
@@ -254,7 +252,7 @@ def test_what_a_stranger_writes_to_the_store_is_no_more_than_a_broken_link(
     assert not (tmp_path / "opened").exists()
 
 
-def test_nothing_is_unpickled_that_comes_from_where_the_secret_is_not_known(tmp_path: Path) -> None:
+def test_unpickles_nothing_from_a_peer_without_the_secret(tmp_path: Path) -> None:
     """The store leads to a stranger, who would answer any challenge and send a pickle."""
     store = dist.HashStore()
     with Listener(family="AF_UNIX", authkey=None) as stranger, ThreadPoolExecutor(1) as pool:

@@ -51,7 +51,7 @@ def ways(tokens: int, largest: int, even: int = 128) -> Iterator[tuple[int, ...]
             yield from ((size, *rest) for rest in ways(tokens - size, largest, even))
 
 
-def test_equal_stages_take_what_a_proportionate_flow_shop_does() -> None:
+def test_equal_stages_take_the_time_of_a_proportionate_flow_shop() -> None:
     for seed in range(50):
         rng = random.Random(seed)
         sizes = tuple(rng.randrange(1, 9) * 128 for _ in range(rng.randrange(1, 12)))
@@ -62,7 +62,7 @@ def test_equal_stages_take_what_a_proportionate_flow_shop_does() -> None:
         assert takes(sizes, start, cost) == pytest.approx(sum(chunks) + (stages - 1) * max(chunks))
 
 
-def test_stages_that_differ_take_the_dearest_way_through() -> None:
+def test_unequal_stages_take_the_time_of_the_costliest_path() -> None:
     """Of all ways from the first chunk at the first stage to the last at the last one, a step each."""
     for seed in range(50):
         rng = random.Random(seed)
@@ -108,7 +108,7 @@ def test_no_other_cut_is_much_faster(
 @pytest.mark.parametrize("fixed", [5.0, 60.0, 300.0, 2000.0])
 @pytest.mark.parametrize("per_pair", [1e-5, 1e-3])
 @pytest.mark.parametrize("stages", [((0.98, 1.03), (1.02, 0.97)), ((1.02, 0.8), (0.98, 1.2))], ids=str)
-def test_nor_where_stages_differ_by_what_they_do(
+def test_no_other_cut_is_much_faster_for_stages_of_different_work(
     stages: tuple[tuple[float, float], ...], per_pair: float, fixed: float
 ) -> None:
     """One has more products, the other more of attention: which is the slower changes within a prompt."""
@@ -126,7 +126,7 @@ def _no_other_cut(cost: ChunkCost, percent: float) -> None:
 
 @pytest.mark.parametrize("fixed", [60.0, 300.0])
 @pytest.mark.parametrize("stages", [(1.0, 1.0), (1.0, 0.94), (1.0, 1.0, 0.9)], ids=str)
-def test_longer_chunks_come_in_even_steps(stages: tuple[float, ...], fixed: float) -> None:
+def test_longer_chunks_are_multiples_of_a_coarser_step(stages: tuple[float, ...], fixed: float) -> None:
     """Against every way in such steps; what is left of a prompt falls where it may."""
     cost = cost_of(1e-3, fixed, stages, even=512)
     for tokens, largest in ((1664, 1024), (1536, 1536), (1500, 1024)):
@@ -136,7 +136,7 @@ def test_longer_chunks_come_in_even_steps(stages: tuple[float, ...], fixed: floa
         assert takes(sizes, 0, cost) <= 1.04 * best, (sizes, tokens)
 
 
-def test_work_is_what_a_stage_computes() -> None:
+def test_stage_work_counts_exactly_what_the_stage_computes() -> None:
     """Of two: 15 layers and the attention of the 16th; the rest, of whose last layer q, k and v alone."""
     first, last = over(2).stages
     assert first == StageWork(16 * LINEAR - FEED, 16 * PAIR, halves=31)
@@ -147,7 +147,7 @@ def test_work_is_what_a_stage_computes() -> None:
     assert costs[0].per_pair / costs[1].per_pair == pytest.approx(16 / 15)
 
 
-def test_another_stage_is_the_slower_with_dense_attention_than_with_sparse() -> None:
+def test_chunks_shrink_under_dense_and_grow_under_sparse_attention() -> None:
     """So chunks grow shorter with the one, and longer with the other."""
     for method, slower in ((DENSE, 0), (SPARSE, 1)):
         cost = over(2).chunk_cost(method)
@@ -160,7 +160,7 @@ def test_another_stage_is_the_slower_with_dense_attention_than_with_sparse() -> 
         assert (chunks[0] > chunks[-1]) == (slower == 0)
 
 
-def test_a_last_stage_that_takes_less_is_given_shorter_chunks_towards_the_end() -> None:
+def test_chunks_shrink_towards_the_end_for_a_lighter_last_stage() -> None:
     """Two stages of whole layers. What a prompt of 131,072 tokens gains by it over the best cut for equal
     stages, by this model: a hundredth."""
     stages = StageWork(16 * LINEAR, 16 * PAIR, 32), StageWork(15 * LINEAR + QKV, 15 * PAIR, 31)
@@ -198,7 +198,7 @@ def test_chunks_shrink_as_attention_grows() -> None:
     assert sizes[-2] > sizes[0] / 2, "sparse attention hardly grows"
 
 
-def test_products_in_8_bits_leave_a_chunk_s_fixed_cost_and_attention_as_they_are() -> None:
+def test_fp8_gemms_change_only_a_chunks_cost_per_token() -> None:
     """In seconds: a token's worth takes 660 / 1210 of the time."""
     for method in (DENSE, SPARSE):
         both = over(2).chunk_cost(method).stages, over(2, quantised=True).chunk_cost(method).stages

@@ -41,7 +41,7 @@ def test_nested_phases_share_out_the_time_between_them() -> None:
         assert timer.seconds() == {"correction": 42.0, "scoring": 132.0, "attention": 16.0}
 
 
-def test_a_layers_phases_are_those_that_begin_in_it() -> None:
+def test_phase_counts_for_the_layer_it_begins_in() -> None:
     """And all of them together are still what each phase took."""
     clock = FakeClock()
     with mock.patch.object(time, "perf_counter", clock.perf_counter):
@@ -59,7 +59,7 @@ def test_a_layers_phases_are_those_that_begin_in_it() -> None:
     assert timer.layers() == {3: {"scoring": 10.0, "attention": 1.0}, 4: {"scoring": 20.0, "attention": 2.0}}
 
 
-def test_phases_lie_within_the_wall() -> None:
+def test_phases_add_up_to_at_most_the_wall_time() -> None:
     timer = phase_timer(torch.device("cpu"))
     began = time.perf_counter()
     for _ in range(50):
@@ -87,7 +87,7 @@ class FakeEvent:
         return later.at - self.at
 
 
-def test_one_event_stands_between_two_phases_and_time_between_them_is_the_later_ones() -> None:
+def test_adjacent_phases_share_one_cuda_event() -> None:
     FakeEvent.now, FakeEvent.made = 5.0, 0
     with (
         mock.patch.object(torch.cuda, "Event", FakeEvent),

@@ -29,7 +29,7 @@ def report(stage: int, wall: float, launched_ahead: float | None = None, **phase
     )
 
 
-def test_two_requests_sharing_the_last_stage() -> None:
+def test_account_separates_two_requests_on_the_last_stage() -> None:
     """Last stage: another's chunk 7-12 (3 s of it in our window), ours 12-16, another's 16-17, ours 17-19."""
     account = Account(stages=2, method=method_spec("dense"), arrived=5.0)
     account.other_chunk(1.0, 6.0)
@@ -50,7 +50,7 @@ def test_two_requests_sharing_the_last_stage() -> None:
     assert done.stages[0] == {"projection": 4.0}
 
 
-def test_a_gpu_that_is_through_as_soon_as_all_is_launched_has_waited_for_it() -> None:
+def test_gpu_that_finishes_with_the_last_launch_is_launch_bound() -> None:
     """Soon is in the chunk's own time, without its waiting for the stage before; a CPU has no lead."""
     account = Account(stages=2, method=method_spec("dense"), arrived=0.0)
     account.began = 0.0
@@ -90,7 +90,7 @@ def test_throughput_ignores_idle_time_and_forgets() -> None:
     assert throughput.tokens_per_second == pytest.approx(100.0, rel=0.02)
 
 
-def test_a_rate_from_before_an_idle_minute_does_not_count_beside_a_new_one() -> None:
+def test_throughput_forgets_rates_from_before_an_idle_minute() -> None:
     throughput = Throughput()
     assert throughput.idle(5.0) == math.inf
     throughput.chunk(500, sent=0.0, ended=60.0)

@@ -93,7 +93,7 @@ async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None
 
 
 @timeless
-async def test_prompts_are_cut_as_planned_where_it_is_known_what_chunks_cost() -> None:
+async def test_prompts_are_cut_as_planned_if_chunk_costs_are_known() -> None:
     config = PrefillConfig(stages=3, chunk_tokens=4096, cache_tokens=65_536)
     fakes = [FakeStage(stage, lambda: 0.001, no_trouble) for stage in range(3)]
     layers = (11, 11, 10)
@@ -167,7 +167,7 @@ async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
 
 
 @timeless
-async def test_a_lost_group_asks_no_stage_again_whether_pages_are_free() -> None:
+async def test_lost_group_stops_polling_stages_for_free_pages() -> None:
     """Also if it is lost between two questions: nobody would end a question that a dead stage owes."""
     controller, fakes = make()
     fakes[0].lent["a"] = 10**9
@@ -183,7 +183,7 @@ async def test_a_lost_group_asks_no_stage_again_whether_pages_are_free() -> None
 
 
 @timeless
-async def test_a_group_that_stops_says_what_its_stages_owe(
+async def test_stopping_group_logs_the_calls_its_stages_owe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waits, "SLOW_S", 0.01)
@@ -258,7 +258,7 @@ async def test_deadline_and_lease_end_a_request() -> None:
 
 
 @timeless
-async def test_a_lease_is_looked_at_again_before_it_ends_a_request() -> None:
+async def test_lease_is_checked_again_before_it_ends_a_request() -> None:
     """So that renewals which wait while the process stands still are heard."""
     controller, fakes = make(pages=320, pause=lambda: 0.5, lease=5.0)
     reading = asyncio.create_task(collect(controller, job("a", 128 * 40)))
@@ -273,7 +273,7 @@ async def test_a_lease_is_looked_at_again_before_it_ends_a_request() -> None:
 
 @timeless
 @pytest.mark.parametrize(("raised", "told"), [(RequestFailed, PrefillFailed), (HandoffFailed, HandoffFailed)])
-async def test_trouble_with_one_request_leaves_the_others_alone(
+async def test_failed_request_leaves_the_others_running(
     raised: type[RequestFailed], told: type[PrefillFailed]
 ) -> None:
     def trouble(request_id: str) -> None:

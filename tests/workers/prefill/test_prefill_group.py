@@ -154,7 +154,7 @@ async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGro
     assert await drained(group)
 
 
-async def test_abandoning_overtakes_the_chunk_that_runs_and_commands_keep_their_order(cluster: Any) -> None:
+async def test_abandon_overtakes_a_running_chunk_and_commands_keep_order(cluster: Any) -> None:
     class Slow:
         """A stage whose chunks end only when they are abandoned; defined here to travel by value."""
 
@@ -349,7 +349,7 @@ async def test_a_lost_controller_is_replaced_and_all_stages_stay(
     await assert_reads_rightly(group, decode, model, "after")
 
 
-def test_placement_reserves_a_bundle_for_the_replica_and_one_for_each_stage() -> None:
+def test_placement_has_one_bundle_for_the_replica_and_each_stage() -> None:
     bundles, strategy = placement(PrefillConfig(stages=3, cpus_per_stage=2.0, gpus_per_stage=1.0))
     assert bundles == [{"CPU": 0.1}] + 3 * [{"CPU": 2.0, "GPU": 1.0}]
     assert strategy == "PACK"

@@ -29,7 +29,7 @@ async def test_prompts_that_do_not_fit_together_wait_for_each_other() -> None:
 
 
 @timeless
-async def test_no_controller_names_a_request_as_one_before_it_did() -> None:
+async def test_controllers_never_reuse_a_request_serial() -> None:
     """Stages outlive their controller, and an `abandon` of the dead one's may still be on its way."""
     named: list[int] = []
     for _ in range(2):
@@ -59,7 +59,7 @@ async def ways_to_go(controller: Any, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["late", "closed", "cancelled", "lost"])
 @timeless
-async def test_whoever_ends_while_waiting_was_never_on_a_stage(name: str) -> None:
+async def test_request_that_ends_while_queued_never_reaches_a_stage(name: str) -> None:
     controller, fakes = make(pages=64, pause=lambda: 0.05, lease=0.08)
     running = asyncio.create_task(collect(controller, job("running", 900)))
     await asyncio.sleep(0)
@@ -111,7 +111,7 @@ async def test_a_full_queue_refuses_with_the_mean_time_until_its_next_place() ->
 
 
 @timeless
-async def test_a_big_prompt_is_not_starved_by_small_ones_that_hold_the_pages() -> None:
+async def test_big_prompt_is_not_starved_by_small_ones_holding_pages() -> None:
     """A stream of small prompts, always enough of them to fill the stage."""
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, stream_lease_s=1e6)
     fake = FakeStage(0, lambda: 0.01, no_trouble)

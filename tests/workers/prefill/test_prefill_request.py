@@ -20,7 +20,7 @@ class Uneven(ChunkSizes):
 @pytest.mark.parametrize(
     ("start", "cut"), [(0, [512, 256, 232]), (512, [256, 232]), (768, [232]), (640, [360])]
 )
-def test_it_is_cut_as_from_its_beginning(start: int, cut: list[int]) -> None:
+def test_resumed_prompt_is_cut_as_from_its_beginning(start: int, cut: list[int]) -> None:
     """Where no chunk of that cut begins, as one of its own."""
     job = PrefillJob(
         request_id="a",

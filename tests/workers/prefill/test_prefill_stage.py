@@ -145,7 +145,7 @@ async def test_logits_and_kv_equal_the_whole_prompt(
     ],
 )
 @pytest.mark.parametrize("method", [DENSE, SPARSE, ANCHORS], ids=lambda m: m.name)
-async def test_of_the_last_layer_all_but_the_last_block_is_keys_and_values_alone(
+async def test_last_layer_computes_only_kv_before_the_last_block(
     model: ModelSpec, method: MethodSpec, chunk: int, step: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the method can begin behind them, at multiples of `step`; nothing that is read is another."""

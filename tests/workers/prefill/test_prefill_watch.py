@@ -38,9 +38,7 @@ def slow(stages: int, seconds: float, **config: Any) -> tuple[PrefillController,
 @pytest.mark.parametrize("stuck", [0, 1, 2])
 @pytest.mark.parametrize("chunk_s", [0.05, 4.0])
 @timeless
-async def test_a_stage_that_hangs_is_noticed_within_two_chunk_times_and_five_seconds(
-    stuck: int, chunk_s: float
-) -> None:
+async def test_hung_stage_is_noticed_within_two_chunk_times_and_5_s(stuck: int, chunk_s: float) -> None:
     """And named, although those after it wait as long."""
     controller, fakes = slow(3, chunk_s, stream_lease_s=1e6)
     stream, now = controller.prefill(job("a", 2048)), asyncio.get_running_loop().time
@@ -58,7 +56,7 @@ async def test_a_stage_that_hangs_is_noticed_within_two_chunk_times_and_five_sec
 
 @pytest.mark.parametrize("stuck", [0, 1, 2])
 @timeless
-async def test_a_stage_that_hangs_in_the_first_chunk_of_all_is_noticed_as_soon(stuck: int) -> None:
+async def test_stage_hung_in_the_very_first_chunk_is_noticed_within_5_s(stuck: int) -> None:
     """Nobody knows yet how long a chunk takes."""
     controller, fakes = slow(3, 4.0, stream_lease_s=1e6)
     stream, now = controller.prefill(job("a", 2048)), asyncio.get_running_loop().time
@@ -105,7 +103,7 @@ async def test_a_first_chunk_may_take_long_and_a_slow_one_that_lives_too() -> No
 
 
 @timeless
-async def test_a_stage_that_lives_but_gets_nowhere_is_given_up_at_last() -> None:
+async def test_live_stage_without_progress_is_declared_lost_in_the_end() -> None:
     controller, fakes = slow(2, 0.1, stream_lease_s=1e6, stall_s=100.0)
     stream, now = controller.prefill(job("a", 512)), asyncio.get_running_loop().time
     await anext(stream)
@@ -148,7 +146,7 @@ async def stood_still_after(
 
 
 @timeless
-async def test_whoever_was_stopped_itself_does_not_blame_the_stages() -> None:
+async def test_controller_that_was_suspended_does_not_blame_the_stages() -> None:
     """The process of the controller stands still for a minute: its clock jumps, and answers come late."""
     asked = list[int]()
 
@@ -166,7 +164,7 @@ async def test_whoever_was_stopped_itself_does_not_blame_the_stages() -> None:
 
 
 @timeless
-async def test_who_was_stopped_while_it_waited_for_a_sign_of_life_does_not_blame_either() -> None:
+async def test_controller_suspended_during_a_pulse_blames_no_stage() -> None:
     alive = asyncio.Event()
 
     async def pulse(_stage: int) -> None:
@@ -196,7 +194,7 @@ async def test_a_watch_that_is_stopped_leaves_no_task_and_no_timer() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_chunk_is_measured_by_the_one_before_it() -> None:
+def test_expected_chunk_time_comes_from_the_chunk_before() -> None:
     def reports(*walls: float) -> list[ChunkReport]:
         waits = {"activation_wait": 5.0}
         return [

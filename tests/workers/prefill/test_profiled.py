@@ -49,7 +49,7 @@ def at_density(name: str, density: float) -> MethodSpec:
     ("name", "density", "tokens"),
     [("block_pool", 0.2, 500), ("block_pool", 0.2, 900), ("block_pool+delta", 0.5, 900), ("dpxa", 0.3, 900)],
 )
-def test_however_it_is_cut_a_prompt_is_read_with_its_level(
+def test_prompt_is_prefilled_with_its_level_in_any_chunks(
     directory: Path, model: ModelSpec, name: str, density: float, tokens: int, stages: int, chunk: int
 ) -> None:
     spec, ids = at_density(name, density), random_ids(tokens)
@@ -74,7 +74,7 @@ def test_the_length_of_the_prompt_decides_the_level(directory: Path, model: Mode
     assert density == [{7 / 10}, {1.0}], "sink and diagonal of four blocks; everything"
 
 
-def test_a_density_that_nobody_calibrated_fails_its_request_alone(directory: Path, model: ModelSpec) -> None:
+def test_uncalibrated_density_fails_only_its_request(directory: Path, model: ModelSpec) -> None:
     ids, spec = random_ids(300), at_density("block_pool", 0.6)
     with pytest.raises(
         PrefillFailed, match=r"block_pool cannot start: method_options.density = 0.6: the model's"

@@ -35,7 +35,7 @@ times = st.floats(0, 1e4, allow_nan=False)
     times,
     st.floats(0, 1e3),
 )
-def test_next_request_by_brute_force(waiting: list[Waiting], now: float, ageing: float) -> None:
+def test_next_request_equals_brute_force(waiting: list[Waiting], now: float, ageing: float) -> None:
     def rank(w: Waiting) -> float:
         idle = 0.0 if w.idle_since is None else max(0.0, now - w.idle_since)
         return w.remaining - w.credit - ageing * idle
@@ -50,12 +50,12 @@ def test_next_request_by_brute_force(waiting: list[Waiting], now: float, ageing:
     assert schedule.next_request(list(reversed(waiting)), now, ageing, 0) == chosen
 
 
-def test_nobody_runs_where_nobody_waits_or_has_room() -> None:
+def test_schedules_nothing_without_a_waiting_request_that_fits() -> None:
     assert schedule.next_request([], 0.0, AGEING, 8) is None
     assert schedule.next_request([schedule.arrival("a", 256, 0.0, pages=16)], 0.0, AGEING, 15) is None
 
 
-def test_credit_grows_while_idle_only_and_a_chunk_costs_twice_its_tokens() -> None:
+def test_credit_grows_only_while_idle_and_chunks_cost_double() -> None:
     waiting = schedule.arrival("a", 2048, now=10.0)
     assert schedule.credit_at(waiting, 20.0, AGEING) == 2560.0
     waiting = schedule.chunk_sent(waiting, CHUNK, 20.0, AGEING)

@@ -42,7 +42,7 @@ def stage_of(model: ModelSpec, sink: Collector, tracer: Tracer = NO_TRACER) -> P
     return load_stage(model, config, 0, None, lambda _cache: InProcessSender(sink), tracer=tracer)
 
 
-def test_a_stage_by_hand(model: ModelSpec) -> None:
+def test_stage_refuses_unopened_requests_and_closes_failed_ones(model: ModelSpec) -> None:
     stage = stage_of(model, Collector())
     command = ChunkCommand(
         request_id="r", start=0, tokens=128, last=False, wants_logits=True, token_ids=random_ids(128)
@@ -69,7 +69,7 @@ def test_a_stage_by_hand(model: ModelSpec) -> None:
     stage.close("unknown")
 
 
-def test_a_hand_off_that_failed_is_called_so(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_kv_hand_off_is_reported_as_such(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: object, **__: object) -> None:
         raise HandoffError("K/V of r is lost")
 
@@ -144,7 +144,7 @@ def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: Me
     assert stage.pages_used() == 0
 
 
-def test_every_linear_layer_counts_as_projection_and_attention_does_not(
+def test_every_linear_layer_and_no_attention_counts_as_projection(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[list[str]] = []

@@ -41,7 +41,7 @@ class Spy:
         return out_BHTD, coverage
 
 
-def test_a_method_meets_whole_chunks_past_its_shortest_prompt_and_a_ragged_one(
+def test_warm_up_runs_whole_and_ragged_chunks_past_min_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = make_tiny_model(tmp_path)
@@ -73,7 +73,7 @@ def test_a_method_meets_whole_chunks_past_its_shortest_prompt_and_a_ragged_one(
     assert sparse.least < 1.0, "the sparse path must have run"
 
 
-def test_prompts_are_read_whole_and_ragged_and_also_those_that_are_short() -> None:
+def test_warm_up_prompts_have_whole_ragged_and_short_chunks() -> None:
     assert prompt_lengths(0, 128) == [2 * 128 + 77]
     assert prompt_lengths(4096, 8192) == [2 * 8192 + 77, 77]
     assert prompt_lengths(4096, 512) == [9 * 512 + 77, 77]

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("profiled"))
 
 
-def test_the_options_that_shape_scores() -> None:
+def test_shaping_options_are_those_that_change_scores() -> None:
     spec = method_spec("dpxa+delta", {"tau": 0.3, "density": 0.08, "cos": 0.5, "gamma": 32})
     assert shaping_options(spec).keys() == {"cos", "q_anchors", "k_anchors", "largest", "sink", "window"}
     assert shaping_options(spec)["cos"] == 0.5
@@ -57,7 +57,7 @@ def test_between_two_densities_thresholds_are_interpolated(model: Path) -> None:
 
 
 @given(lengths=st.lists(counts, min_size=1, max_size=5, unique=True), tokens=counts)
-def test_nearest_by_ratio(lengths: list[int], tokens: int) -> None:
+def test_nearest_level_has_the_smallest_ratio_of_lengths(lengths: list[int], tokens: int) -> None:
     found = nearest([Level(density=1, tokens=one, share=1, amounts=()) for one in lengths], tokens).tokens
     assert found in lengths
     ratio = max(found, tokens) / min(found, tokens)
@@ -77,7 +77,7 @@ def test_nearest_by_ratio(lengths: list[int], tokens: int) -> None:
         ("xattention+delta", {"density": 0.2}, "the model's profile has 0.2 to 0.5 for block_pool"),
     ],
 )
-def test_a_level_that_is_not_there_is_refused(
+def test_refuses_a_level_that_the_profile_lacks(
     model: Path, name: str, options: dict[str, float], says: str
 ) -> None:
     with pytest.raises(MethodError) as caught:

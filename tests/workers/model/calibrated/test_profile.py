@@ -77,13 +77,15 @@ profiles = st.builds(
 
 
 @given(profile=profiles)
-def test_what_is_written_is_read(profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_profile_survives_writing_and_reading(
+    profile: Profile, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "profile.json"
     profile.write(path)
     assert Profile.read(path) == profile
 
 
-def test_a_row_of_numbers_is_a_line(model: Path, tmp_path: Path) -> None:
+def test_writes_each_row_of_numbers_on_one_line(model: Path, tmp_path: Path) -> None:
     figures = {"a table": [[0.5, -1e-9], [1, 2]], "not numbers": "[1,\n  2]"}
     path = write_profile(model, tmp_path / "profile.json", figures=figures)
     assert Profile.read(path).figures == figures
@@ -138,7 +140,9 @@ WRONG: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("says", "change"), WRONG, ids=[says for says, _ in WRONG])
-def test_what_no_profile_can_hold_is_named(model: Path, tmp_path: Path, says: str, change: Change) -> None:
+def test_names_values_that_no_profile_can_hold(
+    model: Path, tmp_path: Path, says: str, change: Change
+) -> None:
     content = make_profile(model).model_dump(mode="json", by_alias=True)
     change(content)
     path = tmp_path / "profile.json"
@@ -149,7 +153,7 @@ def test_what_no_profile_can_hold_is_named(model: Path, tmp_path: Path, says: st
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_no_profile(model: Path, tmp_path: Path) -> None:
+def test_names_files_that_are_not_a_profile(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     with pytest.raises(ProfileError, match=r"profile\.json cannot be read: No such file"):
         Profile.read(path)
@@ -161,7 +165,7 @@ def test_files_that_are_no_profile(model: Path, tmp_path: Path) -> None:
             Profile.read(path)
 
 
-def test_a_disk_that_is_full_leaves_the_profile_that_was_there(
+def test_full_disk_leaves_the_old_profile(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, write = tmp_path / "profile.json", Path.write_text
@@ -210,7 +214,9 @@ MISFITS: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("says", "change"), MISFITS, ids=[says for says, _ in MISFITS])
-def test_what_does_not_fit_the_model_is_named(model: Path, tmp_path: Path, says: str, change: Change) -> None:
+def test_names_profile_values_that_do_not_fit_the_model(
+    model: Path, tmp_path: Path, says: str, change: Change
+) -> None:
     content = make_profile(model).model_dump(mode="json", by_alias=True)
     change(content)
     path = tmp_path / "profile.json"

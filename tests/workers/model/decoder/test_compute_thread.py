@@ -29,7 +29,7 @@ def test_only_the_thread_that_computes_on_a_cpu_yields(device: str) -> None:
     assert niceness() == before
 
 
-def test_whoever_has_the_lowest_priority_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_thread_never_exceeds_the_highest_nice_value(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(os, "getpriority", lambda _which, _who: 17)
     monkeypatch.setattr(os, "setpriority", lambda _which, _who, nice: given.append(nice))

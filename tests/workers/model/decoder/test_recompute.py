@@ -25,7 +25,7 @@ TOKENS = 5 * BLOCK
 
 @pytest.mark.parametrize("keys", [3 * BLOCK, 3 * BLOCK + 17])
 @pytest.mark.parametrize("at_once", [recomputing.KEYS_AT_ONCE, BLOCK])
-def test_attention_by_block_is_the_largest_share_of_any_row_and_head(
+def test_block_attention_is_the_largest_share_of_any_row_and_head(
     keys: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recomputing, "KEYS_AT_ONCE", at_once)
@@ -40,7 +40,7 @@ def test_attention_by_block_is_the_largest_share_of_any_row_and_head(
     torch.testing.assert_close(attention_by_block(q_THD, k_GSD), want)
 
 
-def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_never_among_them() -> None:
+def test_last_question_rows_choose_blocks_but_never_the_first() -> None:
     torch.manual_seed(0)
     looks = BlockAttention(5 * BLOCK + 5)
     key_GSD = torch.zeros(1, 5 * BLOCK + 9, 16)
@@ -61,7 +61,7 @@ def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_
     assert looks.most_attended(9) == [1, 2, 3, 4]
 
 
-def test_the_last_whole_block_comes_after_all_others() -> None:
+def test_last_whole_block_is_chosen_last() -> None:
     """Heads that look at what is near give it most, whatever is asked."""
     looks = BlockAttention(4 * BLOCK + 5)
     key_GSD = torch.zeros(1, 4 * BLOCK + 9, 16)
@@ -75,7 +75,7 @@ def test_the_last_whole_block_comes_after_all_others() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK, 2 * BLOCK - 1])
-def test_without_a_whole_block_behind_the_first_there_is_nothing_to_choose(tokens: int) -> None:
+def test_chooses_no_block_without_a_whole_one_after_the_first(tokens: int) -> None:
     looks = BlockAttention(tokens)
     looks.add(torch.randn(3, 2, 16), torch.randn(1, tokens + 3, 16))
     assert looks.most_attended(4) == []
@@ -179,7 +179,7 @@ def _copy(store: _Store) -> _Store:
 
 
 @pytest.mark.parametrize("blocks", [[1], [2, 4], [1, 2, 3]])
-def test_computed_again_they_are_what_loops_say_and_the_others_stay(
+def test_recomputed_blocks_equal_the_definition_and_others_stay(
     read_in_windows: _Store, blocks: list[int]
 ) -> None:
     store = _copy(read_in_windows)
@@ -195,7 +195,7 @@ def test_computed_again_they_are_what_loops_say_and_the_others_stay(
     assert not changed.any()
 
 
-def test_what_was_read_densely_is_the_same_after_it(read_in_windows: _Store) -> None:
+def test_recomputing_densely_prefilled_blocks_changes_nothing(read_in_windows: _Store) -> None:
     store = _copy(read_in_windows)
     store.read(window=TOKENS)
     before = store.k_LTGD.clone(), store.v_LTGD.clone()
@@ -204,7 +204,7 @@ def test_what_was_read_densely_is_the_same_after_it(read_in_windows: _Store) -> 
         assert _worst_row(got, expected) < _rounding(store)
 
 
-def test_all_blocks_are_a_dense_reading(read_in_windows: _Store) -> None:
+def test_recomputing_all_blocks_equals_a_dense_prefill(read_in_windows: _Store) -> None:
     store, dense = _copy(read_in_windows), _copy(read_in_windows)
     dense.read(window=TOKENS)
     store.recompute([0, 1, 2, 3, 4])

@@ -79,7 +79,7 @@ OTHER: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", SAME.values(), ids=SAME)
-def test_what_changes_no_number_leaves_it(model: Path, change: Callable[[Path], object]) -> None:
+def test_digest_ignores_changes_that_affect_no_number(model: Path, change: Callable[[Path], object]) -> None:
     before = digest(model)
     elsewhere = shutil.copytree(model, model.parent / "elsewhere")
     change(elsewhere)
@@ -87,7 +87,9 @@ def test_what_changes_no_number_leaves_it(model: Path, change: Callable[[Path], 
 
 
 @pytest.mark.parametrize("change", OTHER.values(), ids=OTHER)
-def test_what_changes_numbers_changes_it(model: Path, change: Callable[[Path], object]) -> None:
+def test_digest_changes_with_anything_that_affects_numbers(
+    model: Path, change: Callable[[Path], object]
+) -> None:
     before = digest(model)
     change(model)
     assert digest(model) != before
@@ -103,7 +105,7 @@ def adapter(directory: Path, scale: float = 1.0, **config: Any) -> str:
     return str(directory)
 
 
-def test_adapters_and_overrides_count(model: Path, tmp_path: Path) -> None:
+def test_digest_covers_adapters_and_overrides(model: Path, tmp_path: Path) -> None:
     found = [
         digest(model),
         digest(model, rope_theta=8e6),
@@ -117,7 +119,7 @@ def test_adapters_and_overrides_count(model: Path, tmp_path: Path) -> None:
     assert digest(model, adapter=same) == found[2], "where it lies, and what it was made from, are no numbers"
 
 
-def test_a_directory_with_a_gguf(model: Path) -> None:
+def test_digest_tells_gguf_files_apart_by_tensor_values(model: Path) -> None:
     """Told apart by a tensor's values alone."""
     (model / "model.safetensors").unlink()
     found = set()
@@ -135,7 +137,7 @@ def test_a_directory_with_a_gguf(model: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 40, b"\x02" + bytes(7) + b"[]", b"\x09" + bytes(7) + b'{"a": {}}']
 )
-def test_files_that_are_no_weights_are_named(model: Path, content: bytes) -> None:
+def test_names_files_that_are_not_weights(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
         digest(model)
@@ -144,7 +146,7 @@ def test_files_that_are_no_weights_are_named(model: Path, content: bytes) -> Non
         digest(model)
 
 
-def test_a_mixture_s_fields_at_their_default_are_left_out() -> None:
+def test_digest_leaves_out_mixture_fields_at_their_default() -> None:
     """Profiles of mixtures that were served before these fields go on to fit."""
     assert _about(SHAPES["30b-a3b"])["mixture"] == {"experts": 128, "per_token": 8, "normed": True}
     assert _about(SHAPES["air-8"])["mixture"]["dense_layers"] == (0,)
@@ -199,7 +201,7 @@ def test_a_byte_after_the_sample_changes_content_but_not_profile(model: Path) ->
     assert digest(model) == sampled
 
 
-def test_a_piece_that_another_thread_reads_counts_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_covers_pieces_hashed_by_other_threads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = content(model)
     monkeypatch.setattr(digests, "_PIECE_BYTES", 10_000)
     in_pieces = digests._hashed(model / "model.safetensors")
@@ -210,7 +212,7 @@ def test_a_piece_that_another_thread_reads_counts_too(model: Path, monkeypatch: 
     assert digests._hashed(model / "model.safetensors") == in_pieces and whole
 
 
-def test_all_processes_read_files_once_and_again_after_a_change(model: Path, hashed: list[Path]) -> None:
+def test_processes_hash_a_file_once_and_again_after_a_change(model: Path, hashed: list[Path]) -> None:
     sharded(model)
     settle(model)
     digests_found = [content(model) for _ in range(3)]
@@ -233,7 +235,7 @@ def test_a_file_that_was_written_just_now_is_not_trusted_to_its_times(
     assert content(model) == content(model) and len(hashed) == 2
 
 
-def test_a_cache_that_cannot_be_written_costs_a_reading(
+def test_unwritable_cache_only_costs_hashing_again(
     model: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle(model)
@@ -248,7 +250,7 @@ def test_nothing_is_written_into_the_models_directory(model: Path) -> None:
     assert sorted(path.name for path in model.iterdir()) == before
 
 
-def test_an_adapters_every_byte_counts(model: Path) -> None:
+def test_digest_covers_every_byte_of_an_adapter(model: Path) -> None:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
     adapter = model.parent / "adapter"
     adapter.mkdir()

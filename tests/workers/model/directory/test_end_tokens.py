@@ -30,7 +30,7 @@ THINKING = (
 OPEN_AT_THE_END = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
 
 
-def test_a_tokenizers_end_is_one(tmp_path: Path) -> None:
+def test_tokenizers_eos_ends_an_answer(tmp_path: Path) -> None:
     assert end_tokens(write_tokenizer(tmp_path, eos_token="<|im_end|>")) == (IM_END,)
     as_object = {"__type": "AddedToken", "content": "<|endoftext|>", "special": True}
     assert end_tokens(write_tokenizer(tmp_path, eos_token=as_object)) == (ENDOFTEXT,)
@@ -43,7 +43,7 @@ def test_the_end_may_stand_in_special_tokens_map_alone(tmp_path: Path) -> None:
     assert end_tokens(write_tokenizer(tmp_path)) == (IM_END,)
 
 
-def test_what_a_template_puts_after_an_answer_ends_one(tmp_path: Path) -> None:
+def test_token_that_a_template_puts_after_an_answer_ends_it(tmp_path: Path) -> None:
     """A ChatML model whose files kept the base model's end."""
     both = write_tokenizer(tmp_path, eos_token="<|endoftext|>", chat_template=CHATML)
     assert end_tokens(both) == (ENDOFTEXT, IM_END)
@@ -71,7 +71,7 @@ def test_what_a_template_puts_after_an_answer_ends_one(tmp_path: Path) -> None:
         ("{{ 1 + messages }}", ["<end>"], None),
     ],
 )
-def test_templates_of_other_families(
+def test_finds_the_end_token_in_templates_of_other_families(
     tmp_path: Path, template: str, tokens: list[str], end: int | None
 ) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>"} if template == MISTRAL else {}
@@ -94,7 +94,7 @@ def test_an_end_may_be_a_word_of_the_vocabulary(tmp_path: Path) -> None:
     assert end_tokens(tmp_path) == (2,)
 
 
-def test_without_a_tokenizer_there_are_none(tmp_path: Path) -> None:
+def test_finds_no_end_tokens_without_a_tokenizer(tmp_path: Path) -> None:
     assert end_tokens(tmp_path) == ()
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [1]}')
     with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):

@@ -178,12 +178,12 @@ def test_quantised_weights_of_which_config_says_nothing_are_refused(single: Path
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "", "base_model.model.model."])
-def test_another_prefix_is_named(single: Path, prefix: str) -> None:
+def test_names_an_unexpected_prefix_of_tensor_names(single: Path, prefix: str) -> None:
     edit(single, lambda raw: {name.replace("model.", prefix, 1): x for name, x in raw.items()})
     assert f"called {prefix}… where model.… is expected (29 tensors such as" in refusal(single)
 
 
-def test_what_is_missing_left_over_or_misshapen_is_named(single: Path) -> None:
+def test_names_missing_unexpected_and_misshapen_tensors(single: Path) -> None:
     whole = load_file(single / SINGLE)
     lost = {name: x for name, x in whole.items() if name != DOWN}
     assert f"lack {DOWN}, which config.json asks for" in refusal(edit(single, lambda _raw: lost))

@@ -48,7 +48,7 @@ def read(tmp_path: Path, raw: dict[str, Any], overrides: dict[str, Any] | None =
     return read_config(tmp_path, overrides)
 
 
-def test_llama31_as_published(tmp_path: Path) -> None:
+def test_reads_llama_31_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA31)
     assert config.head_dim == 128 and config.rope.theta == 500000.0 and config.rope.kind == "llama3"
     assert config.rope.scaling["original_max_position_embeddings"] == 8192
@@ -152,7 +152,7 @@ EXPERTS: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "moe_interm
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_a_mixture_of_experts(tmp_path: Path, key: str) -> None:
+def test_reads_a_mixture_of_experts_and_counts_its_weights(tmp_path: Path, key: str) -> None:
     """Numbers of all experts are counted, multiply-adds of the chosen ones."""
     config = read(tmp_path, LLAMA31 | EXPERTS | {key: 64, "num_experts_per_tok": 4, "norm_topk_prob": True})
     assert config.mixture == MixtureConfig(experts=64, per_token=4, normed=True)
@@ -311,7 +311,7 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         (EXPERTS | {"mlp_bias": True}, "sets mlp_bias, which Qwen3MoeForCausalLM"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(
+def test_refuses_configurations_it_would_compute_wrongly(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):

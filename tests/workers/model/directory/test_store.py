@@ -193,7 +193,7 @@ def test_a_cache_that_cannot_be_written_is_named(model_file: Path, tmp_path: Pat
         model_store.model_directory(str(model_file), tmp_path / "file" / "cache")
 
 
-def test_a_home_that_cannot_be_written_is_one_line_that_says_what_to_set(
+def test_unwritable_home_names_xdg_cache_home_in_one_line(
     model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").write_text("")

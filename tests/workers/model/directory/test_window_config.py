@@ -29,7 +29,7 @@ GEMMA3: dict[str, Any] = {
 }
 
 
-def test_windows_are_those_of_transformers(tmp_path: Path) -> None:
+def test_windows_equal_transformers(tmp_path: Path) -> None:
     windowed = MISTRAL | {"sliding_window": 4096, "max_position_embeddings": 32768}
     config = read(tmp_path, windowed)
     assert (config.sliding_window, config.window_layers) == (4096, tuple(range(32)))
@@ -69,7 +69,7 @@ def test_windows_that_no_layer_here_has_are_refused(
         read(tmp_path, MISTRAL | {"sliding_window": 4096} | change)
 
 
-def test_gemma_3_as_published(tmp_path: Path) -> None:
+def test_reads_gemma_3_as_published(tmp_path: Path) -> None:
     """Few keys; its older spelling of rope and transformers 5's read the same."""
     config = read(tmp_path, GEMMA3)
     assert (config.q_heads, config.kv_heads, config.head_dim, config.vocab) == (8, 4, 256, 262208)

@@ -100,14 +100,14 @@ LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
         ("llama", {"tokenizer__ggml__tokens": list("abcdefghi")}, "9 tokens, but only 8 embeddings"),
     ],
 )
-def test_what_would_compute_something_else_is_refused_by_name(
+def test_refuses_gguf_keys_it_does_not_compute_by_name(
     tmp_path: Path, architecture: str, keys: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
         config(tmp_path, architecture, **keys)
 
 
-def test_what_is_refused_is_refused_before_weights_are_converted(
+def test_refuses_bad_gguf_keys_before_converting_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
@@ -118,7 +118,7 @@ def test_what_is_refused_is_refused_before_weights_are_converted(
         store.model_directory(str(path), tmp_path / "cache")
 
 
-def test_what_says_the_same_is_taken(tmp_path: Path) -> None:
+def test_takes_gguf_keys_that_change_nothing(tmp_path: Path) -> None:
     found = config(
         tmp_path,
         vocab_size=VOCAB,
@@ -147,7 +147,7 @@ def test_linear_scaling_is_read_by_its_old_name_too(tmp_path: Path, keys: dict[s
     assert found.rope.kind == "linear" and found.rope.scaling["factor"] == 4.0
 
 
-def test_scaling_that_is_switched_off_is_none(tmp_path: Path) -> None:
+def test_rope_scaling_of_type_none_is_ignored(tmp_path: Path) -> None:
     assert config(tmp_path, rope__scaling__type="none", rope__scaling__factor=4.0).rope.kind == "default"
 
 

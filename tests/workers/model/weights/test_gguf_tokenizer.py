@@ -80,7 +80,7 @@ def test_the_ids_are_those_of_the_models_own_tokenizer(name: str, text: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_are_text_again(name: str) -> None:
+def test_decoding_ids_restores_the_text(name: str) -> None:
     for said in (prose()[:5000], code()[:5000], "  two before, and a tab\t🙂\n\n"):
         assert ours(name).decode(ids(ours(name), said), skip_special_tokens=True) == said
 
@@ -94,7 +94,7 @@ BY_LIBRARY = {
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("pre", BY_LIBRARY)
-def test_words_are_those_of_the_parts_that_tokenizer_json_names(pre: str, text: str) -> None:
+def test_pre_tokenizer_splits_words_as_tokenizer_json_does(pre: str, text: str) -> None:
     found = made(byte_level(pre)).pre_tokenizer.pre_tokenize_str(TEXTS[text]())
     assert len(found) > 3000 and found == BY_LIBRARY[pre].pre_tokenize_str(TEXTS[text]())
 

@@ -81,7 +81,7 @@ def wanted(directory: Path, x_TC: torch.Tensor, router: Router = QWEN) -> torch.
     return reference_mixture(x_TC, logits_TE, *experts, router)
 
 
-def test_experts_are_those_of_the_checkpoint_and_ranks_have_parts_of_each(directory: Path) -> None:
+def test_each_rank_loads_its_part_of_every_expert(directory: Path) -> None:
     x_TC = torch.randn(9, 64)
     wanted_TC = wanted(directory, x_TC)
     assert_rows_close(read(directory)(x_TC).double(), wanted_TC, dtype=torch.float32)
@@ -92,7 +92,7 @@ def test_experts_are_those_of_the_checkpoint_and_ranks_have_parts_of_each(direct
     assert_rows_close(summed_TC.double(), wanted_TC, dtype=torch.float32)
 
 
-def test_experts_in_8_bits_have_a_plain_router(directory: Path) -> None:
+def test_fp8_experts_keep_an_unquantised_router(directory: Path) -> None:
     plain, fp8, x_TC = read(directory), read(directory, quantisation="fp8"), torch.randn(40, 64)
     assert isinstance(fp8.gate_up, Fp8Linear) and isinstance(fp8.down, Fp8Linear)
     assert torch.equal(fp8.router_EC, plain.router_EC)
@@ -100,7 +100,7 @@ def test_experts_in_8_bits_have_a_plain_router(directory: Path) -> None:
     assert 0.005 < float(errors_T.mean()) < 0.1, "experts, not routes, are rounded"
 
 
-def test_a_checkpoint_in_blocks_of_8_bits(directory: Path) -> None:
+def test_reads_experts_in_block_scaled_fp8(directory: Path) -> None:
     """Qwen publishes them like this: each expert's matrix has scales, the router has none."""
     path, index = directory / "model-1.safetensors", json.loads((directory / WEIGHT_INDEX).read_text())
     tensors, meant = load_file(path), dict[str, torch.Tensor]()

@@ -39,7 +39,7 @@ from .quantised_checkpoints import (
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_matrix_is_its_numbers_times_their_scales(tmp_path: Path, form: str) -> None:
+def test_reads_each_quantised_matrix_as_values_times_scales(tmp_path: Path, form: str) -> None:
     meant = write(tmp_path, form)
     check_weights(tmp_path, read_config(tmp_path))
     source = open_weights(tmp_path)
@@ -49,7 +49,7 @@ def test_a_matrix_is_its_numbers_times_their_scales(tmp_path: Path, form: str) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_model_computes_with_what_is_meant(tmp_path: Path, form: str) -> None:
+def test_quantised_model_equals_transformers_on_dequantised_weights(tmp_path: Path, form: str) -> None:
     """In chunks through two stages, then single tokens, a chunk that is appended, and 64 greedy tokens."""
     meant, tokens = write(tmp_path / "quantised", form), 64
     save_file(meant, make_tiny_model(tmp_path / "plain") / "model.safetensors", metadata={"format": "pt"})
@@ -91,7 +91,7 @@ def test_a_multimodal_checkpoint_may_be_quantised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["AWQ", "W4A16, asymmetric, act-order"])
-def test_a_rank_has_its_part_of_what_is_meant(tmp_path: Path, form: str) -> None:
+def test_each_rank_loads_its_part_of_the_dequantised_weights(tmp_path: Path, form: str) -> None:
     meant = write(tmp_path, form)
     config, half = read_config(tmp_path), slice(32, 64)
     cpu, layers = torch.device("cpu"), range(config.layers)
@@ -102,7 +102,7 @@ def test_a_rank_has_its_part_of_what_is_meant(tmp_path: Path, form: str) -> None
     assert torch.equal(weights.attentions[1].qkv.weight_OI[half], meant[QUERY + "weight"][128:][half])
 
 
-def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_reads_modelopt_settings_from_hf_quant_config(tmp_path: Path) -> None:
     meant = write(tmp_path, "ModelOpt")
     configure(tmp_path, None)
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
@@ -218,7 +218,7 @@ def test_numbers_that_contradict_the_shapes_are_named(
     assert f"'{DOWN}weight' cannot be computed" in str(caught.value) and says in str(caught.value)
 
 
-def test_what_becomes_of_quantised_weights_is_said(tmp_path: Path) -> None:
+def test_notes_say_how_quantised_weights_are_held(tmp_path: Path) -> None:
     write(tmp_path, "GPTQ")
     weights, scales = quantisation_notes(tmp_path, "bfloat16")
     assert weights == (
@@ -241,7 +241,7 @@ def test_what_becomes_of_quantised_weights_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "grows"), [("channel", False), ("tensor", True), ("block", True)])
-def test_what_is_said_of_rounding_again_is_measured(form: str, grows: bool) -> None:
+def test_stated_error_of_rounding_fp8_again_is_the_measured_one(form: str, grows: bool) -> None:
     """Root mean squares over a matrix of normal numbers, of which an output has 2,048."""
     weight_OI = torch.randn(512, 2048, generator=torch.Generator().manual_seed(1))
     largest = weight_OI.view(4, 128, 16, 128).abs().amax((1, 3)).repeat_interleave(128, 0)
@@ -261,7 +261,9 @@ def test_what_is_said_of_rounding_again_is_measured(form: str, grows: bool) -> N
 @pytest.mark.parametrize(
     ("file", "content"), [("quantize_config.json", GPTQ), ("quant_config.json", OLD_AWQ)]
 )
-def test_a_file_of_its_own_may_say_it(tmp_path: Path, file: str, content: dict[str, Any]) -> None:
+def test_reads_gptq_and_awq_settings_from_their_own_files(
+    tmp_path: Path, file: str, content: dict[str, Any]
+) -> None:
     meant = write(tmp_path, "AWQ" if content is OLD_AWQ else "GPTQ")
     configure(tmp_path, None)
     (tmp_path / file).write_text(json.dumps({key: content[key] for key in content if key != "quant_method"}))
@@ -297,14 +299,14 @@ REFUSED: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("given", "says"), REFUSED)
-def test_what_is_not_served_names_what_is(tmp_path: Path, given: object, says: str) -> None:
+def test_refusal_of_a_quantisation_names_the_supported_ones(tmp_path: Path, given: object, says: str) -> None:
     make_tiny_model(tmp_path)
     configure(tmp_path, given)
     with pytest.raises(ModelError, match=rf"{says}.*: take the model in 16 bits, or in FP8 \(compressed"):
         read_config(tmp_path)
 
 
-def test_a_section_that_is_none_is_named(tmp_path: Path) -> None:
+def test_names_malformed_quantisation_settings(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'fp8' is not a section of keys"):
         quantised_form(tmp_path, {"quantization_config": "fp8"})
     with pytest.raises(ModelError, match=r"\[128\] is no size of blocks"):

@@ -108,7 +108,7 @@ def halved(tiny: Path, cut: int, **more: Any) -> tuple[StackWeights, StackWeight
 
 @pytest.mark.parametrize("cut", [0, 1, LAYERS - 2])
 @pytest.mark.parametrize("quantisation", [None, "fp8"])
-def test_of_a_cut_layer_each_stage_reads_its_half(
+def test_each_stage_of_a_cut_layer_reads_only_its_half(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, quantisation: Any
 ) -> None:
     sources: list[Noting] = []
@@ -145,7 +145,7 @@ def test_of_a_cut_layer_each_stage_reads_its_half(
     ("unknown", "stages"),
     [("self_attn.q_proj.bias", [0]), ("mlp.up_proj.bias", [1]), ("pre_feedforward_layernorm.weight", [0, 1])],
 )
-def test_what_has_no_place_in_a_cut_layer_is_refused_by_whose_half_it_is(
+def test_unknown_tensor_is_refused_by_the_stage_of_its_half_layer(
     tiny: Path, tmp_path: Path, unknown: str, stages: list[int]
 ) -> None:
     copy_of(tiny, tmp_path, {f"model.layers.1.{unknown}": torch.zeros(HIDDEN)})

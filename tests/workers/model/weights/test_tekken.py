@@ -41,7 +41,7 @@ def write(directory: Path, **change: Any) -> Path:
     return directory
 
 
-def test_tokens_are_bytes_behind_control_tokens_and_the_lowest_rank_merges_first(tmp_path: Path) -> None:
+def test_tekken_ids_follow_control_tokens_and_merge_by_lowest_rank(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(tokenizer_json(write(tmp_path)))
     ab, abc, byte = BEFORE + 256, BEFORE + 257, BEFORE
     assert tokenizer.encode("abc abé").ids == [1, abc, byte + 32, ab, byte + 0xC3, byte + 0xA9]
@@ -65,7 +65,7 @@ def test_a_directory_without_tokenizer_json_is_whole_and_chats(tmp_path: Path) -
     assert ids == [1, 5, abc, 6, 3, ab, 4, bc, 2, 3, ab, 4]
 
 
-def test_a_tokenizer_json_beside_it_is_what_counts(tmp_path: Path) -> None:
+def test_tokenizer_json_takes_precedence_over_tekken(tmp_path: Path) -> None:
     write(write_tokenizer(tmp_path))
     assert json.loads(tokenizer_json(tmp_path))["model"]["merges"] == []
 

@@ -50,7 +50,7 @@ def test_another_dtype_and_another_device_are_copied_plainly() -> None:
         assert torch.equal(target, source.to(dtype))
 
 
-def test_threads_keep_the_order_and_do_not_run_far_ahead() -> None:
+def test_in_threads_keeps_the_order_and_bounds_work_ahead() -> None:
     begun: list[int] = []
     may_end = threading.Event()
 
@@ -66,7 +66,7 @@ def test_threads_keep_the_order_and_do_not_run_far_ahead() -> None:
     assert list(made) == [number * number for number in range(1, 9)]
 
 
-def test_what_a_thread_raises_is_raised() -> None:
+def test_in_threads_raises_what_a_thread_raised() -> None:
     def make(number: int) -> int:
         if number == 1:
             raise ValueError("layer 1 is missing")
