@@ -152,7 +152,7 @@ def streams(served: Served, path: str, connections: int, each: int, body: bytes 
     return kept
 
 
-def test_watches_without_a_token(attacked: Served, good: GoodClient) -> None:
+def test_good_client_is_served_during_watches_without_a_token(attacked: Served, good: GoodClient) -> None:
     with (
         good.beside("2,700 Watch streams"),
         streams(attacked, WATCH, 27, 100, message(b""), ends=True),
@@ -161,12 +161,14 @@ def test_watches_without_a_token(attacked: Served, good: GoodClient) -> None:
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHECK, WATCH, REFLECTION])
-def test_streams_without_a_token_or_a_message(attacked: Served, good: GoodClient, path: str) -> None:
+def test_good_client_is_served_during_streams_that_send_nothing(
+    attacked: Served, good: GoodClient, path: str
+) -> None:
     with good.beside(f"200 streams of {path} without a message"), streams(attacked, path, 4, 50):
         time.sleep(ATTACK_S)
 
 
-def test_streams_of_one_caller_without_a_message(attacked: Served, good: GoodClient) -> None:
+def test_good_client_is_served_during_one_callers_silent_streams(attacked: Served, good: GoodClient) -> None:
     token = [(b"authorization", b"Bearer " + attacked.token.encode())]
     with (
         good.beside("200 streams of one caller without a message"),
@@ -189,7 +191,9 @@ LONG_NAMES: dict[str, Callable[[str], bytes]] = {
 
 
 @pytest.mark.parametrize("name", LONG_NAMES)
-def test_a_long_name_of_one_caller(attacked: Served, good: GoodClient, name: str) -> None:
+def test_good_client_is_served_during_requests_with_a_long_name(
+    attacked: Served, good: GoodClient, name: str
+) -> None:
     body = LONG_NAMES[name]("ab" * (3 << 20))
     over, sizes = threading.Event(), list[int]()
 
@@ -211,7 +215,7 @@ def test_a_long_name_of_one_caller(attacked: Served, good: GoodClient, name: str
     assert sizes and max(sizes) < 4096
 
 
-def test_bodies_of_one_caller_that_are_only_announced(attacked: Served, good: GoodClient) -> None:
+def test_good_client_is_served_during_bodies_only_announced(attacked: Served, good: GoodClient) -> None:
     with good.beside("bodies that are announced"), contextlib.ExitStack() as kept:
         for count, size in ((560, 250_000), (160, 1_900), (60, 40)):
             for _ in range(count):
@@ -240,13 +244,13 @@ def connected(port: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("port", ["http_port", "grpc_port"])
-def test_idle_connections(attacked: Served, good: GoodClient, port: str) -> None:
+def test_good_client_is_served_during_idle_connections(attacked: Served, good: GoodClient, port: str) -> None:
     with good.beside(f"9,000 idle connections to {port}"), contextlib.ExitStack() as kept:
         crowd(attacked.ports[port], 9_000, kept)
         time.sleep(ATTACK_S)
 
 
-def test_idle_connections_to_the_metrics(attacked: Served, good: GoodClient) -> None:
+def test_good_client_is_served_during_idle_metrics_connections(attacked: Served, good: GoodClient) -> None:
     with good.beside("3,000 idle connections to the metrics"), contextlib.ExitStack() as kept:
         crowd(attacked.ports["metrics_port"], 3_000, kept)
         began = time.monotonic()
@@ -260,7 +264,7 @@ def test_idle_connections_to_the_metrics(attacked: Served, good: GoodClient) -> 
     "x-request-id serve_multiplexed_model_id Serve-Multiplexed-Model-Id x-session-id "
     "x-request-timeout-seconds x-request-disconnect-disabled".split(),
 )
-def test_headers_that_are_not_utf_8(attacked: Served, name: str) -> None:
+def test_refuses_headers_that_are_not_utf_8(attacked: Served, name: str) -> None:
     head = f"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{name}: ".encode() + b"\xe9\r\n\r\n"
     with connected(attacked.ports["http_port"]) as connection:
         connection.sendall(head)

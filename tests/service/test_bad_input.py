@@ -181,7 +181,7 @@ def test_an_expired_session_is_not_found(shared: House) -> None:
     nothing_left(shared)
 
 
-def test_tokens_own_their_sessions(make_house: Callable[..., House], tmp_path: Path) -> None:
+def test_token_cannot_use_anothers_session(make_house: Callable[..., House], tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("alpha\nbeta\n")
     house = make_house(tokens_file=str(tmp_path / "tokens"))
     with (

@@ -31,7 +31,7 @@ def houses(make_house: Callable[..., House]) -> Iterator[tuple[House, House]]:
     nothing_left(first)
 
 
-def test_no_request_makes_the_service_fail(houses: tuple[House, House]) -> None:
+def test_fuzzed_requests_never_cause_an_internal_error(houses: tuple[House, House]) -> None:
     findings = fuzz([house.address for house in houses], 400, seed=1, threads=4)
     assert not findings.bad, findings.bad
     assert findings.codes["OK"] > 40 and findings.codes["INVALID_ARGUMENT"] > 100, findings.codes
@@ -68,7 +68,7 @@ class Inside(Service):
         return str(self._houses[0].metrics.expose(), "utf-8")
 
 
-def test_nothing_is_lost_when_anything_dies(
+def test_clients_lose_nothing_when_any_worker_or_door_dies(
     houses: tuple[House, House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every seed is another mixture of clients, and of what dies when."""

@@ -42,14 +42,14 @@ def test_a_model_without_a_configured_id_gets_one_without_spaces(name: str, mode
     assert MODEL_ID.fullmatch(door.model_name)
 
 
-def test_people_are_shown_the_id_where_there_is_no_other_name() -> None:
+def test_display_name_defaults_to_the_model_id() -> None:
     door = wiring._named(DoorConfig(model_name="tiny"), "a directory")
     assert (door.model_name, door.display_name) == ("tiny", "tiny")
     assert wiring._named(DoorConfig(display_name="Tiny"), "m").display_name == "Tiny"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_samples_are_valid(path: Path) -> None:
+def test_sample_configurations_are_valid(path: Path) -> None:
     config = load(path)
     assert parse(config.model_dump(mode="json")) == config, "it must survive the way through Serve"
 
@@ -225,7 +225,7 @@ def test_one_stage_maps_the_memory_of_one_decode_worker(
         ("door: {tokens_file: t}\nmodel: {path: m}\ndoor: {}", "key 'door' is there twice"),
     ],
 )
-def test_files_that_are_no_configuration(text: str, says: str, tmp_path: Path) -> None:
+def test_names_files_that_are_not_a_configuration(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "service.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
@@ -312,7 +312,7 @@ def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:
         ("prefill", {"stages": 5}, "prefill.stages: 4 layers cannot be split over 5 stages"),
     ],
 )
-def test_what_does_not_fit_the_model_fails_at_start(
+def test_start_refuses_settings_that_do_not_fit_the_model(
     section: str, values: dict[str, Any], says: str, model: Path
 ) -> None:
     base = content(section, **values)
@@ -374,7 +374,7 @@ def test_a_layer_with_a_window_chooses_no_pages() -> None:
         parse(content("decode", delta_layers=[2, 4])).check_against(model, None)
 
 
-def test_the_builder_is_what_serve_accepts(model: Path) -> None:
+def test_serve_accepts_the_application_builder(model: Path) -> None:
     """In a process of its own, because it imports Serve. The model has no weights, so building refuses."""
     code = (
         "from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call\n"
@@ -389,7 +389,7 @@ def test_the_builder_is_what_serve_accepts(model: Path) -> None:
     assert "*.safetensors" in done.stderr
 
 
-def test_what_changes_kv_keeps_groups_and_workers_apart() -> None:
+def test_settings_that_change_kv_keep_groups_and_workers_apart() -> None:
     model, handoff = ModelSpec(path="m"), HandoffConfig()
     same = pairing(model, handoff, None)
     assert pairing(replace(model, profile="p"), replace(handoff, ack_timeout_s=1.0), None) == same

@@ -51,7 +51,7 @@ def test_a_dying_group_is_replaced_unnoticed(house: House, client: DeltafrontCli
 
 
 @pytest.mark.parametrize("kind", ["dead group", "failing group", "decode"])
-def test_spare_capacity_is_used_at_once(
+def test_request_moves_to_a_spare_worker_without_a_pause(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Nobody pauses, and nobody waits for the next poll: with either the test would not end."""
@@ -90,7 +90,9 @@ def test_no_more_replays_than_configured(house: House, client: DeltafrontClient)
 
 
 @pytest.mark.parametrize("events", [0, 1, 2, 7])
-def test_a_dying_decode_worker_costs_a_pause(house: House, client: DeltafrontClient, events: int) -> None:
+def test_answer_survives_the_death_of_its_decode_worker(
+    house: House, client: DeltafrontClient, events: int
+) -> None:
     """The answer goes on where it stopped, token by token as without the fault."""
     house.add_decode("decode:d1")
     dying = house.directory.workers[0]
@@ -135,7 +137,7 @@ def test_death_after_the_last_token_repeats_nothing(house: House, client: Deltaf
     assert (text, finish.reason, len(tokens)) == ("all of it", "stop", 10)
 
 
-def test_death_after_the_last_token_of_a_sessions_answer_costs_nothing(
+def test_worker_death_after_a_sessions_last_token_loses_nothing(
     house: House, client: DeltafrontClient
 ) -> None:
     *_, made = client.prefill("doc")
@@ -147,7 +149,7 @@ def test_death_after_the_last_token_of_a_sessions_answer_costs_nothing(
 
 
 @pytest.mark.parametrize("wish", [{"max_tokens": 9}, {"max_tokens": 40, "stop": ["all of it"]}])
-def test_of_a_worker_that_dies_after_the_last_token_no_session_is_told(
+def test_finish_names_no_session_if_its_worker_died(
     house: House, client: DeltafrontClient, wish: dict[str, Any]
 ) -> None:
     house.decode.script = [*b"all of it"]
@@ -255,7 +257,7 @@ def test_metrics_count_a_replayed_request_once(house: House, client: DeltafrontC
     assert counter(house, "deltafront_inter_token_latency_seconds_count") == 8
 
 
-def test_a_hand_off_is_measured_although_its_worker_died(house: House, client: DeltafrontClient) -> None:
+def test_hand_off_is_measured_although_its_worker_died(house: House, client: DeltafrontClient) -> None:
     house.decode.script = [*b"all of it", EOS]
     house.cut("decode").cut_after = 1 + len(house.decode.script)
     collect(client.generate(PROMPT, max_tokens=40))
@@ -324,9 +326,7 @@ def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: D
     nothing_left(house)
 
 
-def test_a_queue_that_looks_full_is_asked_before_pages_are_taken(
-    house: House, client: DeltafrontClient
-) -> None:
+def test_asks_a_queue_that_looks_full_before_reserving_pages(house: House, client: DeltafrontClient) -> None:
     """A refusal is then one question; a group that has a place meanwhile, or another one, is taken."""
     first, second = house.group, house.add_group("prefill:g1")
     for full in (first, second):
@@ -344,9 +344,7 @@ def test_a_queue_that_looks_full_is_asked_before_pages_are_taken(
 
 
 @pytest.mark.parametrize("read_meanwhile", [True, False])
-def test_nobody_is_refused_for_a_backlog_that_has_been_read(
-    make_house: Callable[..., House], read_meanwhile: bool
-) -> None:
+def test_finished_backlog_refuses_no_request(make_house: Callable[..., House], read_meanwhile: bool) -> None:
     """The door has looked at its workers once, and asks them again before it refuses."""
     house = make_house(refresh_s=1e6)
     house.group.rate, house.group.waiting_tokens = 1000.0, 100_000
@@ -363,7 +361,7 @@ def test_nobody_is_refused_for_a_backlog_that_has_been_read(
     nothing_left(house)
 
 
-def test_where_all_are_full_it_waits_at_the_worker_that_has_room_first(
+def test_waits_at_the_worker_that_has_room_first_if_all_are_full(
     house: House, client: DeltafrontClient
 ) -> None:
     first, second = house.decode, house.add_decode("decode:d1")
@@ -388,7 +386,7 @@ def test_where_all_are_full_it_waits_at_the_worker_that_has_room_first(
     nothing_left(house)
 
 
-def test_what_a_worker_has_room_for_is_never_refused_by_an_old_view(
+def test_outdated_view_never_refuses_a_request_that_fits(
     make_house: Callable[..., House],
 ) -> None:
     """Back to back, each more than half the pool, and no poll in between."""
@@ -402,7 +400,7 @@ def test_what_a_worker_has_room_for_is_never_refused_by_an_old_view(
     nothing_left(house)
 
 
-def test_a_worker_giving_up_is_replayed(house: House, client: DeltafrontClient) -> None:
+def test_request_that_a_worker_cancels_itself_is_replayed(house: House, client: DeltafrontClient) -> None:
     """CANCELLED that nobody asked for (a lease ran out while the door was stalled)."""
     house.decode.pause_at = 4
     stream = client.generate(PROMPT, max_tokens=10)

@@ -92,7 +92,7 @@ def read(connection: socket.socket, count: int) -> bytes:
     return got
 
 
-def test_a_door_is_told_that_a_client_has_left_whose_request_came_in_two_pieces(
+def test_door_hears_that_a_client_left_after_a_two_part_request(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
     """Nothing is written to it, so that only reading can tell. With splicing the door hears nothing."""
@@ -158,7 +158,7 @@ def test_headers_that_are_too_long_are_refused_as_that(door: socket.socket, addr
         assert f"{haproxy_config.LONGEST_HEADERS} bytes" in error["message"]
 
 
-def test_a_client_that_closes_its_side_is_told_that_this_ends_its_request(
+def test_half_closed_connection_is_refused_with_the_reason(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
     """Only a connection's end tells that a client has left, so that half of it is taken for the whole."""
@@ -176,7 +176,7 @@ def test_without_a_door_the_answer_is_that_one_may_come_again(
 
 
 @pytest.mark.parametrize(("status", "shown", "code"), [(400, 400, None), (500, 503, "unavailable")])
-def test_what_is_answered_below_the_door_is_in_its_form(
+def test_errors_from_below_the_door_have_openais_form(
     door: socket.socket, address: tuple[str, int], status: int, shown: int, code: str | None
 ) -> None:
     """By the server that Serve runs it in, in texts of its own. The door's own answers pass."""
@@ -244,7 +244,7 @@ def test_a_request_id_that_cannot_be_logged_is_refused(
     assert status == 400 and "x-request-id: must be 1 to 128 visible ASCII" in error["message"]
 
 
-def test_an_answer_without_a_length_goes_to_http_1_0_until_the_connection_closes(
+def test_http_1_0_answer_without_a_length_ends_with_the_connection(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
     """As the door sends it, though the client would keep the connection."""
@@ -266,7 +266,7 @@ def test_an_answer_without_a_length_goes_to_http_1_0_until_the_connection_closes
     assert b"chunked" not in head.lower() and b"connection: close" in head.lower() and body == b"data: 1\n\n"
 
 
-def test_the_configuration_is_changed_once(tmp_path: Path) -> None:
+def test_rewriting_the_haproxy_configuration_twice_changes_nothing(tmp_path: Path) -> None:
     config = CONFIG.format(port=1, door=2)
     once = haproxy_config.rewrite(config, tmp_path)
     assert haproxy_config.rewrite(once, tmp_path) == once
@@ -355,7 +355,7 @@ def test_a_crowd_of_one_address_leaves_room_for_others(
         assert greets(grpc)
 
 
-def test_cuts_who_stops_sending_and_not_who_waits_for_an_answer(
+def test_cuts_clients_that_stop_sending_and_not_those_that_wait(
     both: Callable[..., tuple[int, int]], door: socket.socket
 ) -> None:
     http, _grpc = both(timeout_client="1s")
@@ -404,13 +404,13 @@ def test_a_connection_has_only_so_many_watches(
     client.close()
 
 
-def test_what_is_changed_is_in_the_configuration_that_serve_writes() -> None:
+def test_rewritten_lines_exist_in_serves_haproxy_template() -> None:
     lines = [line.strip() for line in HAPROXY_CONFIG_TEMPLATE.splitlines()]
     for line in ("global", "defaults", "frontend prometheus", "listen stats", *haproxy_config._FRONTENDS):
         assert lines.count(line) == 1
 
 
-def test_it_listens_where_it_is_told_whatever_serve_says(tmp_path: Path) -> None:
+def test_haproxy_listens_only_on_the_configured_addresses(tmp_path: Path) -> None:
     """Serve binds statistics and metrics to all addresses."""
     with contextlib.ExitStack() as free:
         sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
@@ -433,7 +433,7 @@ def test_it_listens_where_it_is_told_whatever_serve_says(tmp_path: Path) -> None
         running.wait()
 
 
-def test_it_dies_with_who_started_it(door: socket.socket, tmp_path: Path) -> None:
+def test_haproxy_dies_with_the_process_that_started_it(door: socket.socket, tmp_path: Path) -> None:
     """Else its next one, or the next service, would share the ports with it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -460,7 +460,7 @@ def test_the_program_is_for_its_user_to_run_and_is_the_packages(tmp_path: Path) 
     assert said.startswith("HAProxy version")
 
 
-def test_without_haproxy_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_a_missing_haproxy_binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(haproxy.BINARY_VARIABLE, str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError, match="none"):
         haproxy.write(tmp_path / "haproxy")

@@ -16,7 +16,7 @@ from deltafront.service.config import parse
 DEFAULTS = parse({"model": {"path": "m"}, "decode": {"page_selection": "full"}})
 
 
-def test_failures_in_a_row_that_ray_and_serve_wait_for() -> None:
+def test_ray_and_serve_thresholds_are_the_documented_ones() -> None:
     assert serve_constants.REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD == 3
     assert serve_constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD == 3
     assert serve_constants.RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL == 2
@@ -25,7 +25,7 @@ def test_failures_in_a_row_that_ray_and_serve_wait_for() -> None:
     assert Config.health_check_failure_threshold() == 5
 
 
-def test_what_serve_waits_for_an_answer_of_haproxys() -> None:
+def test_serve_waits_5_s_for_an_answer_of_haproxy() -> None:
     """It has no setting, so docs/operations.md says where it stands."""
     assert inspect.getsource(HAProxyApi._send_socket_command).count("timeout=5.0") == 2
 

@@ -28,7 +28,7 @@ asyncio.run(bound())
 """
 
 
-def test_a_token_is_made_for_each_start_whatever_the_environment_disables(
+def test_each_start_makes_a_new_ray_token_unless_one_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

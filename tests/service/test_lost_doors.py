@@ -33,7 +33,7 @@ READ = 6
 
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
 @pytest.mark.parametrize("events", [0, 2, READ, READ + 1, READ + 9, READ + 20])
-def test_an_answer_goes_on_where_it_stopped(
+def test_answer_resumes_where_it_stopped(
     house: House, client: DeltafrontClient, events: int, code: grpc.StatusCode
 ) -> None:
     """Before and while the prompt is read, after the first token, in the middle, and before the finish."""
@@ -48,7 +48,7 @@ def test_an_answer_goes_on_where_it_stopped(
     nothing_left(house)
 
 
-def test_what_was_streamed_is_not_generated_again(house: House, client: DeltafrontClient) -> None:
+def test_streamed_tokens_are_not_generated_again(house: House, client: DeltafrontClient) -> None:
     """The prompt is read as before; the decode worker reads the answer's tokens, by no method of prefill."""
     house.decode.remembers = False
     house.losses = [(READ + 5, CODES[0])]
@@ -84,7 +84,7 @@ def test_a_finish_that_was_lost_is_told_again(house: House, client: DeltafrontCl
     assert len(house.decode.jobs) == 2, "nothing is generated again"
 
 
-def test_a_session_goes_on_too(house: House, client: DeltafrontClient) -> None:
+def test_session_request_resumes_after_a_lost_door(house: House, client: DeltafrontClient) -> None:
     house.losses = [(3, CODES[0])]
     *_, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)
@@ -144,7 +144,9 @@ def fill_the_positions(house: House, client: DeltafrontClient) -> None:
     nothing_left(house)
 
 
-def test_the_next_door_goes_on(make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_door_resumes_the_answer(
+    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client's address is a proxy's: here the channel is pointed elsewhere by hand."""
     first = make_house()
     second = make_house(others=[first])
@@ -185,21 +187,21 @@ def test_the_deadline_holds_for_all_tries(house: House, client: DeltafrontClient
     nothing_left(house)
 
 
-def test_a_server_that_was_never_there_is_said_at_once() -> None:
+def test_unreachable_server_fails_at_once() -> None:
     with DeltafrontClient("127.0.0.1:1") as client:
         for call in (client.info, lambda: list(client.generate("x"))):
             with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
                 call()
 
 
-def test_what_the_service_itself_says_is_not_asked_again(house: House, client: DeltafrontClient) -> None:
+def test_client_does_not_retry_errors_that_the_service_states(house: House, client: DeltafrontClient) -> None:
     house.group.fail_after = [0] * 3
     with pytest.raises(Unavailable, match="gave up after 3 tries"):
         list(client.generate(PROMPT))
     assert outcomes(house) == {("Generate", "unavailable"): 1}
 
 
-def test_closing_the_client_is_no_loss(house: House, client: DeltafrontClient) -> None:
+def test_closing_the_client_is_not_retried(house: House, client: DeltafrontClient) -> None:
     house.decode.pause_at = 2
     stream = client.generate(PROMPT)
     closing = threading.Timer(0.0, client.close)

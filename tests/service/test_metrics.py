@@ -68,7 +68,7 @@ def test_an_answer_is_counted_once_in_everything(house: House, client: Deltafron
         assert layers == [finish.timings.stages[0][part]] * 2, "a layer is all that a stage has"
 
 
-def test_a_sessions_answers_count_what_they_read(house: House, client: DeltafrontClient) -> None:
+def test_session_answers_count_under_their_questions_length(house: House, client: DeltafrontClient) -> None:
     """The document belongs to another length than the question on it."""
     *_, made = client.prefill("x" * 3000, session_ttl_s=60)
     assert isinstance(made, PrefillFinished)
@@ -105,7 +105,7 @@ def test_hand_offs_that_fail_are_counted(
     assert value(house, "replays_total") == 1
 
 
-def test_how_much_longer_choosing_took_than_attention_shows(tmp_path: Path) -> None:
+def test_scoring_to_attention_ratio_has_buckets_above_1(tmp_path: Path) -> None:
     """Panels say what to do where it did; without buckets above 1, no quantile would be above 1."""
     metrics, stage = Metrics(tmp_path), {"attention": 1.0, "scoring": 2.5}
     metrics.prefilled(
@@ -269,7 +269,7 @@ STATES: dict[str, tuple[Any, WorkerState]] = {
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_what_workers_say_becomes_gauges(kind: str) -> None:
+def test_worker_stats_become_gauges(kind: str) -> None:
     stats, state = STATES[kind]
     assert state_of(stats) == state
 

@@ -52,7 +52,7 @@ seconds = st.floats(0, 1e3)
 
 
 @given(st.lists(st.tuples(seconds, st.dictionaries(st.sampled_from("abc"), seconds, max_size=3)), max_size=6))
-def test_parts_always_add_up_to_what_passed(steps: list[tuple[float, dict[str, float]]]) -> None:
+def test_latency_parts_always_add_up_to_the_elapsed_time(steps: list[tuple[float, dict[str, float]]]) -> None:
     now = [100.0]
     clock = TtftClock(lambda: now[0])
     for passed, reported in steps:
@@ -64,7 +64,7 @@ def test_parts_always_add_up_to_what_passed(steps: list[tuple[float, dict[str, f
     assert list(parts)[-1] == "transport"
 
 
-def test_what_a_worker_does_not_account_for_is_transport() -> None:
+def test_time_that_a_worker_does_not_account_for_is_transport() -> None:
     now = [0.0]
     clock = TtftClock(lambda: now[0])
     now[0] = 1.0
@@ -77,7 +77,7 @@ def test_what_a_worker_does_not_account_for_is_transport() -> None:
     assert [one.part for one in clock.intervals] == ["tokenize"], "workers show their own parts"
 
 
-def test_what_was_lost_with_a_worker_is_shown_where_it_ended() -> None:
+def test_time_lost_with_a_dead_worker_is_a_replay_interval() -> None:
     now = [0.0]
     clock = TtftClock(lambda: now[0])
     now[0] = 4.0
@@ -88,7 +88,7 @@ def test_what_was_lost_with_a_worker_is_shown_where_it_ended() -> None:
 # --- plan ------------------------------------------------------------------------------------------------
 
 
-def test_ids_are_little_endian() -> None:
+def test_token_ids_are_packed_little_endian() -> None:
     assert pack_ids([1, 258]) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
 
 
@@ -116,7 +116,7 @@ def test_an_answer_that_was_asked_for_is_planned_whole_or_refused() -> None:
         plan_answer(pack_ids(range(40)), b"", max_tokens=11, positions=50)
 
 
-def test_what_a_session_has_answered_is_appended_to_it() -> None:
+def test_plan_appends_a_sessions_answered_tokens_to_its_prompt() -> None:
     plan = plan_answer(b"", pack_ids([7]), max_tokens=9, positions=50, answered=[1, 2], keep=True)
     assert (plan.read_ids, plan.answered_ids) == (pack_ids([7, 1, 2]), b"")
     assert (plan.max_tokens, plan.keep_tokens) == (7, 0)
@@ -151,7 +151,7 @@ def test_an_invalid_argument_keeps_its_field() -> None:
     assert (got.field, got.message) == ("sampling.top_p", sent.message)
 
 
-def test_never_is_said_to_grpc_too() -> None:
+def test_grpc_trailers_say_whether_to_retry() -> None:
     ours = {status.OWN_STATUS: "resource_exhausted"}
     assert dict(status.trailers(Overloaded("too large"))) == {**ours, status.PUSHBACK: "-1"}
     assert dict(status.trailers(Overloaded("full", retry_after_s=1.5))) == {
@@ -260,7 +260,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
 
 
-def test_sums_are_exact(tmp_path: Path) -> None:
+def test_ttft_part_metrics_sum_exactly_to_ttft(tmp_path: Path) -> None:
     metrics, rng, total = Metrics(tmp_path), random.Random(3), 0.0
     for _ in range(50):
         now = [0.0]
@@ -325,7 +325,7 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     assert pages == {"x": 0, "y": 60}, "a tier that is full for ever would be said to do nothing"
 
 
-def test_two_doors_tell_of_a_worker_once(tmp_path: Path) -> None:
+def test_two_doors_export_a_workers_gauges_once(tmp_path: Path) -> None:
     """Beside each other on one node: the gauges are the worker's, not the sum of what the doors say."""
     states = {
         "decode:x": WorkerState(0.5, running=3, waiting=2, sessions=4),

@@ -48,7 +48,7 @@ def write_config(folder: Path, model: Path, /, **sections: Any) -> Path:
     return path
 
 
-def test_what_decode_does_not_say_the_profile_says(model: Path, profile: Path, tmp_path: Path) -> None:
+def test_profile_fills_decode_settings_that_are_not_given(model: Path, profile: Path, tmp_path: Path) -> None:
     """Without the profile, a configuration that names no Δ-layers is refused."""
     config = load(write_config(tmp_path, model))
     assert config.decode == DecodeConfig(full_layers=(0,), delta_layers=(1, 3), page_budget=32, recency=4)
@@ -92,7 +92,7 @@ def test_a_profile_that_cannot_be_read_stops_the_start(
         load(write_config(tmp_path, model))
 
 
-def test_a_section_that_is_none_is_named_before_the_profile(model: Path, tmp_path: Path) -> None:
+def test_names_a_malformed_section_before_reading_the_profile(model: Path, tmp_path: Path) -> None:
     for sections, key in (({"model": 3}, "model"), ({"decode": [1]}, "decode")):
         with pytest.raises(ConfigError, match=f"{key} = .*must be a section"):
             load(write_config(tmp_path, model, **sections))
@@ -192,7 +192,7 @@ def read_by(house: House, **asked: Any) -> MethodSpec:
     return house.group.jobs[-1].method
 
 
-def test_requests_ask_for_a_level(make_house: Make, model: Path, profile: Path) -> None:
+def test_request_may_choose_a_calibrated_density(make_house: Make, model: Path, profile: Path) -> None:
     house = make_house(served(model, profile))
     spec = read_by(house, method="block_pool+delta", options={"density": 0.5})
     assert (spec.name, spec.values["density"]) == ("block_pool+delta", 0.5)
@@ -262,7 +262,7 @@ def test_info_shows_the_profile_and_what_is_in_effect(make_house: Make, model: P
     assert raw["profile"]["levels"][0]["options"] == {"sink": 1, "window": 1}
 
 
-def test_info_without_a_profile(make_house: Make) -> None:
+def test_info_shows_no_profile_if_none_is_served(make_house: Make) -> None:
     shown = CliRunner().invoke(app, ["info", "--address", make_house().address], env={"COLUMNS": "160"})
     assert "full: no Δ-layers" in shown.output and "Profile" not in shown.output
 

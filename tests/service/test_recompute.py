@@ -47,9 +47,7 @@ def test_a_sparse_prompts_ids_go_with_its_job(house: House, client: DeltafrontCl
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_of_a_prompt_that_is_read_exactly_nothing_is_computed_again(
-    house: House, client: DeltafrontClient, kind: str
-) -> None:
+def test_dense_prefill_recomputes_nothing(house: House, client: DeltafrontClient, kind: str) -> None:
     _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=5, recompute_blocks=3, **EXACT[kind]))
     (reservation,), (job,) = house.decode.reservations, house.decode.jobs
     assert (reservation.recompute_blocks, job.recompute_blocks, job.prompt_ids) == (0, 0, b"")
@@ -75,7 +73,7 @@ def test_a_request_that_does_not_say_gets_the_default(
     assert said == [(blocks, ids(PROMPT) if blocks else b""), (0, ids(PROMPT))]
 
 
-def test_as_many_as_may_be(house: House, client: DeltafrontClient) -> None:
+def test_takes_the_largest_number_of_recompute_blocks(house: House, client: DeltafrontClient) -> None:
     collect(client.generate(PROMPT, max_tokens=2, recompute_blocks=64, **SPARSE))
     assert house.decode.jobs[-1].recompute_blocks == 64
 
@@ -100,9 +98,7 @@ def test_a_session_gets_the_ids_of_a_sparse_prompt(house: House, client: Deltafr
     nothing_left(house)
 
 
-def test_a_prompt_that_continues_from_sparse_kv_is_like_a_question_to_it(
-    house: House, client: DeltafrontClient
-) -> None:
+def test_prompt_after_a_sparse_prefix_recomputes_its_blocks(house: House, client: DeltafrontClient) -> None:
     document = "d" * 5000
     collect(client.generate(document, max_tokens=1, **SPARSE))
     asked = client.generate(document[:900] + "why?", max_tokens=8, recompute_blocks=2, **SPARSE)
@@ -116,7 +112,9 @@ def test_a_prompt_that_continues_from_sparse_kv_is_like_a_question_to_it(
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_behind_exact_kv_nothing_is_computed_again(house: House, client: DeltafrontClient, kind: str) -> None:
+def test_prompt_after_a_dense_prefix_recomputes_nothing(
+    house: House, client: DeltafrontClient, kind: str
+) -> None:
     """Also of a prompt whose own method is sparse."""
     collect(client.generate(PROMPT, max_tokens=1, **EXACT[kind]))
     asked = client.generate(PROMPT + "why?", max_tokens=8, recompute_blocks=2, **SPARSE)
@@ -126,7 +124,7 @@ def test_behind_exact_kv_nothing_is_computed_again(house: House, client: Deltafr
     assert (job.recompute_blocks, job.prompt_ids) == (0, b"")
 
 
-def test_a_session_that_continues_from_another_computes_nothing_again(
+def test_session_kept_after_a_sparse_prefix_recomputes_nothing(
     house: House, client: DeltafrontClient, session: str
 ) -> None:
     """But it may be asked to, so it gets the ids."""
@@ -140,7 +138,9 @@ def test_a_session_that_continues_from_another_computes_nothing_again(
 # --- what died ---------------------------------------------------------------------------------------------
 
 
-def test_what_was_answered_is_told_apart_when_a_worker_fails(house: House, client: DeltafrontClient) -> None:
+def test_replay_after_a_worker_failure_keeps_answered_tokens_apart(
+    house: House, client: DeltafrontClient
+) -> None:
     house.decode.fail_after = [4]
     text, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9, recompute_blocks=1, **SPARSE))
     assert text == expected(ids(PROMPT), 9)
@@ -150,7 +150,9 @@ def test_what_was_answered_is_told_apart_when_a_worker_fails(house: House, clien
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 2 * 128
 
 
-def test_what_was_answered_is_told_apart_when_a_door_dies(house: House, client: DeltafrontClient) -> None:
+def test_resume_after_a_door_death_keeps_answered_tokens_apart(
+    house: House, client: DeltafrontClient
+) -> None:
     house.losses = [(6 + 5, grpc.StatusCode.UNAVAILABLE)]  # after the events of reading, and five tokens
     text, *_ = collect(client.generate(PROMPT, max_tokens=9, recompute_blocks=1, **SPARSE))
     assert text == expected(ids(PROMPT), 9)
@@ -170,7 +172,9 @@ def test_a_sessions_answer_is_told_apart_from_the_question(
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_what_is_computed_again_takes_room(house: House, client: DeltafrontClient, missing: int) -> None:
+def test_admission_counts_pages_for_recomputation(
+    house: House, client: DeltafrontClient, missing: int
+) -> None:
     """Refused before anything is read or reserved, or has exactly what it takes."""
     house.decode.total = pages(701 + 4) + recompute_pages(4, 701, appended=False) - missing
     house.loop.run(house.fleet.refresh())

@@ -62,7 +62,7 @@ def nothing_left(house: House) -> None:
     )
 
 
-def test_a_prompt_is_read_and_answered(house: House, client: DeltafrontClient) -> None:
+def test_prompt_is_prefilled_and_answered(house: House, client: DeltafrontClient) -> None:
     prompt = "x" * 500
     text, tokens, finish, progress = collect(client.generate(prompt, max_tokens=12, request_id="mine"))
     assert text == expected(ids(prompt), 12)
@@ -106,9 +106,7 @@ def test_a_session_answers_many_questions(house: House, client: DeltafrontClient
     nothing_left(house)
 
 
-def test_an_answer_that_was_asked_for_and_does_not_fit_behind_a_session_is_refused(
-    house: House, client: DeltafrontClient
-) -> None:
+def test_refuses_max_tokens_that_do_not_fit_after_a_session(house: House, client: DeltafrontClient) -> None:
     *_, result = client.prefill("some document", session_ttl_s=60)
     session = result.session.session_id
     house.decode.busy = [Refused(reason=RefusalReason.POSITIONS, message="too much", tokens_left=2)]
@@ -118,7 +116,7 @@ def test_an_answer_that_was_asked_for_and_does_not_fit_behind_a_session_is_refus
     nothing_left(house)
 
 
-def test_an_answer_of_the_default_length_is_cut_to_what_a_session_leaves_of_the_positions(
+def test_cuts_a_default_length_answer_to_a_sessions_positions(
     make_house: Callable[..., House],
 ) -> None:
     """As of a prompt; only its worker knows how long a session is."""
@@ -262,7 +260,7 @@ def test_info_tells_what_there_is(house: House, client: DeltafrontClient) -> Non
     assert "flex" not in methods
 
 
-def test_a_door_with_as_many_requests_as_it_may_refuses_others_and_tells_how_it_is(
+def test_full_door_refuses_requests_but_answers_health_and_cancel(
     make_house: Callable[..., House],
 ) -> None:
     """Ray Serve would let them wait without end, and health and cancels behind them."""

@@ -36,7 +36,7 @@ def furthest(progress: list[Progress]) -> list[int]:
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 5])
-def test_the_next_group_goes_on_in_the_same_reservation(
+def test_next_group_resumes_in_the_same_reservation(
     house: House, client: DeltafrontClient, chunks: int
 ) -> None:
     first, spare = dying_and_spare(house, chunks)
@@ -54,7 +54,7 @@ def test_the_next_group_goes_on_in_the_same_reservation(
 
 
 @pytest.mark.parametrize("deaths", [(), (2,), (4,), (1, 2)])
-def test_the_account_is_that_of_a_prompt_read_once(
+def test_report_after_a_resume_counts_each_chunk_once(
     house: House, client: DeltafrontClient, deaths: tuple[int, ...]
 ) -> None:
     """Density of the whole prompt, bytes and tokens of every chunk once."""
@@ -71,7 +71,7 @@ def test_the_account_is_that_of_a_prompt_read_once(
     nothing_left(house)
 
 
-def test_what_has_not_arrived_is_read_again(house: House, client: DeltafrontClient) -> None:
+def test_kv_that_did_not_arrive_is_prefilled_again(house: House, client: DeltafrontClient) -> None:
     """Progress does not go back for it."""
     _, spare = dying_and_spare(house, 5)
     house.decode.arrived = 300
@@ -83,7 +83,7 @@ def test_what_has_not_arrived_is_read_again(house: House, client: DeltafrontClie
     assert counter(house, "deltafront_handoff_bytes_total") == 100 * TOTAL
 
 
-def test_a_group_that_is_alone_goes_on_itself(house: House, client: DeltafrontClient) -> None:
+def test_only_group_resumes_its_own_prompt(house: House, client: DeltafrontClient) -> None:
     house.group.fail_after = [4]
     text, *_ = collect(client.generate(PROMPT, max_tokens=5))
     assert text == expected(ids(PROMPT), 5)
@@ -91,7 +91,7 @@ def test_a_group_that_is_alone_goes_on_itself(house: House, client: DeltafrontCl
     nothing_left(house)
 
 
-def test_after_the_last_chunk_that_one_is_read_again(house: House, client: DeltafrontClient) -> None:
+def test_group_death_after_the_last_chunk_repeats_that_chunk(house: House, client: DeltafrontClient) -> None:
     """Its logits may not have arrived."""
     _, spare = dying_and_spare(house, 6)
     text, *_ = collect(client.generate(PROMPT, max_tokens=5))
@@ -99,7 +99,7 @@ def test_after_the_last_chunk_that_one_is_read_again(house: House, client: Delta
     assert spare.jobs[0].start == 640
 
 
-def test_a_group_that_was_out_of_reach_and_still_has_the_request_lets_go_of_it(
+def test_group_that_still_holds_a_resumed_request_is_cancelled(
     house: House, client: DeltafrontClient
 ) -> None:
     house.group.fail_after = [4]
@@ -144,7 +144,7 @@ def test_a_prefill_is_resumed_too(house: House, client: DeltafrontClient) -> Non
 
 
 @pytest.mark.parametrize(("options", "start"), [({"gamma": 64}, 512), ({"gamma": 192}, 384)])
-def test_a_correction_is_resumed_where_a_dense_row_begins_a_chunk(
+def test_delta_correction_resumes_where_a_dense_row_begins_a_chunk(
     house: House, client: DeltafrontClient, options: dict[str, Any], start: int
 ) -> None:
     _, spare = dying_and_spare(house, 4)
@@ -153,7 +153,7 @@ def test_a_correction_is_resumed_where_a_dense_row_begins_a_chunk(
     assert spare.jobs[0].start == start
 
 
-def test_a_method_that_cannot_go_on_starts_over_in_its_reservation(
+def test_method_that_cannot_resume_restarts_in_its_reservation(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_reader, "resume_step", lambda _method: 0)
@@ -166,7 +166,7 @@ def test_a_method_that_cannot_go_on_starts_over_in_its_reservation(
     assert counter(house, "deltafront_handoff_bytes_total") == 100 * TOTAL
 
 
-def test_where_the_reservation_is_lost_too_the_request_starts_anew(
+def test_request_restarts_if_its_reservation_is_lost_too(
     make_house: Callable[..., House],
 ) -> None:
     """The group is not to blame for a decode worker's death: with no poll, it must still be there."""
@@ -200,7 +200,7 @@ def report(read: int, computed: float, **more: Any) -> PrefillReport:
     return PrefillReport(**(given | more))
 
 
-def test_two_reports_together() -> None:
+def test_merges_reports_of_two_attempts() -> None:
     both = prompt_reader.merge_reports(
         report(100, 50.0),
         report(

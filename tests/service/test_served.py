@@ -68,7 +68,7 @@ def nothing_left(served: Served) -> None:
     wait_until(lambda: not served.pages_used(), "pages are left", every_s=0.1)
 
 
-def test_a_request_from_end_to_end(served: Served, client: DeltafrontClient) -> None:
+def test_served_request_streams_progress_tokens_and_timings(served: Served, client: DeltafrontClient) -> None:
     text, tokens, finish, progress = collect(client.generate("y" * 400, append="?", max_tokens=20))
     assert text == expected(ids("y" * 400 + "?"), 20)
     assert len(tokens) == 20
@@ -78,7 +78,7 @@ def test_a_request_from_end_to_end(served: Served, client: DeltafrontClient) -> 
     nothing_left(served)
 
 
-def test_health_and_reflection(client: DeltafrontClient, channel: grpc.Channel) -> None:
+def test_serves_grpc_health_and_reflection(client: DeltafrontClient, channel: grpc.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
     serving = health_pb2.HealthCheckResponse.SERVING
     for name in ("", "deltafront.v1.DeltafrontService"):
@@ -97,7 +97,7 @@ def test_health_and_reflection(client: DeltafrontClient, channel: grpc.Channel) 
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "alpha "])
-def test_tokens(served: Served, token: str, client: DeltafrontClient) -> None:
+def test_serves_only_callers_with_a_valid_token(served: Served, token: str, client: DeltafrontClient) -> None:
     with DeltafrontClient(served.address, token) as stranger:
         if token.strip() == served.token:
             assert stranger.info().vocabulary == 258
@@ -107,7 +107,7 @@ def test_tokens(served: Served, token: str, client: DeltafrontClient) -> None:
                 call()
 
 
-def test_nothing_listens_beyond_loopback_where_the_configuration_names_nothing(served: Served) -> None:
+def test_all_ports_listen_on_loopback_by_default(served: Served) -> None:
     """TLS and metrics included: `door.host` is loopback."""
     wanted = set(served.ports.values())
     wait_until(lambda: wanted <= {port for _, port, _ in listeners(os.getpid())}, "not all ports are seen")
@@ -175,7 +175,7 @@ def test_any_door_cancels(served: Served, client: DeltafrontClient) -> None:
     nothing_left(served)
 
 
-def test_overload_carries_a_retry_time(served: Served, client: DeltafrontClient) -> None:
+def test_overload_error_carries_a_retry_time(served: Served, client: DeltafrontClient) -> None:
     """At a token a second the backlog takes 100,000 s: what the test itself takes does not matter."""
     served.configure(served.group, rate=1.0, waiting_tokens=100_000)
     refusals: list[Overloaded] = []
@@ -195,7 +195,7 @@ def test_overload_carries_a_retry_time(served: Served, client: DeltafrontClient)
         list(client.generate("x" * 1000, timeout_s=500))
 
 
-def test_a_deadline_in_every_phase(served: Served, client: DeltafrontClient) -> None:
+def test_deadline_ends_a_request_in_every_phase(served: Served, client: DeltafrontClient) -> None:
     """The work has no end. A slow machine gets a later deadline, until the phase is reached in time."""
     served.configure(served.group, pause_at=2)
     assert events_before_the_deadline(client, "x" * 1000, 2) == 2
@@ -218,7 +218,7 @@ def events_before_the_deadline(client: DeltafrontClient, prompt: str, wanted: in
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 8, 12, 20])
-def test_a_client_that_leaves_frees_everything(served: Served, client: DeltafrontClient, after: int) -> None:
+def test_client_that_leaves_frees_its_pages(served: Served, client: DeltafrontClient, after: int) -> None:
     served.configure(served.group, speed=Speed(chunk=0.05))
     served.configure(served.decode, speed=Speed(token=0.05))
     stream = client.generate("x" * 1280, max_tokens=200)
@@ -228,7 +228,7 @@ def test_a_client_that_leaves_frees_everything(served: Served, client: Deltafron
     nothing_left(served)
 
 
-def test_half_a_million_ids_pass(served: Served, client: DeltafrontClient) -> None:
+def test_prompt_of_half_a_million_token_ids_is_answered(served: Served, client: DeltafrontClient) -> None:
     served.configure(served.group, speed=Speed(chunk=0.0), total=1 << 16, chunk_tokens=1 << 14)
     served.configure(served.decode, total=1 << 16)
     wait_until(lambda: knows(served, 1 << 16), "not every door knows of the pages")
@@ -281,7 +281,7 @@ def total(samples: dict[str, float], name: str, labels: Sequence[str]) -> float:
     return sum(v for k, v in named.items() if all(label in k for label in labels))
 
 
-def test_metrics_are_exact(served: Served, client: DeltafrontClient) -> None:
+def test_metrics_equal_the_finishes_totals(served: Served, client: DeltafrontClient) -> None:
     before, finishes = scrape(served), []
     for count in (3, 5):
         *_, finish = client.generate("z" * 300, max_tokens=count)

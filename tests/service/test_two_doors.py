@@ -24,7 +24,7 @@ def clients(doors: tuple[House, House]) -> Iterator[tuple[DeltafrontClient, Delt
         yield first, second
 
 
-def test_a_session_is_every_doors(
+def test_every_door_serves_a_session(
     doors: tuple[House, House], clients: tuple[DeltafrontClient, DeltafrontClient]
 ) -> None:
     first, second = clients
@@ -76,7 +76,7 @@ def test_any_door_cancels(
         nothing_left(house)
 
 
-def test_a_cancel_names_somebody(clients: tuple[DeltafrontClient, DeltafrontClient]) -> None:
+def test_refuses_a_cancel_without_a_request_id(clients: tuple[DeltafrontClient, DeltafrontClient]) -> None:
     with pytest.raises(InvalidArgument, match="request_id: is empty"):
         clients[0].cancel("")
 

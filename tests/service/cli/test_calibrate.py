@@ -186,9 +186,7 @@ def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_pat
     assert nothing.exit_code == 1 and "none.json': `deltafront calibrate" in nothing.stderr
 
 
-def test_a_shorter_length_that_is_added_reads_what_it_would_have_in_one_run(
-    model: Path, tmp_path: Path
-) -> None:
+def test_adding_a_shorter_length_equals_calibrating_both_in_one_run(model: Path, tmp_path: Path) -> None:
     """A density means itself at the longest prompts of its family, whichever run made them."""
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "block_pool")
@@ -243,7 +241,7 @@ def test_errors_are_one_plain_line(
     assert "--profile" not in change or "Reading" not in done.stderr, "before the work"
 
 
-def test_a_model_that_is_none(tmp_path: Path) -> None:
+def test_names_a_path_that_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(PROSE)
     done = run(tmp_path / "none", "--text", tmp_path / "text.txt")
     assert done.exit_code == 1 and "no model" in done.stderr

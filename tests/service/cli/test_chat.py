@@ -43,7 +43,7 @@ def test_a_document_is_read_once_and_asked_often(house: House, document: Path) -
     nothing_left(house)
 
 
-def test_what_is_computed_again_is_asked_for_with_every_question(house: House, document: Path) -> None:
+def test_chat_sends_recompute_blocks_with_every_question(house: House, document: Path) -> None:
     done = chat(house, document, "--recompute", 2, questions="who?\nwhy?\n")
     assert done.exit_code == 0, done.output
     assert [job.recompute_blocks for job in house.decode.jobs] == [2, 2]
@@ -77,7 +77,7 @@ def test_a_session_that_is_gone_is_read_again(
     nothing_left(house)
 
 
-def test_a_question_that_fails_leaves_no_trace(house: House, document: Path) -> None:
+def test_failed_question_leaves_the_conversation_unchanged(house: House, document: Path) -> None:
     long = "x" * 8192
     done = chat(house, document, questions=f"{long}\nwho?\n")
     assert done.exit_code == 0, done.output
@@ -105,7 +105,7 @@ def test_an_answer_can_be_stopped(house: House, document: Path, monkeypatch: pyt
     nothing_left(house)
 
 
-def test_a_question_that_is_no_text_is_one_line(house: House, document: Path) -> None:
+def test_question_that_is_not_utf_8_is_a_one_line_error(house: House, document: Path) -> None:
     done = run("chat", document, "--address", house.address, stdin=b"\xff\n")
     assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception
     assert done.stderr.endswith("deltafront: standard input cannot be read: it is not UTF-8 text\n")

@@ -42,7 +42,7 @@ def run(head: FakeHead, *here: str) -> tuple[list[str], list[str]]:
     return list(left), said
 
 
-def test_it_waits_until_nothing_is_left_on_its_own_node() -> None:
+def test_drain_waits_until_its_own_node_is_empty() -> None:
     everything = [STAGE, GROUP, STAGE]
     head = FakeHead(everything, everything, [GROUP], [])
     left, said = run(head, "a", "dead long ago")
@@ -54,7 +54,7 @@ def test_it_waits_until_nothing_is_left_on_its_own_node() -> None:
     ], "each once"
 
 
-def test_it_gives_up_at_the_deadline_and_not_before() -> None:
+def test_drain_ends_at_the_deadline_and_not_before() -> None:
     head = FakeHead([WORKER])
     left, _ = run(head, "a")
     assert left == [WORKER]
@@ -77,7 +77,7 @@ def test_an_empty_node_is_drained_at_once() -> None:
         (["head"], "the node of Ray's head"),
     ],
 )
-def test_who_cannot_be_drained_is_not_asked_for(here: list[str], says: str) -> None:
+def test_refuses_to_drain_unless_one_worker_node_is_named(here: list[str], says: str) -> None:
     head = FakeHead([])
     with pytest.raises(DrainError, match=says):
         run(head, *here)

@@ -81,9 +81,7 @@ def test_text_is_sent_as_it_stands_where_the_model_has_no_template(
     assert refused.exit_code == 1 and "generate --raw` sends text" in refused.stderr
 
 
-def test_a_prompt_that_continues_from_a_session_says_whose_and_a_salt_keeps_it_apart(
-    house: House, document: Path
-) -> None:
+def test_tells_of_a_shared_prefix_cache_and_how_to_salt_it(house: House, document: Path) -> None:
     """Without tokens all callers are one: what one has read another continues from."""
     first = run("prefill", document, "--keep", 60, "--address", house.address)
     assert "remembered" not in first.stderr
@@ -96,7 +94,7 @@ def test_a_prompt_that_continues_from_a_session_says_whose_and_a_salt_keeps_it_a
     assert len(house.group.jobs) == 2
 
 
-def test_what_is_computed_again_is_asked_for_and_told(house: House, document: Path) -> None:
+def test_generate_sends_recompute_blocks_and_tells_the_tokens(house: House, document: Path) -> None:
     sparse = ("--method", "streaming", "--option", "min_tokens=0", "--recompute", 1, "--timings")
     done = run("generate", document, "-q", "why?", *sparse, "--address", house.address)
     assert done.exit_code == 0, done.output
@@ -130,7 +128,7 @@ def test_prefill_then_ask_then_release(house: House, document: Path) -> None:
     assert "no such session" in again.stderr
 
 
-def test_info(house: House) -> None:
+def test_info_prints_a_table_or_json(house: House) -> None:
     done = run("info", "--address", house.address)
     assert done.exit_code == 0
     assert "8192" in done.stdout
@@ -183,7 +181,7 @@ def test_a_number_that_cannot_be_sent_is_one_line(
     assert done.stderr.startswith(f"deltafront: {says}") and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_standard_input_that_is_no_text_is_named() -> None:
+def test_names_standard_input_that_is_not_utf_8() -> None:
     """In a process of its own: in the locale of containers, Python's own reader would let it pass."""
     command = [sys.executable, "-m", "deltafront.service.cli.main", "prefill", "-"]
     how = {"env": {**os.environ, "LC_ALL": "C.UTF-8"}, "timeout": HANG_S}
@@ -224,13 +222,13 @@ def test_max_model_len_stands_for_the_models_positions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("port", "says"), [(0, "door.http_port = 0: must be"), (9000, "must differ")])
-def test_a_port_that_cannot_be_is_named(port: int, says: str) -> None:
+def test_names_an_impossible_port(port: int, says: str) -> None:
     done = run("serve", "--config", DEMO, "--port", port)
     assert done.exit_code == 1 and says in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("stages", [1, 2, 9])
-def test_what_takes_time_keeps_its_name_on_eighty_columns(stages: int) -> None:
+def test_timings_show_whole_names_on_80_columns(stages: int) -> None:
     phases = {"projection": 14.296, "activation_wait": 5.987, "kv_gather": 0.027, "a_rather_long_phase": 0.1}
     parts = {f"prefill.{name}": seconds for name, seconds in phases.items()}
     console = Console(width=80, record=True, file=io.StringIO())

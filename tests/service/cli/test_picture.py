@@ -77,7 +77,7 @@ def test_an_image_has_a_map_for_every_head(config: Path, tmp_path: Path) -> None
             assert (seen == drawing._CAUSAL).all(-1).tolist() == causal.tolist()
 
 
-def test_many_tiles_are_averaged_and_ttft_is_a_bar_of_its_parts() -> None:
+def test_image_averages_many_tiles_and_draws_ttft_as_a_bar_of_parts() -> None:
     read = np.zeros((1, 1, 192, 192), dtype=bool)
     read[:, :, :, 0] = True
     found = TilesRead(read, 192 * 128)
@@ -101,7 +101,7 @@ def test_a_large_map_fits_the_terminal() -> None:
     assert set("".join(lines)) == {"█", " "}
 
 
-def test_a_server_is_asked_the_same(config: Path, house: House) -> None:
+def test_picture_asks_a_server_with_the_same_options(config: Path, house: House) -> None:
     done = picture(config, *OPTIONS, "--ask", "--address", house.address)
     assert done.exit_code == 0, done.output
     assert "Time to first token" in done.stdout

@@ -128,7 +128,7 @@ def check_that_too_little_is_explained(demand: Demand) -> None:
 
 @pytest.mark.parametrize("gib", [16.5, 24.0])
 @pytest.mark.parametrize("gpus", [1, 2, 5, 16])
-def test_heads_and_layers_bound_ranks_and_stages(gpus: int, gib: float) -> None:
+def test_plan_keeps_ranks_and_stages_within_heads_and_layers(gpus: int, gib: float) -> None:
     demand = Demand(model=SMALL, gpus=gpus, gpu_gib=gib, tokens=4096)
     for use in planner.uses(demand):
         assert use.stages <= min(3, gpus) and SMALL.kv_heads % use.ranks == 0 and use.ranks <= gpus
@@ -138,7 +138,9 @@ def test_heads_and_layers_bound_ranks_and_stages(gpus: int, gib: float) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("8b", "1x80"), ("70b", "4x80"), ("70b", "8x80"), ("8b", "5x80")])
-def test_what_is_written_is_a_configuration_of_the_model(arguments: tuple[str, str], tmp_path: Path) -> None:
+def test_size_writes_a_configuration_that_serves_the_model(
+    arguments: tuple[str, str], tmp_path: Path
+) -> None:
     name, gpus = arguments
     done = run("size", name, "--gpus", gpus, "--write", tmp_path / "host.yaml")
     assert done.exit_code == 0, done.output
@@ -154,7 +156,7 @@ def test_what_is_written_is_a_configuration_of_the_model(arguments: tuple[str, s
     assert f"decode.cache_tokens {config.decode.cache_tokens:,}" in done.stdout
 
 
-def test_kv_in_8_bits_is_named_where_it_would_fit_and_written_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_suggests_int8_kv_if_only_that_fits_and_writes_it_on_request(tmp_path: Path) -> None:
     asked = ("size", "8b", "--gpus", "1x40")
     refused = run(*asked)
     assert refused.exit_code == 1
@@ -204,7 +206,7 @@ def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
         (["8b", "--write", "x.yaml"], "--write: goes with --gpus"),
     ],
 )
-def test_what_cannot_be_planned_is_named(arguments: list[object], named: str) -> None:
+def test_names_what_it_cannot_plan_for(arguments: list[object], named: str) -> None:
     done = run("size", *arguments)
     assert done.exit_code == 1
     assert named in done.stderr
@@ -252,13 +254,13 @@ def test_a_gguf_file_and_a_hub_id_are_planned_for_as_they_are_served(
     assert "no model 'nowhere'" in run("size", "nowhere").stderr
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_size_keeps_the_options_that_are_given() -> None:
     done = run("size", "8b", "--gpus", "4x80", "--stages", 1, "--tensor-parallel", 2, "--quantisation", "fp8")
     for line in ("prefill.stages 1:", "decode.tensor_parallel 2:", "decode.gpus 1:", "as asked for"):
         assert line in done.stdout
 
 
-def test_host_memory_is_written_and_said(tmp_path: Path) -> None:
+def test_size_writes_and_prints_host_memory(tmp_path: Path) -> None:
     file = tmp_path / "host.yaml"
     done = run("size", "8b", "--gpus", "8x80", "--host-cache-gib", "64", "--write", file)
     assert "decode.host_cache_gib 64: pinned memory of the host" in done.stdout

@@ -70,7 +70,7 @@ def test_llama_is_as_large_as_its_model_cards_say() -> None:
 @pytest.mark.parametrize("gpu", [24.0, 79.6, 267.7])
 @pytest.mark.parametrize("tokens", [1000, 131_072, 524_288])
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
-def test_what_is_chosen_fits_and_nothing_less_would_do(
+def test_sizing_chooses_the_fewest_stages_and_ranks_that_fit(
     name: str, gpu: float, tokens: int, concurrency: int
 ) -> None:
     model, room = SHAPES[name], (gpu - size.RESERVE_GIB) * GIB
@@ -100,7 +100,7 @@ def test_what_is_chosen_fits_and_nothing_less_would_do(
         assert found.gpus == (None if found.stages is None else found.stages + decode)
 
 
-def test_8_ranks_hold_70b_where_no_gpu_does() -> None:
+def test_eight_ranks_hold_70b_although_no_gpu_does() -> None:
     """Per GPU an eighth of layers, head and K/V, and the whole embedding."""
     model, tokens = SHAPES["70b"], 131_072
     table = model.vocab * model.hidden * 2
@@ -114,7 +114,7 @@ def test_8_ranks_hold_70b_where_no_gpu_does() -> None:
         sizing("70b", model, tokens, 1, 79, ranks=3)
 
 
-def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
+def test_more_stages_need_less_each_and_pages_round_up() -> None:
     model = SHAPES["70b"]
     stages = [size.stage_bytes(model, n, 131_072, "bfloat16") for n in (1, 2, 4, 8, 16)]
     assert stages == sorted(stages, reverse=True)
@@ -124,7 +124,7 @@ def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
 
 
 @pytest.mark.parametrize("shape", [None, MIXTURE, MIXED])
-def test_in_8_bits_are_the_matrices_that_the_workers_quantise(
+def test_counts_exactly_the_matrices_that_workers_quantise_in_8_bits(
     tmp_path: Path, shape: ModelConfig | None
 ) -> None:
     """Counted in the tensors of a model that is loaded."""
@@ -164,7 +164,7 @@ def test_in_8_bits_are_the_matrices_that_the_workers_quantise(
 
 @pytest.mark.parametrize("kind", [None, "fp8"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_the_fullest_stage_is_counted_in_what_the_stages_hold(stages: int, kind: Quantisation | None) -> None:
+def test_stage_bytes_are_those_of_the_fullest_stage(stages: int, kind: Quantisation | None) -> None:
     model, room = SHAPES["8b"], 131_072 * 2
     needs = []
     for stage, share in enumerate(model.split(stages)):
@@ -199,7 +199,7 @@ def test_fp8_halves_layers_and_leaves_ends_and_cache() -> None:
         assert failed.exit_code == 1 and problem in failed.stderr
 
 
-def test_kv_in_8_bits_is_as_large_as_a_cache_holds() -> None:
+def test_int8_kv_size_equals_a_real_caches() -> None:
     model, tokens = SHAPES["8b"], 131_072
     plain, narrow = (sizing("8b", model, tokens, 1, 80, kv_dtype=kind) for kind in (None, "int8"))
     cache = PagedKVCache(range(2), model.kv_heads, model.head_dim, 3, torch.bfloat16, "cpu", int8=True)
@@ -248,7 +248,7 @@ def test_the_command_prints_a_table() -> None:
         (["8b", "--dtype", "int3"], "--dtype int3"),
     ],
 )
-def test_bad_input_is_named(arguments: list[object], named: str) -> None:
+def test_names_bad_input(arguments: list[object], named: str) -> None:
     done = run("size", *arguments)
     assert done.exit_code == 1
     assert named in done.stderr
@@ -259,7 +259,7 @@ def test_a_split_into_no_stage_is_refused() -> None:
         sizing("8b", SHAPES["8b"], 1024, 1, 80, stages=0)
 
 
-def test_host_memory_holds_what_its_pages_take() -> None:
+def test_host_memory_size_equals_its_pages_size() -> None:
     for kind, tokens in ((None, 131_072), ("int8", 260_096)):
         found = sizing("8b", SHAPES["8b"], 131_072, 1, 80, host_cache_gib=16.0, kv_dtype=kind)  # type: ignore[arg-type]
         assert found.host_tokens == tokens, "whole pages"

@@ -59,7 +59,7 @@ def test_a_prompt_is_sent_as_it_is_or_refused(client: DeltafrontClient, prompt: 
         list(client.generate("a", append=prompt))
 
 
-def test_a_stop_string_may_stand_alone(client: DeltafrontClient) -> None:
+def test_takes_one_stop_string_without_a_list(client: DeltafrontClient) -> None:
     answer = expected(ids("ABC"), 12)
     never = answer[5] + answer[4]  # both letters are answered, the string is not
     assert never not in answer
@@ -72,7 +72,7 @@ def test_a_stop_string_may_stand_alone(client: DeltafrontClient) -> None:
     "address",
     ["localhost:nine", "[::1", "::1", "localhost", "localhost:9/", "http://localhost:9000", "a b:1"],
 )
-def test_an_address_that_is_none_is_named(address: str) -> None:
+def test_names_a_malformed_address(address: str) -> None:
     with pytest.raises(InvalidArgument, match="address: ") as caught:
         DeltafrontClient(address)
     assert repr(address) in str(caught.value) and "host:port" in str(caught.value)
@@ -83,7 +83,7 @@ def test_an_address_that_grpc_takes_is_taken(address: str) -> None:
     DeltafrontClient(address).close()
 
 
-def test_where_http_is_spoken_the_grpc_port_is_asked_for() -> None:
+def test_asks_for_the_grpc_port_if_the_address_speaks_http() -> None:
     """Where gRPC is not spoken at all, and where only its messages are not."""
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -103,7 +103,7 @@ def refused(address: str, tls: bool) -> str:
     return str(caught.value)
 
 
-def test_tls_where_there_is_none_and_none_where_there_is_are_told(house: House, tmp_path: Path) -> None:
+def test_tells_of_tls_on_one_side_only(house: House, tmp_path: Path) -> None:
     assert refused(house.address, tls=True).startswith(f"tls: {house.address} does not speak TLS")
     certificate, key = Authority(tmp_path).sign("server")
     server = grpc.server(ThreadPoolExecutor(1))
@@ -130,7 +130,7 @@ def test_tls_where_there_is_none_and_none_where_there_is_are_told(house: House, 
         *(({"timeout_s": seconds}, "deadline: must be finite") for seconds in (INF, NAN, 1e12)),
     ],
 )
-def test_what_a_message_cannot_hold_is_named(wish: dict[str, Any], says: str) -> None:
+def test_names_the_argument_that_a_message_cannot_hold(wish: dict[str, Any], says: str) -> None:
     """Nothing is asked: nobody listens at the address."""
     with (
         DeltafrontClient("127.0.0.1:1", retry_s=0) as client,

@@ -43,7 +43,7 @@ def test_pauses_grow_and_patience_ends() -> None:
     assert sum(clock.slept) <= 10
 
 
-def test_an_answer_starts_the_retries_over() -> None:
+def test_answer_resets_the_retries() -> None:
     clock = Clock()
     retries = clock.retries(retry_s=1.0)
     for _ in range(20):
@@ -53,14 +53,14 @@ def test_an_answer_starts_the_retries_over() -> None:
 
 
 @pytest.mark.parametrize("error", [Internal("x"), Unavailable("x"), Overloaded("x", retry_after_s=1.0)])
-def test_what_the_service_says_itself_is_no_loss(error: DeltafrontError) -> None:
+def test_errors_that_the_service_states_are_not_retried(error: DeltafrontError) -> None:
     clock = Clock()
     with pytest.raises(type(error)):
         clock.wait(clock.retries(), error)
     assert not clock.slept
 
 
-def test_after_a_loss_the_dead_doors_room_is_waited_for() -> None:
+def test_waits_for_room_after_a_loss() -> None:
     clock = Clock()
     retries = clock.retries()
     clock.wait(retries, LOST)
@@ -70,7 +70,7 @@ def test_after_a_loss_the_dead_doors_room_is_waited_for() -> None:
         clock.wait(retries, Overloaded("too large for ever"))
 
 
-def test_the_callers_deadline_comes_first() -> None:
+def test_callers_deadline_bounds_the_retries() -> None:
     clock = Clock()
     retries = clock.retries(deadline=clock.now + 0.5)
     with pytest.raises(DeadlineExceeded, match="gone"):
@@ -79,6 +79,6 @@ def test_the_callers_deadline_comes_first() -> None:
     assert sum(clock.slept) < 0.5
 
 
-def test_no_patience_is_no_second_try() -> None:
+def test_retry_s_of_0_never_retries() -> None:
     with pytest.raises(ConnectionLost):
         Clock().retries(retry_s=0).pause_s(LOST)

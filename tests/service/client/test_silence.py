@@ -45,7 +45,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 @pytest.mark.long  # gRPC pings a silent server once a minute
-def test_a_server_that_is_silent_for_good_is_a_lost_connection(
+def test_server_that_stays_silent_counts_as_a_lost_connection(
     server: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dict(module._CHANNEL)

@@ -76,7 +76,7 @@ def test_a_door_that_is_full_says_so_before_the_body_is_read(house: House, make_
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_values_are_counted_before_they_are_made(house: House, make_http: Any) -> None:
+def test_refuses_too_many_json_values_before_parsing_them(house: House, make_http: Any) -> None:
     address, one = make_http(house), {"role": "user", "content": "a"}
     refused = post(address, chat([[]] * 100_000))
     assert refused.status_code == 400 and "too many values" in refused.json()["error"]["message"]
@@ -87,7 +87,7 @@ def test_values_are_counted_before_they_are_made(house: House, make_http: Any) -
     assert refused.json()["error"]["message"] == "messages[0].content: has 4097 parts: at most 4096"
 
 
-def test_what_stands_in_strings_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brackets_inside_strings_do_not_count_as_json_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_requests, "_MAX_VALUES", 20)
     for content in ('{"a": [1, 2, 3], "b": {}}' * 100, '\\",[' * 100, "\\" * 101, "é{\n" * 50):
         request, _ = openai_requests.read_chat(chat([{"role": "user", "content": content}]), MODEL)
@@ -95,7 +95,7 @@ def test_what_stands_in_strings_is_no_value(monkeypatch: pytest.MonkeyPatch) -> 
         assert request.prompt.messages[0]["content"] == content
 
 
-def test_a_completion_takes_an_id_for_each_position(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_as_many_token_ids_as_the_model_has_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = list(range(1 << 20))
     body = json.dumps({"model": MODEL, "prompt": ids}).encode()
     request, _ = openai_requests.read_text(body, MODEL)
@@ -105,7 +105,7 @@ def test_a_completion_takes_an_id_for_each_position(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("given", "tokens"), [({}, 1), ({"special_tokens": "text"}, 5), ({"special_tokens": "no"}, 0)]
 )
-def test_completions_parse_control_tokens_unless_they_are_told(
+def test_completions_parse_control_tokens_unless_told_not_to(
     house: House, make_http: Any, given: dict[str, str], tokens: int
 ) -> None:
     body = {"model": MODEL, "prompt": "<eos>", "max_tokens": 1, **given}
@@ -150,7 +150,7 @@ def test_names_from_a_caller_are_cut_before_compared_or_shown(
     assert len(answer.content) < 1000
 
 
-def test_requests_are_read_beside_the_event_loop(
+def test_parses_requests_outside_the_event_loop(
     house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers = list[str]()
@@ -192,7 +192,7 @@ def begun(make_http: Any) -> Iterator[Callable[..., Any]]:
         yield begin
 
 
-def test_a_request_counts_before_it_has_arrived(
+def test_request_counts_against_limits_before_its_body_has_arrived(
     make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("alpha requests=1\nbeta\n")
@@ -216,7 +216,7 @@ def test_requests_that_do_not_arrive_leave_places_to_other_callers(
         assert list(client.generate("hi", max_tokens=1))
 
 
-def test_announced_bytes_take_no_room(
+def test_announced_bytes_reserve_no_room(
     make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any]
 ) -> None:
     house = make_house(model_name=MODEL)
@@ -225,7 +225,7 @@ def test_announced_bytes_take_no_room(
     assert len(texts._held) == 5 and not any(held.size for held in texts._held)
 
 
-def test_a_body_that_stops_coming_is_given_up(
+def test_drops_a_body_that_stops_arriving(
     house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_door, "_IDLE_S", 0.1)

@@ -31,7 +31,7 @@ def fields(message: Message) -> int:
 
 
 @given(requests)
-def test_any_request_has_as_many_as_it_was_written_with(request: GenerateRequest) -> None:
+def test_counts_the_fields_of_any_valid_request(request: GenerateRequest) -> None:
     try:
         message = generate_request(request)
     except InvalidArgument:
@@ -43,7 +43,7 @@ def test_any_request_has_as_many_as_it_was_written_with(request: GenerateRequest
 
 
 @given(st.binary(max_size=60))
-def test_what_protobuf_takes_is_taken(data: bytes) -> None:
+def test_counts_fields_of_any_bytes_that_protobuf_parses(data: bytes) -> None:
     kind = pb.GenerateRequest
     try:
         kind.FromString(data)
@@ -52,20 +52,20 @@ def test_what_protobuf_takes_is_taken(data: bytes) -> None:
     has_more_fields(data, kind.DESCRIPTOR, 1000)
 
 
-def test_it_stops_at_the_limit() -> None:
+def test_counting_fields_stops_at_the_limit() -> None:
     one = pb.Prompt(messages=pb.ChatMessages(messages=[pb.ChatMessage()])).SerializeToString()
     data = pb.GenerateRequest(prompt=pb.Prompt.FromString(one * 1_000_000)).SerializeToString()
     assert has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, 1000)
 
 
 @pytest.mark.parametrize("data", [b"\x0a\x05a", b"\x80", b"\x0f", b"\xff" * 11])
-def test_what_is_no_message_is_refused(data: bytes) -> None:
+def test_refuses_bytes_that_are_not_a_message(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"longer|end|wire type"):
         has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, 1000)
 
 
 @given(requests)
-def test_a_requests_id_is_known_before_it_is_read(request: GenerateRequest) -> None:
+def test_finds_the_request_id_before_parsing_the_request(request: GenerateRequest) -> None:
     try:
         message = generate_request(request)
     except InvalidArgument:
@@ -75,6 +75,6 @@ def test_a_requests_id_is_known_before_it_is_read(request: GenerateRequest) -> N
 
 
 @given(st.binary(max_size=60))
-def test_what_is_no_message_has_no_id(data: bytes) -> None:
+def test_finds_no_request_id_in_bytes_that_are_not_a_message(data: bytes) -> None:
     assert isinstance(text_of(data, 9), str)
     assert text_of(b"\x4a\x01\xff", 9) == text_of(b"", 9) == ""

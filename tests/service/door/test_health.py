@@ -71,14 +71,14 @@ def watch(channel: grpc.Channel) -> Any:
 
 
 @pytest.mark.parametrize("call", ["Check", "Watch", "List"])
-def test_health_waits_for_no_place(house: House, call: str) -> None:
+def test_health_answers_while_all_message_places_are_taken(house: House, call: str) -> None:
     with silent(house, 50, path=f"/grpc.health.v1.Health/{call}"), silent(house, 20):
         wait_until(lambda: len(house.entrance.messages._held) == 16, "the messages are not waited for")
         assert health(house) == SERVING
 
 
 @pytest.mark.parametrize("bound", ["in all", "of a connection"])
-def test_there_are_only_so_many_watches_and_the_newest_stay(house: House, bound: str) -> None:
+def test_bounds_health_watches_and_keeps_the_newest(house: House, bound: str) -> None:
     places = NewestOnly(3, HANG_S) if bound == "in all" else NewestOnly(100, HANG_S, per_connection=3)
     house.entrance.watches = places
     with grpc.insecure_channel(house.address) as channel:
@@ -96,7 +96,7 @@ def test_a_watch_ends_by_itself(house: House) -> None:
         assert [answer.status for answer in watch(channel)] == [SERVING]
 
 
-def test_health_takes_no_place_in_serve(house: House) -> None:
+def test_health_bypasses_serves_request_queue(house: House) -> None:
     """The door answers, and not Serve's function, which would wait for one."""
 
     async def asked() -> Any:

@@ -91,7 +91,7 @@ def is_json(text: str) -> bool:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("client", [openai_go, go_openai, vllm_bench, sglang_bench])
-async def test_what_keeps_a_stream_alive_is_no_event_to_any_client(
+async def test_clients_ignore_keep_alive_lines(
     client: Callable[[Writes], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_stream, "_LINE_S", 0.0)
@@ -110,7 +110,7 @@ async def test_progress_is_no_event_to_the_clients_of_go(
 
 
 @pytest.mark.asyncio
-async def test_lines_that_say_nothing_come_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sends_keep_alive_lines_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of many small chunks would send more than some clients take."""
     now = iter([index * 0.25 for index in range(2000)])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
@@ -133,7 +133,7 @@ def asked(address: str, version: str, body: Any, *headers: str) -> tuple[bytes, 
 
 
 @pytest.mark.parametrize("headers", [[], ["Connection: keep-alive"]])
-def test_http_1_0_gets_no_chunks_and_a_closed_connection(address: str, headers: list[str]) -> None:
+def test_http_1_0_answers_without_chunks_and_closes_the_connection(address: str, headers: list[str]) -> None:
     body = {"model": MODEL, "prompt": "p", "max_tokens": 2}
     head, rest = asked(address, "1.0", {**body, "stream": True}, *headers)
     assert b"transfer-encoding" not in head and b"connection: close" in head
@@ -177,7 +177,7 @@ def test_every_answer_has_one_request_id_which_the_audit_log_has(
     assert answers[0].json()["id"] == f"cmpl-{ids[0][0]}"
 
 
-def test_only_json_is_read(house: House, address: str) -> None:
+def test_refuses_bodies_that_are_not_declared_as_json(house: House, address: str) -> None:
     """A web page may send texts and forms to any server, without a question before."""
     body = json.dumps({"model": MODEL, "prompt": "p", "max_tokens": 2})
     for kind in (None, "text/plain", "application/x-www-form-urlencoded", "x" * 5000):
@@ -211,7 +211,7 @@ def test_web_pages_may_call_from_configured_origins_alone(
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
-def test_a_stream_that_is_kept_alive_is_read_by_its_clients(house: House, make_http: Any) -> None:
+def test_clients_read_a_stream_with_keep_alive_lines(house: House, make_http: Any) -> None:
     house.group.pause_at = 0
     stream = lines(make_http(house, keep_alive_s=0.01), {"prompt": LONG, "max_tokens": 3})
     assert next(stream) == " "

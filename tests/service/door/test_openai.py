@@ -49,7 +49,7 @@ from .openai_calls import HI, JSON, LONG, MODEL, Open, chat, complete
 HI_READ = "[s:be nice][u:hi][a:"
 
 
-def test_models(api: openai.OpenAI) -> None:
+def test_lists_and_retrieves_the_served_model(api: openai.OpenAI) -> None:
     (model,) = api.models.list().data
     assert (model.id, model.object, model.max_model_len) == (MODEL, "model", 8192)  # type: ignore[attr-defined]
     assert api.models.retrieve(MODEL) == model
@@ -81,7 +81,7 @@ def test_health_is_told_without_a_token(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
 
-def test_what_has_a_salt_shares_nothing_with_what_has_another(house: House, api: openai.OpenAI) -> None:
+def test_cache_salts_keep_prefix_caches_apart(house: House, api: openai.OpenAI) -> None:
     def cached(**extra: Any) -> int:
         return int(complete(api, LONG, extra_body=extra).usage.prompt_tokens_details.cached_tokens)
 
@@ -166,7 +166,7 @@ def test_a_prompt_may_be_token_ids(house: House, api: openai.OpenAI) -> None:
     assert complete(api, ["abc"]).usage.prompt_tokens == 4
 
 
-def test_the_tokens_are_those_of_grpc(house: House, api: openai.OpenAI) -> None:
+def test_http_generates_the_same_tokens_as_grpc(house: House, api: openai.OpenAI) -> None:
     house.decode.remembers = False
     with DeltafrontClient(house.address) as client:
         said, _, _, _ = collect(client.generate(HI, max_tokens=5))
@@ -179,7 +179,7 @@ def test_the_tokens_are_those_of_grpc(house: House, api: openai.OpenAI) -> None:
     assert sampled[::2] == sampled[1::2]
 
 
-def test_a_prompt_that_was_read_before_says_so_in_usage(house: House, api: openai.OpenAI) -> None:
+def test_usage_counts_cached_prompt_tokens(house: House, api: openai.OpenAI) -> None:
     first, again = (complete(api, LONG) for _ in range(2))
     assert [done.choices[0].text for done in (first, again)] == [first.choices[0].text] * 2
     cached = [done.usage.prompt_tokens_details.cached_tokens for done in (first, again)]
@@ -194,7 +194,7 @@ def test_a_prompt_that_was_read_before_says_so_in_usage(house: House, api: opena
     nothing_left(house)
 
 
-def test_usage_says_from_where_what_was_read_before_came_back(
+def test_usage_names_the_tier_that_cached_tokens_came_from(
     house: House, api: openai.OpenAI, client: DeltafrontClient
 ) -> None:
     complete(api, LONG)
@@ -222,7 +222,7 @@ def test_usage_says_from_where_what_was_read_before_came_back(
         ({"retain_s": 0}, None),  # not remembered
     ],
 )
-def test_how_long_a_prompt_is_to_be_remembered(
+def test_request_sets_how_long_its_prompt_is_retained(
     house: House, api: openai.OpenAI, given: dict[str, Any], retained: float | None
 ) -> None:
     complete(api, LONG, extra_body=given)
@@ -231,7 +231,7 @@ def test_how_long_a_prompt_is_to_be_remembered(
 
 
 @pytest.mark.parametrize("stop", ["STOP", ["STOP", "never"]])
-def test_stop_strings(house: House, api: openai.OpenAI, stop: Any) -> None:
+def test_stop_strings_end_the_answer_and_are_not_shown(house: House, api: openai.OpenAI, stop: Any) -> None:
     house.decode.script = list(b"abSTxSTOPnever")
     done = chat(api, stop=stop, max_tokens=16)
     assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("abSTx", "stop")
@@ -309,7 +309,7 @@ def test_sampling_defaults_that_cannot_be_are_named(
         make_house(sampling_defaults="model")
 
 
-def test_who_names_no_seed_gets_another_answer_each_time(house: House, api: openai.OpenAI) -> None:
+def test_requests_without_a_seed_get_different_seeds(house: House, api: openai.OpenAI) -> None:
     for seed in (None, openai.omit, 0, 0):
         chat(api, temperature=1, seed=seed)
     first, second, *fixed = [job.sampling.seed for job in house.decode.jobs]
@@ -344,7 +344,7 @@ def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> 
         assert report["recomputed_tokens"] == 256
 
 
-def test_sessions(house: House, api: openai.OpenAI) -> None:
+def test_keeps_asks_and_names_a_session_over_http(house: House, api: openai.OpenAI) -> None:
     document = {"role": "user", "content": "d" * 300}
     question = {"role": "user", "content": "why?"}
     made = chat(api, [document, question], extra_body={"session_ttl_s": 600})
@@ -369,7 +369,7 @@ def lines(address: str, body: dict[str, Any]) -> Iterator[str]:
         yield from filter(None, response.iter_lines())
 
 
-def test_comments_tell_how_far_a_prompt_is(
+def test_stream_comments_tell_the_prefill_progress(
     house: House, make_http: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_stream, "_LINE_S", 0.0)
@@ -390,7 +390,7 @@ def test_comments_tell_how_far_a_prompt_is(
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("doing", ["waiting", "reading", "answering"])
-def test_a_client_that_leaves_frees_everything(
+def test_client_that_leaves_frees_its_pages(
     house: House, connect: Open, make_http: Callable[..., str], doing: str, streamed: bool
 ) -> None:
     """The work stops where the test holds it and would never end: only leaving frees its pages."""

@@ -101,14 +101,14 @@ def test_a_seed_of_minus_one_is_a_new_one_each_time(house: House, api: openai.Op
     assert first != second and min(first, second) >= 0
 
 
-def test_marks_of_caching_and_names_are_taken(house: House, api: openai.OpenAI) -> None:
+def test_accepts_cache_control_marks_and_names(house: House, api: openai.OpenAI) -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     chat(api, [{"role": "user", "content": [part], "name": "Bob"}])
     chat(api, [{"role": "user", "content": [{**part, "prompt_cache_breakpoint": {"mode": "explicit"}}]}])
     assert {bytes(job.token_ids[::4]) for job in house.group.jobs} == {b"[s:be nice][u:hi][a:"}
 
 
-def test_the_bodies_of_benchmarks_are_answered(house: House, address: str) -> None:
+def test_answers_the_requests_of_public_benchmarks(house: House, address: str) -> None:
     """`vllm bench serve` with both backends, SGLang's bench_serving, and lm-eval's generate_until."""
     usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     content = [{"role": "user", "content": [{"type": "text", "text": "p"}]}]
@@ -132,7 +132,7 @@ def test_the_bodies_of_benchmarks_are_answered(house: House, address: str) -> No
     nothing_left(house)
 
 
-def test_the_beginning_of_a_text_is_written_once(house: House, api: openai.OpenAI) -> None:
+def test_bos_is_added_as_vllm_adds_it(house: House, api: openai.OpenAI) -> None:
     """As with vLLM: before a text unless told, before a rendered chat only if told."""
     for ask, told, begins in (
         (complete, None, True), (complete, True, True), (complete, False, False),

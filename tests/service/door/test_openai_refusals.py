@@ -39,7 +39,9 @@ def refusal(call: Callable[[], Any], kind: type[openai.APIStatusError]) -> Any:
     return error | {"headers": caught.value.response.headers, "status": caught.value.status_code}
 
 
-def test_tokens(make_house: Callable[..., House], make_http: Any, connect: Open, tmp_path: Path) -> None:
+def test_refuses_wrong_tokens_and_keeps_callers_apart(
+    make_house: Callable[..., House], make_http: Any, connect: Open, tmp_path: Path
+) -> None:
     (tmp_path / "tokens").write_text("alpha\nbeta\n")
     house = make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens"))
     address = make_http(house)
@@ -136,7 +138,7 @@ def test_a_refusal_has_the_id_that_the_audit_log_has(
     assert line["request_id"] == refused.headers["x-request-id"] != ""
 
 
-def test_what_is_not_supported_is_refused_by_name(house: House, api: openai.OpenAI) -> None:
+def test_refuses_unsupported_fields_by_name(house: House, api: openai.OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     unsupported = {"tools": [tool], "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
                    "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}, "store": True,
@@ -159,7 +161,7 @@ TOO_LONG = "This model's maximum context length is 8192 tokens"
 code in the message."""
 
 
-def test_what_is_too_long_is_told_so(api: openai.OpenAI) -> None:
+def test_refuses_too_long_prompts_answers_and_bodies_with_codes(api: openai.OpenAI) -> None:
     for field, status, ask in (
         ("prompt", 400, lambda: complete(api, "x" * 8192)),
         ("messages", 400, lambda: chat(api, [{"role": "user", "content": "x" * 8192}])),
@@ -186,7 +188,7 @@ def test_a_field_that_is_too_long_is_named(api: openai.OpenAI) -> None:
     )
 
 
-def test_an_answer_that_was_asked_for_and_does_not_fit_is_refused_and_one_that_was_not_is_cut(
+def test_refuses_max_tokens_that_do_not_fit_and_cuts_default_lengths(
     make_house: Callable[..., House], make_http: Any, connect: Open
 ) -> None:
     """OpenAI's way: `max_tokens` is a wish for so many; without one the answer ends with the positions."""
@@ -212,14 +214,14 @@ def test_more_than_one_answer_is_refused_with_the_limit(api: openai.OpenAI) -> N
     assert refusal(lambda: complete(api, best_of=2), openai.BadRequestError)["param"] == "best_of"
 
 
-def test_a_value_of_no_kind_that_a_field_takes_is_told_all_of_them(api: openai.OpenAI) -> None:
+def test_refusal_of_a_value_names_all_types_that_the_field_takes(api: openai.OpenAI) -> None:
     error = refusal(lambda: chat(api, extra_body={"stop": 7}), openai.BadRequestError)
     assert error["message"] == "stop: must be a valid string or a valid list"
     error = refusal(lambda: chat(api, extra_body={"stop": ["a", None]}), openai.BadRequestError)
     assert error["message"] == "stop[1]: must be a valid string"
 
 
-def test_an_unknown_method_is_told_those_that_are_served(api: openai.OpenAI) -> None:
+def test_refusal_of_a_method_names_those_that_are_served(api: openai.OpenAI) -> None:
     error = refusal(lambda: chat(api, extra_body={"method": "magic"}), openai.BadRequestError)
     listed = error["message"].partition("known: ")[2].split(", ")
     assert {"dense", "dpxa", "xattention", "X+delta"} <= {*listed}
@@ -243,7 +245,7 @@ def test_addresses_that_are_not_served_are_refused_in_words(address: str) -> Non
         assert error["code"] == ("unknown_url" if status == 404 else None)
 
 
-def test_what_is_not_there_is_not_found(address: str, api: openai.OpenAI) -> None:
+def test_unknown_models_sessions_and_routes_are_404(address: str, api: openai.OpenAI) -> None:
     for call in (lambda: api.models.retrieve("gpt"), lambda: chat(api, extra_body={"model": "gpt"})):
         error = refusal(call, openai.NotFoundError)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -274,7 +276,9 @@ def test_a_full_server_says_when_to_come_back(house: House, api: openai.OpenAI) 
     nothing_left(house)
 
 
-def test_failing_workers(house: House, api: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_workers_are_a_server_error_with_retry_after(
+    house: House, api: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
     house.group.fail_after = [0, 0, 0]
     error = refusal(lambda: complete(api, LONG, stream=True), openai.InternalServerError)
@@ -296,7 +300,7 @@ def test_every_error_has_a_status() -> None:
         assert error_body(error, "prompt", 8192)["error"]["message"] == "trouble"
 
 
-def test_a_deadline(house: House, api: openai.OpenAI) -> None:
+def test_deadline_is_an_error_that_clients_do_not_retry(house: House, api: openai.OpenAI) -> None:
     house.group.pause_at = 0
     error = refusal(lambda: complete(api, LONG, extra_body={"timeout_s": 0.2}), openai.InternalServerError)
     assert (error["code"], error["headers"]["x-should-retry"]) == ("deadline_exceeded", "false")
@@ -304,7 +308,7 @@ def test_a_deadline(house: House, api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("allowed", [1e-9, 0.2])
-def test_a_deadline_is_told_by_the_requests_own_field(
+def test_error_of_a_deadline_names_the_requests_own_field(
     house: House, api: openai.OpenAI, allowed: float
 ) -> None:
     """Not by the contract's, and without words on clocks: only the server's has a part in it."""

@@ -43,7 +43,9 @@ def joined(opened: bool, pieces: list[str]) -> AnswerPart:
 
 
 @pytest.mark.parametrize(("opened", "text", "told"), ANSWERS)
-def test_answers_are_told_apart_wherever_they_are_cut(opened: bool, text: str, told: AnswerPart) -> None:
+def test_splits_reasoning_from_content_at_any_chunk_boundary(
+    opened: bool, text: str, told: AnswerPart
+) -> None:
     assert joined(opened, list(text)) == told
     for cuts in itertools.combinations_with_replacement(range(len(text) + 1), 2):
         edges = [0, *cuts, len(text)]
@@ -118,9 +120,7 @@ def test_a_chat_has_its_reasoning_beside_the_content(
     chat(api, [*HI, back, *HI])
 
 
-def test_stop_strings_and_lengths_count_reasoning_and_completions_keep_it(
-    house: House, api: openai.OpenAI
-) -> None:
+def test_stop_strings_and_max_tokens_apply_to_reasoning(house: House, api: openai.OpenAI) -> None:
     house.decode.script = list(b"<think>ab STOP</think>c")
     done = chat(api, stop="STOP", max_tokens=99)
     assert (done.choices[0].message.reasoning_content, done.choices[0].finish_reason) == ("ab ", "stop")

@@ -102,7 +102,7 @@ async def statuses(end: Callable[[Any], None]) -> list[tuple[grpc.StatusCode, st
     return found
 
 
-def test_rays_words_and_codes_stay_inside() -> None:
+def test_rays_errors_reach_clients_as_unavailable() -> None:
     for end in (raises, *(ends_with(grpc.StatusCode[name]) for name in ("INTERNAL", "UNKNOWN", "NOT_FOUND"))):
         for code, details in asyncio.run(statuses(end)):
             assert code is grpc.StatusCode.UNAVAILABLE
@@ -116,13 +116,13 @@ def test_too_many_requests_is_said_plainly() -> None:
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND])
-def test_what_the_door_says_stays(code: grpc.StatusCode) -> None:
+def test_status_that_the_door_sets_reaches_the_client(code: grpc.StatusCode) -> None:
     found = asyncio.run(statuses(ends_with(code, ((OWN_STATUS, "x"),))))
     assert found == [(code, GONE)] * 4
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.OK, None])
-def test_what_ends_well_stays_so(code: grpc.StatusCode | None) -> None:
+def test_successful_calls_keep_their_status(code: grpc.StatusCode | None) -> None:
     """Serve says OK in so many words."""
 
     def end(context: Any) -> None:
@@ -162,7 +162,7 @@ class Noted:
 
 
 @pytest.mark.parametrize("call", ["Prefill", "Generate"])
-def test_a_message_takes_the_status_of_a_stream_along(house: House, call: str) -> None:
+def test_refused_stream_carries_its_status_with_a_message(house: House, call: str) -> None:
     async def heard(request: Any) -> list[tuple[int, grpc.StatusCode | None]]:
         context = Noted()
         stream = getattr(house.door, call)(

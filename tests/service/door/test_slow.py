@@ -109,7 +109,7 @@ def answer_of(connection: socket.socket) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("proxied", [False, True])
-def test_a_body_that_comes_byte_by_byte_is_given_up_and_its_place_is_free(
+def test_body_that_arrives_byte_by_byte_times_out_and_frees_its_room(
     house: House, make_http: Any, through_haproxy: Way, monkeypatch: pytest.MonkeyPatch, proxied: bool
 ) -> None:
     monkeypatch.setattr(http_door, "_RECEIVE_S", 1.0)
@@ -133,7 +133,7 @@ def closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_headers_that_come_byte_by_byte_are_given_up_by_haproxy(
+def test_haproxy_drops_headers_that_arrive_byte_by_byte(
     house: House, make_http: Any, through_haproxy: Way
 ) -> None:
     with through_haproxy(make_http(house)) as address, dripping(address, b"X-Slow: ") as connection:

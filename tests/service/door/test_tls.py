@@ -62,7 +62,7 @@ def secure(
         house.loop.run(port.stop(5.0))
 
 
-def test_the_end_of_a_certificate_is_a_metric(authority: Authority, tmp_path: Path) -> None:
+def test_certificate_expiry_is_a_metric(authority: Authority, tmp_path: Path) -> None:
     """The door's is read again when it changes; Ray reads its own once."""
     certificate, _ = authority.sign("server")
     day = time.time() + 86_400
@@ -107,7 +107,7 @@ def test_requests_are_answered_over_tls(
         )
 
 
-def test_who_does_not_know_the_authority_is_not_served(
+def test_client_without_the_authority_cannot_connect(
     secure: Callable[..., tuple[House, str]], tmp_path: Path
 ) -> None:
     _, address = secure()
@@ -129,7 +129,7 @@ def test_mutual_tls_asks_clients_for_a_certificate(
             client.info()
 
 
-def test_nothing_is_taken_in_the_clear(
+def test_refuses_requests_that_are_not_encrypted(
     secure: Callable[..., tuple[House, str]], authority: Authority
 ) -> None:
     house, _ = secure()
@@ -148,7 +148,7 @@ def test_nothing_is_taken_in_the_clear(
         assert client.info().vocabulary == 258
 
 
-def test_http_is_told_of_a_proxy(
+def test_refusal_of_plain_http_names_a_tls_proxy(
     secure: Callable[..., tuple[House, str]], make_http: Callable[[House], str]
 ) -> None:
     """The port that speaks TLS is gRPC's alone."""
@@ -194,7 +194,7 @@ def test_new_certificates_need_no_restart(
         assert before.info().vocabulary == 258
 
 
-def test_more_than_it_may_work_on_are_refused(
+def test_tls_port_refuses_requests_above_the_limit(
     secure: Callable[..., tuple[House, str]], authority: Authority
 ) -> None:
     house, address = secure(max_requests=1)

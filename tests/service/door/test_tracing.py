@@ -79,7 +79,7 @@ def seconds(span: ReadableSpan) -> float:
     return (span.end_time - span.start_time) * NS
 
 
-def test_a_requests_span_holds_what_the_door_did_for_as_long_as_is_told(
+def test_request_span_holds_the_doors_parts_with_their_durations(
     house: House, spans: InMemorySpanExporter
 ) -> None:
     finish = generate(house, attention=pb.AttentionMethod(name="dense"))
@@ -132,14 +132,14 @@ def test_without_a_caller_a_trace_begins_here(house: House, spans: InMemorySpanE
     assert untraced.trace_id == "", "the same without tracing"
 
 
-def test_what_its_caller_does_not_record_is_not_recorded(house: House, spans: InMemorySpanExporter) -> None:
+def test_records_no_span_if_the_caller_does_not_sample(house: House, spans: InMemorySpanExporter) -> None:
     assert generate(house, f"00-{TRACE}-{SPAN}-00").trace_id == TRACE
     generate(house)
     (root,) = ended(spans)
     assert root.parent is not None
 
 
-def test_without_tracing_the_callers_trace_is_told_and_nothing_recorded(
+def test_without_tracing_only_the_callers_trace_id_is_logged(
     make_house: Callable[..., House], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "deltafront.audit")
@@ -155,7 +155,7 @@ def test_without_tracing_the_callers_trace_is_told_and_nothing_recorded(
     assert lines() == [TRACE, ""]
 
 
-def test_workers_are_told_whose_work_it_is(house: House, spans: InMemorySpanExporter) -> None:
+def test_workers_get_the_requests_trace(house: House, spans: InMemorySpanExporter) -> None:
     """The request's span is the parent of theirs; where nobody records it, they hear of none."""
     generate(house, session_ttl=Duration(seconds=60))
     with grpc.insecure_channel(house.address) as channel:
@@ -220,7 +220,7 @@ def test_spans_reach_a_collector(make_house: Callable[..., House], collector: Co
     assert {span.parent for span in sent if span is not root} == {root.id}
 
 
-def test_the_console_gets_a_line_a_span(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_exporter_prints_one_line_per_span(capsys: pytest.CaptureFixture[str]) -> None:
     sending = Tracing(provider(SpanSink(CONSOLE, MODEL), "door:0"))
     trace = sending.begin("Generate", [("traceparent", PARENT.encode())], time.monotonic)
     trace.conclude({"method": "dpxa", "finish": "stop"}, "finished", [])
@@ -230,7 +230,7 @@ def test_the_console_gets_a_line_a_span(capsys: pytest.CaptureFixture[str]) -> N
     assert line["attributes"] == {"deltafront.method": "dpxa", "deltafront.finish": "stop"}
 
 
-def test_where_spans_go_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_bad_tracing_address_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     content = {"model": {"path": "x"}, "decode": {"page_selection": "full"}}
     assert parse(content).door.tracing == ""
     with pytest.raises(ConfigError, match=r"door\.tracing = 'collector:4317': must be a URL, or console"):

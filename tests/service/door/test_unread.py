@@ -48,7 +48,7 @@ def ids(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [json.loads(one.message)["request_id"] for one in records]
 
 
-def test_a_message_that_does_not_come_has_a_line(
+def test_message_that_does_not_arrive_has_an_audit_line(
     house: House, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "_RECEIVE_TIMEOUT_S", 0.1)
@@ -57,7 +57,7 @@ def test_a_message_that_does_not_come_has_a_line(
     assert lines() == [("Generate", "deadline_exceeded", "")]
 
 
-def test_a_message_without_room_has_a_line(
+def test_message_without_room_has_an_audit_line(
     make_house: Callable[..., House], lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "_ROOM_TIMEOUT_S", 0.2)
@@ -69,7 +69,7 @@ def test_a_message_without_room_has_a_line(
     assert set(lines()) == {("Generate", "resource_exhausted", ""), ("Generate", "cancelled", "")}
 
 
-def test_a_message_that_is_too_long_for_grpc_has_a_line(house: House, lines: Lines) -> None:
+def test_message_too_long_for_grpc_has_an_audit_line(house: House, lines: Lines) -> None:
     """gRPC ends the call by itself, and says to the door only that it has ended."""
     too_long = bytes(house.config.door.max_message_bytes + 1)
     with grpc.insecure_channel(house.address) as channel:
@@ -79,13 +79,13 @@ def test_a_message_that_is_too_long_for_grpc_has_a_line(house: House, lines: Lin
     assert lines() == [("Generate", "cancelled", "")]
 
 
-def test_a_call_without_a_message_has_a_line(house: House, lines: Lines) -> None:
+def test_call_without_a_message_has_an_audit_line(house: House, lines: Lines) -> None:
     with grpc.insecure_channel(house.address) as channel:
         status(channel.stream_stream(GENERATE)(iter(()), timeout=HANG_S))
     assert lines() == [("Generate", "invalid_argument", "")]
 
 
-def test_a_message_that_cannot_be_decoded_has_a_line_with_its_id(
+def test_undecodable_message_has_an_audit_line_with_its_request_id(
     house: House, lines: Lines, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent = pb.GenerateRequest(request_id="mine").SerializeToString() + b"\xff\xff"
@@ -96,18 +96,18 @@ def test_a_message_that_cannot_be_decoded_has_a_line_with_its_id(
     assert ids(caplog) == ["mine"]
 
 
-def test_a_request_that_is_read_has_one_line(house: House, lines: Lines) -> None:
+def test_answered_request_has_exactly_one_audit_line(house: House, lines: Lines) -> None:
     assert ask(house)
     assert [(rpc, finish) for rpc, finish, _ in lines()] == [("Generate", "length")]
 
 
-def test_health_checks_have_none(house: House, lines: Lines) -> None:
+def test_health_checks_have_no_audit_line(house: House, lines: Lines) -> None:
     with grpc.insecure_channel(house.address) as channel:
         status(channel.stream_stream("/grpc.health.v1.Health/Watch")(iter(()), timeout=HANG_S))
     assert not lines()
 
 
-def test_what_serve_refuses_has_a_line(lines: Lines) -> None:
+def test_call_that_serve_refuses_has_an_audit_line(lines: Lines) -> None:
     """It says so before it calls the door, as to a client that names another application."""
 
     async def refused() -> None:
@@ -149,7 +149,7 @@ def announced(address: str, **headers: str) -> Iterator[http.client.HTTPConnecti
         ({"Content_Length": "1000", "Authorization": "Bearer alpha"}, 408, "deadline_exceeded"),
     ],
 )
-def test_a_body_that_is_not_read_has_a_line_with_the_id_of_its_answer(
+def test_unread_body_has_an_audit_line_with_the_id_of_its_answer(
     make_house: Callable[..., House],
     make_http: Any,
     tmp_path: Path,
@@ -170,7 +170,9 @@ def test_a_body_that_is_not_read_has_a_line_with_the_id_of_its_answer(
     assert ids(caplog) == [answer.headers["x-request-id"]] != [""]
 
 
-def test_a_client_that_leaves_while_it_sends_has_a_line(house: House, make_http: Any, lines: Lines) -> None:
+def test_client_that_leaves_while_sending_has_an_audit_line(
+    house: House, make_http: Any, lines: Lines
+) -> None:
     with announced(make_http(house), Content_Length="1000"):
         pass
     wait_until(lines, "there is no line")

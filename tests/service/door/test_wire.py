@@ -98,17 +98,17 @@ sent = st.sampled_from([FinishReason.STOP, FinishReason.STOP_STRING, FinishReaso
 
 
 @given(st.builds(PrefillRequest, **common))
-def test_prefill_requests(request: PrefillRequest) -> None:
+def test_prefill_requests_survive_the_wire(request: PrefillRequest) -> None:
     assert wire.read(_sent(wire.write(pb.PrefillRequest, request))) == request
 
 
 @given(requests)
-def test_generate_requests(request: GenerateRequest) -> None:
+def test_generate_requests_survive_the_wire(request: GenerateRequest) -> None:
     assert wire.read(_sent(wire.generate_request(request))) == request
 
 
 @given(progress | st.builds(PrefillFinished, sessions, usages, timings, densities, texts))
-def test_prefill_answers(event: Progress | PrefillFinished) -> None:
+def test_prefill_answers_survive_the_wire(event: Progress | PrefillFinished) -> None:
     assert wire.read_response(_sent(wire.response(pb.PrefillResponse, event))) == event
 
 
@@ -129,7 +129,7 @@ def test_prefill_answers(event: Progress | PrefillFinished) -> None:
         counts,
     )
 )
-def test_generate_answers(event: Progress | Token | GenerateFinished) -> None:
+def test_generate_answers_survive_the_wire(event: Progress | Token | GenerateFinished) -> None:
     assert wire.read_response(_sent(wire.response(pb.GenerateResponse, event))) == event
 
 
@@ -146,7 +146,7 @@ told = (texts, st.booleans(), sampling_params)
 
 
 @given(st.builds(ServerInfo, *facts, *(counts,) * 4, small, *selection, st.none() | profiles, small, *told))
-def test_server_info(info: ServerInfo) -> None:
+def test_server_info_survives_the_wire(info: ServerInfo) -> None:
     assert wire.read(_sent(wire.write(pb.GetServerInfoResponse, info))) == info
 
 
@@ -154,7 +154,7 @@ def _sent(message: object) -> object:
     return type(message).FromString(message.SerializeToString())  # type: ignore[attr-defined]
 
 
-def test_no_plain_value_is_lost() -> None:
+def test_every_message_field_has_a_field_of_its_dataclass() -> None:
     """Classes that are mapped by their fields' names have the contract's names."""
     for message, plain in wire._KINDS.items():
         assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name), plain
@@ -162,7 +162,7 @@ def test_no_plain_value_is_lost() -> None:
     assert {value.number for value in pb.PageSelection.DESCRIPTOR.values} == set(wire._READ_PAGE_SELECTIONS)
 
 
-def test_what_only_a_newer_server_knows_does_not_end_the_stream() -> None:
+def test_client_ignores_fields_and_events_of_a_newer_server() -> None:
     finish = pb.Finish(text="x", reason=99)  # type: ignore[arg-type]
     event = wire.read_response(pb.GenerateResponse(finish=finish))
     assert isinstance(event, GenerateFinished)
@@ -191,7 +191,7 @@ def test_variables_of_a_template_are_json() -> None:
         wire.read(endless)
 
 
-def test_a_request_has_one_source() -> None:
+def test_refuses_a_request_with_both_prompt_and_session() -> None:
     both = GenerateRequest(prompt=Prompt(text="x"), session_id="d0.s")
     with pytest.raises(InvalidArgument, match="both a prompt and a session_id"):
         wire.generate_request(both)

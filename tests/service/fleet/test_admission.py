@@ -79,7 +79,7 @@ def brute(need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]) -
 
 
 @given(needs, groups, workers)
-def test_what_is_admitted_could_run(
+def test_admits_only_pairs_that_could_run(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
     decision = admit(need, gs, ws)
@@ -95,7 +95,7 @@ def test_what_is_admitted_could_run(
         assert not possible
 
 
-def test_a_decode_worker_near_the_stages_is_preferred_among_those_with_room() -> None:
+def test_prefers_a_decode_worker_near_the_stages_if_it_has_room() -> None:
     """Nearness is worth a quarter of a worker's pages, and nothing to one that is full."""
     g = GroupStats(
         name="g",
@@ -124,7 +124,7 @@ def test_a_decode_worker_near_the_stages_is_preferred_among_those_with_room() ->
     assert isinstance(unknown, Admitted) and unknown.workers == ("far", "near"), "no node is like no other"
 
 
-def test_who_is_taken_away_gets_nothing_new() -> None:
+def test_draining_workers_get_no_new_requests() -> None:
     staying, leaving = (
         GroupStats(
             name="g",
@@ -156,7 +156,7 @@ def test_who_is_taken_away_gets_nothing_new() -> None:
     assert (decision.groups, decision.workers) == (("g",), ("d",))
 
 
-def test_who_is_taken_away_serves_on_where_nobody_else_is_there() -> None:
+def test_draining_workers_serve_on_if_no_others_exist() -> None:
     """It has started to drain before who replaces it has loaded."""
     g = GroupStats(
         name="g",
@@ -180,7 +180,7 @@ def test_who_is_taken_away_serves_on_where_nobody_else_is_there() -> None:
 
 
 @given(needs, group(), workers)
-def test_with_one_group_it_admits_exactly_what_is_possible(
+def test_with_one_group_admission_equals_brute_force(
     need: Need, g: GroupStats, ws: tuple[DecodeStats, ...]
 ) -> None:
     decision = admit(need, (g,), ws)
@@ -232,7 +232,7 @@ def test_a_retry_time_is_given_exactly_when_waiting_helps(
             assert not brute(replace(need, seconds_left=None), idle_groups, idle_workers)
 
 
-def test_prediction_needs_a_rate() -> None:
+def test_predicts_no_wait_without_a_measured_rate() -> None:
     idle = GroupStats(
         name="g",
         pages_total=10,
@@ -246,7 +246,7 @@ def test_prediction_needs_a_rate() -> None:
     assert predicted_ttft(Need(100), replace(idle, tokens_per_second=200.0)) == 2.0
 
 
-def test_one_slow_prompt_does_not_keep_all_others_out() -> None:
+def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:
     """A group whose kernels were compiled while it read: nobody with a deadline would be let in to correct
     its rate."""
     slow = GroupStats(

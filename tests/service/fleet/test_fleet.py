@@ -80,7 +80,7 @@ async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
     assert fleet.view.workers["decode:d0"].pages_free == decode.total
 
 
-async def test_a_crowd_asks_once_and_hears_nothing_older_than_its_question() -> None:
+async def test_concurrent_polls_share_one_question_asked_after_they_began() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
@@ -144,7 +144,7 @@ async def test_a_door_that_stops_says_which_calls_of_workers_it_waits_for(
     assert "waits for calls of workers that were cancelled: cancel r1 on decode:d0" in caplog.messages[0]
 
 
-async def test_who_gives_up_asking_leaves_the_question_to_the_others() -> None:
+async def test_cancelled_poll_leaves_the_shared_question_to_the_others() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
@@ -159,7 +159,7 @@ async def test_who_gives_up_asking_leaves_the_question_to_the_others() -> None:
     await fleet.stop()
 
 
-async def test_a_crowd_with_sessions_of_a_worker_that_is_gone_shares_a_look(
+async def test_concurrent_lookups_of_a_lost_worker_share_one_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decode, directory, looks = FakeDecode("decode:d1"), LocalDirectory([], []), 0
@@ -207,7 +207,7 @@ async def test_a_worker_that_is_found_while_others_are_asked_stays_found() -> No
     await fleet.stop()
 
 
-def test_who_leaves_is_the_last_resort_where_all_of_its_role_do() -> None:
+def test_draining_workers_are_the_last_resort_if_all_drain() -> None:
     group, worker = (
         GroupStats(
             name="g",
@@ -231,7 +231,7 @@ def test_who_leaves_is_the_last_resort_where_all_of_its_role_do() -> None:
     assert not FleetView({}, {"d": worker}).ready and not FleetView({}, {"d": worker}).last_resort
 
 
-async def test_the_last_of_a_role_is_asked_to_stay_until_there_is_another() -> None:
+async def test_last_worker_of_a_role_is_renewed_until_another_exists() -> None:
     """Renewing is what a worker hears; with no request, since none is under way."""
     old, group = changed(FakeDecode("decode:old"), draining=True), FakeGroup("prefill:g0", lambda *_: None)
     directory = LocalDirectory([group], [old])
@@ -245,7 +245,7 @@ async def test_the_last_of_a_role_is_asked_to_stay_until_there_is_another() -> N
     assert old.renewed == [()]
 
 
-async def test_a_door_leaves_the_workers_of_another_configuration_to_its_doors() -> None:
+async def test_door_ignores_workers_of_another_configuration() -> None:
     groups = [changed(FakeGroup(f"prefill:{one}", lambda *_: None), pairing=one) for one in ("old", "new")]
     old, new = (changed(FakeDecode(f"decode:{one}"), pairing=one) for one in ("old", "new"))
     fleet = Fleet(LocalDirectory(groups, [old, new]), lambda _view: None, pairing="new")
@@ -270,7 +270,7 @@ async def test_a_door_takes_over_only_when_its_own_workers_are_there() -> None:
     await asyncio.wait_for(taking_over, 60)
 
 
-async def test_a_door_that_replaces_nobody_waits_for_no_worker() -> None:
+async def test_first_door_waits_for_no_worker() -> None:
     fleet = Fleet(LocalDirectory([], []), lambda _view: None, pairing="new")
     await fleet.refresh()
     await asyncio.wait_for(fleet.wait_to_take_over(), 60)
@@ -284,7 +284,7 @@ async def test_a_session_is_still_found_on_a_worker_that_leaves() -> None:
     assert await fleet.session_worker("decode:d0") is decode
 
 
-async def test_what_is_forgotten_while_a_poll_asks_stays_forgotten() -> None:
+async def test_worker_forgotten_during_a_poll_stays_forgotten() -> None:
     """Its answer is older than its death. The next poll may find that it lives."""
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     spare, group = FakeDecode("decode:d1"), FakeGroup("prefill:g0", lambda *_: None)
@@ -304,7 +304,7 @@ async def test_what_is_forgotten_while_a_poll_asks_stays_forgotten() -> None:
     assert set(fleet.view.workers) == {"decode:d0", "decode:d1"}
 
 
-async def test_one_that_loads_keeps_no_look_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loading_worker_does_not_delay_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its actor has a name before its constructor has ended."""
     loading, loaded = FakeDecode("decode:new"), asyncio.Event()
     stats = loading.stats

@@ -54,7 +54,7 @@ def test_workers_are_the_fewest_that_hold_pages_and_requests(
     assert workers_wanted(workers, 1, usage, max_batch) == enough[0]
 
 
-def test_without_a_rate_nothing_is_known() -> None:
+def test_without_a_measured_rate_the_number_of_groups_stays() -> None:
     assert groups_wanted([Backlog(1_000_000, 0)], 2, 30) == 2
     assert groups_wanted([], 3, 30) == 3
     assert workers_wanted([], 3, 0.8, 8) == 3
@@ -64,7 +64,7 @@ def test_a_group_that_has_not_read_yet_counts_with_its_backlog_only() -> None:
     assert groups_wanted([Backlog(30_000, 1000), Backlog(30_000, 0)], 2, 30) == 2
 
 
-def test_nothing_to_do_wants_one() -> None:
+def test_idle_service_wants_one_group_and_one_worker() -> None:
     assert groups_wanted([Backlog(0, 1000)] * 3, 3, 30) == 1
     assert workers_wanted([Load(0, 100, 0)] * 3, 3, 0.8, 8) == 1
 
@@ -93,7 +93,7 @@ def group(waiting_tokens: int) -> GroupStats:
     )
 
 
-def test_a_rising_and_falling_backlog_takes_groups_from_one_to_three_and_back() -> None:
+def test_groups_follow_a_backlog_from_one_to_three_and_back() -> None:
     policy, seen = GroupsByBacklog(backlog_s=30), []
     now = 1
     for waiting in (0, 10_000, 85_000, 60_000, 25_000, 0):

@@ -84,7 +84,7 @@ def test_an_owner_that_ends_well_leaves_nothing(owner: Owner) -> None:
     assert not runs(owner.child) and not owner.folder.exists() and not owner.reapers()
 
 
-def test_the_next_start_cleans_up_where_the_reaper_was_killed_too(
+def test_next_start_cleans_up_if_the_reaper_was_killed(
     owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -97,7 +97,7 @@ def test_the_next_start_cleans_up_where_the_reaper_was_killed_too(
     assert not runs(owner.child) and not owner.folder.exists()
 
 
-def test_what_has_no_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_a_lock_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be being made, or is no service's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "deltafront-made").mkdir()
@@ -113,9 +113,7 @@ print(clean_up_killed_services())
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link to a file of ours", "a lock in another's folder"])
-def test_what_another_user_puts_in_a_locks_place_neither_hangs_a_start_nor_is_cleared(
-    kind: str, tmp_path: Path
-) -> None:
+def test_forged_lock_neither_hangs_a_start_nor_gets_removed(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "deltafront-x"
     folder.mkdir()
     match kind:
@@ -137,7 +135,7 @@ def test_what_another_user_puts_in_a_locks_place_neither_hangs_a_start_nor_is_cl
     assert (done.stdout, done.stderr) == ("[]\n", "") and folder.is_dir()
 
 
-def test_who_only_reads_there_is_not_ended(tmp_path: Path) -> None:
+def test_process_that_only_reads_there_is_not_killed(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("line\n")
     reader = subprocess.Popen(["tail", "-f", tmp_path / "log"], stdout=subprocess.DEVNULL)
     try:

@@ -39,9 +39,7 @@ def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
     assert cpus(config) >= 2 * 20 * 0.5 + 1
 
 
-def test_what_the_caller_sets_for_ray_comes_before_the_quiet_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callers_ray_variables_override_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
     monkeypatch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "2")
     variables = ray_environment(parse(content()), tmp_path)
@@ -73,9 +71,7 @@ def test_a_node_waits_for_its_object_store_as_long_as_before(tmp_path: Path) -> 
     assert attempts * int(variables["RAY_raylet_client_connect_timeout_milliseconds"]) == 10 * 1000
 
 
-def test_what_starts_slowly_has_the_whole_starts_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_proxies_have_the_whole_start_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Serve reads it: with its own 5 s, three of six starts on a busy machine died."""
     named = {
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "PROXY_READY_CHECK_TIMEOUT_S",
@@ -92,7 +88,9 @@ def test_what_starts_slowly_has_the_whole_starts_time(
     assert START_S == 300
 
 
-def test_rays_worker_and_control_store_have_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_workers_and_control_store_have_the_whole_start_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ("RAY_worker_register_timeout_seconds", "RAY_gcs_server_port_wait_time_s")
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -100,7 +98,7 @@ def test_rays_worker_and_control_store_have_as_long(tmp_path: Path, monkeypatch:
     assert {float(variables[name]) for name in names} == {START_S}
 
 
-def test_no_line_of_the_audit_log_is_left_out(tmp_path: Path) -> None:
+def test_ray_does_not_deduplicate_audit_log_lines(tmp_path: Path) -> None:
     """Ray's driver takes lines that differ in their numbers only for one."""
     variables = ray_environment(parse(content()), tmp_path)
     asked = "from ray._private import ray_constants; print(ray_constants.RAY_DEDUP_LOGS)"
@@ -109,7 +107,7 @@ def test_no_line_of_the_audit_log_is_left_out(tmp_path: Path) -> None:
     assert said.stdout == "False\n"
 
 
-def test_a_port_of_what_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_a_port_that_a_dying_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -131,7 +129,7 @@ def test_a_temporary_directory_with_too_long_a_name_is_named() -> None:
         check_socket_paths("/scratch/of/somebody")
 
 
-def test_errors_of_ray_are_one_line_and_all_of_them_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ray_errors_are_one_line_with_the_traceback_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     from ray.exceptions import ActorDiedError
 
     says = r"^a process ended while the service started \(ActorDiedError\); is there enough memory\?$"
@@ -140,12 +138,12 @@ def test_errors_of_ray_are_one_line_and_all_of_them_is_written(capsys: pytest.Ca
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_what_a_configuration_lacks_stays_what_it_is() -> None:
+def test_configuration_errors_keep_their_type_and_text() -> None:
     with pytest.raises(ConfigError, match="a port"), _start_errors():
         raise ConfigError("a port")
 
 
-def test_what_a_signal_does_is_the_callers_business() -> None:
+def test_keeps_the_callers_sigterm_handler() -> None:
     """Also where Ray says otherwise meanwhile, and fails then."""
 
     def callers(_signal: int, _frame: object) -> None:

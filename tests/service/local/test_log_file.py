@@ -28,7 +28,7 @@ print("after")
 """
 
 
-def test_what_processes_write_is_in_the_log_and_what_a_person_needs_on_the_terminal(tmp_path: Path) -> None:
+def test_process_output_goes_to_the_log_and_status_to_the_terminal(tmp_path: Path) -> None:
     log = tmp_path / "serve.log"
     done = subprocess.run([sys.executable, "-c", SERVE, log], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("after\n", "Ready.\n")
@@ -58,7 +58,7 @@ def test_a_default_log_of_an_earlier_version_is_replaced(
 
 
 @pytest.mark.parametrize("kind", ["a text", "another user's log", "a folder", "a socket", "a block device"])
-def test_what_is_no_log_is_refused_and_stays(kind: str, tmp_path: Path) -> None:
+def test_refuses_to_overwrite_a_path_that_is_not_its_log(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "named"
     with socket.socket(socket.AF_UNIX) as listening:
         match kind:
@@ -147,7 +147,7 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_services_of_other_ports_have_other_logs_in_a_folder_of_ones_own(
+def test_default_logs_differ_by_port_in_a_private_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -124,7 +124,7 @@ def test_the_key_of_the_part_that_wants_cuda_is_named(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(256, False), (8192, False), (65536, True), (-1, True)])
-def test_a_hard_limit_below_what_haproxy_needs_is_said_with_both_numbers(
+def test_names_a_hard_open_file_limit_below_what_haproxy_needs(
     limit: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_SERVE_HAPROXY_MAXCONN", raising=False)
@@ -171,7 +171,7 @@ def test_a_missing_library_is_named(missing: str, monkeypatch: pytest.MonkeyPatc
         check_machine(parse(content()))
 
 
-def test_every_library_that_is_looked_for_is_one_that_this_service_has() -> None:
+def test_every_library_it_checks_for_is_installed_here() -> None:
     assert all(importlib.util.find_spec(name) for name in machine._LIBRARIES)
 
 

@@ -41,11 +41,11 @@ from ..test_config import content
         ),
     ],
 )
-def test_every_address_beyond_loopback_is_told(door: dict[str, Any], said: str) -> None:
+def test_names_every_address_beyond_loopback(door: dict[str, Any], said: str) -> None:
     assert describe_exposure(parse(content("door", **door)).door) == said
 
 
-def test_only_clients_ports_leave_loopback() -> None:
+def test_only_client_ports_listen_beyond_loopback() -> None:
     """Of HAProxy's: statistics and metrics stay."""
     door = parse(content("door", host="10.0.0.7")).door
     hosts = haproxy_hosts(door)
@@ -57,13 +57,13 @@ def test_only_clients_ports_leave_loopback() -> None:
 
 
 @pytest.mark.parametrize("key", ["host", "metrics_host"])
-def test_a_host_is_an_address(key: str) -> None:
+def test_refuses_a_host_that_is_not_an_ip_address(key: str) -> None:
     with pytest.raises(ConfigError, match=f"door.{key} = 'everywhere': .*IPv4 or IPv6"):
         parse(content("door", **{key: "everywhere"}))
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_a_taken_port_is_named(reuse: bool) -> None:
+def test_names_a_port_that_is_taken(reuse: bool) -> None:
     with socket.socket() as taken:
         if reuse:  # as HAProxy does
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

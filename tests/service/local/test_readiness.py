@@ -133,7 +133,7 @@ def test_an_application_that_cannot_run_says_why(failed: Any, says: str) -> None
         wait_until_running(Serve(application("DEPLOYING"), failed).status, "deltafront", nothing_failed)
 
 
-def test_what_may_still_go_well_is_waited_for() -> None:
+def test_start_waits_while_serve_is_still_deploying() -> None:
     trying = application("DEPLOYING", of_part=failing("RuntimeError: connection closed by peer"))
     wait_until_running(Serve(trying, application("RUNNING")).status, "deltafront", nothing_failed)
 
@@ -158,9 +158,7 @@ def listening() -> Any:
         yield {"http_port": http.getsockname()[1], "metrics_port": metrics.getsockname()[1]}
 
 
-def test_a_service_answers_where_a_door_does_and_every_port_takes_connections(
-    house: House, listening: Any
-) -> None:
+def test_start_ends_once_a_door_answers_and_every_port_connects(house: House, listening: Any) -> None:
     wait_until_answering(ports(house, **listening), nothing_failed, 60)
 
 

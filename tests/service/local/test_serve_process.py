@@ -94,9 +94,7 @@ def ports_are_free(config: Path) -> bool:
     return True
 
 
-def test_a_person_sees_where_it_is_and_its_log_has_every_request_until_rays_control_store_dies(
-    service: LocalService, config: Path
-) -> None:
+def test_serve_prints_addresses_and_logs_requests_until_ray_dies(service: LocalService, config: Path) -> None:
     wait_until(lambda: "Ready. Ctrl-C stops." in lines(service), "it is not ready")
     start, *where, _ready = lines(service)
     assert start.startswith("Starting Ray and Deltafront; their log is ")

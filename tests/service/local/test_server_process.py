@@ -27,7 +27,7 @@ def written(folder: Path, door: str) -> Path:
     return path
 
 
-def test_it_is_looked_for_where_its_configuration_says(tmp_path: Path) -> None:
+def test_local_service_takes_its_address_from_the_configuration(tmp_path: Path) -> None:
     assert LocalService(written(tmp_path, "")).address == "127.0.0.1:9000"
     assert LocalService(str(written(tmp_path, "grpc_port: 9123"))).address == "127.0.0.1:9123"
 
@@ -48,9 +48,7 @@ def shortest_folder() -> Path:
 
 
 @pytest.mark.long
-def test_a_service_that_ends_as_soon_as_it_serves_can_be_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_service_can_restart_right_after_it_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its door is healthy before `serve` says that it is ready; Ray's agents would keep their ports."""
     temporary = shortest_folder()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -67,9 +65,7 @@ def test_a_service_that_ends_as_soon_as_it_serves_can_be_started_again(
     temporary.rmdir()
 
 
-def test_what_a_service_leaves_goes_where_it_has_ended_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removes_its_folder_only_after_a_clean_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalService, "_wait_until_healthy", lambda _service: None)
     path = written(tmp_path, "grpc_port: 9123")
 

@@ -62,7 +62,7 @@ def test_a_worker_that_dies_again_is_said_until_the_reason_changes(tmp_path: Pat
     assert said[1:] == ["DecodeReplica starts again: OSError: no disk"]
 
 
-def test_a_healthy_service_and_a_ray_that_is_gone_are_no_trouble(tmp_path: Path) -> None:
+def test_healthy_service_and_lost_ray_print_no_trouble(tmp_path: Path) -> None:
     def gone() -> Any:
         raise ConnectionError("no control store")
 

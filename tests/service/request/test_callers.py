@@ -63,7 +63,7 @@ async def nothing_new() -> None:
     """The workers say what they said before."""
 
 
-async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
+async def test_asks_workers_again_before_refusing_on_old_usage() -> None:
     """They are asked again, but not where it would not help."""
     reported, now, asked = (
         [OwnerUse(owner="a", door="other", requests=1, tokens=900)],
@@ -134,7 +134,7 @@ def test_a_token_has_its_limits_at_every_door(doors: tuple[House, House]) -> Non
         list(elsewhere.generate("y" * 500, max_tokens=10))
 
 
-async def test_what_comes_to_two_doors_at_the_same_moment_counts_at_each() -> None:
+async def test_simultaneous_requests_at_two_doors_count_at_each() -> None:
     """Whatever comes later counts with all of it."""
     uses = list[OwnerUse]()
     first, second = (Callers(name, lambda: uses, nothing_new) for name in "ab")

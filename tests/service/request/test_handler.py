@@ -39,7 +39,7 @@ async def _events(
     return events
 
 
-def test_an_edge_gets_plain_events(house: House) -> None:
+def test_handler_yields_plain_events(house: House) -> None:
     *events, finish = house.loop.run(_events(house, lambda: ASKED))
     assert isinstance(finish, GenerateFinished)
     assert "".join(e.text for e in events if isinstance(e, Token)) == expected(ids("hello"), 4)
@@ -47,7 +47,7 @@ def test_an_edge_gets_plain_events(house: House) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_grpc_cannot_say_is_checked_too(house: House, name: str) -> None:
+def test_refuses_values_that_grpc_cannot_express(house: House, name: str) -> None:
     request, says = WRONG[name]
     with pytest.raises(DeltafrontError, match=says) as caught:
         house.loop.run(_events(house, lambda: request))
@@ -62,7 +62,7 @@ def test_a_deadline_that_is_not_ahead_is_exceeded(house: House, deadline: float)
     assert caught.value.code is Code.DEADLINE_EXCEEDED
 
 
-def test_what_goes_wrong_in_reading_is_hidden(house: House) -> None:
+def test_hides_internal_errors_raised_while_reading_a_request(house: House) -> None:
     def read() -> GenerateRequest:
         raise ZeroDivisionError("a secret")
 
@@ -99,7 +99,7 @@ def test_a_session_that_its_client_has_left_before_is_released(house: House, ask
     nothing_left(house)
 
 
-def test_one_outcome_each(house: House) -> None:
+def test_each_request_counts_one_outcome(house: House) -> None:
     house.loop.run(_events(house, lambda: ASKED))
     house.loop.run(_events(house, lambda: ASKED, stop=1))
     house.loop.run(_events(house, lambda: PrefillRequest(ASKED.prompt)))

@@ -38,7 +38,7 @@ def shared_links(a: bytes, b: bytes) -> int:
 
 
 @given(st.lists(st.integers(0, 3), max_size=150), st.lists(st.integers(0, 3), max_size=150), st.data())
-def test_chains_agree_exactly_as_far_as_whole_pages_do(
+def test_hash_chains_agree_exactly_over_equal_whole_pages(
     tokens: list[int], tail: list[int], data: st.DataObject
 ) -> None:
     other = tokens[: data.draw(st.integers(0, len(tokens)))] + tail
@@ -55,7 +55,7 @@ def test_chains_agree_exactly_as_far_as_whole_pages_do(
     assert key_of(tokens[:cut]).longer(pack_ids(tokens[cut:])) == chains[0]
 
 
-def test_a_root_is_its_owners_models_and_methods() -> None:
+def test_cache_root_depends_on_owner_salt_model_and_method() -> None:
     tokens = [1] * 64
     given: list[dict[str, Any]] = [
         {},
@@ -99,7 +99,7 @@ def test_lengths_whose_thresholds_differ_have_roots_of_their_own(tmp_path: Path)
         ("dpxa+delta", 5119, 4864),
     ],
 )
-def test_so_much_of_a_prompt_is_the_same_in_a_longer_one(name: str, tokens: int, lasting: int) -> None:
+def test_lasting_tokens_depend_on_the_method(name: str, tokens: int, lasting: int) -> None:
     assert lasting_tokens(method_spec(name), tokens) == lasting
 
 
@@ -113,7 +113,7 @@ def test_at_least_the_last_token_is_computed_again() -> None:
     assert usable_prefix(found=112, tokens=120) == 0
 
 
-def test_a_group_goes_on_where_its_method_can() -> None:
+def test_group_resumes_at_a_multiple_of_its_methods_step() -> None:
     dense, corrected = method_spec("dense"), method_spec("dpxa+delta", {"gamma": 96})
     assert resume_at(1000, 5000, dense) == 896
     assert resume_at(5000, 9000, corrected) == 4992 // 384 * 384
@@ -121,7 +121,7 @@ def test_a_group_goes_on_where_its_method_can() -> None:
     assert resume_at(100, 5000, dense) == 0
 
 
-def test_without_rates_a_decode_worker_reads_a_short_rest() -> None:
+def test_without_rates_a_decode_worker_prefills_a_short_rest() -> None:
     unknown = Rates()
     assert not rest_is_long(1024, 1024, 1100, unknown)
     assert rest_is_long(1024, 1024, 1024 + 1025, unknown)
@@ -137,7 +137,7 @@ def test_without_rates_a_decode_worker_reads_a_short_rest() -> None:
     st.floats(1, 1e6),
     st.integers(0, 10**6),
 )
-def test_with_rates_whoever_is_sooner_reads_the_rest(
+def test_faster_of_worker_and_group_prefills_the_rest(
     prefix_blocks: int, rest: int, append: float, read: float, fetch: float, queued: int
 ) -> None:
     prefix, rates = 128 * prefix_blocks, Rates(append=append, read=read, fetch=fetch, queued=queued)
@@ -150,7 +150,7 @@ def decode(name: str, free: int, total: int = 100) -> DecodeStats:
     return DecodeStats(name=name, pages_total=total, pages_free=free, running=0, waiting=0, sessions=0)
 
 
-def test_the_one_that_holds_most_is_asked_unless_it_is_much_fuller() -> None:
+def test_worker_with_the_longest_prefix_is_asked_unless_much_fuller() -> None:
     workers = [decode("a", 90), decode("b", 60), decode("c", 20)]
     found = {"a": 160, "b": 320}
     assert hold_most(found, workers, 400) == ["b", "a"]
@@ -163,7 +163,7 @@ def test_the_one_that_holds_most_is_asked_unless_it_is_much_fuller() -> None:
     assert hold_most({}, workers, 400) == []
 
 
-def test_what_a_disk_brings_back_later_than_a_group_reads_it_is_left_there() -> None:
+def test_leaves_blocks_on_disk_that_a_group_prefills_sooner() -> None:
     slow = Prefix(tokens=8192, disk_tokens=4096, disk_s=2.0)
     reads = Rates(read=4096.0)
     assert worth_loading(slow, reads) == Prefix(tokens=4096)

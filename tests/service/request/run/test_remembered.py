@@ -34,7 +34,7 @@ def answer(client: DeltafrontClient, prompt: str, **options: object) -> Generate
     return finish
 
 
-def test_a_prompt_continues_from_what_its_owner_has_sent(doors: tuple[House, House]) -> None:
+def test_prompt_reuses_its_owners_cached_prefix(doors: tuple[House, House]) -> None:
     house, other = doors
     with DeltafrontClient(house.address, "alpha") as client, DeltafrontClient(other.address, "alpha") as far:
         assert answer(client, DOCUMENT).usage.cached_tokens == 0
@@ -54,7 +54,7 @@ def test_a_prompt_continues_from_what_its_owner_has_sent(doors: tuple[House, Hou
     nothing_left(house)
 
 
-def test_nobody_elses_and_no_other_methods(doors: tuple[House, House]) -> None:
+def test_reuses_no_prefix_of_another_owner_or_method(doors: tuple[House, House]) -> None:
     house, _ = doors
     with (
         DeltafrontClient(house.address, "alpha") as client,
@@ -71,7 +71,7 @@ def test_nobody_elses_and_no_other_methods(doors: tuple[House, House]) -> None:
     nothing_left(house)
 
 
-def test_sessions_are_made_of_what_was_continued(house: House, client: DeltafrontClient) -> None:
+def test_sessions_can_be_kept_of_reused_prefixes(house: House, client: DeltafrontClient) -> None:
     """By Prefill, and by Generate; each is found in turn."""
     longer = DOCUMENT + "And so on. " * 10
     *_, first = client.prefill(DOCUMENT)
@@ -93,7 +93,7 @@ def test_sessions_are_made_of_what_was_continued(house: House, client: Deltafron
     nothing_left(house)
 
 
-def test_it_can_be_switched_off(make_house: Callable[..., House]) -> None:
+def test_prefix_reuse_can_be_switched_off(make_house: Callable[..., House]) -> None:
     house = make_house(prefix_reuse=False)
     with DeltafrontClient(house.address) as client:
         *_, made = client.prefill(DOCUMENT)
@@ -103,7 +103,7 @@ def test_it_can_be_switched_off(make_house: Callable[..., House]) -> None:
 
 
 @pytest.mark.parametrize("reason", [RefusalReason.NO_PREFIX, RefusalReason.PAGES])
-def test_without_the_prefix_or_room_beside_it_the_prompt_is_read(
+def test_prompt_is_prefilled_if_the_prefix_or_room_is_gone(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, reason: RefusalReason
 ) -> None:
     *_, made = client.prefill(DOCUMENT)
@@ -120,7 +120,7 @@ def test_without_the_prefix_or_room_beside_it_the_prompt_is_read(
     nothing_left(house)
 
 
-def test_a_failed_continuation_is_replayed_and_leaves_no_session(
+def test_failed_request_on_a_prefix_is_replayed_and_leaves_no_session(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltafront.service.request.run.attempt._FIRST_PAUSE_S", 0.02)
@@ -138,7 +138,7 @@ def noise(tokens: int) -> str:
     return "".join(random.choice("abc") for _ in range(tokens))
 
 
-def test_a_long_rest_is_read_by_a_prefill_group(house: House, client: DeltafrontClient) -> None:
+def test_prefill_group_prefills_a_long_rest(house: House, client: DeltafrontClient) -> None:
     """From where its method can go on, over the pages that are there."""
     answer(client, DOCUMENT)
     longer = DOCUMENT + noise(len(DOCUMENT) + 20)
@@ -156,7 +156,7 @@ def test_a_long_rest_is_read_by_a_prefill_group(house: House, client: Deltafront
 
 
 @pytest.mark.parametrize("reason", [RefusalReason.NO_PREFIX, RefusalReason.PAGES])
-def test_a_long_rest_without_room_beside_its_prefix_is_read_anew(
+def test_long_rest_without_room_after_its_prefix_is_prefilled_anew(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, reason: RefusalReason
 ) -> None:
     answer(client, DOCUMENT)
@@ -174,7 +174,7 @@ def test_a_long_rest_without_room_beside_its_prefix_is_read_anew(
 
 
 @pytest.mark.parametrize("chunks", [0, 2])
-def test_a_long_rest_goes_on_behind_its_prefix_when_a_group_dies(
+def test_long_rest_resumes_after_its_prefix_when_a_group_dies(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, chunks: int
 ) -> None:
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
@@ -187,7 +187,7 @@ def test_a_long_rest_goes_on_behind_its_prefix_when_a_group_dies(
     nothing_left(house)
 
 
-def test_what_it_costs_decides_who_reads_the_rest(house: House, client: DeltafrontClient) -> None:
+def test_faster_of_group_and_worker_prefills_the_rest(house: House, client: DeltafrontClient) -> None:
     """A group that reads fast, and one behind which much waits."""
     answer(client, DOCUMENT)
     house.decode.append_rate = 100.0
@@ -200,7 +200,7 @@ def test_what_it_costs_decides_who_reads_the_rest(house: House, client: Deltafro
         assert len(house.group.jobs) - jobs == (who == "group")
 
 
-def test_where_fetching_is_slower_than_reading_all_is_read(house: House, client: DeltafrontClient) -> None:
+def test_prefills_everything_if_fetching_the_prefix_is_slower(house: House, client: DeltafrontClient) -> None:
     answer(client, DOCUMENT)
     house.decode.append_rate, house.group.rate, house.group.fetch_rate = 100.0, 1000.0, 900.0
     house.loop.run(house.fleet.refresh())
@@ -210,7 +210,7 @@ def test_where_fetching_is_slower_than_reading_all_is_read(house: House, client:
     assert answer(client, DOCUMENT + noise(300), retain_s=0).usage.cached_tokens == 640
 
 
-def test_opting_out_of_being_remembered_and_of_being_served_from_memory(
+def test_retain_s_0_and_skip_cache_opt_out_of_the_prefix_cache(
     house: House, client: DeltafrontClient
 ) -> None:
     answer(client, DOCUMENT, retain_s=0)
@@ -222,7 +222,7 @@ def test_opting_out_of_being_remembered_and_of_being_served_from_memory(
         answer(client, DOCUMENT, retain_s=-1)
 
 
-def test_those_who_trust_each_other_share_what_is_remembered(
+def test_prefix_scope_all_shares_cached_prefixes_across_owners(
     make_house: Callable[..., House], tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens"
@@ -234,7 +234,7 @@ def test_those_who_trust_each_other_share_what_is_remembered(
     nothing_left(house)
 
 
-def test_nothing_is_continued_on_a_worker_that_drains(house: House, client: DeltafrontClient) -> None:
+def test_reuses_no_prefix_on_a_draining_worker(house: House, client: DeltafrontClient) -> None:
     """A session made there would go with it. Where nobody else is, it serves on."""
     *_, made = client.prefill(DOCUMENT)
     changed(house.decode, draining=True)
@@ -254,7 +254,7 @@ def test_nothing_is_continued_on_a_worker_that_drains(house: House, client: Delt
 
 @pytest.mark.parametrize("tokens", [703, 704])
 @pytest.mark.parametrize("dies", ["worker", "door"])
-def test_an_answer_goes_on_where_a_session_holds_its_whole_prompt(
+def test_resumed_answer_reuses_a_session_of_its_whole_prompt(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, tokens: int, dies: str
 ) -> None:
     """704 tokens are whole pages: of them the last is read again, before what was answered."""

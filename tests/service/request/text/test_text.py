@@ -112,7 +112,7 @@ def test_tokens_without_text_are_not_decoded_again_and_again(filler: int) -> Non
     assert max(held) < 40
 
 
-def test_an_answer_that_goes_on_elsewhere_has_the_same_text() -> None:
+def test_answer_resumed_elsewhere_has_the_same_text() -> None:
     """In the middle of a character, and of a stop string."""
     ids = [*"aé🙂b".encode(), *b"STO", *b"x"]
     for cut in range(len(ids) + 1):
@@ -153,7 +153,7 @@ def test_stop_strings_are_never_shown(text: str, stops: list[str], data: st.Data
 
 
 @given(st.text(alphabet="abc", max_size=30), st.lists(words, min_size=1, max_size=3))
-def test_letter_by_letter_equals_brute_force(text: str, stops: list[str]) -> None:
+def test_stop_matching_letter_by_letter_equals_brute_force(text: str, stops: list[str]) -> None:
     matcher, shown = StopMatcher(stops), ""
     for letter in text:
         match = matcher.push(letter)
@@ -196,20 +196,20 @@ def letters(packed: bytes) -> str:
     return "".join({256: "<bos>", 257: "<eos>"}.get(i) or chr(i) for i in ids)
 
 
-def test_only_an_opening_gets_a_bos(tokenizer: TextTokenizer) -> None:
+def test_bos_is_added_only_on_request(tokenizer: TextTokenizer) -> None:
     assert letters(tokenizer.encode("hi", add_bos=True)) == "<bos>hi"
     assert letters(tokenizer.encode("hi", add_bos=False)) == "hi"
     assert tokenizer.decode([256, 104, 105, 257]) == "hi"
 
 
-def test_chat_and_its_continuation(tokenizer: TextTokenizer) -> None:
+def test_renders_a_chat_and_its_continuation(tokenizer: TextTokenizer) -> None:
     user = [{"role": "user", "content": "hi"}]
     assert letters(tokenizer.encode_chat(user)) == "[s:be nice][u:hi][a:"
     assert letters(tokenizer.encode_chat(user, add_generation_prompt=False)) == "[s:be nice][u:hi]"
     assert letters(tokenizer.encode_chat_append(user)) == "[u:hi][a:"
 
 
-def test_a_strict_template_finds_its_turn(tmp_path: Path, model: Path) -> None:
+def test_strict_template_accepts_an_appended_turn(tmp_path: Path, model: Path) -> None:
     """Some templates refuse two user messages in a row, or a system message."""
     strict = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -237,7 +237,9 @@ FOLDING = (
 
 
 @pytest.mark.parametrize("template", [ALTERNATING, FOLDING])
-def test_nothing_invented_is_appended(tmp_path: Path, model: Path, template: str) -> None:
+def test_append_leaves_out_a_templates_default_system_message(
+    tmp_path: Path, model: Path, template: str
+) -> None:
     found = directory(tmp_path, model, template)
     question, answer = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
     assert letters(found.encode_chat_append([question])) == "[u:why?]"
@@ -273,7 +275,7 @@ def test_templates_run_in_a_sandbox(tmp_path: Path, model: Path, template: str, 
         )
 
 
-def test_templates_speak_the_usual_dialect(tmp_path: Path, model: Path) -> None:
+def test_templates_support_the_usual_jinja_extensions(tmp_path: Path, model: Path) -> None:
     template = (
         "{{ bos_token }}{%- for m in messages -%}\n"
         "  {% generation %}{{ m.content | tojson }}{% endgeneration %}"

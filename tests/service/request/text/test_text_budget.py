@@ -56,7 +56,7 @@ def test_no_more_is_held_than_there_is_room(asked: list[tuple[str, int, bool]]) 
             assert len(mine) < 2 or sum(mine) <= MOST // 2
 
 
-def test_one_caller_leaves_room_for_others_and_all_leave_some_for_short_texts() -> None:
+def test_long_texts_of_all_callers_leave_room_for_short_ones() -> None:
     texts, held = TextBudget(MOST), list[HeldText]()
     with pytest.raises(Overloaded):
         held.extend(texts.hold("a", LONG) for _ in range(100))
@@ -76,19 +76,19 @@ def test_many_callers_leave_room_for_one_more(size: int) -> None:
     assert texts.hold("d", 1000)
 
 
-def test_without_tokens_everybody_may_take_all() -> None:
+def test_without_tokens_anonymous_callers_share_the_whole_budget() -> None:
     texts = TextBudget(MOST)
     held = [texts.hold(ANYONE, SHORT_BYTES) for _ in range(MOST // SHORT_BYTES)]
     assert sum(one.size for one in held) == MOST
 
 
-def test_more_than_there_ever_is_has_no_time_to_come_back() -> None:
+def test_text_larger_than_the_budget_gets_no_retry_time() -> None:
     with pytest.raises(Overloaded) as caught:
         TextBudget(MOST).hold("a", MOST + 1)
     assert caught.value.retry_after_s is None
 
 
-def test_what_grows_is_checked_again() -> None:
+def test_text_that_grows_is_checked_again() -> None:
     texts = TextBudget(MOST)
     with texts.hold("a", 0) as first, texts.hold("a", LONG):
         first.grow(MOST // 2 - LONG)
@@ -117,7 +117,7 @@ def test_long_texts_take_turns_and_short_ones_do_not_wait() -> None:
     asyncio.run(asyncio.wait_for(run(), HANG_S))
 
 
-def test_who_leaves_is_not_worked_for() -> None:
+def test_tokenising_stops_when_its_caller_leaves() -> None:
     async def run() -> None:
         texts, seen, begun = TextBudget(MOST), threading.Event(), threading.Event()
 
@@ -171,7 +171,7 @@ def test_tokenising_ends_when_nobody_waits(made: TextTokenizer, monkeypatch: pyt
         made.with_limit(TokenLimit(stopped=lambda: next(answers))).encode(NOVEL, add_bos=False)
 
 
-def test_a_text_without_a_cut_is_tried_at_its_beginning(
+def test_text_without_seams_is_measured_at_its_beginning(
     made: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE", 10)
@@ -198,7 +198,7 @@ def generate(client: DeltafrontClient, prompt: Any, **options: Any) -> list[Any]
     return list(client.generate(prompt, max_tokens=1, **options))
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+def test_refuses_texts_too_long_for_the_model_before_tokenising(
     client: DeltafrontClient, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(*_: Any, **__: Any) -> None:
@@ -230,7 +230,7 @@ def test_messages_are_counted(client: DeltafrontClient) -> None:
 
 
 @pytest.mark.parametrize("role", ["", "user\nsystem", "<eos>", "User", "narrator", "x" * 1000])
-def test_roles_are_from_a_list(client: DeltafrontClient, role: str) -> None:
+def test_refuses_an_unknown_role(client: DeltafrontClient, role: str) -> None:
     with pytest.raises(InvalidArgument, match=r"prompt.messages\[0\].role: .* must be one of system"):
         generate(client, [{"role": role, "content": "hi"}])
 
@@ -255,7 +255,7 @@ def test_appended_text_and_documents_hold_no_control_tokens(client: DeltafrontCl
         generate(client, "a", special_tokens="yes")
 
 
-def test_text_is_let_go_once_it_is_tokenised(house: House) -> None:
+def test_text_is_freed_once_it_is_tokenised(house: House) -> None:
     """While the answer still comes."""
     marker = "A text that nobody holds. " * 20
 
@@ -283,9 +283,7 @@ def test_text_is_let_go_once_it_is_tokenised(house: House) -> None:
     nothing_left(house)
 
 
-def test_a_door_that_holds_enough_refuses_and_its_room_comes_back(
-    house: House, client: DeltafrontClient
-) -> None:
+def test_full_door_refuses_texts_until_room_is_free(house: House, client: DeltafrontClient) -> None:
     texts = house.door._requests.text_budget
     held = texts.hold("somebody", texts._max_bytes)
     with pytest.raises(Overloaded, match="as much text to read as it can hold") as caught:
@@ -296,7 +294,7 @@ def test_a_door_that_holds_enough_refuses_and_its_room_comes_back(
     wait_until(lambda: not texts._held, "room is not given back")
 
 
-def test_too_long_is_said_of_the_field(
+def test_names_the_field_that_is_too_long(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE", 10)

@@ -72,7 +72,7 @@ def whole(tokenizer: Tokenizer, text: str, add_bos: bool) -> bytes:
 
 @pytest.mark.parametrize("name", DIVISIBLE)
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_a_text_in_pieces_has_the_ids_of_the_whole(
+def test_tokenising_in_pieces_gives_the_ids_of_the_whole(
     name: str, add_bos: bool, made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE", 300)
@@ -90,7 +90,9 @@ PARTS = st.sampled_from(["ab", " cd", " ", "  ", "\n", "'s", " It's", "12", " 3"
 @pytest.mark.parametrize("name", DIVISIBLE)
 @settings(deadline=None, max_examples=60)
 @given(parts=st.lists(PARTS, max_size=40))
-def test_so_has_any_text(name: str, made: dict[str, Tokenizer], parts: list[str]) -> None:
+def test_tokenising_any_text_in_pieces_gives_the_same_ids(
+    name: str, made: dict[str, Tokenizer], parts: list[str]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PIECE", 3)
         text = "".join(parts)
