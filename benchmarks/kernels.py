@@ -15,7 +15,7 @@ import torch
 
 from deltafront.benchmarks.harness import BenchConfig, Row, commit_of, run_cases, write_rows
 
-MODULES = ("cases_executors", "cases_selection", "cases_decode", "cases_experts")
+MODULES = ("cases_attention", "cases_selection", "cases_decode", "cases_experts")
 ROOT = Path(__file__).resolve().parent.parent
 
 

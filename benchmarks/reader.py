@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deltafront.kernels.build import build
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateSpec, no_phase
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileCounts, no_phase
 from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec, reads_whole_prompts
@@ -98,7 +98,7 @@ class Reader:
             self.stack.dtype,
         )
         states = [attention.new_state(replace(spec, layer=layer)) for layer in range(config.layers)]
-        timer, coverage = phase_timer(self.stack.device), list[Coverage]()
+        timer, counts = phase_timer(self.stack.device), list[TileCounts]()
         tails: list[torch.Tensor] = []
         for first in range(after, len(ids), chunk):
 
@@ -108,13 +108,13 @@ class Reader:
                     q_BHTD.contiguous(), k_BGSD, v_BGSD, q_start=start, prompt_tokens=len(ids)
                 )
                 out_BHTD, covered = attention.attend(x, states[layer], timer.phase)
-                coverage.append(covered)
+                counts.append(covered)
                 return out_BHTD
 
             hidden_TC = self._forward(ids[first : first + chunk], attend)
             tails = [rows_TC[-tail:] for rows_TC in (*tails, hidden_TC)]
-        computed = torch.stack([covered.computed for covered in coverage]).sum()
-        density = float(computed) / sum(covered.causal for covered in coverage)
+        computed = torch.stack([covered.computed for covered in counts]).sum()
+        density = float(computed) / sum(covered.causal for covered in counts)
         return Reading(torch.cat(tails)[-tail:], density, 1e3 * sum(timer.seconds().values()))
 
     def next_token(self, ids: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Turns a `MethodSpec` into a method that runs: selector × executor × correction."""
+"""Turns a `MethodSpec` into a method that runs: selector × backend × correction."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
+from deltafront.kernels.attention.dense import DenseBackend
+from deltafront.kernels.attention.inputs import causal_tiles
 from deltafront.kernels.correction import Correction
-from deltafront.kernels.executors.dense import DenseExecutor
-from deltafront.kernels.executors.inputs import causal_tiles
 from deltafront.kernels.interface import (
     Attention,
+    AttentionBackend,
     AttentionInput,
-    Coverage,
-    Executor,
     KernelInputError,
     Phase,
     Selector,
     StateSpec,
     Thresholds,
+    TileCounts,
     no_phase,
 )
 from deltafront.kernels.methods import MethodError, MethodSpec, registered
@@ -50,12 +50,12 @@ def build(
         raise KernelInputError(
             f"{spec.name}: density = {options.density} stands for thresholds by layer and head, none came"
         )
-    method: Attention = Composition(selector, part_of(preset.executor)(options))
+    method: Attention = Composition(selector, part_of(preset.backend)(options))
     if spec.correction:
         method = Correction(method, int(values["gamma"]), spread=bool(values["spread"]))
     shortest = int(values.get("min_tokens", 0))
     if shortest > 0:
-        method = DenseWhenShort(method, Composition(None, DenseExecutor()), shortest)
+        method = DenseWhenShort(method, Composition(None, DenseBackend()), shortest)
     return Windowed(method, windows) if windows else method
 
 
@@ -79,30 +79,30 @@ def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
 @dataclass
 class CompositionState:
     selector: Any
-    executor: Any
+    backend: Any
 
 
 class Composition:
-    """A selector and an executor. Without a selector the executor chooses the keys."""
+    """A selector and a backend. Without a selector the backend chooses the keys."""
 
-    def __init__(self, selector: Selector | None, executor: Executor) -> None:
+    def __init__(self, selector: Selector | None, backend: AttentionBackend) -> None:
         self.selector = selector
-        self.executor = executor
+        self.backend = backend
 
     def new_state(self, spec: StateSpec) -> CompositionState:
         chosen = None if self.selector is None else self.selector.new_state(spec)
-        return CompositionState(chosen, self.executor.new_state(spec))
+        return CompositionState(chosen, self.backend.new_state(spec))
 
     def attend(
         self, x: AttentionInput, state: CompositionState, phase: Phase = no_phase
-    ) -> tuple[torch.Tensor, Coverage]:
-        mask, sampled = None, 0.0
+    ) -> tuple[torch.Tensor, TileCounts]:
+        mask, scored_share = None, 0.0
         if self.selector is not None:
             mask = self.selector.select(x, state.selector, phase)
-            sampled = self.selector.sampled
-        out_BHTD = self.executor.attend(x, mask, state.executor, phase)
-        computed = self.executor.computed_tiles(x, mask, state.executor)
-        return out_BHTD, Coverage(computed, causal_tiles(x), sampled)
+            scored_share = self.selector.scored_share
+        out_BHTD = self.backend.attend(x, mask, state.backend, phase)
+        computed = self.backend.computed_tiles(x, mask, state.backend)
+        return out_BHTD, TileCounts(computed, causal_tiles(x), scored_share)
 
 
 class DenseWhenShort:
@@ -116,7 +116,9 @@ class DenseWhenShort:
     def new_state(self, spec: StateSpec) -> Any:
         return self.method.new_state(spec)
 
-    def attend(self, x: AttentionInput, state: Any, phase: Phase = no_phase) -> tuple[torch.Tensor, Coverage]:
+    def attend(
+        self, x: AttentionInput, state: Any, phase: Phase = no_phase
+    ) -> tuple[torch.Tensor, TileCounts]:
         if x.prompt_tokens <= self.shortest:
             return self.dense.attend(x, CompositionState(None, None), phase)
         return self.method.attend(x, state, phase)
@@ -128,7 +130,7 @@ class Windowed:
     def __init__(self, method: Attention, windows: Mapping[int, int]) -> None:
         self.method = method
         sizes = set(windows.values())
-        made = {size: Composition(None, DenseExecutor(window=size)) for size in sizes}
+        made = {size: Composition(None, DenseBackend(window=size)) for size in sizes}
         self._layers = {layer: made[size] for layer, size in windows.items()}
 
     def new_state(self, spec: StateSpec) -> tuple[Attention, Any]:
@@ -137,6 +139,6 @@ class Windowed:
 
     def attend(
         self, x: AttentionInput, state: tuple[Attention, Any], phase: Phase = no_phase
-    ) -> tuple[torch.Tensor, Coverage]:
+    ) -> tuple[torch.Tensor, TileCounts]:
         method, own = state
         return method.attend(x, own, phase)

@@ -12,17 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
+from deltafront.kernels.attention.dense import cpu_attend_rows
+from deltafront.kernels.attention.inputs import QueryRows
+from deltafront.kernels.attention.launch import launch
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.dense import cpu_attend_rows
-from deltafront.kernels.executors.inputs import QueryRows
-from deltafront.kernels.executors.launch import launch
 from deltafront.kernels.interface import (
     Attention,
     AttentionInput,
-    Coverage,
     KernelInputError,
     Phase,
     StateSpec,
+    TileCounts,
     no_phase,
     runs_on_cpu,
 )
@@ -60,12 +60,12 @@ class Correction:
 
     def attend(
         self, x: AttentionInput, state: CorrectionState, phase: Phase = no_phase
-    ) -> tuple[torch.Tensor, Coverage]:
-        out_BHTD, coverage = self.inner.attend(x, state.inner, phase)
+    ) -> tuple[torch.Tensor, TileCounts]:
+        out_BHTD, counts = self.inner.attend(x, state.inner, phase)
         with phase("correction"):
             self._correct(x, out_BHTD, state)
         extra = self._extra_tiles(x)
-        return out_BHTD, replace(coverage, computed=coverage.computed + extra)
+        return out_BHTD, replace(counts, computed=counts.computed + extra)
 
     def _correct(self, x: AttentionInput, out_BHTD: torch.Tensor, state: CorrectionState) -> None:
         dense_rows, add_differences = cpu_dense_rows, cpu_add_differences

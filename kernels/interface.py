@@ -1,4 +1,4 @@
-"""Types that selectors, executors and workers share. Importing them loads no torch.
+"""Types that selectors, backends and workers share. Importing them loads no torch.
 
 Suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
 dimension, N query blocks of this chunk (pages elsewhere), M key blocks so far.
@@ -167,18 +167,18 @@ class TileMask:
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """How many tiles one call computed, over batch and heads.
+class TileCounts:
+    """Tiles of one attention call, summed over batch and heads.
 
     Attributes:
-        computed: It is on the device: reading it waits.
+        computed: Tiles computed, as a scalar on the device; reading it synchronises.
         causal: All causal tiles.
-        sampled: The share of a tile's q · k products that its score is made of.
+        scored_share: The share of a tile's q · k dot products that its score is computed from.
     """
 
     computed: torch.Tensor
     causal: int
-    sampled: float
+    scored_share: float
 
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -191,17 +191,17 @@ def no_phase(_name: str) -> AbstractContextManager[object]:
 
 
 class Selector(Protocol):
-    sampled: float
+    scored_share: float
 
     def new_state(self, spec: StateSpec) -> Any: ...
 
     def select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask: ...
 
 
-class Executor(Protocol):
-    """Attends to a mask's tiles; without one, to keys that it chooses itself, mostly all causal ones.
+class AttentionBackend(Protocol):
+    """Computes attention over a mask's tiles. Without a mask it chooses the keys, mostly all causal ones.
 
-    `attend` returns out_BHTD in q's dtype.
+    It has a CPU form and kernels. `attend` returns out_BHTD in q's dtype.
     """
 
     def new_state(self, spec: StateSpec) -> Any: ...
@@ -225,4 +225,4 @@ class Attention(Protocol):
 
     def attend(
         self, x: AttentionInput, state: Any, phase: Phase = no_phase
-    ) -> tuple[torch.Tensor, Coverage]: ...
+    ) -> tuple[torch.Tensor, TileCounts]: ...

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from deltafront.kernels import options as forms
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.interface import Executor, KernelInputError, Selector
+from deltafront.kernels.interface import AttentionBackend, KernelInputError, Selector
 from deltafront.kernels.options import CorrectionOptions, Option, Value, options_of
 
 O = TypeVar("O")  # noqa: E741
@@ -34,7 +34,7 @@ class Preset:
 
     form: type[Any]
     selector: Callable[[Any], Selector] | str | None
-    executor: Callable[[Any], Executor] | str
+    backend: Callable[[Any], AttentionBackend] | str
     source: str
     whole_prompt: bool
     from_keys: bool
@@ -73,7 +73,7 @@ def register(
     name: str,
     options: type[O],
     selector: Callable[[O], Selector] | str | None,
-    executor: Callable[[O], Executor] | str,
+    backend: Callable[[O], AttentionBackend] | str,
     *,
     source: str,
     whole_prompt: bool = False,
@@ -87,8 +87,8 @@ def register(
 
     Args:
         options: A frozen dataclass whose fields are made with `options.option`.
-        selector, executor: Make the part from the options: a callable, or its path "module:object". Without a
-            selector the executor chooses the keys.
+        selector, backend: Make the part from the options: a callable, or its path "module:object". Without a
+            selector the backend chooses the keys.
         source: Paper and section.
         whole_prompt: The method takes a prompt in one piece, so the service refuses it.
         from_keys: See `interface.Attention`. Otherwise a prompt starts over where a prefill group dies, and
@@ -101,7 +101,7 @@ def register(
     if not name or "+" in name:
         raise MethodError("method", f"{name!r} cannot be a method's name")
     options_of(options)
-    preset = Preset(options, selector, executor, source, whole_prompt, from_keys)
+    preset = Preset(options, selector, backend, source, whole_prompt, from_keys)
     if name in _presets and (known := _presets[name].module) != preset.module:
         raise MethodError("method", f"{preset.module}: {known} has registered a method {name!r}")
     _presets[name] = preset
@@ -211,13 +211,13 @@ def _own(
     options: type[Any],
     source: str,
     selector: str | None,
-    executor: str = "block_sparse:BlockSparseExecutor",
+    backend: str = "block_sparse:BlockSparseBackend",
 ) -> None:
     chosen = None if selector is None else f"{__package__}.selectors.{selector}"
-    register(name, options, chosen, f"{__package__}.executors.{executor}", source=source, from_keys=True)
+    register(name, options, chosen, f"{__package__}.attention.{backend}", source=source, from_keys=True)
 
 
-_own("dense", forms.DenseOptions, "FlashAttention-2", None, "dense:DenseExecutor")
+_own("dense", forms.DenseOptions, "FlashAttention-2", None, "dense:DenseBackend")
 _paper = "StreamingLLM (Xiao et al. 2023), section 3.2"
 _own("streaming", forms.StreamingOptions, _paper, "streaming:StreamingSelector")
 _paper = "DeltaAttention section 4.3, with the changes of docs/decisions/0003"
@@ -229,11 +229,11 @@ _own("xattention", forms.AntidiagonalOptions, _paper, "grouped.antidiagonal:Anti
 _own("naive", forms.NaiveOptions, "DeltaAttention, ablation of section 4.3", "grouped.selector:NaiveSelector")
 _own("block_pool", forms.BlockPoolOptions, "block mean pooling", "grouped.selector:BlockPoolSelector")
 _paper = "DeltaAttention section 4.1"
-_own("delta_kv", forms.DeltaKVOptions, _paper, None, "packed.delta_kv:DeltaKVExecutor")
+_own("delta_kv", forms.DeltaKVOptions, _paper, None, "packed.delta_kv:DeltaKVBackend")
 _own(
     "delta_xattention",
     forms.DeltaXAttentionOptions,
     "DeltaAttention section 4.2",
     "grouped.antidiagonal:scoring_selector",
-    "packed.delta_xattention:DeltaXAttentionExecutor",
+    "packed.delta_xattention:DeltaXAttentionBackend",
 )

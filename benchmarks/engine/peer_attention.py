@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from deltafront.kernels.executors.dense import cpu_attend
-from deltafront.kernels.executors.inputs import causal_tiles
+from deltafront.kernels.attention.dense import cpu_attend
+from deltafront.kernels.attention.inputs import causal_tiles
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
 from deltafront.tests.numerics import assert_rows_close
 
@@ -81,11 +81,11 @@ def check(device: torch.device) -> None:
         assert_rows_close(attend(x), expected_BHTD)
 
 
-def fa2_executor(options: object) -> Peer:
+def fa2_backend(options: object) -> Peer:
     del options
     return Peer(fa2)
 
 
-def cudnn_executor(options: object) -> Peer:
+def cudnn_backend(options: object) -> Peer:
     del options
     return Peer(cudnn)

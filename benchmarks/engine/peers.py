@@ -22,5 +22,5 @@ class CudnnOptions:
 
 
 _PARTS = f"{__package__}.peer_attention"
-register("fa2", Fa2Options, None, f"{_PARTS}:fa2_executor", source="SDPA, FlashAttention-2", from_keys=True)
-register("cudnn", CudnnOptions, None, f"{_PARTS}:cudnn_executor", source="SDPA, cuDNN", from_keys=True)
+register("fa2", Fa2Options, None, f"{_PARTS}:fa2_backend", source="SDPA, FlashAttention-2", from_keys=True)
+register("cudnn", CudnnOptions, None, f"{_PARTS}:cudnn_backend", source="SDPA, cuDNN", from_keys=True)

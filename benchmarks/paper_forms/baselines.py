@@ -37,7 +37,7 @@ class SpargeSelector:
     values inside tiles, which changes no mask. Diagonal and block 0 are kept, as every mask here does; tiles
     have 128 keys, not 64."""
 
-    sampled = 1.0 / BLOCK**2
+    scored_share = 1.0 / BLOCK**2
 
     def __init__(self, options: SpargeOptions) -> None:
         self._tau, self._theta = options.tau, options.theta

@@ -20,9 +20,9 @@ from deltafront.benchmarks.paper_forms.methods import (
     PhaseOptions,
 )
 from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.attention.inputs import new_output
+from deltafront.kernels.attention.packed.delta_kv import CHUNK
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.inputs import new_output
-from deltafront.kernels.executors.packed.delta_kv import CHUNK
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
 
 SLAB = 8
@@ -65,7 +65,7 @@ def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> R
 
 
 class PhasedDeltaKV(ABC):
-    """An executor. Phase 1 attends to the anchors of safe packed blocks, phase 2 to every key behind their
+    """A backend. Phase 1 attends to the anchors of safe packed blocks, phase 2 to every key behind their
     reach. A packed block with a key of the query block or a later one is not safe."""
 
     def __init__(self, options: PhaseOptions) -> None:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import torch
 
 from deltafront.benchmarks.paper_forms.methods import StreamingSmoothedOptions
+from deltafront.kernels.attention.block_sparse import BlockSparseBackend
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.correction import cpu_dense_rows, kernel_dense_rows
-from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
 from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
 
 
-class SmoothedExecutor:
+class SmoothedBackend:
     """Every gamma-th row is dense. The rows up to the next get its difference mixed with the next one's
     (`linear`), or what a filter makes of all differences so far, each repeated gamma times. The whole prompt
     at once, since `linear` looks ahead."""
 
     def __init__(self, options: StreamingSmoothedOptions) -> None:
         self._options = options
-        self._inner = BlockSparseExecutor()
+        self._inner = BlockSparseBackend()
 
     def new_state(self, spec: StateSpec) -> None:
         return None

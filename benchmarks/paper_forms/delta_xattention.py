@@ -12,10 +12,10 @@ import torch
 
 from deltafront.benchmarks.paper_forms.methods import AllPackedOptions, TileSkipOptions
 from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.attention.block_sparse import BlockSparseBackend
+from deltafront.kernels.attention.inputs import check_mask
+from deltafront.kernels.attention.packed.delta_xattention import DeltaXAttentionBackend
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
-from deltafront.kernels.executors.inputs import check_mask
-from deltafront.kernels.executors.packed.delta_xattention import DeltaXAttentionExecutor
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
 from deltafront.kernels.options import RunOptions
 from deltafront.kernels.selectors.grouped.antidiagonal import scoring_selector
@@ -23,12 +23,12 @@ from deltafront.kernels.selectors.rules.cpu import compact
 
 
 class AllPacked:
-    """An executor: XAttention over keys and values of which each is its run's anchor's, or mean. That is
+    """A backend: XAttention over keys and values of which each is its run's anchor's, or mean. That is
     what a softmax weighted by counts gives, with runs cut at the query."""
 
     def __init__(self, options: AllPackedOptions) -> None:
         self._options = options
-        self._inner = BlockSparseExecutor()
+        self._inner = BlockSparseBackend()
 
     def new_state(self, spec: StateSpec) -> None:
         return None
@@ -89,9 +89,9 @@ class TileSkipSelector:
 
     def __init__(self, options: TileSkipOptions) -> None:
         self._scoring = scoring_selector(options)
-        self._packing = DeltaXAttentionExecutor(options)
+        self._packing = DeltaXAttentionBackend(options)
         self._skip = options.skip
-        self.sampled = self._scoring.sampled
+        self.scored_share = self._scoring.scored_share
 
     def new_state(self, spec: StateSpec) -> Any:
         return self._scoring.new_state(spec), self._packing.new_state(spec)

@@ -11,14 +11,14 @@ from torch.nn.functional import normalize
 from deltafront.benchmarks.paper_forms.delta_xattention import listed
 from deltafront.benchmarks.paper_forms.methods import ChangedRowsOptions, SharedMasksOptions
 from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.attention.block_sparse import BlockSparseBackend
+from deltafront.kernels.attention.dense import DenseBackend
+from deltafront.kernels.attention.inputs import check_mask
+from deltafront.kernels.attention.packed.delta_kv import CHUNK
+from deltafront.kernels.attention.packed.delta_xattention import cpu_attend
+from deltafront.kernels.attention.packed.delta_xattention_kernel import kernel_attend
+from deltafront.kernels.attention.packed.runs import PackedRuns
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
-from deltafront.kernels.executors.dense import DenseExecutor
-from deltafront.kernels.executors.inputs import check_mask
-from deltafront.kernels.executors.packed.delta_kv import CHUNK
-from deltafront.kernels.executors.packed.delta_xattention import cpu_attend
-from deltafront.kernels.executors.packed.delta_xattention_kernel import kernel_attend
-from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, no_phase, runs_on_cpu
 from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
 from deltafront.kernels.selectors.rules import cpu, kernel
@@ -42,7 +42,7 @@ class SharedMasksSelector:
         self._inner = AntidiagonalSelector(options)
         self._every, self._together = options.every, options.together
         self._last: TileMask | None = None
-        self.sampled = self._inner.sampled / self._every
+        self.scored_share = self._inner.scored_share / self._every
 
     def new_state(self, spec: StateSpec) -> LayerState:
         return LayerState(spec.layer, self._inner.new_state(spec))
@@ -66,7 +66,7 @@ class SharedMasksSelector:
             )
 
 
-class MeanTilesExecutor:
+class MeanTilesBackend:
     """Kept tiles are exact. Each other tile before the diagonal is one key in the same softmax: its mean key,
     with the weight of its 128 keys and its mean value (FlashPrefill V2's zero-order form). That is what
     DeltaXAttention packs where all keys of a tile are one run."""
@@ -109,15 +109,15 @@ class ChangedRowsState:
     is_dense_BHT: torch.Tensor | None = None
 
 
-class ChangedRowsExecutor:
+class ChangedRowsBackend:
     """The Δ correction from rows whose query has turned away from the last dense row's, as anchors do
     (runs end after 512 rows), instead of every γ-th: about one in `gamma` of a layer's rows, by one cosine
     for its heads. As with Δ, the prompt's last whole block and what follows it are dense."""
 
     def __init__(self, options: ChangedRowsOptions) -> None:
         self._gamma = options.gamma
-        self._inner = BlockSparseExecutor()
-        self._dense = DenseExecutor()
+        self._inner = BlockSparseBackend()
+        self._dense = DenseBackend()
 
     def new_state(self, spec: StateSpec) -> ChangedRowsState:
         return ChangedRowsState()

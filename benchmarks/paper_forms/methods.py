@@ -18,7 +18,7 @@ from deltafront.kernels.options import (
     option,
 )
 
-_SPARSE = "deltafront.kernels.executors.block_sparse:BlockSparseExecutor"
+_SPARSE = "deltafront.kernels.attention.block_sparse:BlockSparseBackend"
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,11 @@ _SELECTORS = "deltafront.kernels.selectors"
 register("shared_masks", SharedMasksOptions, f"{_IDEAS}:SharedMasksSelector", _SPARSE, source=_SOURCE)
 register(
     "mean_tiles", MeanTilesOptions, f"{_SELECTORS}.grouped.antidiagonal:AntidiagonalSelector",
-    f"{_IDEAS}:MeanTilesExecutor", source="FlashPrefill V2, its zero-order form", from_keys=True,
+    f"{_IDEAS}:MeanTilesBackend", source="FlashPrefill V2, its zero-order form", from_keys=True,
 )  # fmt: skip
 register(
     "changed_rows", ChangedRowsOptions, f"{_SELECTORS}.streaming:StreamingSelector",
-    f"{_IDEAS}:ChangedRowsExecutor", source=_SOURCE,
+    f"{_IDEAS}:ChangedRowsBackend", source=_SOURCE,
 )  # fmt: skip
 
 
@@ -207,6 +207,6 @@ class StreamingSmoothedOptions(StreamingOptions):
 
 register(
     "streaming_smoothed", StreamingSmoothedOptions, f"{_SELECTORS}.streaming:StreamingSelector",
-    f"{__package__}.delta_smoothed:SmoothedExecutor", source="Δ Attention, appendices C and J",
+    f"{__package__}.delta_smoothed:SmoothedBackend", source="Δ Attention, appendices C and J",
     whole_prompt=True,
 )  # fmt: skip

@@ -68,7 +68,7 @@ class PairedSelector(TorchSelector):
         self._served = AntidiagonalSelector(options) if options.pattern == 0 else None
         self.stride, self._top = options.stride, options.top
         self.order = pairs_of(options)
-        self.sampled = 1.0 / self.stride
+        self.scored_share = 1.0 / self.stride
 
     def scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         if self._served is not None:
@@ -141,7 +141,7 @@ class NaiveCellsSelector(TorchSelector):
     def __init__(self, options: NaiveCellsOptions) -> None:
         super().__init__(options)
         self._every = options.every
-        self.sampled = 1.0 / options.every**2
+        self.scored_share = 1.0 / options.every**2
 
     def head_scores(self, x: AttentionInput, b: int, h: int, rows: slice) -> torch.Tensor:
         k_SD, device = x.k_BGSD[b, h // x.group].float(), x.q_BHTD.device

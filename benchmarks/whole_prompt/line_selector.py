@@ -21,11 +21,11 @@ from deltafront.kernels.selectors.rules import cpu, kernel
 class LineSelector(ABC):
     """Tiles chosen from the attention of a prompt's last queries: the whole prompt in one call.
 
-    sampled is 0: only the prompt's last rows (and FlexPrefill's block means) are scored.
+    scored_share is 0: only the prompt's last rows (and FlexPrefill's block means) are scored.
     """
 
     name: str
-    sampled = 0.0
+    scored_share = 0.0
 
     def new_state(self, spec: StateSpec) -> None:
         return None

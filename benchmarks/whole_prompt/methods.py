@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deltafront.kernels.methods import register
 from deltafront.kernels.options import min_tokens, option
 
-_SPARSE = "deltafront.kernels.executors.block_sparse:BlockSparseExecutor"
+_SPARSE = "deltafront.kernels.attention.block_sparse:BlockSparseBackend"
 
 
 @dataclass(frozen=True)

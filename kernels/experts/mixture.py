@@ -6,7 +6,7 @@ Suffixes: T tokens, C hidden size, E experts, K experts of a token, M = T K, I a
 import torch
 import torch.nn.functional as F
 
-from deltafront.kernels.experts.products import Tile, kernel_product, tiles_for
+from deltafront.kernels.experts.gemm import Tile, kernel_gemm, tiles_for
 from deltafront.kernels.experts.routing import Router, cpu_route, kernel_route
 from deltafront.kernels.interface import KernelInputError, runs_on_cpu
 from deltafront.kernels.layers.fp8 import Fp8Rows, quantise_rows
@@ -88,9 +88,9 @@ def kernel_mixture(
 ) -> torch.Tensor:
     routes, per_token = kernel_route(logits_TE, router), router.per_token
     x, dtype = _input(x_TC, gate_up), x_TC.dtype
-    active_MI = kernel_product(x, gate_up, routes, per_token, dtype, gated=True, tile=tile)
+    active_MI = kernel_gemm(x, gate_up, routes, per_token, dtype, gated=True, tile=tile)
     active = _input(active_MI, down)
-    out_MC = kernel_product(active, down, routes, per_token, dtype, gated=False, tile=tile)
+    out_MC = kernel_gemm(active, down, routes, per_token, dtype, gated=False, tile=tile)
     return out_MC.view(-1, per_token, x_TC.shape[1]).sum(1)
 
 

@@ -38,7 +38,7 @@ def swiglu_linear(
     return swiglu(F.linear(x_TI, weight_JI, bias_J), fp8=False)
 
 
-def compile_products(weight_OI: torch.Tensor) -> None:
+def compile_gemms(weight_OI: torch.Tensor) -> None:
     """Compile our kernel for weights like these, if it takes them. Later the number of rows decides which is
     used."""
     if weight_OI.is_cuda and fits(weight_OI):

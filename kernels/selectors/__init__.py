@@ -1,4 +1,4 @@
-"""Selectors: which tiles of the score matrix an executor computes.
+"""Selectors: which tiles of the score matrix a backend computes.
 
 Start at `scored.py`: it computes scores, then applies a rule (`rules/`). The scores come from `anchors/` and
 `grouped/`; `streaming.py` needs none.

@@ -46,7 +46,7 @@ class ScoredSelector(ABC):
     """
 
     name: str
-    sampled: float
+    scored_share: float
 
     def __init__(self, options: ScoredOptions, with_scores: bool = False) -> None:
         self.rule = rule_of(options)

@@ -8,7 +8,7 @@ from deltafront.kernels.options import StreamingOptions
 
 
 class StreamingSelector:
-    sampled = 0.0
+    scored_share = 0.0
 
     def __init__(self, options: StreamingOptions) -> None:
         self.sink, self.window = options.sink, options.window

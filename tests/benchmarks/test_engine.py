@@ -17,7 +17,7 @@ from deltafront.benchmarks.engine.__main__ import Run, parsed
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.products import matrices, products, products_s
 from deltafront.benchmarks.engine.setup import Setup, delta_layers, dpxa_share
-from deltafront.kernels.executors.dense import cpu_attend
+from deltafront.kernels.attention.dense import cpu_attend
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.layers.fp8 import quantise_rows
 from deltafront.kernels.selectors.rules import cpu

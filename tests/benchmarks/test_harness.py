@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltafront.benchmarks import harness
-from deltafront.benchmarks.cases_executors import cases
+from deltafront.benchmarks.cases_attention import cases
 from deltafront.benchmarks.harness import BenchConfig, Case, Row, Timed, run_cases, write_rows
 
 CONFIG = BenchConfig(device=torch.device("cpu"))

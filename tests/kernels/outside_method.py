@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
+from deltafront.kernels.attention.block_sparse import BlockSparseBackend
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
 from deltafront.kernels.methods import register
 from deltafront.kernels.options import option
@@ -25,7 +25,7 @@ class CombOptions:
 class CombSelector:
     """Looks at neither q nor k."""
 
-    sampled = 0.0
+    scored_share = 0.0
 
     def __init__(self, options: CombOptions) -> None:
         self.step = options.step
@@ -37,4 +37,4 @@ class CombSelector:
         return mask_of(x, torch.arange(x.key_blocks, device=x.q_BHTD.device) % self.step == 0)
 
 
-register("comb", CombOptions, CombSelector, BlockSparseExecutor, source="nowhere")
+register("comb", CombOptions, CombSelector, BlockSparseBackend, source="nowhere")

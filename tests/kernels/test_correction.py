@@ -18,10 +18,10 @@ from deltafront.kernels.correction import (
 )
 from deltafront.kernels.interface import (
     AttentionInput,
-    Coverage,
     KernelInputError,
     Phase,
     StateSpec,
+    TileCounts,
     no_phase,
 )
 from deltafront.kernels.methods import method_spec
@@ -51,9 +51,9 @@ class Noise:
 
     def attend(
         self, x: AttentionInput, state: None, phase: Phase = no_phase
-    ) -> tuple[torch.Tensor, Coverage]:
+    ) -> tuple[torch.Tensor, TileCounts]:
         rows = slice(x.q_start, x.q_start + x.q_BHTD.shape[2])
-        return self.out_BHTD[:, :, rows].clone(), Coverage(torch.zeros((), dtype=torch.float64), 1, 0.0)
+        return self.out_BHTD[:, :, rows].clone(), TileCounts(torch.zeros((), dtype=torch.float64), 1, 0.0)
 
 
 def in_chunks(method: Correction, x: AttentionInput, cuts: list[int]) -> torch.Tensor:
@@ -85,11 +85,11 @@ def test_short_prompts_are_all_tail() -> None:
 def test_correction_of_dense_changes_nothing() -> None:
     x = random_input(500, q_heads=4, kv_heads=2)
     method = build(method_spec("dense+delta", {"gamma": 48}))
-    out, coverage = method.attend(x, method.new_state(spec_of(x)))
+    out, counts = method.attend(x, method.new_state(spec_of(x)))
     assert_rows_close(out, reference_attention(x))
     dense_rows = [row for row in range(500) if row >= 256 or row % 48 == 0]
     extra = 4 * sum(row // 128 + 1 for row in dense_rows) / 128
-    assert float(coverage.computed) == pytest.approx(coverage.causal + extra)
+    assert float(counts.computed) == pytest.approx(counts.causal + extra)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

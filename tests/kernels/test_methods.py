@@ -162,12 +162,12 @@ def test_another_process_imports_what_a_spec_names(outside: str, tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", ["deltafront.nowhere:Executor", "deltafront.kernels.executors.dense:Nobody"])
+@pytest.mark.parametrize("path", ["deltafront.nowhere:Backend", "deltafront.kernels.attention.dense:Nobody"])
 def test_a_part_that_cannot_be_imported_is_a_methods_error(path: str) -> None:
     with pytest.raises(MethodError, match=f"{path} cannot be imported"):
         part_of(path)
-    dense = part_of("deltafront.kernels.executors.dense:DenseExecutor")
-    assert part_of(dense) is dense and dense.__name__ == "DenseExecutor"
+    dense = part_of("deltafront.kernels.attention.dense:DenseBackend")
+    assert part_of(dense) is dense and dense.__name__ == "DenseBackend"
 
 
 def test_modules_that_bring_no_method_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +196,8 @@ def test_a_registration_that_cannot_hold_is_refused() -> None:
         share: float = option(0.5, 0.0, 1.0, "a share")
 
     def register_as(name: str, options: type[object]) -> None:
-        executor = PRESETS["dense"].executor
-        register(name, options, None, executor, source="nowhere")
+        backend = PRESETS["dense"].backend
+        register(name, options, None, backend, source="nowhere")
 
     with pytest.raises(MethodError, match="has registered a method 'dense'"):
         register_as("dense", Mine)

@@ -107,8 +107,8 @@ def at_once(name: str, tokens: int = 1200) -> torch.Tensor:
 
 
 def density(method: Any, x: AttentionInput) -> float:
-    coverage = method.attend(x, method.new_state(spec_of(x)))[1]
-    return float(coverage.computed) / coverage.causal
+    counts = method.attend(x, method.new_state(spec_of(x)))[1]
+    return float(counts.computed) / counts.causal
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS])

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
+from deltafront.kernels.attention.inputs import window_begin
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.inputs import window_begin
 from deltafront.tests.numerics import assert_rows_close, row_errors
 from deltafront.tests.workers.in_process import local_controller
 from deltafront.workers.calibration import delta_layer_search, delta_layers

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from deltafront.kernels.build import build, options_for, part_of
-from deltafront.kernels.interface import AttentionInput, Coverage
+from deltafront.kernels.interface import AttentionInput, TileCounts
 from deltafront.kernels.methods import MethodSpec, method_spec, registered
 from deltafront.kernels.options import ScoredOptions
 from deltafront.kernels.selectors.scored import ScoredSelector
@@ -117,7 +117,7 @@ def realised(
     sparse = build(
         method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: thresholds[layer]
     )
-    seen: list[Coverage] = []
+    seen: list[TileCounts] = []
 
     def hook(layer: int, x: AttentionInput) -> torch.Tensor | None:
         if layer in stack.config.window_layers:

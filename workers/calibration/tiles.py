@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from deltafront.kernels.attention.inputs import window_begin
 from deltafront.kernels.build import Composition, DenseWhenShort, Windowed, build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.correction import Correction
-from deltafront.kernels.executors.inputs import window_begin
 from deltafront.kernels.interface import Attention, AttentionInput, Phase, Selector, StateSpec, TileMask
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.model.calibrated.levels import thresholds_for
@@ -112,7 +112,7 @@ def _listed(mask: TileMask, blocks: int) -> torch.Tensor:
 class _Recorder:
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
-        self.sampled = selector.sampled
+        self.scored_share = selector.scored_share
         self.mask: TileMask | None = None
 
     def new_state(self, spec: StateSpec) -> Any:
@@ -120,7 +120,7 @@ class _Recorder:
 
     def select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask:
         self.mask = self._selector.select(x, state, phase)
-        self.sampled = self._selector.sampled
+        self.scored_share = self._selector.scored_share
         return self.mask
 
 

@@ -347,7 +347,7 @@ class DecodeRunner:
     def compile(self) -> None:
         """Compile products of many rows, and on a GPU capture steps. It takes seconds, and no step may be
         under way."""
-        self.stack.compile_products()
+        self.stack.compile_gemms()
         if not self.asynchronous:
             return
         self._graphs = StepGraphs(self._forward, self._rows.padding(self._plan.calibrated))

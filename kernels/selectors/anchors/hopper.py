@@ -1,4 +1,4 @@
-"""Sums of anchor scores for Hopper, in Gluon: `scores.py` with roles as in `executors/hopper/attention.py`.
+"""Sums of anchor scores for Hopper, in Gluon: `scores.py` with roles as in `attention/hopper/attention.py`.
 
 Four consumer warpgroups take 64 query slots each. Reads of shared memory bound the kernel
 (docs/log/2026-11-22.md at 4fe709c6); hence the order of slots in `_by_block` and `_counts`.

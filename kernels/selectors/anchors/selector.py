@@ -52,7 +52,7 @@ class AnchorsSelector(ScoredSelector):
             row_normalised=row_normalised,
             largest=options.largest,
         )
-        self.sampled = self.form.q.cap * self.form.k.cap / BLOCK**2
+        self.scored_share = self.form.q.cap * self.form.k.cap / BLOCK**2
 
     def new_state(self, spec: StateSpec) -> KeyAnchors:
         blocks = -(-spec.max_tokens // BLOCK)

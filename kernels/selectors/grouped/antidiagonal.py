@@ -21,7 +21,7 @@ class AntidiagonalSelector(GroupedSelector):
         self.stride = options.stride
         if self.stride not in (4, 8, 16, 64):
             raise KernelInputError(f"stride {self.stride} is not 4, 8, 16 or 64")
-        self.sampled = 1.0 / self.stride
+        self.scored_share = 1.0 / self.stride
 
     def groups(self, x: AttentionInput) -> Groups:
         grouping = Grouping(self.stride, self.stride, BLOCK // self.stride)

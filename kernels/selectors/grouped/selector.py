@@ -45,7 +45,7 @@ class NaiveSelector(GroupedSelector):
         self.stride = options.stride
         if self.stride not in (2, 4, 8, 16):
             raise KernelInputError(f"stride {self.stride} is not 2, 4, 8 or 16")
-        self.sampled = 1.0 / self.stride**2
+        self.scored_share = 1.0 / self.stride**2
 
     def groups(self, x: AttentionInput) -> Groups:
         grouping = Grouping(self.stride, 1, BLOCK // self.stride)
@@ -71,7 +71,7 @@ class BlockPoolSelector(GroupedSelector):
     """Ranks tiles by mean query against mean key."""
 
     name = "block_pool"
-    sampled = 1.0 / BLOCK**2
+    scored_share = 1.0 / BLOCK**2
 
     def groups(self, x: AttentionInput) -> Groups:
         q_BHND, k_BGMD = _read_once(x.q_BHTD), _read_once(x.k_BGSD)

@@ -31,9 +31,9 @@ PHASES = [
 NAMES = ["delta_kv_thesis", "delta_kv_periodic", "delta_kv_random"]
 
 
-def executor_of(name: str, **options: float):  # type: ignore[no-untyped-def]
+def backend_of(name: str, **options: float):  # type: ignore[no-untyped-def]
     spec = method_spec(name, options)
-    return part_of(registered(spec).executor)(options_for(spec))
+    return part_of(registered(spec).backend)(options_for(spec))
 
 
 def sample(tokens: int = 700, **changes: int) -> AttentionInput:
@@ -65,10 +65,10 @@ OF_NAME: Mapping[str, Mapping[str, float]] = {
 @pytest.mark.parametrize("name", NAMES)
 def test_each_phase_equals_the_definition(name: str, phases: dict[str, float]) -> None:
     x = sample()
-    executor = executor_of(name, **OF_NAME[name], **phases)
-    state = executor.new_state(spec_of(x))
+    backend = backend_of(name, **OF_NAME[name], **phases)
+    state = backend.new_state(spec_of(x))
     with poisoned_empty():
-        found = executor.attend(x, None, state, no_phase)
+        found = backend.attend(x, None, state, no_phase)
     starts = starts_of(name, x, state)
     assert 200 < len(starts) < 400
     expected = phased_attention(x, starts, **{key: int(value) for key, value in phases.items()})
@@ -77,8 +77,8 @@ def test_each_phase_equals_the_definition(name: str, phases: dict[str, float]) -
 
 def test_distance_option_groups_keys_by_euclidean_distance() -> None:
     x = sample()
-    executor = executor_of("delta_kv_thesis", distance=2.0)
-    found = executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
+    backend = backend_of("delta_kv_thesis", distance=2.0)
+    found = backend.attend(x, None, backend.new_state(spec_of(x)), no_phase)
     (starts,) = run_starts(x.k_BGSD, 2.0, 512, "euclidean")
     assert 100 < len(starts) < 600
     assert_rows_close(found, phased_attention(x, starts))
@@ -108,32 +108,32 @@ def test_equal_keys_of_a_run_lose_nothing_while_they_count() -> None:
     for kv in (x.k_BGSD, x.v_BGSD):
         kv.copy_(kv[:, :, leader])
     for name, phases in (("delta_kv_thesis", {}), ("delta_kv_thesis", {"diagonal": 0})):
-        executor = executor_of(name, cos=0.9999, **phases)
-        found = executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
+        backend = backend_of(name, cos=0.9999, **phases)
+        found = backend.attend(x, None, backend.new_state(spec_of(x)), no_phase)
         assert_rows_close(found, reference_attention(x))
-        loose = executor_of(name, cos=0.9999, counts=0, **phases)
+        loose = backend_of(name, cos=0.9999, counts=0, **phases)
         with pytest.raises(AssertionError):
             assert_rows_close(loose.attend(x, None, loose.new_state(spec_of(x)), no_phase), found)
 
 
 def test_tiles_count_packed_and_exact_keys() -> None:
     x = sample(640)
-    executor = executor_of("delta_kv_periodic", every=4, block=64)
-    state = executor.new_state(spec_of(x))
-    executor.attend(x, None, state, no_phase)
+    backend = backend_of("delta_kv_periodic", every=4, block=64)
+    state = backend.new_state(spec_of(x))
+    backend.attend(x, None, state, no_phase)
     expected = 0.0
     for n in range(5):  # 32 anchors a block, 64 of them safe together once their last key is before the block
         safe = n * 32 // 64 * 64
         expected += (safe + (n + 1) * BLOCK - 4 * safe) / BLOCK
-    assert float(executor.computed_tiles(x, None, state)) == pytest.approx(expected)
+    assert float(backend.computed_tiles(x, None, state)) == pytest.approx(expected)
 
 
 def test_seed_and_layer_determine_random_anchors() -> None:
     x = sample()
     chances = []
     for seed, layer in ((1, 0), (1, 0), (2, 0), (1, 1)):
-        executor = executor_of("delta_kv_random", seed=seed)
-        chances.append(executor.new_state(replace(spec_of(x), layer=layer)).chance_BGS)
+        backend = backend_of("delta_kv_random", seed=seed)
+        chances.append(backend.new_state(replace(spec_of(x), layer=layer)).chance_BGS)
     assert torch.equal(chances[0], chances[1])
     assert not torch.equal(chances[0], chances[2]) and not torch.equal(chances[0], chances[3])
 
@@ -143,6 +143,6 @@ def test_refuses_options_that_leave_nothing_to_attend_to() -> None:
         method_spec("delta_kv_thesis", {"history": 0, "diagonal": 0})
     x = random_input(300)
     late = replace(chunk_of(x, 128, 300), q_start=100)
-    executor = executor_of("delta_kv_thesis")
+    backend = backend_of("delta_kv_thesis")
     with pytest.raises(KernelInputError, match="not a multiple"):
-        executor.attend(late, None, executor.new_state(spec_of(x)), no_phase)
+        backend.attend(late, None, backend.new_state(spec_of(x)), no_phase)

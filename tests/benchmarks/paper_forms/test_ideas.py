@@ -11,11 +11,11 @@ import torch
 from deltafront.benchmarks.paper_forms import ideas
 from deltafront.benchmarks.paper_forms.delta_xattention import listed
 from deltafront.benchmarks.paper_forms.oracle import corrected_rows, mean_tiles
+from deltafront.kernels.attention.block_sparse import cpu_attend
+from deltafront.kernels.attention.packed.delta_xattention_kernel import kernel_attend
+from deltafront.kernels.attention.packed.runs import PackedRuns
 from deltafront.kernels.build import build, options_for, part_of
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.block_sparse import cpu_attend
-from deltafront.kernels.executors.packed.delta_xattention_kernel import kernel_attend
-from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
 from deltafront.kernels.methods import PRESETS, load, method_spec, registered
 from deltafront.kernels.selectors.streaming import StreamingSelector
@@ -98,10 +98,10 @@ def moved(given: Any) -> Any:
 
 
 def with_means(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    executor = ideas.MeanTilesExecutor(None)
-    state = executor.new_state(spec_of(x))
+    backend = ideas.MeanTilesBackend(None)
+    state = backend.new_state(spec_of(x))
     with poisoned_empty():
-        return executor.attend(x, mask, state, no_phase)
+        return backend.attend(x, mask, state, no_phase)
 
 
 @pytest.mark.parametrize("start", [0, 384])
@@ -113,8 +113,8 @@ def test_dropped_tiles_are_replaced_by_their_means(start: int) -> None:
         kept_HNM[at // x.query_blocks, at % x.query_blocks, row] = True
     assert_rows_close(with_means(x, mask), mean_tiles(x, kept_HNM))
     kept, causal = int(kept_HNM.sum()), 4 * sum(x.first_block + n + 1 for n in range(x.query_blocks))
-    executor = ideas.MeanTilesExecutor(None)
-    computed = executor.computed_tiles(x, mask, executor.new_state(spec_of(x)))
+    backend = ideas.MeanTilesBackend(None)
+    computed = backend.computed_tiles(x, mask, backend.new_state(spec_of(x)))
     assert float(computed) == pytest.approx(kept + (causal - kept) / BLOCK)
 
 
@@ -150,10 +150,10 @@ def test_rows_after_a_dense_row_get_its_difference(start: int) -> None:
     x.q_BHTD.copy_(0.4 * x.q_BHTD + torch.cat([drift.sin(), drift.cos(), (3 * drift).sin()] * 6, 1)[:, :16])
     spec = method_spec("changed_rows", {"window": 200, "gamma": 16})
     options = options_for(spec)
-    executor = part_of(registered(spec).executor)(options)
+    backend = part_of(registered(spec).backend)(options)
     mask = StreamingSelector(options).select(x, None, no_phase)
-    state = executor.new_state(spec_of(x))
-    found = executor.attend(x, mask, state, no_phase)
+    state = backend.new_state(spec_of(x))
+    found = backend.attend(x, mask, state, no_phase)
     is_dense_HT = state.is_dense_BHT[0]
     dense = reference_attention(x)
     assert_rows_close(found[0], corrected_rows(cpu_attend(x, mask)[0], dense[0], is_dense_HT))
@@ -162,9 +162,7 @@ def test_rows_after_a_dense_row_get_its_difference(start: int) -> None:
     assert 0.03 < body_HT.double().mean() < 0.09
     assert body_HT.sum(1).unique().numel() > 1, "heads differ"
     extra = sum((start + row) // BLOCK + 1 for _, row in is_dense_HT.nonzero().tolist()) / BLOCK
-    assert float(executor.computed_tiles(x, mask, state)) == pytest.approx(
-        float(mask.count_BHN.sum()) + extra
-    )
+    assert float(backend.computed_tiles(x, mask, state)) == pytest.approx(float(mask.count_BHN.sum()) + extra)
 
 
 def test_dense_rows_are_those_whose_query_has_turned_furthest() -> None:
@@ -188,6 +186,6 @@ def test_dense_rows_are_those_whose_query_has_turned_furthest() -> None:
 def test_methods_of_benchmarks_are_told_from_the_served_ones() -> None:
     """Another process imports the module of a method's options, and tests of what is served leave it out."""
     for name, preset in PRESETS.items():
-        parts = [part for part in (preset.selector, preset.executor) if isinstance(part, str)]
+        parts = [part for part in (preset.selector, preset.backend) if isinstance(part, str)]
         if any(part.startswith("deltafront.benchmarks.") for part in parts):
             assert preset.module.startswith("deltafront.benchmarks."), name

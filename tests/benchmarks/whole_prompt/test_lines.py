@@ -256,10 +256,10 @@ def test_full_budget_is_dense_and_the_default_builds(name: str) -> None:
     assert set(FULL) == whole - {"streaming_smoothed"}, "whose dense rows are never all"
     x = sample(700, head_dim=64)
     method = build(method_spec(name, {**FULL[name], "min_tokens": 0}))
-    out_BHTD, coverage = method.attend(x, method.new_state(spec_of(x)))
+    out_BHTD, counts = method.attend(x, method.new_state(spec_of(x)))
     assert_rows_close(out_BHTD, reference_attention(x))
-    assert float(coverage.computed) == coverage.causal
-    assert coverage.sampled == 0.0
+    assert float(counts.computed) == counts.causal
+    assert counts.scored_share == 0.0
 
 
 @pytest.mark.parametrize("name", SELECTORS)

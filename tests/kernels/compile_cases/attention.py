@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from deltafront.kernels import correction
+from deltafront.kernels.attention import flash
+from deltafront.kernels.attention.hopper import launch as hopper
+from deltafront.kernels.attention.packed import delta_xattention_kernel, pack
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors import flash
-from deltafront.kernels.executors.hopper import launch as hopper
-from deltafront.kernels.executors.packed import delta_xattention_kernel, pack
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
 from tests.kernels.descriptor_types import descriptor_type
 

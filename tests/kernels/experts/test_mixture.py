@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from deltafront.kernels.experts.gemm import TILES, Tile, tile_for, tiles_for
 from deltafront.kernels.experts.mixture import compile_mixture, cpu_mixture, kernel_mixture, mixture
-from deltafront.kernels.experts.products import TILES, Tile, tile_for, tiles_for
 from deltafront.kernels.experts.routing import Router, cpu_route, kernel_route
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers.fp8 import Fp8Rows, quantise_rows

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers import linear_hopper_launch as hopper
-from deltafront.kernels.layers.linear import compile_products, linear, swiglu_linear
+from deltafront.kernels.layers.linear import compile_gemms, linear, swiglu_linear
 from deltafront.tests.numerics import assert_rows_close, poisoned_empty
 from deltafront.tests.reference import layers as reference
 
@@ -60,7 +60,7 @@ def test_names_gemm_widths_and_dtypes_that_do_not_match(function: Any) -> None:
 def test_compiles_no_gemm_kernels_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     monkeypatch.setattr(hopper, "launch", lambda *given, **_form: launched.append(given))
-    compile_products(torch.zeros(256, 64, dtype=torch.bfloat16))
+    compile_gemms(torch.zeros(256, 64, dtype=torch.bfloat16))
     assert not launched
 
 

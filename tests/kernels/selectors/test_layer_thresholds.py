@@ -96,8 +96,8 @@ def test_thresholds_reach_a_method_that_delta_correction_wraps() -> None:
     for threshold in (1.0, 0.3):
         spec = method_spec("block_pool+delta", {"tau": 0.3, "min_tokens": 1000})
         method = build(spec, lambda _layer, _tokens, threshold=threshold: (threshold,) * 3)
-        _, coverage = method.attend(x, method.new_state(spec_of(x)))
-        densities.append(float(coverage.computed) / coverage.causal)
+        _, counts = method.attend(x, method.new_state(spec_of(x)))
+        densities.append(float(counts.computed) / counts.causal)
     assert densities[0] > 1.0 > densities[1]
 
 

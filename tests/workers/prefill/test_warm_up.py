@@ -35,10 +35,10 @@ class Spy:
 
     def attend(self, x: AttentionInput, state: Any) -> Any:
         self.seen.append((x.q_start, x.q_BHTD.shape[2], x.k_BGSD.shape[2]))
-        out_BHTD, coverage = self.method.attend(x, state)
+        out_BHTD, counts = self.method.attend(x, state)
         assert bool(out_BHTD.isfinite().all())
-        self.least = min(self.least, float(coverage.computed) / coverage.causal)
-        return out_BHTD, coverage
+        self.least = min(self.least, float(counts.computed) / counts.causal)
+        return out_BHTD, counts
 
 
 def test_warm_up_runs_whole_and_ragged_chunks_past_min_tokens(

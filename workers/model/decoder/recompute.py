@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from deltafront.kernels.attention.block_sparse import BlockSparseBackend
+from deltafront.kernels.attention.dense import DenseBackend
+from deltafront.kernels.attention.inputs import window_begin
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
-from deltafront.kernels.executors.dense import DenseExecutor
-from deltafront.kernels.executors.inputs import window_begin
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
@@ -98,7 +98,7 @@ def recompute(
             blocks' new ones.
     """
     config, device = stack.config, stack.device
-    mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseExecutor()
+    mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseBackend()
     start = blocks[-1] * BLOCK
 
     def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _attend_to_windows(
 ) -> torch.Tensor:
     """Attend block by block, to its window's keys and its own. Its own stand behind the last block's
     start."""
-    parts, executor, last = [], DenseExecutor(window=window), blocks[-1]
+    parts, backend, last = [], DenseBackend(window=window), blocks[-1]
     for n, (block, q_THD) in enumerate(zip(blocks, torch.split(q_PHD, BLOCK), strict=True)):
         before, own = (
             slice(first * BLOCK, end * BLOCK)
@@ -126,7 +126,7 @@ def _attend_to_windows(
         )
         k_BGSD, v_BGSD = (torch.cat([x[:, before], x[:, own]], dim=1)[None] for x in (k_GSD, v_GSD))
         x = AttentionInput.of(q_THD.transpose(0, 1)[None].to(k_GSD.dtype), k_BGSD, v_BGSD)
-        parts.append(executor.attend(x, None, None, no_phase)[0].transpose(0, 1).to(q_PHD.dtype))
+        parts.append(backend.attend(x, None, None, no_phase)[0].transpose(0, 1).to(q_PHD.dtype))
     return torch.cat(parts)
 
 

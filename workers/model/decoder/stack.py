@@ -308,7 +308,7 @@ class LayerStack:
             own |= dict.fromkeys(config.unrotated_layers, self._rope.unrotated(angles))
         return lambda layer: own.get(layer, angles)
 
-    def compile_products(self) -> None:
+    def compile_gemms(self) -> None:
         attention = self._weights.attentions[0]
         products: list[Linear | Fp8Linear | MixtureWeights] = [attention.qkv, attention.output]
         for mlp in {type(mlp): mlp for mlp in self._weights.mlps}.values():

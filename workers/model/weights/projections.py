@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from deltafront.kernels.layers.fp8 import Fp8Rows, product, quantise_rows
-from deltafront.kernels.layers.linear import compile_products, linear, swiglu_linear
+from deltafront.kernels.layers.linear import compile_gemms, linear, swiglu_linear
 from deltafront.kernels.layers.norm import LinearInput
 from deltafront.kernels.layers.swiglu import geglu, squared_relu, swiglu
 
@@ -47,7 +47,7 @@ class Linear:
 
     def compile(self) -> None:
         """Compile the kernels for many rows."""
-        compile_products(self.weight_OI)
+        compile_gemms(self.weight_OI)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deltafront.kernels.interface import Attention, AttentionInput, Coverage, StateSpec
+from deltafront.kernels.interface import Attention, AttentionInput, StateSpec, TileCounts
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.workers.kv.cache import PagedKVCache, Sides
 from deltafront.workers.kv.handoff.protocols import KVStream
@@ -36,7 +36,7 @@ class ChunkWork:
     timer: PhaseTimer
     fetch_s: float = 0.0
     began: float = field(default_factory=time.perf_counter)
-    coverage: list[tuple[int, Coverage]] = field(default_factory=list)
+    tile_counts: list[tuple[int, TileCounts]] = field(default_factory=list)
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
     logits_V: torch.Tensor | None = None
@@ -49,8 +49,10 @@ class ChunkWork:
 
     def seal(self) -> None:
         """Launch the copies of results. Call it after the last phase, on the thread that launches."""
-        if self.coverage:
-            self._computed_L = _to_host(torch.stack([c.computed for _, c in self.coverage]).to(torch.float64))
+        if self.tile_counts:
+            self._computed_L = _to_host(
+                torch.stack([c.computed for _, c in self.tile_counts]).to(torch.float64)
+            )
         self.finite, self.logits_V = _to_host(self.finite), _to_host(self.logits_V)
         self._sealed = self.timer.mark()
         self.launched = time.perf_counter()
@@ -74,7 +76,7 @@ class ChunkWork:
             wall=computing + self.fetch_s,
             phases=phases,
             density=density,
-            sampled_share=sum(c.sampled for _, c in self.coverage) / max(1, len(self.coverage)),
+            sampled_share=sum(c.scored_share for _, c in self.tile_counts) / max(1, len(self.tile_counts)),
             handoff_bytes=self.handoff_bytes,
             launched_ahead=None if self._sealed is None else self.through - self.launched,
         )
@@ -84,9 +86,9 @@ class ChunkWork:
             return ()
         seconds = self.timer.layers()
         densities = []
-        for (layer, coverage), tiles in zip(self.coverage, self._computed_L.tolist(), strict=True):
+        for (layer, counts), tiles in zip(self.tile_counts, self._computed_L.tolist(), strict=True):
             parts = seconds.get(layer, {})
-            attention, causal = parts.get("attention", 0.0), float(coverage.causal)
+            attention, causal = parts.get("attention", 0.0), float(counts.causal)
             times = {"attention": attention, "choosing": sum(parts.values()) - attention}
             densities.append(LayerDensity(layer=layer, computed=tiles, causal=causal, **times))
         return tuple(densities)
@@ -162,9 +164,9 @@ class ChunkAttention:
         work.timer.layer = layer
         if layer not in prompt.states:
             prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
-        out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], phase)
+        out_BHTD, counts = prompt.method.attend(x, prompt.states[layer], phase)
         work.timer.layer = None
-        work.coverage.append((layer, coverage))
+        work.tile_counts.append((layer, counts))
         return out_BHTD[0].transpose(0, 1)
 
     def _first_needed(self, layer: int) -> int:

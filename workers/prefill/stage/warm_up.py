@@ -51,7 +51,7 @@ def warm_up(
             if on_gpu and longest and layer not in stack.config.window_layers:
                 _compile_for_lengths(stack, method, shortest, chunk_tokens, longest, layer)
     _compile_for_one_row(stack)
-    stack.compile_products()
+    stack.compile_gemms()
     if on_gpu:
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()

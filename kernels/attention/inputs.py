@@ -1,4 +1,4 @@
-"""Inputs and outputs that executors share, and their checks.
+"""Inputs and outputs that backends share, and their checks.
 
 Suffixes: R rows of a launch, P packed rows, C pack chunks.
 """

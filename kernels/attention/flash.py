@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from deltafront.kernels.attention.inputs import PackedKeys, QueryRows
 from deltafront.kernels.constants import BLOCK, LOG2E
-from deltafront.kernels.executors.inputs import PackedKeys, QueryRows
 from deltafront.kernels.interface import AttentionInput, TileMask
 from deltafront.kernels.launches import strides
 

@@ -1,4 +1,4 @@
-"""The executors: CPU forms against the oracles, kernels against CPU forms, bad input refused.
+"""The backends: CPU forms against the oracles, kernels against CPU forms, bad input refused.
 
 Kernels run in the interpreter (fp32, fp16) without a GPU, and on the GPU (bf16 too) with one.
 """
@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.kernels.executors import block_sparse, dense
-from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
-from deltafront.kernels.executors.hopper import launch as hopper_launch
-from deltafront.kernels.executors.hopper.hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST
-from deltafront.kernels.executors.hopper.launch import by_length
-from deltafront.kernels.executors.packed import delta_kv, delta_xattention, delta_xattention_kernel
-from deltafront.kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
-from deltafront.kernels.executors.packed.delta_xattention import DeltaXAttentionExecutor
-from deltafront.kernels.executors.packed.runs import PackedRuns
+from deltafront.kernels.attention import block_sparse, dense
+from deltafront.kernels.attention.block_sparse import BlockSparseBackend
+from deltafront.kernels.attention.hopper import launch as hopper_launch
+from deltafront.kernels.attention.hopper.hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST
+from deltafront.kernels.attention.hopper.launch import by_length
+from deltafront.kernels.attention.packed import delta_kv, delta_xattention, delta_xattention_kernel
+from deltafront.kernels.attention.packed.delta_kv import CHUNK, DeltaKVBackend
+from deltafront.kernels.attention.packed.delta_xattention import DeltaXAttentionBackend
+from deltafront.kernels.attention.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
 from deltafront.kernels.options import DeltaKVOptions, DeltaXAttentionOptions
 from deltafront.tests.numerics import (
@@ -125,9 +125,9 @@ def test_packing_counts_a_key_row_once_for_each_key_of_its_run(
     counts: bool, means: bool, similar: dict[str, float]
 ) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
-    executor = DeltaKVExecutor(DeltaKVOptions(**similar, counts=counts, means=means, critical=128))
-    state = executor.new_state(spec_of(x))
-    found = executor.attend(x, None, state, no_phase)
+    backend = DeltaKVBackend(DeltaKVOptions(**similar, counts=counts, means=means, critical=128))
+    state = backend.new_state(spec_of(x))
+    found = backend.attend(x, None, state, no_phase)
     runs = int(state.offset_BGC[0, 0, -1])
     assert 100 < runs < 300
     starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(512, 700)]
@@ -144,8 +144,8 @@ def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
     exact = dense.cpu_attend(x)
 
     def run(counts: bool) -> torch.Tensor:
-        executor = DeltaKVExecutor(DeltaKVOptions(cos=1.0, counts=counts, critical=128))
-        return executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
+        backend = DeltaKVBackend(DeltaKVOptions(cos=1.0, counts=counts, critical=128))
+        return backend.attend(x, None, backend.new_state(spec_of(x)), no_phase)
 
     assert_rows_close(run(True), exact)
     with pytest.raises(AssertionError):
@@ -158,9 +158,9 @@ def test_tiles_outside_the_exact_share_use_one_key_row_for_each_run(share: float
     whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
     x = chunk_of(whole, 128, 690)
     mask = random_mask(x, 0.7)
-    executor = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=share, means=means))
-    state = executor.new_state(spec_of(whole))
-    found = executor.attend(x, mask, state, no_phase)
+    backend = DeltaXAttentionBackend(DeltaXAttentionOptions(cos=0.8, exact_share=share, means=means))
+    state = backend.new_state(spec_of(whole))
+    found = backend.attend(x, mask, state, no_phase)
     runs = int(state.offset_BGC[0, 0, state.chunks])
     assert 100 < runs < 400
     starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(state.chunks * 128, 690)]
@@ -192,7 +192,7 @@ def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dty
     with poisoned_empty():
         found = block_sparse.kernel_attend(x, mask)
     assert_rows_close(found.cpu(), block_sparse.cpu_attend(y, mask_on_cpu(mask)), dtype=dtype)
-    mixed = DeltaXAttentionExecutor(MIXED)
+    mixed = DeltaXAttentionBackend(MIXED)
     state = mixed.new_state(spec_of(x))
     state.extend(x.k_BGSD, 128, mixed.cos)
     exact_BHNM = delta_xattention_kernel.kernel_exact_table(mask, 0.3)
@@ -323,15 +323,15 @@ def test_computed_tiles_count_the_work() -> None:
     x = with_runs(random_input(1200, q_heads=4, kv_heads=2))
     mask = random_mask(x, 0.4)
     listed = float(mask.count_BHN.sum())
-    assert float(BlockSparseExecutor().computed_tiles(x, mask, None)) == listed
-    everything = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=1.0))
+    assert float(BlockSparseBackend().computed_tiles(x, mask, None)) == listed
+    everything = DeltaXAttentionBackend(DeltaXAttentionOptions(cos=0.8, exact_share=1.0))
     state = everything.new_state(spec_of(x))
     everything.attend(x, mask, state, no_phase)
     assert float(everything.computed_tiles(x, mask, state)) == listed
-    some = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=0.0))
+    some = DeltaXAttentionBackend(DeltaXAttentionOptions(cos=0.8, exact_share=0.0))
     diagonals = mask.count_BHN.numel()
     assert diagonals + (listed - diagonals) / 4 < float(some.computed_tiles(x, mask, state)) < 0.6 * listed
-    packed = DeltaKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
+    packed = DeltaKVBackend(DeltaKVOptions(cos=0.8, critical=128))
     packed_state = packed.new_state(spec_of(x))
     packed.attend(x, None, packed_state, no_phase)
     runs = packed_state.offset_BGC[0].double()
@@ -356,10 +356,10 @@ def bad_masks(x: AttentionInput) -> dict[str, TileMask | None]:
 
 def test_unusable_masks_are_refused_before_any_launch() -> None:
     x = random_input(300, device=DEVICE)
-    mixed = DeltaXAttentionExecutor(MIXED)
+    mixed = DeltaXAttentionBackend(MIXED)
     for name, mask in bad_masks(x).items():
         with pytest.raises(KernelInputError, match="block_sparse"):
-            BlockSparseExecutor().attend(x, mask, None, no_phase)
+            BlockSparseBackend().attend(x, mask, None, no_phase)
         with pytest.raises(KernelInputError, match="delta_xattention"):
             mixed.attend(x, mask, mixed.new_state(spec_of(x)), no_phase)
         if name != "missing":
@@ -373,11 +373,11 @@ def test_unusable_masks_are_refused_before_any_launch() -> None:
 
 def test_unaligned_chunks_and_foreign_states_are_refused() -> None:
     x = chunk_of(random_input(300, device=DEVICE), 30, 300)
-    packed = DeltaKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
+    packed = DeltaKVBackend(DeltaKVOptions(cos=0.8, critical=128))
     with pytest.raises(KernelInputError, match="multiple of 128"):
         packed.attend(x, None, packed.new_state(spec_of(x)), no_phase)
     with pytest.raises(KernelInputError, match="multiple of 128"):
-        BlockSparseExecutor().attend(x, mask_of(x, torch.ones(3, 3, dtype=torch.bool)), None, no_phase)
+        BlockSparseBackend().attend(x, mask_of(x, torch.ones(3, 3, dtype=torch.bool)), None, no_phase)
     y = random_input(300, device=DEVICE)
     short = packed.new_state(replace(spec_of(y), max_tokens=256))
     with pytest.raises(KernelInputError, match="max_tokens"):
@@ -399,7 +399,7 @@ def test_kernels_refuse_what_they_cannot_compute() -> None:
         dense.kernel_attend(AttentionInput.of(many[:, :, :1], many, many))
     with pytest.raises(KernelInputError, match="not on meta"):
         meta = torch.empty(1, 1, 128, 64, device="meta")
-        BlockSparseExecutor().attend(
+        BlockSparseBackend().attend(
             AttentionInput.of(meta, meta, meta), meta_mask(meta.device), None, no_phase
         )
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deltafront.kernels.attention import block_sparse, dense
+from deltafront.kernels.attention.inputs import causal_tiles
 from deltafront.kernels.build import Windowed, build
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors import block_sparse, dense
-from deltafront.kernels.executors.inputs import causal_tiles
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.methods import method_spec
 from deltafront.tests.numerics import assert_rows_close, chunk_of, poisoned_empty, random_input, spec_of
 from deltafront.tests.reference.attention import reference_attention
 
-from .test_executors import DEVICE, TYPES, mask_on_cpu, on_cpu, random_mask
+from .test_attention_backends import DEVICE, TYPES, mask_on_cpu, on_cpu, random_mask
 
 WINDOWS = [1, 17, 100, 128, 129, 300, 4096]
 SMALL = {"q_heads": 2, "kv_heads": 1, "head_dim": 16}
@@ -83,12 +83,12 @@ def test_sparse_method_applies_only_to_layers_without_a_window() -> None:
     method = build(spec, windows={1: 40, 2: 200})
     x = random_input(500, **SMALL)
     for layer, window in ((0, None), (1, 40), (2, 200)):
-        out, coverage = method.attend(x, method.new_state(replace(spec_of(x), layer=layer)))
+        out, counts = method.attend(x, method.new_state(replace(spec_of(x), layer=layer)))
         if window is None:
             alone = build(spec)
             wanted, covered = alone.attend(x, alone.new_state(spec_of(x)))
-            assert torch.equal(out, wanted) and coverage.computed == covered.computed
+            assert torch.equal(out, wanted) and counts.computed == covered.computed
         else:
             assert_rows_close(out, oracle(x, window))
-            assert float(coverage.computed) == causal_tiles(x, window) < coverage.causal
+            assert float(counts.computed) == causal_tiles(x, window) < counts.causal
     assert not isinstance(build(spec, windows={}), Windowed)

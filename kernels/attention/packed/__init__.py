@@ -1,4 +1,4 @@
 """Attention over packed keys: each run of similar keys becomes one row, its mean or its anchor's own.
 
-Start at the executors, `delta_kv.py` and `delta_xattention.py`. `runs.py` has the suffixes.
+Start at the backends, `delta_kv.py` and `delta_xattention.py`. `runs.py` has the suffixes.
 """

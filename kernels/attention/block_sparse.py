@@ -2,13 +2,13 @@
 
 import torch
 
+from deltafront.kernels.attention.inputs import QueryRows, attend_keys, check_mask, new_output
+from deltafront.kernels.attention.launch import launch
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.inputs import QueryRows, attend_keys, check_mask, new_output
-from deltafront.kernels.executors.launch import launch
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 
 
-class BlockSparseExecutor:
+class BlockSparseBackend:
     def __init__(self, options: object = None) -> None:
         """Ignore `options`: there are none."""
 

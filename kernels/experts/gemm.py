@@ -129,7 +129,7 @@ def tile_for(assignments: int, experts: int, dtype: torch.dtype) -> Tile:
     return next(tile for tile in tiles_for(dtype) if assignments <= tile.most * experts)
 
 
-def kernel_product(
+def kernel_gemm(
     x: LinearInput,
     weight: LinearInput,
     routes: Routes,

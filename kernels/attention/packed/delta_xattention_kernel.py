@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from deltafront.kernels.attention.flash import NEGATIVE, step_tile, tile_constants
+from deltafront.kernels.attention.inputs import check_launch, new_output
+from deltafront.kernels.attention.packed.pack import pack
+from deltafront.kernels.attention.packed.runs import PackedRuns
 from deltafront.kernels.constants import BLOCK, LOG2E
-from deltafront.kernels.executors.flash import NEGATIVE, step_tile, tile_constants
-from deltafront.kernels.executors.inputs import check_launch, new_output
-from deltafront.kernels.executors.packed.pack import pack
-from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput, TileMask
 from deltafront.kernels.launches import strides
 from deltafront.kernels.selectors.rules.rule import ROUNDING

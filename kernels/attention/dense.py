@@ -3,15 +3,15 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from deltafront.kernels.executors.inputs import QueryRows, causal_tiles, new_output
-from deltafront.kernels.executors.launch import launch
+from deltafront.kernels.attention.inputs import QueryRows, causal_tiles, new_output
+from deltafront.kernels.attention.launch import launch
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 
 ROWS = 512
 """Rows that the CPU computes at once. It reads no keys after the last of them."""
 
 
-class DenseExecutor:
+class DenseBackend:
     """Exact causal attention from any q_start; ignores masks.
 
     window: how many of the last keys a row sees, its own included; 0: all.

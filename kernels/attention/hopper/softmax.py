@@ -10,11 +10,11 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltafront.kernels.executors.hopper.items import Extent, exact_key, packed_before
+from deltafront.kernels.attention.hopper.items import Extent, exact_key, packed_before
 from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE, scores_layout
 
 NEGATIVE = gl.constexpr(-1.0e30)
-"""A row's running maximum before its first tile. It is finite, as in `executors/flash.py`."""
+"""A row's running maximum before its first tile. It is finite, as in `attention/flash.py`."""
 UNSEEN = gl.constexpr(-3.0e38)
 """Score of a masked key, far below NEGATIVE. Otherwise a row that sees none of its first tile would take exp2
 of a rounding error."""

@@ -4,15 +4,15 @@ from functools import cache
 
 import torch
 
-from deltafront.kernels.constants import BLOCK, LOG2E
-from deltafront.kernels.executors.hopper.attention import hopper_kernel
-from deltafront.kernels.executors.hopper.hopper_plan import (
+from deltafront.kernels.attention.hopper.attention import hopper_kernel
+from deltafront.kernels.attention.hopper.hopper_plan import (
     BY_LENGTH,
     LONGEST_ROWS_FIRST,
     ONE_HEAD_FIRST,
     plan_of,
 )
-from deltafront.kernels.executors.inputs import PackedKeys, QueryRows
+from deltafront.kernels.attention.inputs import PackedKeys, QueryRows
+from deltafront.kernels.constants import BLOCK, LOG2E
 from deltafront.kernels.hopper.host import TileDescriptor, is_hopper, multiprocessors
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
 from deltafront.kernels.interface import AttentionInput, TileMask
@@ -43,7 +43,7 @@ def launch(
     mask: TileMask | None,
     packed: PackedKeys | None,
 ) -> None:
-    """Do what `executors.launch.launch` does, for inputs that satisfy `takes`."""
+    """Do what `attention.launch.launch` does, for inputs that satisfy `takes`."""
     batch, heads, count, dim = rows.q_BHRD.shape
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows

@@ -1,4 +1,4 @@
-"""FlashAttention for Hopper, in Gluon: `executors/flash.py` with its work divided among warps.
+"""FlashAttention for Hopper, in Gluon: `attention/flash.py` with its work divided among warps.
 
 *Roles.* One producer warp copies (TMA; `load_items`). Consumer warpgroups of four warps compute 64 rows each
 (`_compute`). A program takes *items* (`items.py`) and visits key tiles for each. No warpgroup waits for
@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltafront.kernels.executors.hopper.buffers import new_buffers
-from deltafront.kernels.executors.hopper.items import (
+from deltafront.kernels.attention.hopper.buffers import new_buffers
+from deltafront.kernels.attention.hopper.items import (
     Lists,
     Sources,
     Work,
@@ -34,7 +34,7 @@ from deltafront.kernels.executors.hopper.items import (
     load_items,
     next_entry,
 )
-from deltafront.kernels.executors.hopper.softmax import (
+from deltafront.kernels.attention.hopper.softmax import (
     NEGATIVE,
     Running,
     Seen,

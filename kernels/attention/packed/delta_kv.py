@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from deltafront.kernels.attention.inputs import QueryRows, attend_keys, new_output
+from deltafront.kernels.attention.launch import launch
+from deltafront.kernels.attention.packed.pack import pack
+from deltafront.kernels.attention.packed.runs import PackedRuns, packed_chunks
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.inputs import QueryRows, attend_keys, new_output
-from deltafront.kernels.executors.launch import launch
-from deltafront.kernels.executors.packed.pack import pack
-from deltafront.kernels.executors.packed.runs import PackedRuns, packed_chunks
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 from deltafront.kernels.options import DeltaKVOptions
 
@@ -20,7 +20,7 @@ CHUNK = 512
 """Tokens of a chunk. No run crosses chunks (DeltaAttention section 4.1.1)."""
 
 
-class DeltaKVExecutor:
+class DeltaKVBackend:
     def __init__(self, options: DeltaKVOptions) -> None:
         self.cos = options.cos
         self.distance = options.distance

@@ -1,8 +1,8 @@
 """Launches the attention kernel that takes the device and the inputs: plain Triton or Hopper."""
 
-from deltafront.kernels.executors.flash import launch_plain
-from deltafront.kernels.executors.hopper import launch as hopper
-from deltafront.kernels.executors.inputs import PackedKeys, QueryRows, check_launch
+from deltafront.kernels.attention.flash import launch_plain
+from deltafront.kernels.attention.hopper import launch as hopper
+from deltafront.kernels.attention.inputs import PackedKeys, QueryRows, check_launch
 from deltafront.kernels.interface import AttentionInput, TileMask
 
 

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from deltafront.kernels.attention.inputs import PackedKeys
+from deltafront.kernels.attention.packed.runs import PackedRuns
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.inputs import PackedKeys
-from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.launches import strides
 

@@ -8,12 +8,12 @@ import math
 
 import torch
 
+from deltafront.kernels.attention.block_sparse import keys_of
+from deltafront.kernels.attention.inputs import attend_keys, check_mask
+from deltafront.kernels.attention.packed.delta_kv import cpu_pack_head
+from deltafront.kernels.attention.packed.delta_xattention_kernel import kernel_attend, kernel_exact_table
+from deltafront.kernels.attention.packed.runs import PackedRuns
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.block_sparse import keys_of
-from deltafront.kernels.executors.inputs import attend_keys, check_mask
-from deltafront.kernels.executors.packed.delta_kv import cpu_pack_head
-from deltafront.kernels.executors.packed.delta_xattention_kernel import kernel_attend, kernel_exact_table
-from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import (
     AttentionInput,
     KernelInputError,
@@ -26,7 +26,7 @@ from deltafront.kernels.options import DeltaXAttentionOptions
 from deltafront.kernels.selectors.rules.rule import ROUNDING
 
 
-class DeltaXAttentionExecutor:
+class DeltaXAttentionBackend:
     """Attends to a mask's tiles, exactly or packed. The mask must carry scores."""
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:

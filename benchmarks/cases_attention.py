@@ -1,4 +1,4 @@
-"""The executors' and the correction's cases, beside torch's own attention.
+"""The backends' and the correction's cases, beside torch's own attention.
 
 Work is counted as the products really made: two matrix products of 2·128·128·D operations per tile.
 """
@@ -15,13 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deltafront.benchmarks.harness import BenchConfig, Case, Timed
 from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.attention import block_sparse, dense
+from deltafront.kernels.attention.inputs import causal_tiles
+from deltafront.kernels.attention.packed import delta_kv, delta_xattention, delta_xattention_kernel
+from deltafront.kernels.attention.packed.delta_kv import CHUNK, DeltaKVBackend
+from deltafront.kernels.attention.packed.runs import PackedRuns
 from deltafront.kernels.correction import Correction
-from deltafront.kernels.executors import block_sparse, dense
-from deltafront.kernels.executors.inputs import causal_tiles
-from deltafront.kernels.executors.packed import delta_kv, delta_xattention, delta_xattention_kernel
-from deltafront.kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
-from deltafront.kernels.executors.packed.runs import PackedRuns
-from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
+from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileCounts, TileMask, no_phase
 from deltafront.kernels.options import DeltaKVOptions
 from deltafront.tests.numerics import (
     assert_rows_close,
@@ -130,16 +130,16 @@ def _uneven_chunk(x: AttentionInput) -> Timed:
 def _delta_kv(x: AttentionInput) -> Timed:
     """Everything a prompt's prefill pays for it: scan, packing, attention."""
     cos = _halving_cosine(x)
-    executor = DeltaKVExecutor(DeltaKVOptions(cos=cos, critical=512))
+    backend = DeltaKVBackend(DeltaKVOptions(cos=cos, critical=512))
     spec = spec_of(x)
 
     def run() -> PackedRuns:
-        state = executor.new_state(spec)
-        executor.attend(x, None, state, no_phase)
+        state = backend.new_state(spec)
+        backend.attend(x, None, state, no_phase)
         return state
 
     state = run()
-    tiles = float(executor.computed_tiles(x, None, state))
+    tiles = float(backend.computed_tiles(x, None, state))
     kept = float(state.offset_BGC[:, :, -1].double().mean()) / (state.chunks * CHUNK)
     return Timed(
         run, _flops(x, tiles), tiles / causal_tiles(x), f"cos {cos:.3f} keeps {kept:.3f} of the keys"
@@ -169,9 +169,9 @@ class _Given:
 
     def attend(
         self, x: AttentionInput, state: None, phase: Phase = no_phase
-    ) -> tuple[torch.Tensor, Coverage]:
+    ) -> tuple[torch.Tensor, TileCounts]:
         del state, phase
-        return self.out_BHTD, Coverage(torch.zeros((), device=x.q_BHTD.device), causal_tiles(x), 0.0)
+        return self.out_BHTD, TileCounts(torch.zeros((), device=x.q_BHTD.device), causal_tiles(x), 0.0)
 
 
 def _correction(x: AttentionInput) -> Timed:

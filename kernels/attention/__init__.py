@@ -1,4 +1,4 @@
-"""Executors: attention over every key, over a mask's tiles, or over packed keys.
+"""Attention backends: attention over every key, over a mask's tiles, or over packed keys.
 
 Start at `dense.py` or `block_sparse.py`; `launch.py` picks the plain Triton kernel (`flash.py`) or Hopper's
 (`hopper/`).
