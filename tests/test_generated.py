@@ -32,7 +32,7 @@ def test_protobuf_code_is_what_the_contract_generates(tmp_path: Path) -> None:
         )
 
 
-def test_every_folder_of_modules_is_a_package_and_installed() -> None:
+def test_every_folder_of_modules_is_an_installed_package() -> None:
     folders = {path.parent for name in PRODUCT for path in (ROOT / name).rglob("*.py")}
     assert all((folder / "__init__.py").exists() for folder in folders)
     wanted = {".".join(("deltafront", *folder.relative_to(ROOT).parts)) for folder in folders}
@@ -67,7 +67,7 @@ def test_readme_has_at_most_700_words_two_tables_and_one_picture() -> None:
     assert text.count("![") == 1
 
 
-def test_what_the_architecture_says_where_to_find_is_there() -> None:
+def test_methods_in_the_architectures_table_exist() -> None:
     """`Class.method` in its table: both are defined in one file."""
     guide = (ROOT / "docs" / "architecture.md").read_text()
     (table,) = re.findall(r"## Find it in ten minutes\n(.*?)\n## ", guide, re.DOTALL)

@@ -205,7 +205,7 @@ def test_every_allowance_is_used() -> None:
 
 
 @pytest.mark.parametrize("module", CHECKED)
-def test_packages_of_others_stay_where_they_belong(module: str) -> None:
+def test_third_party_packages_are_imported_only_where_allowed(module: str) -> None:
     for package, homes in HOMES.items():
         taken = [name for name in imports(module) if within(name, package)]
         assert not taken or within(module, homes), f"{package} belongs in {homes.split()}"
@@ -234,7 +234,7 @@ def test_tests_and_benchmarks_import_modules_that_exist(folder: str) -> None:
     assert not wrong, wrong
 
 
-def test_no_import_circle() -> None:
+def test_modules_import_each_other_without_a_circle() -> None:
     """Imports inside a function count. Those for types do not."""
     graph = {module: (MODULES.keys() - {module}) & {*imports(module, for_types=False)} for module in MODULES}
     try:
@@ -258,7 +258,7 @@ def test_kernels_and_workers_import_torch_at_the_top() -> None:
     assert not inside, inside
 
 
-def test_no_room_is_crowded() -> None:
+def test_folders_hold_at_most_twelve_files() -> None:
     rooms: dict[Path, int] = {}
     for module in CHECKED:
         if within(module, "kernels workers service") and MODULES[module].name != "__init__.py":
@@ -314,7 +314,7 @@ TORCH_FREE = [
 ]
 
 
-def test_importing_leaves_torch_out() -> None:
+def test_importing_the_service_does_not_load_torch() -> None:
     """One after the other in one process, which names the first that has brought it in."""
     code = (
         "import importlib, sys\n"

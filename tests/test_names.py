@@ -1,9 +1,4 @@
-"""New tests and commits have names that say what they do. CONTRIBUTING.md has the rules.
-
-    python tests/test_names.py
-
-drops from tests/old_names.txt what no longer needs to be there. The list only gets shorter.
-"""
+"""Tests and new commits have names that say what they do. CONTRIBUTING.md has the rules."""
 
 from __future__ import annotations
 
@@ -15,24 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-OLD = ROOT / "tests" / "old_names.txt"
 LONGEST_NAME, LONGEST_SUBJECT = 65, 72
 SINCE = "886130fb"
 """Subjects after this commit are checked."""
 _NO_BEHAVIOUR = re.compile(r"test_(of|what|where|whoever|whose|who|behind|as)_")
 _NOT_IMPERATIVE = re.compile(r"(\w+: )?(\w+(ed|ing)|a|an|the|of|what|where)\b", re.IGNORECASE)
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _IMPERATIVE = ("bring", "embed", "feed", "need", "proceed", "seed", "shed", "speed", "string", "swing")
-
-
-def names() -> set[str]:
-    """Every test function."""
-    trees = (ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
-    return {
-        node.name
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
-    }
 
 
 def refused(name: str) -> bool:
@@ -49,9 +33,14 @@ def subject_problem(subject: str) -> str | None:
     return "ends with a full stop" if subject.endswith(".") else None
 
 
-def test_new_tests_say_behaviour_in_at_most_65_characters() -> None:
-    new = sorted(name for name in names() - {*OLD.read_text().split()} if refused(name))
-    assert not new, f"shorten them, and say what the code does ('refuses a prompt longer than …'): {new}"
+def test_names_say_behaviour_in_at_most_65_characters() -> None:
+    trees = (ast.walk(ast.parse(path.read_text())) for path in (ROOT / "tests").rglob("test_*.py"))
+    functions = (node for tree in trees for node in tree if isinstance(node, _FUNCTION))
+    names = {node.name for node in functions if node.name.startswith("test_")}
+    wrong = sorted(filter(refused, names))
+    assert names and not wrong, (
+        f"shorten them, and say what the code does ('refuses a prompt longer than …'): {wrong}"
+    )
 
 
 def test_new_subjects_are_short_and_imperative() -> None:
@@ -76,10 +65,5 @@ def test_new_subjects_are_short_and_imperative() -> None:
         ("Count " + "b" * 70, True),
     ],
 )
-def test_a_subject_is_judged_by_length_and_first_word(subject: str, wrong: bool) -> None:
+def test_subject_is_judged_by_length_first_word_and_full_stop(subject: str, wrong: bool) -> None:
     assert bool(subject_problem(subject)) is wrong
-
-
-if __name__ == "__main__":
-    kept = sorted(name for name in {*OLD.read_text().split()} & names() if refused(name))
-    OLD.write_text("\n".join(kept) + "\n")

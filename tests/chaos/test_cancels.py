@@ -73,7 +73,7 @@ def leave(
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_a_storm_of_cancels(service: Service, amount: Amount, record: Record) -> None:
+def test_many_cancels_free_their_pages_in_time(service: Service, amount: Amount, record: Record) -> None:
     """With sessions in one process only. Elsewhere an answer may have ended, and its session been kept as
     asked, when the client leaves, which has not heard of it: such a session lives as long as it may."""
     tries = amount.tries or 1000

@@ -12,7 +12,9 @@ from .running import Service
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_fuzzed_calls(service: Service, amount: Amount, record: Record) -> None:
+def test_fuzzed_calls_cause_no_internal_error_and_hold_no_page(
+    service: Service, amount: Amount, record: Record
+) -> None:
     calls = amount.tries or 10_000
     findings = fuzz(
         [service.address for _ in range(8)], calls, amount.seed, until=time.monotonic() + amount.budget_s

@@ -18,7 +18,9 @@ REQUESTS = 6
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_random_kills(service: Service, amount: Amount, record: Record) -> None:
+def test_random_kills_lose_no_request_and_change_no_answer(
+    service: Service, amount: Amount, record: Record
+) -> None:
     """Whatever dies or hangs: no request is lost, no answer differs, no page stays, the metrics add up."""
     found = references(service)
     until = time.monotonic() + amount.budget_s

@@ -58,7 +58,7 @@ def cluster(amount: Amount, switch: Switch, tmp_path: Path, tiers: dict[str, Any
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_removed_nodes(cluster: LocalCluster, amount: Amount, record: Record) -> None:
+def test_removed_nodes_lose_no_request(cluster: LocalCluster, amount: Amount, record: Record) -> None:
     """The other node of its kind goes on; then the lost one comes back."""
     service, draw = OnNodes(cluster), random.Random(amount.seed)
     tries, done, problems, longest = amount.tries or 8, 0, list[str](), 0.0

@@ -32,7 +32,7 @@ _PATIENCE_S = 1800.0
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_what_there_is_room_for_is_not_refused(alone: Service, amount: Amount, record: Record) -> None:
+def test_never_refuses_a_request_that_fits(alone: Service, amount: Amount, record: Record) -> None:
     """One after the other at either door, each more than half of the pool, ended by a stop string."""
     tries, refused = amount.tries or 100, 0
     text = prompt(0)
@@ -142,7 +142,9 @@ def centile95(seconds: list[float]) -> float:
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_ten_times_too_much(alone: Service, amount: Amount, record: Record) -> None:
+def test_tenfold_overload_refuses_in_time_and_holds_no_page(
+    alone: Service, amount: Amount, record: Record
+) -> None:
     async def overload() -> tuple[Crowd, float]:
         warm = Burst(alone, amount.seed)
         rate = await warm.rate(together=4, each=5)

@@ -39,7 +39,7 @@ def test_an_episode_follows_from_its_seed() -> None:
     assert prompt(3) == prompt(3) != prompt(5)
 
 
-def test_never_do_all_doors_die_and_everything_else_happens() -> None:
+def test_episodes_draw_every_fault_but_never_kill_all_doors() -> None:
     drawn = [episode(seed, 6) for seed in SEEDS]
     faults = [fault for one in drawn for fault in one.faults]
     assert {fault.kind for fault in faults} == set(Kind)
@@ -84,7 +84,7 @@ def test_a_request_ends_exactly_once() -> None:
         assert lost(replace(log, ask=ASK))
 
 
-def test_an_answer_is_the_one_without_faults() -> None:
+def test_differs_compares_an_answer_with_the_one_without_faults() -> None:
     known = Reference((5, 6, 7, 8), ("a", "ab", "abc", "abcd"))
     for form in Form:
         assert not differs(finished(replace(ASK, form=form)), known)
@@ -106,7 +106,7 @@ deltafront_num_requests_running{worker="decode:a b"} 0.0
 """
 
 
-def test_metrics_are_read_as_they_are_written() -> None:
+def test_metrics_text_is_parsed_as_it_is_written() -> None:
     samples = parse(EXPOSED)
     assert total(samples, "deltafront_requests_total") == 3
     assert total(samples, "deltafront_requests_total", 'outcome="finished"') == 2
@@ -139,7 +139,7 @@ deltafront_kv_tier_evicted_pages{tier="disk",worker="a"} 3.0
 """
 
 
-def test_a_tier_is_full_once_it_has_given_something_up_and_never_holds_more_than_its_room() -> None:
+def test_tier_counts_as_full_once_it_evicts_and_never_exceeds_room() -> None:
     assert not unfilled(parse(TIER)) and not overfull(parse(TIER))
     other = TIER.replace('"a"', '"b"')
     assert unfilled(parse(TIER + other.replace("} 3.0", "} 0.0"))) == [
@@ -148,7 +148,7 @@ def test_a_tier_is_full_once_it_has_given_something_up_and_never_holds_more_than
     assert overfull(parse(TIER + other.replace("} 9.0\n", "} 8.0\n", 1)))
 
 
-def test_growth_is_seen() -> None:
+def test_grown_finds_growing_memory_and_file_descriptors() -> None:
     def samples(resident: int, files: int) -> list[Sample]:
         return [
             Sample(1, "stage", at, (300 << 20) + at * resident, 40 + at * files)
@@ -162,7 +162,7 @@ def test_growth_is_seen() -> None:
     assert not grown([sample for sample in samples(2 << 20, 0) if sample.at < 10], after=10), "warming up"
 
 
-def test_rows_replace_and_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_rows_replace_or_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = merged([Row("a", 1, 0, "x"), Row("b", 2, 0)], Row("a", 5, 1, "y"), add=False)
     assert rows == [Row("a", 5, 1, "y"), Row("b", 2, 0)]
     assert merged(rows, Row("a", 5, 1, "z"), add=True)[0] == Row("a", 10, 2, "y; z")

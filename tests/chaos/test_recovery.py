@@ -137,24 +137,24 @@ def seconds_of(service: Service, kind: Kind) -> dict[int, float]:
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_with_a_spare(trials: Trials) -> None:
+def test_pause_is_short_with_a_spare_worker(trials: Trials) -> None:
     """Another of each kind has nothing to do."""
     trials.pauses("recovery_spare", WITH_SPARE_S, _KINDS, clients=1)
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_with_a_spare_of_a_dead_owners(trials: Trials) -> None:
+def test_pause_is_short_with_a_spare_when_a_ray_owner_dies(trials: Trials) -> None:
     trials.pauses("recovery_owner_spare", WITH_SPARE_S, _OWNERS, clients=1)
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_with_no_more_than_is_needed(trials: Trials) -> None:
+def test_pause_is_bounded_when_the_other_workers_are_busy(trials: Trials) -> None:
     """The others are as busy, so that who comes from a dead one queues there: that is in the pause."""
     trials.pauses("recovery_busy", WITHOUT_S, _KINDS, _CLIENTS)
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_a_hanging_stage_is_noticed(service: Service, trials: Trials) -> None:
+def test_hung_stage_is_noticed_in_time(service: Service, trials: Trials) -> None:
     """In two chunk times and 5 s, and its request finishes."""
 
     def once(_number: int) -> float | None:
@@ -165,7 +165,7 @@ def test_a_hanging_stage_is_noticed(service: Service, trials: Trials) -> None:
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_a_hanging_rank_is_its_workers(service: Service, trials: Trials) -> None:
+def test_hung_rank_is_noticed_and_its_requests_finish_elsewhere(service: Service, trials: Trials) -> None:
     """The others wait for it; their replica ends them all, and their requests finish elsewhere."""
 
     def once(_number: int) -> float | None:
@@ -214,12 +214,14 @@ def endless(service: Service, clients: int) -> Iterator[None]:
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_without_a_spare(alone: Service, amount: Amount, record: Record) -> None:
+def test_pause_is_bounded_without_a_spare_worker(alone: Service, amount: Amount, record: Record) -> None:
     trials = Trials(alone, amount, record)
     trials.pauses("recovery_no_spare", WITHOUT_S, _KINDS, _ALONE)
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_without_a_spare_of_a_dead_owners(alone: Service, amount: Amount, record: Record) -> None:
+def test_pause_is_bounded_without_a_spare_when_a_ray_owner_dies(
+    alone: Service, amount: Amount, record: Record
+) -> None:
     trials = Trials(alone, amount, record)
     trials.pauses("recovery_owner_no_spare", WITHOUT_S, _OWNERS, _ALONE)

@@ -57,7 +57,7 @@ def fill(service: Service, numbers: Iterator[int]) -> int:
 
 
 @pytest.mark.timeout(48 * 3600)
-def test_nothing_grows(service: Service, amount: Amount, record: Record) -> None:
+def test_memory_and_file_descriptors_do_not_grow(service: Service, amount: Amount, record: Record) -> None:
     """The tiers are full before, and the first third warms up. Each episode brings a new document, and an
     earlier one again. Nothing dies here, so every process is there all the time."""
     numbers = itertools.count(PROMPTS + 1, 2)

@@ -43,7 +43,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_starts_beside_four_busy_processes(
+def test_service_starts_beside_four_busy_processes(
     amount: Amount, switch: Switch, record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a user's: with none of the patience that tests ask Ray for."""

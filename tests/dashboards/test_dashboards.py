@@ -28,14 +28,14 @@ def expressions(dashboard: Dashboard) -> list[str]:
     return [query.expr for panel in dashboard.panels for query in panel.queries]
 
 
-def test_every_file_is_one_of_them() -> None:
+def test_every_dashboard_file_is_generated() -> None:
     assert sorted(FOLDER.glob("*.json")) == sorted(map(path_of, DASHBOARDS))
     for dashboard in DASHBOARDS:
         assert path_of(dashboard).read_text() == render(dashboard), "run make dashboards"
 
 
 @every
-def test_only_what_exists_is_asked_for(dashboard: Dashboard) -> None:
+def test_queries_use_only_metrics_and_labels_that_exist(dashboard: Dashboard) -> None:
     for expr in expressions(dashboard):
         assert set(re.findall(r"deltafront_\w+", expr)) <= declared_series(), expr
     recorded = {rule.get("record") for group in rules() for rule in group["rules"]}
@@ -52,7 +52,7 @@ def rules() -> list[Any]:
 
 
 @every
-def test_all_is_within_the_chosen_namespace_and_model(dashboard: Dashboard) -> None:
+def test_every_query_filters_by_namespace_and_model(dashboard: Dashboard) -> None:
     for expr in expressions(dashboard):
         for selector in re.findall(r"\b(?:deltafront[_:][\w:]+|ray_\w+|up)(\{[^}]*\})?", expr):
             assert 'namespace=~"$namespace"' in selector, expr
@@ -61,7 +61,7 @@ def test_all_is_within_the_chosen_namespace_and_model(dashboard: Dashboard) -> N
 
 
 @every
-def test_workers_gauges_are_not_added_up_over_doors(dashboard: Dashboard) -> None:
+def test_worker_gauges_are_not_summed_over_doors(dashboard: Dashboard) -> None:
     for gauge in (f"deltafront_{name}" for kind, name in declared() if kind == "gauge"):
         for expr in expressions(dashboard):
             uses = len(re.findall(rf"\b{gauge}\b", expr))
@@ -106,7 +106,7 @@ def replaced(expr: str, label: str, value: str) -> str:
 
 
 @every
-def test_what_begins_with_a_number_is_sorted_by_number(dashboard: Dashboard) -> None:
+def test_labels_that_begin_with_a_number_sort_by_number(dashboard: Dashboard) -> None:
     """Series come in the order of their labels, so numbers have their zeros before them; tables and bars are
     sorted by the key."""
     for panel in dashboard.panels:
@@ -184,7 +184,7 @@ LIMITED = {
 
 
 @every
-def test_where_a_limit_makes_sense_there_is_one(dashboard: Dashboard) -> None:
+def test_panels_with_a_limit_show_its_threshold(dashboard: Dashboard) -> None:
     assert {panel.title for panel in dashboard.panels if panel.levels} == LIMITED[dashboard.name]
     made = {panel["title"]: panel for panel in json.loads(render(dashboard))["panels"]}
     for title in LIMITED[dashboard.name]:
@@ -193,7 +193,7 @@ def test_where_a_limit_makes_sense_there_is_one(dashboard: Dashboard) -> None:
         assert made[title]["type"] != "timeseries" or defaults["custom"]["thresholdsStyle"]["mode"] == "line"
 
 
-def test_columns_of_the_workers_have_limits_too() -> None:
+def test_worker_table_columns_have_thresholds() -> None:
     (dashboard,) = (one for one in DASHBOARDS if one.name == "workers")
     for panel in (panel for panel in dashboard.panels if panel.kind == "table"):
         limited = {query.legend for query in panel.queries if query.levels}
@@ -217,7 +217,7 @@ def test_only_what_may_be_negative_shows_values_below_0() -> None:
 
 
 @every
-def test_grafana_finds_all_it_needs(dashboard: Dashboard) -> None:
+def test_dashboards_define_all_that_grafana_needs(dashboard: Dashboard) -> None:
     made = json.loads(render(dashboard))
     assert made["uid"] == path_of(dashboard).stem and made["links"][0]["tags"] == made["tags"]
     assert made["links"][0]["includeVars"] and made["links"][0]["keepTime"]
@@ -242,13 +242,13 @@ def test_every_metric_is_shown_or_watched() -> None:
     assert not missing
 
 
-def test_objectives_are_those_of_the_alerts() -> None:
+def test_dashboards_show_the_objectives_of_the_alerts() -> None:
     alerts = {rule.get("alert"): rule["expr"] for group in rules() for rule in group["rules"]}
     assert f"> 14.4 * {SLOW_BUDGET}" in alerts["DeltafrontSlowFirstTokensFast"]
     assert f"> 14.4 * {ERROR_BUDGET}" in alerts["DeltafrontErrorsFast"]
 
 
-def test_variables_are_substituted() -> None:
+def test_substituted_fills_in_variables_and_ranges() -> None:
     layers = 'label_replace(z, "a", "0$1", "a", "(.)")'
     expr = 'rate(x{a=~"$namespace"}[$__rate_interval]) + rate(y[$__range]) + ' + layers
     assert substituted(expr, "15s", 60) == 'rate(x{a=~".*"}[15s]) + rate(y[60s]) + ' + layers

@@ -20,7 +20,7 @@ def autoscaled(folder: Path) -> Object:
     return spec
 
 
-def test_pods_may_grow_and_nothing_else_changes(tmp_path: Path) -> None:
+def test_autoscaling_component_changes_only_the_numbers_of_pods(tmp_path: Path) -> None:
     plain, grown = ray_service(OVERLAY), copy.deepcopy(autoscaled(tmp_path))
     cluster = grown["rayClusterConfig"]
     assert cluster.pop("enableInTreeAutoscaling") is True

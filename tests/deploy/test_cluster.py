@@ -73,7 +73,7 @@ def cluster(content: Any) -> Iterator[LocalCluster]:
         made.stop()
 
 
-def test_everything_is_where_its_labels_say(cluster: LocalCluster) -> None:
+def test_each_actor_runs_on_the_nodes_its_labels_name(cluster: LocalCluster) -> None:
     assert cluster.groups_of("StageActor") == ["prefill", "prefill"]
     assert cluster.groups_of("PrefillGroup") == ["prefill"]
     assert cluster.groups_of("DecodeActor") == ["decode"]
@@ -129,7 +129,7 @@ def test_every_door_asks_for_the_token(cluster: LocalCluster) -> None:
             client.info()
 
 
-def test_metrics_of_the_doors_are_on_their_nodes_port(cluster: LocalCluster) -> None:
+def test_each_door_exports_metrics_on_its_nodes_port(cluster: LocalCluster) -> None:
     """Here two nodes share a machine, so whoever has the port shows the numbers of both."""
     with urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=PATIENCE_S) as reply:
         lines = reply.read().decode().splitlines()
@@ -140,7 +140,7 @@ def test_metrics_of_the_doors_are_on_their_nodes_port(cluster: LocalCluster) -> 
     assert any('method_rpc="Generate"' in line and float(line.split()[-1]) >= 2 for line in finished)
 
 
-def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalCluster, content: Any) -> None:
+def test_scaled_down_decode_worker_ends_its_sessions_first(cluster: LocalCluster, content: Any) -> None:
     """Load rises and falls, decode workers go from one to two and back, and nothing is lost."""
     cluster.deploy(with_two_workers(content))
     cluster.wait_for("DecodeReplica", ["RUNNING"])
@@ -166,7 +166,7 @@ def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalClust
         assert answer(second, 4) == 4
 
 
-def test_a_drained_node_is_left(cluster: LocalCluster) -> None:
+def test_drain_empties_its_node_and_leaves_the_others(cluster: LocalCluster) -> None:
     """As its pod's preStop does it. Nobody else has room, so Serve ends the worker as its drain_s asks."""
     decode = NODES.index("decode")
     refused = cluster.drain(0)

@@ -46,7 +46,7 @@ print("the actor is at", *ray.get(actor.where.remote()))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_tls_is_one_component_that_changes_nothing_else(overlay: str, tmp_path: Path) -> None:
+def test_tls_component_changes_only_the_tls_options(overlay: str, tmp_path: Path) -> None:
     (service,) = of_kind(with_component(overlay, "tls", tmp_path), "RayService")
     cluster = service["spec"]["rayClusterConfig"]
     assert cluster.pop("tlsOptions") == {"enabled": True}
@@ -54,7 +54,7 @@ def test_tls_is_one_component_that_changes_nothing_else(overlay: str, tmp_path: 
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_what_kuberay_sets_for_tls_is_left_to_it(overlay: str) -> None:
+def test_overlays_set_no_tls_variable_that_kuberay_sets(overlay: str) -> None:
     """It refuses a RayService that sets the same."""
     config = ray_service(overlay)["rayClusterConfig"]
     text = yaml.safe_dump(config)
@@ -159,7 +159,7 @@ def cluster(
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="nodes need loopback addresses of their own")
-def test_nodes_talk_by_tls_and_refuse_who_has_no_certificate(
+def test_nodes_speak_tls_and_refuse_peers_without_a_certificate(
     cluster: tuple[dict[str, str], Path], addresses: list[ipaddress.IPv4Address]
 ) -> None:
     """Strangers have the cluster's token, but no certificate, or one of another authority. They try again
@@ -189,7 +189,7 @@ pod, whether or not they have them here; other mounts stay as they are."""
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount")
-def test_the_service_runs_with_tls_and_a_root_that_is_read_only(
+def test_service_runs_with_tls_and_a_read_only_root(
     addresses: list[ipaddress.IPv4Address], tmp_path: Path
 ) -> None:
     """It writes to /tmp, /dev/shm and its home, which are volumes of its pods; to an object store by TLS."""

@@ -39,7 +39,7 @@ def earlier(start: str) -> str:
     return found
 
 
-def test_it_takes_ten_commands() -> None:
+def test_guide_deploys_in_ten_plain_commands() -> None:
     lines = commands()
     assert len(lines) == 10
     assert not [line for line in lines if re.search(r"&&|;|\|\|", line)]
@@ -60,7 +60,7 @@ def test_objects_can_be_applied(overlay: str) -> None:
         assert len(json.dumps(one).encode()) < 250_000, one["metadata"]["name"]
 
 
-def test_the_namespace_is_there_before_anything_is_put_into_it() -> None:
+def test_guide_creates_the_namespace_before_using_it() -> None:
     lines = commands()
     (made,) = [n for n, line in enumerate(lines) if "-n deltafront --create-namespace" in line]
     assert made < min(n for n, line in enumerate(lines) if "kubectl -n deltafront" in line)
@@ -68,7 +68,7 @@ def test_the_namespace_is_there_before_anything_is_put_into_it() -> None:
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "cpu"])
-def test_what_gpu_pods_ask_of_nodes_comes_from_the_gpu_operator(overlay: str) -> None:
+def test_gpu_pods_ask_only_for_labels_of_the_gpu_operator(overlay: str) -> None:
     asked = set(re.findall(r"nvidia\.com/[\w.]+", json.dumps(rendered(f"overlays/{overlay}"))))
     assert asked == {"nvidia.com/gpu", "nvidia.com/gpu.memory"}
     assert earlier("helm install gpu-operator gpu-operator ")
@@ -82,7 +82,7 @@ def test_prometheus_selects_what_bears_no_release_label() -> None:
     }
 
 
-def test_the_versions_that_are_tried_are_the_versions_that_are_named() -> None:
+def test_guide_names_the_versions_that_are_tested() -> None:
     assert "--version 1.7.0 " in earlier(INSTALLED_BY["RayService"])
     image = earlier("docker buildx build --push ").split(" -t ")[1].split()[0]
     (tag,) = re.findall(r"newTag: (\w+)", (KUBERNETES / "overlays/one-gpu/kustomization.yaml").read_text())
@@ -98,7 +98,7 @@ def test_operators_are_in_the_namespaces_that_policies_name() -> None:
     assert named == {namespace, "kube-system"}
 
 
-def test_the_guide_says_who_may_reach_whom() -> None:
+def test_guide_lists_who_may_reach_whom() -> None:
     """Every label of a namespace, every port and every secret of the policies and pods."""
     guide = (ROOT / "docs" / "deploy.md").read_text()
     trust = guide.partition("## Who trusts whom")[2].partition("\n## ")[0]
@@ -112,7 +112,7 @@ def test_the_guide_says_who_may_reach_whom() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_secrets_hold_the_keys_that_are_read(overlay: str) -> None:
+def test_guide_creates_secrets_with_the_keys_that_pods_read(overlay: str) -> None:
     for name, key in keys(list(rendered(f"overlays/{overlay}"))):
         made = earlier(f"kubectl -n deltafront create secret generic {name} ")
         assert f"--from-literal={key}=" in made, key

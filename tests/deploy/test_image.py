@@ -44,7 +44,7 @@ def test_the_last_stage_has_what_kuberay_and_triton_need() -> None:
     assert {"bash", "grep", "wget", "gcc", "libc6-dev", "openssl"} <= set(install.split())
 
 
-def test_what_tracing_needs_is_installed_too() -> None:
+def test_image_installs_the_server_and_tracing_extras() -> None:
     """The Dockerfile's own line of Python, on this pyproject.toml."""
     (code,) = re.findall(r'python -c "(.+?)" > requirements', DOCKERFILE.read_text(), re.DOTALL)
     command = [sys.executable, "-c", code.replace("\\\n", "").strip()]
@@ -63,7 +63,7 @@ def test_kernels_are_cached_on_a_volume() -> None:
             assert Path(cache).is_relative_to(mounts["cache"])
 
 
-def test_the_context_holds_what_is_installed_and_nothing_else() -> None:
+def test_build_context_holds_only_what_is_installed() -> None:
     kept = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert all((ROOT / name).exists() for name in kept)
     needed = {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "py.typed"}
@@ -98,12 +98,12 @@ def image(
         shutil.rmtree(builder.folder)
 
 
-def test_it_is_built_and_starts_as_the_user_of_pods(image: Callable[[str], str]) -> None:
+def test_image_starts_as_the_user_of_pods(image: Callable[[str], str]) -> None:
     user, tree, *_ = image("id -u; pwd; test -w $(dirname $TRITON_CACHE_DIR)").splitlines()
     assert (user, tree) == ("1000", "/home/deltafront")
 
 
-def test_the_service_and_the_command_start_in_it(image: Callable[[str], str]) -> None:
+def test_service_and_command_start_in_the_image(image: Callable[[str], str]) -> None:
     code = "import deltafront, deltafront.service.app; print(deltafront.__file__)"
     assert image(f"{KEPT}; python -c '{code}'").splitlines()[-1].startswith("/opt/deltafront/")
     tracing = "from opentelemetry.exporter.otlp.proto.http import trace_exporter"
@@ -117,7 +117,7 @@ KEPT = "export PYTHONPYCACHEPREFIX=/tmp/compiled"
 """What one test has compiled of the libraries the next need not."""
 
 
-def test_what_pods_and_probes_run_is_in_it(image: Callable[[str], str]) -> None:
+def test_image_has_the_tools_that_pods_and_probes_run(image: Callable[[str], str]) -> None:
     """Probes and preStop of KubeRay and of the manifests, Ray's start, the model's Job, Triton's launcher."""
     for tool in ("bash", "grep", "hf", "deltafront", "openssl", "python", "ray", "wget"):
         assert image(f"command -v {tool}").startswith("/"), tool

@@ -64,7 +64,7 @@ def validated(objects: list[Object], folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_all_overlays_are_here() -> None:
+def test_every_overlay_is_tested() -> None:
     assert sorted(path.name for path in (KUBERNETES / "overlays").iterdir()) == sorted(OVERLAYS)
 
 
@@ -96,7 +96,7 @@ def test_a_misspelt_field_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_doors_are_where_the_service_and_its_ports_say(overlay: str) -> None:
+def test_service_selects_the_doors_and_their_ports(overlay: str) -> None:
     door, objects = settings(overlay).door, rendered(f"overlays/{overlay}")
     group = worker_groups(overlay)["door"]
     pod = container(group["template"])
@@ -129,7 +129,7 @@ def test_doors_are_where_the_service_and_its_ports_say(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_pod_is_set_up_alike(overlay: str) -> None:
+def test_every_pod_has_the_configurations_settings(overlay: str) -> None:
     config, pods = settings(overlay), templates(overlay)
     assert set(pods) <= {"head", *GROUPS}
     for name, template in pods.items():
@@ -171,7 +171,7 @@ def test_every_container_has_a_read_only_root_and_no_privilege(overlay: str) -> 
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_what_is_written_lies_on_a_volume_that_can_be_written(overlay: str) -> None:
+def test_every_written_path_is_on_a_writable_volume(overlay: str) -> None:
     """Ray's sessions and HAProxy's files, compiled kernels, what libraries keep at home; Redis' tables. That
     the service needs no more is for test_confined.py."""
     for name, template in pod_templates(overlay).items():
@@ -189,7 +189,7 @@ def test_what_is_written_lies_on_a_volume_that_can_be_written(overlay: str) -> N
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_what_a_pod_of_rays_writes_is_its_users_alone(overlay: str, tmp_path: Path) -> None:
+def test_folders_that_ray_pods_write_have_mode_0700(overlay: str, tmp_path: Path) -> None:
     """An emptyDir itself has mode 0777: each is mounted by a folder in it, which is made first."""
     for name, template in templates(overlay).items():
         spec, folder = template["spec"], tmp_path / name
@@ -218,7 +218,7 @@ def test_secrets_are_files_that_only_the_pods_group_reads(overlay: str) -> None:
             assert "secret" not in volume or volume["secret"]["defaultMode"] == 0o440
 
 
-def test_ray_has_no_way_for_redis_password_but_arguments() -> None:
+def test_ray_takes_the_redis_password_only_as_an_argument() -> None:
     """docs/deploy.md says so. When this fails, there may be one."""
     assert "--redis_password={redis_password}" in inspect.getsource(services.start_gcs_server)
     assert "--redis-password={redis_password}" in inspect.getsource(services.start_raylet)
@@ -227,7 +227,7 @@ def test_ray_has_no_way_for_redis_password_but_arguments() -> None:
         services.get_address("redis://:secret@redis:6379")
 
 
-def test_redis_gets_its_password_and_nobody_sees_it_in_the_arguments(tmp_path: Path) -> None:
+def test_redis_gets_its_password_outside_its_arguments(tmp_path: Path) -> None:
     """The manifest's own command, with a program in Redis' place that writes down what it is given."""
     pod = container(pod_templates("cpu")["redis"])
     assert "args" not in pod
@@ -271,7 +271,7 @@ def mounts_of(template: Object) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_model_that_is_fetched_is_the_model_that_is_served(overlay: str) -> None:
+def test_fetched_model_is_the_served_model(overlay: str) -> None:
     objects = rendered(f"overlays/{overlay}")
     (model,) = [one for one in of_kind(objects, "ConfigMap") if one["metadata"]["name"] == "deltafront-model"]
     assert model["data"]["directory"] == settings(overlay).model.path
@@ -284,7 +284,7 @@ def test_the_model_that_is_fetched_is_the_model_that_is_served(overlay: str) -> 
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_what_is_named_exists_or_is_made_by_the_guide(overlay: str) -> None:
+def test_every_named_object_is_rendered_or_made_by_the_guide(overlay: str) -> None:
     """Secrets are the operator's; docs/deploy.md makes them. Everything else is rendered."""
     objects = rendered(f"overlays/{overlay}")
     have = {(one["kind"], one["metadata"]["name"]) for one in objects}
@@ -356,7 +356,7 @@ def pre_stop(pod: Object) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_kuberays_own_rules(overlay: str) -> None:
+def test_ray_services_meet_kuberays_rules(overlay: str) -> None:
     (service,) = of_kind(rendered(f"overlays/{overlay}"), "RayService")
     cluster = ray_service(overlay)["rayClusterConfig"]
     assert len(service["metadata"]["name"]) <= 47
@@ -369,7 +369,7 @@ def test_kuberays_own_rules(overlay: str) -> None:
         assert 1 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-def test_dashboards_are_all_in_their_kustomization() -> None:
+def test_kustomization_lists_every_dashboard() -> None:
     kustomization = yaml.safe_load((ROOT / "dashboards" / "kustomization.yaml").read_text())
     listed = [name for one in kustomization["configMapGenerator"] for name in one["files"]]
     assert sorted(listed) == sorted(path.name for path in (ROOT / "dashboards").glob("*.json"))

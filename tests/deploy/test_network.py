@@ -126,7 +126,7 @@ def reached(overlay: str, labels: Labels) -> list[tuple[Object | None, set[int]]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pods_reach_what_they_need_and_nothing_else(overlay: str) -> None:
+def test_policies_let_pods_reach_only_what_they_need(overlay: str) -> None:
     """Ray's pods each other and a collector of spans, head and clean-up Redis, the model's Job the hub, and
     all of these DNS; nothing that reads prompts reaches the internet."""
     for labels, _ports in pods(overlay):

@@ -78,7 +78,7 @@ def test_weights_and_kv_fit_the_gpus_that_are_asked_for(overlay: str) -> None:
         assert need <= int(expression["values"][0]) << 20, f"{overlay}: {name} needs {need / GIB:.1f} GiB"
 
 
-def test_ranks_beside_stages_have_a_gpu_each_and_no_second_worker_joins_them() -> None:
+def test_ranks_beside_stages_have_own_gpus_and_no_second_worker_fits() -> None:
     """Ray counts no GPU of theirs. So CPUs keep a second worker away, also while the stages are replaced."""
     config, group = settings("pd-70b"), worker_groups("pd-70b")["prefill"]
     prefill, decode = config.prefill, config.decode
@@ -111,7 +111,7 @@ print(ray.get([process.gpus.remote() for process in made]))
 """
 
 
-def test_ray_shows_ranks_that_ask_for_no_gpu_all_of_their_pods() -> None:
+def test_ray_shows_all_gpus_of_the_pod_to_ranks_that_request_none() -> None:
     """Made-up GPUs: Ray only counts them."""
     hidden = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
     environment = {name: value for name, value in os.environ.items() if name != hidden}
@@ -145,7 +145,7 @@ def test_the_tables_are_made_from_what_kustomize_makes(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_tables_gpus_are_those_of_the_pods(overlay: str) -> None:
+def test_tables_count_the_gpus_of_the_pods(overlay: str) -> None:
     config, layout = settings(overlay), overlays.read(overlay).layout
     limits = [
         group["replicas"]
@@ -166,7 +166,7 @@ def test_every_overlay_is_in_the_tables_and_every_layout_once() -> None:
     assert len(set(layouts)) == len(layouts)
 
 
-def test_a_patch_that_does_not_fit_is_refused() -> None:
+def test_refuses_a_patch_that_does_not_fit() -> None:
     for operation in (
         {"op": "test", "path": "/a/0", "value": 2},
         {"op": "replace", "path": "/b", "value": 2},

@@ -47,7 +47,7 @@ def promtool(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_rules_are_rules(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     promtool(tmp_path, "check", "rules", "rules.yaml")
 
 
@@ -67,7 +67,7 @@ def test_alerts_fire_when_they_must_and_only_then(tmp_path: Path) -> None:
     promtool(tmp_path, "test", "rules", *files)
 
 
-def test_every_alert_is_tried_both_ways() -> None:
+def test_every_alert_is_tested_firing_and_silent() -> None:
     tried: dict[str, set[bool]] = {}
     for case in yaml.safe_load(ALERTS.read_text())["tests"]:
         for one in case["alert_rule_test"]:

@@ -105,7 +105,7 @@ def changed(cluster: LocalCluster, service: Service, serve: Any) -> list[Log]:
     return logs
 
 
-def test_a_configuration_changes(
+def test_changing_the_configuration_loses_no_request(
     cluster: LocalCluster, service: Service, known: References, model: Path
 ) -> None:
     """The old group and worker drain while the new ones load, and serve until these are there."""
@@ -118,7 +118,9 @@ def test_a_configuration_changes(
     assert not any(log.again for log in logs), "a session went with its worker"
 
 
-def test_the_model_changes(cluster: LocalCluster, service: Service, known: References, model: Path) -> None:
+def test_changing_the_model_mixes_no_answers(
+    cluster: LocalCluster, service: Service, known: References, model: Path
+) -> None:
     """Every answer is the one model's or the other's, to its end. Sessions are the old model's. Here the old
     group and worker are taken away only when the new ones serve."""
     serve = content(model, prefill={"surge": True}, decode={"surge": True})
@@ -161,7 +163,7 @@ def by_load(model: Path) -> Any:
     return serve
 
 
-def test_load_rises_and_falls(
+def test_load_scales_groups_and_workers_from_one_to_three_and_back(
     cluster: LocalCluster, service: Service, known: References, model: Path
 ) -> None:
     """One, three, one again. Whoever goes ends its sessions first, and is asked as long as it is there."""
@@ -199,7 +201,9 @@ def test_load_rises_and_falls(
         service.seconds_to_no_page(client)
 
 
-def test_nodes_are_drained(cluster: LocalCluster, service: Service, known: References, model: Path) -> None:
+def test_draining_nodes_loses_no_request(
+    cluster: LocalCluster, service: Service, known: References, model: Path
+) -> None:
     """As a pod's preStop takes its node away: what runs there is started elsewhere, ends what it has, and
     goes. The command returns when nothing is left."""
     cluster.deploy(content(model))

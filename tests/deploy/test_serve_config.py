@@ -105,7 +105,7 @@ def test_a_misspelt_key_around_the_configuration_is_found(path: tuple[Any, ...],
         ("door", "per_node", 0, "door.per_node"),
     ],
 )
-def test_a_bad_value_in_it_is_named(section: str, key: str, value: Any, named: str) -> None:
+def test_names_a_bad_value_in_a_configuration(section: str, key: str, value: Any, named: str) -> None:
     content = yaml.safe_load((KUBERNETES / "overlays" / "cpu" / "config.yaml").read_text())
     content[section][key] = value
     with pytest.raises(ConfigError, match=named):

@@ -94,9 +94,7 @@ def test_needles_are_found_and_delta_decodes_like_full(
         assert 0.0 < result.density.mean < 0.95
 
 
-def test_a_sparse_prompt_with_all_its_blocks_computed_again_is_answered_as_a_dense_one(
-    wire: Wire, middling: Haystack
-) -> None:
+def test_recomputing_all_blocks_answers_as_a_dense_prefill(wire: Wire, middling: Haystack) -> None:
     def answer(name: str, blocks: int, **options: float) -> Answer:
         return wire.generate(
             pb.GenerateRequest(
@@ -122,7 +120,7 @@ def test_a_sparse_prompt_with_all_its_blocks_computed_again_is_answered_as_a_den
     assert dense.finish.recomputed_tokens == plain.finish.recomputed_tokens == 0
 
 
-def test_a_second_question_does_not_read_again(
+def test_second_question_prefills_no_document_token(
     wire: Wire, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
     needle, other = haystack.needles[:2]

@@ -83,7 +83,7 @@ def operands(expr: str) -> list[str]:
     return [*found, expr[start:]]
 
 
-def test_conditions_are_taken_apart() -> None:
+def test_operands_splits_alert_conditions() -> None:
     assert operands('sum by (a) (x{b=~"c > d"}) / 2 > 14.4 * 0.05 and on (a) y == 0') == [
         'sum by (a) (x{b=~"c > d"}) / 2', "14.4 * 0.05", "y", "0",
     ]  # fmt: skip
@@ -115,7 +115,7 @@ def wait_for(true: Callable[[], bool], otherwise: Callable[[], object]) -> None:
 
 
 @pytest.mark.long
-def test_no_query_of_a_panel_a_variable_or_a_rule_fails_or_is_empty(
+def test_every_query_of_panels_variables_and_rules_returns_data(
     service: LocalService, http: str, wire: Wire, prometheus: Prometheus, table: Table
 ) -> None:
     """Two rounds of requests: a rate sees nothing of the first increase of a series that begins with it."""

@@ -90,7 +90,7 @@ def seconds_to_no_page(client: DeltafrontClient) -> float:
         time.sleep(0.1)
 
 
-def test_answers_go_on_when_their_door_is_killed(
+def test_answers_resume_when_their_door_is_killed(
     service: LocalService, client: DeltafrontClient, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
     """Each door has requests: some read their prompt, some answer, greedy and sampled."""

@@ -8,13 +8,13 @@ from ..service.inprocess import wait_until
 from ..strangers import listeners, uninvited
 
 
-def test_no_process_of_the_service_listens_beyond_what_the_configuration_names(service: LocalService) -> None:
+def test_service_listens_only_on_configured_addresses(service: LocalService) -> None:
     names = {name for _, _, name in listeners(service.pid)}
     for part in ("gcs_server", "raylet", "haproxy", "StageActor", "DecodeActor", "FrontDoor"):
         assert any(part in name for name in names), part
     assert not uninvited(service.pid, set()), "door.host is loopback"
 
 
-def test_the_start_says_what_is_open(service: LocalService) -> None:
+def test_start_prints_which_addresses_are_open(service: LocalService) -> None:
     """Once it answers everywhere, which is a moment after a door does."""
     wait_until(lambda: "open      to this machine alone" in service.log.read_text(), "it does not say so")

@@ -108,9 +108,7 @@ def tree(collector: Collector, trace: str, stages: int) -> list[Sent]:
 
 
 @pytest.mark.parametrize("edge", ["grpc", "http"])
-def test_a_callers_trace_goes_through_every_process(
-    wire: Wire, http: str, collector: Collector, edge: str
-) -> None:
+def test_callers_trace_spans_every_process(wire: Wire, http: str, collector: Collector, edge: str) -> None:
     """Through HAProxy and Serve, as metadata and as header, to the door, the group, its stages and the decode
     worker: their spans are one tree under the caller's."""
     trace, prompt = secrets.token_hex(16), f"{secrets.token_hex(8)}: call me"
@@ -173,7 +171,7 @@ def test_sparse_methods_compute_fewer_tiles_in_less_time(
         assert min(times["streaming"]) < min(times["dense"])
 
 
-def test_memory_of_all_processes(service: LocalService, wire: Wire, table: Table) -> None:
+def test_memory_of_all_processes_stays_within_bounds(service: LocalService, wire: Wire, table: Table) -> None:
     """Pages that several processes share count once, each with its part. Memory for K/V becomes resident as
     other tests use it, up to the room that the configuration gives it."""
     assert wire.info().decode_workers == 1
@@ -190,7 +188,7 @@ def test_memory_of_all_processes(service: LocalService, wire: Wire, table: Table
     assert 0.5 * 2**30 < resident < 4.5 * 2**30 + room
 
 
-def test_torch_is_in_no_process_that_does_not_compute(service: LocalService) -> None:
+def test_only_processes_that_compute_load_torch(service: LocalService) -> None:
     """It takes 180 MiB of each: neither doors nor the replicas that own workers load it."""
     with_torch = set()
     for process in psutil.Process(service.pid).children(recursive=True):

@@ -13,7 +13,9 @@ SALT = "test_prefix"
 """Other tests read the same text."""
 
 
-def test_the_same_prompt_again_is_hardly_read(wire: Wire, beginning: str, sizes: Sizes, table: Table) -> None:
+def test_repeated_prompt_reuses_the_prefix_cache(
+    wire: Wire, beginning: str, sizes: Sizes, table: Table
+) -> None:
     """And once more by who wants it read: the same answer each time."""
     asked = pb.GenerateRequest(
         prompt=text(beginning + "\nWhat is the code? The code is"),
@@ -37,7 +39,7 @@ def test_the_same_prompt_again_is_hardly_read(wire: Wire, beginning: str, sizes:
     wire.seconds_to_no_page()
 
 
-def test_openais_usage_says_what_was_remembered(wire: Wire, http: str, beginning: str) -> None:
+def test_openai_usage_counts_cached_tokens(wire: Wire, http: str, beginning: str) -> None:
     client = openai.OpenAI(base_url=f"{http}/v1", api_key="none")
     (model,) = client.models.list().data
     ask = {

@@ -40,7 +40,7 @@ def stages(service: LocalService) -> list[int]:
     return sorted(found)
 
 
-def test_a_killed_stage_costs_the_chunks_under_way(
+def test_killed_stage_costs_only_the_chunks_in_flight(
     service: LocalService,
     client: DeltafrontClient,
     wire: Wire,
