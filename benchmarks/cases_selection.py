@@ -92,8 +92,8 @@ def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelect
 
 def _check(config: BenchConfig) -> None:
     """Scores of the kernels in `config.dtype` against the CPU forms in fp32, row by row; chunks give the very
-    same tiles as the whole prompt. Queries and keys are numbers that 8 bits hold, since anchors and
-    antidiagonals are multiplied in 8 bits on Hopper."""
+    same tiles as the whole prompt. Queries and keys are numbers that 8 bits hold, since antidiagonals are
+    multiplied in 8 bits."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
         x = config.structured(CHECKED_TOKENS, heads, groups, dim)
         eight_bits = torch.float8_e4m3fn

@@ -24,7 +24,8 @@ from deltafront.kernels.methods import MethodSpec, method_spec, reads_whole_prom
 from deltafront.workers.calibration.probes import EncodeAll, Text
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
-from deltafront.workers.model.decoder.recompute import recompute, rows_of_blocks
+from deltafront.workers.decode.reads import tail_start
+from deltafront.workers.model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory import store as model_store
 from deltafront.workers.prefill.stage import warm_up as prefill_warm_up
@@ -55,7 +56,7 @@ class Reading:
 class Reader:
     """A stack with its keys and values of one sequence, of at most `room` tokens. profile: the model's, for
     methods that ask for a density. kv_dtype: `int8` keeps every row as 8-bit pages would, in the stack's
-    dtype."""
+    dtype. kv: where k_LBGSD and v_LBGSD are; None: they are made."""
 
     def __init__(
         self,
@@ -63,14 +64,16 @@ class Reader:
         room: int,
         profile: Profile | None = None,
         kv_dtype: KVDtype | None = None,
+        kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         config = stack.config
         shape = (config.layers, 1, config.kv_heads, room, config.head_dim)
         self.stack = stack
         self.kv_dtype = kv_dtype
         self._profile = profile
-        self._k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
-        self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
+        if kv is None:
+            kv = tuple(torch.zeros(shape, dtype=stack.dtype, device=stack.device) for _ in "kv")
+        self._k_LBGSD, self._v_LBGSD = kv
         self._ids_T = torch.zeros(0, dtype=torch.int64)
         self.length = 0
 
@@ -125,13 +128,42 @@ class Reader:
         """Append ids, read with full attention, and give the logits_V of the next one."""
         return self.stack.logits(self.append(ids)[-1:])[0]
 
-    def append(self, ids: Sequence[int]) -> torch.Tensor:
-        """Append ids, read with full attention, and give their hidden_TC."""
+    def read_end_again(self, reading: Reading, blocks: int) -> Reading:
+        """Read the end of the prompt again, densely, over the blocks that it attends to most, which are
+        computed again before: as a decode worker does for `recompute_blocks` (`decode.reads`).
+
+        Args:
+            reading: Of the whole prompt, which has just been read.
+
+        Returns:
+            The hidden row of its last position. The density counts what is computed here, too, the end twice.
+        """
+        whole = self._ids_T.tolist()
+        start = tail_start(len(whole))
+        looks = BlockAttention(start)
+        self.length = start
+        self.append(whole[start:], look=lambda layer, q_THD: looks.add(q_THD, self.document(layer)[0]))
+        chosen = looks.most_attended(blocks)
+        if chosen:
+            self._recompute(chosen, rows_of_blocks(chosen, self.stack.device))
+        self.length = start
+        last_1C = self.append(whole[start:])[-1:]
+        count = -(-len(whole) // BLOCK)
+        tiles = sum(block + 1 for block in chosen) + 2 * sum(range(start // BLOCK + 1, count + 1))
+        return replace(reading, tail_TC=last_1C, density=reading.density + 2 * tiles / (count * (count + 1)))
+
+    def append(
+        self, ids: Sequence[int], look: Callable[[int, torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """Append ids, read with full attention, and give their hidden_TC. look(layer, q_THD) is called for
+        every layer without a window, once its keys are there."""
         start = self.length
 
         def attend(layer: int, q_BHTD: torch.Tensor) -> torch.Tensor:
             rows = q_BHTD.shape[2]
             k_BGSD, v_BGSD = self._seen(layer, start + rows)
+            if look is not None and layer not in self.stack.config.windows:
+                look(layer, q_BHTD[0].transpose(0, 1))
             seen_TS, window = None, self.stack.config.windows.get(layer, start + rows)
             if rows > 1 or window < start + rows:
                 seen_TS = torch.ones(rows, start + rows, dtype=torch.bool, device=q_BHTD.device).tril(start)

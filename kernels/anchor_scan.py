@@ -5,6 +5,9 @@ lanes = batch x heads x chunks.
 
 On a GPU a Gram matrix gives `next[i]`, the first later row far from row i. Following `next` finds the
 anchors.
+
+Keys with a bias (Qwen2) all point the same way, so that any two have a cosine near 1. What tells them apart
+for a softmax is their difference, so `centred` compares rows less the mean of their chunk.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,6 +24,9 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import KernelInputError
 
 METRICS = {"cosine": 0, "euclidean": 1}
+ROUNDING = 1e-6
+"""A row equals its chunk's mean if their squared difference is at most this share of the chunk's mean square:
+the rest is rounding."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,12 @@ def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) 
 
 
 def find_anchors(
-    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
+    x_BGSD: torch.Tensor,
+    threshold: float,
+    chunk: int = BLOCK,
+    metric: str = "cosine",
+    *,
+    centred: bool = False,
 ) -> torch.Tensor:
     """Find the rows that are anchors.
 
@@ -66,6 +77,7 @@ def find_anchors(
     Args:
         threshold: The least cosine, or the largest Euclidean distance, of rows that are close.
         chunk: A multiple of BLOCK.
+        centred: Compare rows less their chunk's mean.
 
     Returns:
         is_anchor_BGS, bool.
@@ -73,14 +85,38 @@ def find_anchors(
     Raises:
         KernelInputError: Shapes, types or numbers do not fit.
     """
+    check_scan(x_BGSD, threshold, chunk, metric)
+    x_BGSD = less_mean(x_BGSD, chunk) if centred else x_BGSD
     if x_BGSD.is_cuda:
         return kernel_find_anchors(x_BGSD, threshold, chunk, metric)
     return cpu_find_anchors(x_BGSD, threshold, chunk, metric)
 
 
+def less_mean(x_BGSD: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Return rows less the mean of their chunk's rows, in float32; zero where only rounding is left."""
+    batch, heads, rows, dim = x_BGSD.shape
+    chunks = -(-rows // chunk)
+    wide_BGCRD = functional.pad(x_BGSD.float(), (0, 0, 0, chunks * chunk - rows)).view(
+        batch, heads, chunks, chunk, dim
+    )
+    start_C = torch.arange(chunks, device=x_BGSD.device) * chunk
+    rows_C11 = torch.clamp(rows - start_C, max=chunk)[:, None, None].float()
+    apart_BGCRD = wide_BGCRD - wide_BGCRD.sum(3, keepdim=True) / rows_C11
+    square_BGCR1 = apart_BGCRD.square().sum(-1, keepdim=True)
+    least_BGC11 = ROUNDING * wide_BGCRD.square().sum((3, 4), keepdim=True) / rows_C11
+    apart_BGCRD = torch.where(square_BGCR1 > least_BGC11, apart_BGCRD, 0.0)
+    return apart_BGCRD.view(batch, heads, -1, dim)[:, :, :rows]
+
+
 def cpu_scan(
-    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
+    x_BGSD: torch.Tensor,
+    threshold: float,
+    chunk: int = BLOCK,
+    metric: str = "cosine",
+    *,
+    centred: bool = False,
 ) -> AnchorRuns:
+    x_BGSD = less_mean(x_BGSD, chunk) if centred else x_BGSD
     return runs_of(cpu_find_anchors(x_BGSD, threshold, chunk, metric), chunk)
 
 

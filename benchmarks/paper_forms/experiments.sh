@@ -51,6 +51,7 @@ outputs_shard() { # SHARD
 untuned=(--no-adapter --documents 42x7680 --tasks copies:8 --seed 61 --chunk 7680)
 whole=(--chunk 65536 --seed 61 --documents 21x130500)
 shipped=(--profile deploy/models/smollm2-135m-128k/profile.json)
+level=density=0.075,cos=0.75,centred=0 # recorded as dpxa:density=0.075, before `centred` was an option
 some=min_tokens=0,share=0.25
 density() { # METHOD STRIDE NUMBER: the density of its level of this number
   "$python" -c 'import json, sys
@@ -63,7 +64,7 @@ far() { # TOKENS ROPE_THETA COUNT METHODS…: more than are named here
   local tokens=$1 theta=$2 count=$3
   shift 3
   shards "${shipped[@]}" --documents "${count}x$tokens" --positions "$tokens" --rope-theta "$theta" --tasks prose \
-    --seed 71 --chunk 65536 --methods dpxa:density=0.075 dpxa:share=0.05 xattention:share=0.05 streaming "$@"
+    --seed 71 --chunk 65536 --methods dpxa:$level dpxa:share=0.05 xattention:share=0.05 streaming "$@"
 }
 ruler() { # TOKENS COUNT METHODS…
   local tokens=$1 count=$2 tasks=()
@@ -120,7 +121,7 @@ case $part in
     ;;
   long)
     shards "${whole[@]}" "${shipped[@]}" --tasks copies:16 needles:40 --methods \
-      dpxa:density=0.075 dpxa_thesis:share=0.07 xattention:share=0.07 xattention:share=0.07,stride=16 \
+      dpxa:$level dpxa_thesis:share=0.07 xattention:share=0.07 xattention:share=0.07,stride=16 \
       streaming streaming+delta:gamma=8 streaming+delta:gamma=16 streaming+delta \
       streaming+delta:gamma=8,spread=0 streaming+delta:gamma=64,spread=0 delta_kv delta_kv:means=0
     ;;
@@ -145,9 +146,9 @@ case $part in
       --tokens 130500 --questions 100 --gamma 2 8 16 64 256 | tee "$out/decay.out"
     ;;
   ruler-8192 | ruler-32768)
-    ruler "${part#ruler-}" 20 dpxa:density=0.075 dpxa xattention:share=0.1 streaming
+    ruler "${part#ruler-}" 20 dpxa:$level dpxa xattention:share=0.1 streaming
     ;;
-  ruler-130500) TASKS=${TASKS:-ruler_single_1:4} ruler 130500 20 dpxa:density=0.075 xattention:share=0.1 streaming ;;
+  ruler-130500) TASKS=${TASKS:-ruler_single_1:4} ruler 130500 20 dpxa:$level xattention:share=0.1 streaming ;;
   served-8192) served 8192 20 ruler_{single_1,multikey_1,multikey_2}:4 ;;
   served-130500) served 130500 20 needles:40 ruler_single_1:4 ;;
   time)
@@ -157,7 +158,7 @@ case $part in
   far-131) far 131000 8e6 20 ;;
   far-262) far 262144 16.4e6 20 ;;
   far-524) far 524288 33.5e6 20 dpxa:share=0.022 ;;
-  fp8) shards "${whole[@]}" "${shipped[@]}" --tasks needles:40 --quantisation fp8 --methods dpxa:density=0.075 ;;
+  fp8) shards "${whole[@]}" "${shipped[@]}" --tasks needles:40 --quantisation fp8 --methods dpxa:$level ;;
   code) short 21 copies:8 ;;
   plays) short 37 names:8 ;;
   ideas-7680) ideas 0.25 0.26 "${untuned[@]}" ;;

@@ -59,6 +59,18 @@ def test_the_cpu_form_equals_the_oracle(metric: str, threshold: float, chunk: in
     check_consistent(runs, 301, chunk)
 
 
+@pytest.mark.parametrize("chunk", [128, 256])
+@pytest.mark.parametrize("find", [cpu_scan, find_anchors])
+def test_centred_rows_are_compared_less_their_chunks_mean(find: object, chunk: int) -> None:
+    assert callable(find)
+    x = drifting_rows(301, batch=2) + 9.0
+    runs = find(x, 0.4, chunk, centred=True)
+    anchors_BGS = runs.is_anchor_BGS if isinstance(runs, AnchorRuns) else runs
+    found = [lane.nonzero()[:, 0].tolist() for lane in anchors_BGS.flatten(0, 1)]
+    assert found == run_starts(x, 0.4, chunk, "cosine", centred=True)
+    assert 20 < len(found[0]) < 250 and len(run_starts(x, 0.75, chunk, "cosine")[0]) < 20
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "chunk"), [(300, 128), (520, 512), (1, 128)])
 @pytest.mark.parametrize(("metric", "threshold"), [("cosine", 0.75), ("euclidean", 3.0)])

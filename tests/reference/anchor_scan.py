@@ -3,10 +3,15 @@ from __future__ import annotations
 import torch
 
 
-def run_starts(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) -> list[list[int]]:
-    """Run starts of every (batch, head), one loop over rows in float64."""
+def run_starts(
+    x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str, *, centred: bool = False
+) -> list[list[int]]:
+    """Run starts of every (batch, head), one loop over rows in float64. centred: rows less their chunk's
+    mean are compared."""
     starts = []
-    for rows in x_BGSD.double().flatten(0, 1).tolist():
+    for head_SD in x_BGSD.double().flatten(0, 1):
+        parts = [part - part.mean(0) * centred for part in head_SD.split(chunk)]
+        rows = torch.cat(parts).tolist()
         found: list[int] = []
         for place, row in enumerate(rows):
             near = False

@@ -78,13 +78,27 @@ def pooled_scores(x: AttentionInput) -> torch.Tensor:
     return _from_logits(x, 1, logit)
 
 
-def anchor_slots(rows: torch.Tensor, cos: float, side: SideSettings) -> list[tuple[int, int, torch.Tensor]]:
+def true_masses(x: AttentionInput) -> torch.Tensor:
+    """Each tile's attention mass, the sum over its rows."""
+    q, k = x.q_BHTD.double(), x.k_BGSD.double().repeat_interleave(x.group, 1)
+    place = torch.arange(k.shape[2])
+    future = place > place[x.q_start :, None]
+    mass = (q @ k.mT * x.scale).masked_fill(future, -math.inf).softmax(-1)
+    rows, columns = (-size % BLOCK for size in mass.shape[2:])
+    padded = torch.nn.functional.pad(mass, (0, columns, 0, rows))
+    return padded.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5))
+
+
+def anchor_slots(
+    rows: torch.Tensor, form: AnchorSettings, side: SideSettings
+) -> list[tuple[int, int, torch.Tensor]]:
     """(first row, rows stood for, vector) of the slots of one block of rows (at most 128, D)."""
+    cos, compared = form.cos, rows - rows.mean(0) if form.centred else rows
 
     def runs_at(threshold: float) -> list[tuple[int, int]]:
         starts = [0]
         for row in range(1, rows.shape[0]):
-            a, b = rows[starts[-1]], rows[row]
+            a, b = compared[starts[-1]], compared[row]
             if float(a @ b / (a.norm() * b.norm())) < threshold:
                 starts.append(row)
         return list(zip(starts, [*starts[1:], rows.shape[0]], strict=True))
@@ -111,12 +125,12 @@ def anchor_scores(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
             keys = [
                 (m, m * BLOCK + first, count, vector)
                 for m in range(x.key_blocks)
-                for first, count, vector in anchor_slots(k[m * BLOCK : (m + 1) * BLOCK], form.cos, form.k)
+                for first, count, vector in anchor_slots(k[m * BLOCK : (m + 1) * BLOCK], form, form.k)
             ]
             for n in range(x.query_blocks):
                 q = x.q_BHTD[b, h, n * BLOCK : (n + 1) * BLOCK].double()
                 cells = []
-                for a, (first, _, vector) in enumerate(anchor_slots(q, form.cos, form.q)):
+                for a, (first, _, vector) in enumerate(anchor_slots(q, form, form.q)):
                     place = x.q_start + n * BLOCK + first
                     for m, start, count, key in keys:
                         seen = min(count, place - start + 1)

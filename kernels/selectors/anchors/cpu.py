@@ -9,14 +9,17 @@ from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors, SideSettings
 
 
-def cpu_summarise(x_BGSD: torch.Tensor, cos: float, side: SideSettings, first_block: int = 0) -> BlockAnchors:
+def cpu_summarise(
+    x_BGSD: torch.Tensor, form: AnchorSettings, side: SideSettings, first_block: int = 0
+) -> BlockAnchors:
     """Fill the slots of every block of x, in float32. first_block: where x begins in the prompt."""
-    runs = cpu_scan(x_BGSD, cos, BLOCK)
+    runs = cpu_scan(x_BGSD, form.cos, BLOCK, centred=form.centred)
     strict = _fill(x_BGSD, runs, side, first_block)
     if side.relax is None:
         return strict
     crowded_BGM1 = (runs.runs_BGC > side.cap)[..., None]
-    loose = _fill(x_BGSD, cpu_scan(x_BGSD, cos - side.relax, BLOCK), side, first_block)
+    relaxed = cpu_scan(x_BGSD, form.cos - side.relax, BLOCK, centred=form.centred)
+    loose = _fill(x_BGSD, relaxed, side, first_block)
     return BlockAnchors(
         torch.where(crowded_BGM1[..., None], loose.vector_BGMAD, strict.vector_BGMAD),
         torch.where(crowded_BGM1, loose.first_BGMA, strict.first_BGMA),

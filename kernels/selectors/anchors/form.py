@@ -46,6 +46,7 @@ class AnchorSettings:
 
     Attributes:
         cos: A row joins a run at this cosine.
+        centred: Compare rows less their block's mean. A bias of keys or queries then makes no run.
         weighted: Count a key slot once for each of its rows.
         row_normalised: Divide each query anchor's scores by their own sum; otherwise all cells of a query
             block by one sum (the thesis).
@@ -58,6 +59,7 @@ class AnchorSettings:
     weighted: bool = True
     row_normalised: bool = True
     largest: bool = False
+    centred: bool = False
 
 
 @dataclass(frozen=True)

@@ -161,10 +161,3 @@ def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, form: 
     if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
         return False
     return head_dim in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4
-
-
-def slot_dtype(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> torch.dtype:
-    """Return the slots' type. It is an 8-bit float if slots are unchanged rows and the Hopper kernel runs,
-    which multiplies these twice as fast."""
-    rows = form.q.representative == form.k.representative == "anchor"
-    return torch.float8_e4m3fn if rows and takes_hopper(device, dtype, head_dim, form) else dtype

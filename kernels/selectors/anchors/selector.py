@@ -14,16 +14,15 @@ from deltafront.kernels.selectors.anchors.form import (
     Representative,
     SideSettings,
 )
-from deltafront.kernels.selectors.anchors.scores import score_sums, slot_dtype
+from deltafront.kernels.selectors.anchors.scores import score_sums
 from deltafront.kernels.selectors.anchors.summary import empty_table, kernel_summarise
 from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState, SlabSums, rule_of
 
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """A layer's rule and key slots, of which `done` of its `blocks` are filled. dtype: the keys' type."""
+    """A layer's rule and key slots, of which `done` of its `blocks` are filled."""
 
-    dtype: torch.dtype
     table: BlockAnchors
     blocks: int
     done: int = 0
@@ -51,6 +50,7 @@ class AnchorsSelector(ScoredSelector):
             weighted=weighted,
             row_normalised=row_normalised,
             largest=options.largest,
+            centred=options.centred,
         )
         self.scored_share = self.form.q.cap * self.form.k.cap / BLOCK**2
 
@@ -58,23 +58,22 @@ class AnchorsSelector(ScoredSelector):
         blocks = -(-spec.max_tokens // BLOCK)
         tiles = -(-blocks * self.form.k.cap // BLOCK)
         shape = (spec.batch, spec.kv_heads, tiles * BLOCK // self.form.k.cap, self.form.k.cap)
-        dtype = slot_dtype(spec.device, spec.dtype, spec.head_dim, self.form)
         table = BlockAnchors(
-            vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=dtype, device=spec.device),
+            vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=spec.dtype, device=spec.device),
             first_BGMA=torch.zeros(shape, dtype=torch.int32, device=spec.device),
             count_BGMA=torch.zeros(shape, dtype=torch.float32, device=spec.device),
         )
-        return KeyAnchors(self.layer_rule(spec), spec.dtype, table, blocks)
+        return KeyAnchors(self.layer_rule(spec), table, blocks)
 
     def cpu_scores(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> torch.Tensor:
         with phase("anchors"):
             start = _first_missing(x, state)
-            new = cpu_summarise(x.k_BGSD[:, :, start * BLOCK :], self.form.cos, self.form.k, start)
+            new = cpu_summarise(x.k_BGSD[:, :, start * BLOCK :], self.form, self.form.k, start)
             state.table.vector_BGMAD[:, :, start : x.key_blocks] = new.vector_BGMAD.to(x.k_BGSD.dtype)
             state.table.first_BGMA[:, :, start : x.key_blocks] = new.first_BGMA
             state.table.count_BGMA[:, :, start : x.key_blocks] = new.count_BGMA
             state.done = x.key_blocks
-            queries = cpu_summarise(x.q_BHTD, self.form.cos, self.form.q, x.first_block)
+            queries = cpu_summarise(x.q_BHTD, self.form, self.form.q, x.first_block)
         with phase("scoring"):
             return cpu_scores(x, queries, state.table.until(x.key_blocks), self.form)
 
@@ -82,10 +81,10 @@ class AnchorsSelector(ScoredSelector):
         with phase("anchors"):
             start = _first_missing(x, state)
             new_keys = x.k_BGSD[:, :, start * BLOCK :]
-            kernel_summarise(new_keys, self.form.cos, self.form.k, state.table, start, start)
+            kernel_summarise(new_keys, self.form, self.form.k, state.table, start, start)
             state.done = x.key_blocks
-            queries = empty_table(x.q_BHTD, self.form.q.cap, state.table.vector_BGMAD.dtype)
-            kernel_summarise(x.q_BHTD, self.form.cos, self.form.q, queries, 0, x.first_block)
+            queries = empty_table(x.q_BHTD, self.form.q.cap)
+            kernel_summarise(x.q_BHTD, self.form, self.form.q, queries, 0, x.first_block)
         return self.form.q.cap, lambda first, blocks: score_sums(
             x, queries, state.table, self.form, first, blocks
         )
@@ -93,7 +92,7 @@ class AnchorsSelector(ScoredSelector):
 
 class ThesisAnchorsSelector(AnchorsSelector):
     def __init__(self, options: ThesisAnchorsOptions) -> None:
-        ours = AnchorsOptions(**vars(options), q_anchors=BLOCK, k_anchors=BLOCK)
+        ours = AnchorsOptions(**vars(options), q_anchors=BLOCK, k_anchors=BLOCK, centred=False)
         super().__init__(ours, k_relax=None, weighted=False, row_normalised=False)
         self.rule = rule_of(options)
 
@@ -107,9 +106,9 @@ def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
         raise KernelInputError(
             f"the state was made for (batch, key heads, blocks, D) = {made_for}, the input needs {needed}"
         )
-    if state.dtype != x.k_BGSD.dtype or table.vector_BGMAD.device != x.k_BGSD.device:
+    if table.vector_BGMAD.dtype != x.k_BGSD.dtype or table.vector_BGMAD.device != x.k_BGSD.device:
         raise KernelInputError(
-            f"the state is for {state.dtype} on {table.vector_BGMAD.device}, "
+            f"the state is for {table.vector_BGMAD.dtype} on {table.vector_BGMAD.device}, "
             f"k is {x.k_BGSD.dtype} on {x.k_BGSD.device}"
         )
     return min(state.done, x.first_block)

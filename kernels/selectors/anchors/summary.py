@@ -9,20 +9,22 @@ import torch
 import triton
 import triton.language as tl
 
-from deltafront.kernels.anchor_scan import check_head_dim
+from deltafront.kernels.anchor_scan import ROUNDING, check_head_dim
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.launches import Launcher, cdiv, strides
-from deltafront.kernels.selectors.anchors.form import BlockAnchors, SideSettings
+from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors, SideSettings
 
 _BLOCK = tl.constexpr(BLOCK)
+_ROUNDING = tl.constexpr(ROUNDING)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _next_kernel(
     x_ptr, next_ptr, stride_xb, stride_xg, stride_xs, kv_heads, rows, blocks, cos, relaxed_cos, stride_nl,
-    D: tl.constexpr, LEVELS: tl.constexpr,
+    D: tl.constexpr, LEVELS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Find the first later row far from each row of a block (BLOCK if none), for each threshold."""
+    """Find the first later row far from each row of a block (BLOCK if none), for each threshold. CENTRED:
+    rows count less the block's mean, whose products follow from the rows' own."""
     block = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // kv_heads * stride_xb + lane % kv_heads * stride_xg
@@ -34,8 +36,16 @@ def _next_kernel(
         other=0.0,
     )
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
+    least = 0.0
+    if CENTRED:
+        height = tl.minimum(rows - block * _BLOCK, _BLOCK).to(tl.float32)
+        by_mean_R = tl.sum(dot_RR, axis=1) / height
+        square_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
+        least = _ROUNDING * tl.sum(tl.sum(square_RR, axis=1), axis=0) / height
+        dot_RR += tl.sum(by_mean_R, axis=0) / height - by_mean_R[:, None] - by_mean_R[None, :]
     square_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
-    length_R = tl.sqrt_rn(tl.sum(square_RR, axis=1))
+    square_R = tl.sum(square_RR, axis=1)
+    length_R = tl.sqrt_rn(tl.where(square_R > least, square_R, 0.0))
     length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # so a zero row's cosine counts as 0
     later_RR = (row_R[None, :] > row_R[:, None]) & valid_R[None, :]
     out = next_ptr + (lane * blocks + block) * _BLOCK + row_R
@@ -121,18 +131,23 @@ def _fill_kernel(
 _find_next, _find_runs, _fill = Launcher(_next_kernel), Launcher(_orbit_kernel), Launcher(_fill_kernel)
 
 
-def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnchors:
+def empty_table(x_BGSD: torch.Tensor, cap: int) -> BlockAnchors:
     shape = (*x_BGSD.shape[:2], -(-x_BGSD.shape[2] // BLOCK), cap)
     device = x_BGSD.device
     return BlockAnchors(
-        torch.empty((*shape, x_BGSD.shape[3]), dtype=dtype, device=device),
+        torch.empty((*shape, x_BGSD.shape[3]), dtype=x_BGSD.dtype, device=device),
         torch.empty(shape, dtype=torch.int32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
     )
 
 
 def kernel_summarise(
-    x_BGSD: torch.Tensor, cos: float, side: SideSettings, table: BlockAnchors, place: int, first_block: int
+    x_BGSD: torch.Tensor,
+    form: AnchorSettings,
+    side: SideSettings,
+    table: BlockAnchors,
+    place: int,
+    first_block: int,
 ) -> None:
     """Fill `table` from block `place` on. x begins at block `first_block` of the prompt."""
     batch, kv_heads, rows, dim = x_BGSD.shape
@@ -142,18 +157,19 @@ def kernel_summarise(
     next_ZR = torch.empty((levels * lanes, BLOCK), dtype=torch.uint8, device=x_BGSD.device)
     start_ZR = torch.empty_like(next_ZR)
     runs_Z = torch.empty((levels * lanes,), dtype=torch.int32, device=x_BGSD.device)
-    loose_cos = cos if side.relax is None else cos - side.relax
+    loose_cos = form.cos if side.relax is None else form.cos - side.relax
     sizes = (kv_heads, rows, blocks)
     _find_next[(blocks, batch * kv_heads)](
         x_BGSD,
         next_ZR,
         *strides(x_BGSD),
         *sizes,
-        cos,
+        form.cos,
         loose_cos,
         lanes * BLOCK,
         D=dim,
         LEVELS=levels,
+        CENTRED=form.centred,
         num_warps=4,
         maxnreg=168,
     )

@@ -59,7 +59,7 @@ def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnch
     another's."""
     generator = torch.Generator("cuda").manual_seed(heads)
     shape = (1, heads, blocks, slots)
-    vector = torch.randn(*shape, 128, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+    vector = torch.randn(*shape, 128, device="cuda", generator=generator).to(torch.bfloat16)
     block_M1 = torch.arange(first_block, first_block + blocks, device="cuda")[:, None]
     first_MA = block_M1 * BLOCK + torch.arange(slots, device="cuda") * (BLOCK // slots)
     count = torch.randint(1, BLOCK // slots + 1, shape, device="cuda", generator=generator).float()

@@ -24,7 +24,7 @@ from deltafront.kernels.options import (
 )
 from deltafront.kernels.selectors.anchors import scores
 from deltafront.kernels.selectors.anchors.cpu import cpu_summarise
-from deltafront.kernels.selectors.anchors.form import SideSettings
+from deltafront.kernels.selectors.anchors.form import AnchorSettings, SideSettings
 from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
 from deltafront.kernels.selectors.anchors.summary import empty_table, kernel_summarise
 from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
@@ -37,7 +37,7 @@ from deltafront.tests.numerics import assert_rows_close, chunk_of, poisoned_empt
 from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, k_anchors=16)
+ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, k_anchors=16, cos=0.75, centred=False)
 LARGEST = replace(ANCHORS, largest=True)
 POOLED = BlockPoolOptions(tau=0.8)
 THESIS: dict[str, Any] = {
@@ -52,6 +52,7 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=16)),
     "block_pool": lambda: BlockPoolSelector(POOLED),
     "anchors": lambda: AnchorsSelector(ANCHORS),
+    "anchors_centred": lambda: AnchorsSelector(replace(ANCHORS, cos=0.4, centred=True)),
     "anchors_finest": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=32, k_anchors=64, cos=0.85)),
     "anchors_means": lambda: AnchorsSelector(
         replace(ANCHORS, q_anchors=2, k_anchors=8), representative="mean"
@@ -129,7 +130,7 @@ def test_kernel_scores_equal_the_cpu_form_for_heads_of_256_channels(name: str) -
     assert tiles(kernel_mask(selector, x)) == tiles(rules.select(score_BHNM, selector.rule, 0))
 
 
-@pytest.mark.parametrize("name", ["antidiagonal", "naive", "block_pool", "anchors"])
+@pytest.mark.parametrize("name", ["antidiagonal", "naive", "block_pool", "anchors", "anchors_centred"])
 def test_chunks_select_what_the_whole_prompt_selects(name: str) -> None:
     x = sample(385, torch.float16, q_heads=2)
     selector = SCORED[name]()
@@ -170,7 +171,7 @@ def test_slabs_do_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiles(kernel_mask(anchors, x)) == halves
 
 
-@pytest.mark.parametrize("name", ["antidiagonal", "anchors"])
+@pytest.mark.parametrize("name", ["antidiagonal", "anchors", "anchors_centred"])
 @pytest.mark.parametrize("kind", ["duplicates", "zeros", "large", "absurd", "one token"])
 def test_kernel_scores_equal_the_cpu_form_for_degenerate_rows(name: str, kind: str) -> None:
     x = sample(200, q_heads=1, head_dim=16)
@@ -194,14 +195,18 @@ def test_kernel_scores_equal_the_cpu_form_for_degenerate_rows(name: str, kind: s
 
 @pytest.mark.parametrize("relax", [None, 0.3])
 @pytest.mark.parametrize("representative", ["mean", "anchor"])
-def test_summaries_equal_the_cpu_form(representative: Any, relax: float | None) -> None:
+@pytest.mark.parametrize("bias", [None, 0.0, 20.0])
+def test_summaries_equal_the_cpu_form(representative: Any, relax: float | None, bias: float | None) -> None:
+    """bias: added to some channels of all rows, which are centred then."""
     x = sample(300, torch.float16).k_BGSD[:, :, :, :]
     x[0, 0, 140:150] = 0.0
+    x[..., :8] += bias or 0.0
     side = SideSettings(8, representative, relax)
+    form = AnchorSettings(0.75 if bias is None else 0.4, side, side, centred=bias is not None)
     with poisoned_empty():
-        table = empty_table(x, side.cap, x.dtype)
-        kernel_summarise(x, 0.75, side, table, 0, 5)
-    expected = cpu_summarise(x, 0.75, side, 5)
+        table = empty_table(x, side.cap)
+        kernel_summarise(x, form, side, table, 0, 5)
+    expected = cpu_summarise(x, form, side, 5)
     used = expected.count_BGMA > 0
     assert torch.equal(table.count_BGMA, expected.count_BGMA)
     assert torch.equal(table.first_BGMA[used], expected.first_BGMA[used])

@@ -1,0 +1,130 @@
+"""RULER with the question in the prompt, on any model as it is: every method beside dense attention.
+
+    python -m deltafront.benchmarks.lab.fetch qwen2.5-coder-0.5b FOLDER
+    python -m deltafront.benchmarks.lab --model FOLDER/qwen2.5-coder-0.5b.gguf --text FILE [FILE …] \
+        --tokens 31000 --samples 20 --cases dpxa:share=0.2 dpxa+delta:share=0.2,gamma=16,spread=0@32 --result FILE
+
+A case is METHOD:OPTIONS@BLOCKS. With @BLOCKS the prompt's last 128 to 255 tokens are read again densely, over so
+many blocks computed again, as a service does for `recompute_blocks`; without it the end stays as the method
+read it. Answers are decoded greedily over all keys. One process, without Ray; the layers and kernels are a
+prefill worker's. Prints a table after every case, and writes the JSON named by --result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from deltafront.benchmarks.accuracy.ruler import TASKS
+from deltafront.benchmarks.arguments import told
+from deltafront.benchmarks.harness import commit_of, write_json
+from deltafront.benchmarks.lab.reading import Answer, Case, Together
+from deltafront.benchmarks.lab.samples import Sample, samples
+from deltafront.benchmarks.lab.table import Row, row, table
+from deltafront.benchmarks.reader import ROOT, known_method, load_text, load_tokenizer
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.settings import ModelSpec
+
+NINE = (
+    "single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery",
+    "variables",
+)  # fmt: skip
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    arguments = _arguments(given)
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(arguments.model)
+    texts = {path.stem: load_text(path, tokenizer) for path in arguments.text}
+    made = samples(
+        arguments.tasks, arguments.samples, arguments.tokens, texts, tokenizer.decode, arguments.seed
+    )
+    stack = load_model(ModelSpec(path=arguments.model, dtype=arguments.dtype), arguments.device)
+    room = arguments.tokens + arguments.answer_tokens
+    together = Together(stack, min(arguments.together, len(made)), room)
+    rows: list[Row] = []
+    dense: list[float] = []
+    for case in dict.fromkeys([Case("dense"), *arguments.cases]):
+        begun = time.monotonic()
+        answers = _answers(together, case, made, arguments, tokenizer.decode)
+        scores = [sample.score(answer.said) for sample, answer in zip(made, answers, strict=True)]
+        dense = dense or scores
+        tasks, densities = [sample.task for sample in made], [answer.density for answer in answers]
+        seconds = [answer.seconds for answer in answers]
+        rows.append(row(str(case), tasks, scores, dense, densities, seconds))
+        print(f"\n{table(rows)}\n{case}: {time.monotonic() - begun:.0f} s", flush=True)
+        if arguments.result:
+            write_json(arguments.result, _record(arguments, rows))
+    return 0
+
+
+def _answers(
+    together: Together, case: Case, made: Sequence[Sample], arguments: argparse.Namespace, decode: object
+) -> list[Answer]:
+    assert callable(decode)
+    answers: list[Answer] = []
+    for first in range(0, len(made), arguments.together):
+        group = made[first : first + arguments.together]
+        answers += together.answers(case, group, arguments.chunk, arguments.answer_tokens, decode)
+    return answers
+
+
+def _record(arguments: argparse.Namespace, rows: Sequence[Row]) -> dict[str, object]:
+    cuda = arguments.device.startswith("cuda")
+    return {
+        "hardware": torch.cuda.get_device_name() if cuda else "CPU",
+        "commit": arguments.commit or commit_of(ROOT),
+        "torch": torch.__version__,
+        "model": Path(arguments.model).stem,
+        "dtype": arguments.dtype,
+        "tokens": arguments.tokens,
+        "seed": arguments.seed,
+        "texts": [path.stem for path in arguments.text],
+        "rows": list(rows),
+    }
+
+
+def _case(given: str) -> Case:
+    case = Case.parse(given)
+    known_method(case.method)
+    return case
+
+
+def _task(given: str) -> str:
+    if f"ruler_{given}" not in TASKS:
+        raise ValueError(f"no task {given!r}: {', '.join(name.removeprefix('ruler_') for name in TASKS)}")
+    return given
+
+
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        prog="python -m deltafront.benchmarks.lab",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a directory, hub id or GGUF file, as for `serve`")
+    add("--text", type=Path, nargs="+", required=True, help="what facts are hidden in")
+    add("--tokens", type=int, default=31_000, help="the longest prompt")
+    add("--samples", type=int, default=20, help="of each task")
+    add("--tasks", type=told(_task), nargs="+", default=list(NINE))
+    add("--cases", type=told(_case), nargs="+", default=[Case("dpxa")], metavar="METHOD:OPTIONS@BLOCKS")
+    add("--answer-tokens", type=int, default=64)
+    add("--together", type=int, default=20, help="samples that are answered at once; memory bounds it")
+    add("--chunk", type=int, default=16_384)
+    add("--seed", type=int, default=11)
+    add("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16" if cuda else "float32")
+    add("--device", default="cuda" if cuda else "cpu")
+    add("--result", type=Path)
+    add("--commit", help="recorded instead of git's answer, where there is no git")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
