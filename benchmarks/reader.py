@@ -22,9 +22,9 @@ from deltafront.kernels.layers.kv_int8 import dequantise, quantise
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec, reads_whole_prompts
 from deltafront.workers.calibration.probes import EncodeAll, Text
+from deltafront.workers.decode.reads import tail_start
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
-from deltafront.workers.decode.reads import tail_start
 from deltafront.workers.model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory import store as model_store
@@ -72,7 +72,8 @@ class Reader:
         self.kv_dtype = kv_dtype
         self._profile = profile
         if kv is None:
-            kv = tuple(torch.zeros(shape, dtype=stack.dtype, device=stack.device) for _ in "kv")
+            k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
+            kv = k_LBGSD, torch.zeros_like(k_LBGSD)
         self._k_LBGSD, self._v_LBGSD = kv
         self._ids_T = torch.zeros(0, dtype=torch.int64)
         self.length = 0

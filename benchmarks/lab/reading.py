@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """density: of tiles, those for the prompt's end and its blocks counted. seconds: of reading, wall-clock."""
+    """density: of tiles, with those for the prompt's end and its blocks. seconds: of reading, wall-clock."""
 
     said: str
     density: float
@@ -106,13 +106,19 @@ class Together:
                 ended[place] |= token in ends
                 if not ended[place]:
                     said[place].append(token)
-            right = [sample.score(decode(ids)) == 1 for sample, ids in zip(samples, said, strict=True)]
-            if step == tokens - 1 or all(map(max, ended, right)):
+            if step == tokens - 1 or (step % 8 == 7 and self._all_done(samples, said, ended, decode)):
                 break
             embedded_BC = self._stack.embed(token_B)
             hidden_BC = self._stack.forward(embedded_BC, positions_B, self._attend(positions_B))
             positions_B = positions_B + 1
         return [decode(ids) for ids in said]
+
+    @staticmethod
+    def _all_done(
+        samples: Sequence[Sample], said: Sequence[list[int]], ended: Sequence[bool], decode: Decode
+    ) -> bool:
+        right = (sample.score(decode(ids)) == 1 for sample, ids in zip(samples, said, strict=True))
+        return all(one or end for one, end in zip(right, ended, strict=True))
 
     def _attend(
         self, positions_B: torch.Tensor

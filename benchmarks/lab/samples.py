@@ -15,6 +15,8 @@ from deltafront.workers.calibration.probes import Document, Text
 
 ANSWER_ROOM = 128
 """Tokens of a prompt that its question may take, so that prompts are no longer than was asked for."""
+ASKED = 4
+"""Questions of a document that one is chosen from: RULER's four keys."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -45,13 +47,20 @@ def samples(
         for number in range(count):
             text = list(texts)[number % len(texts)]
             rng = random.Random(f"{seed} {task} {tokens} {number}")
-            document = ruler.TASKS[f"ruler_{task}"](rng, tokens - ANSWER_ROOM, 1, texts[text])
-            made.append(_sample(task, f"{text}-{number}", document, decode))
+            document = ruler.TASKS[f"ruler_{task}"](rng, tokens - ANSWER_ROOM, ASKED, texts[text])
+            prompt, answers = _question(document, rng, decode)
+            made.append(Sample(task, f"{text}-{number}", (*document.ids, *prompt), answers))
     return made
 
 
-def _sample(task: str, name: str, document: Document, decode: Decode) -> Sample:
-    """Ask a document's first question. Its right answers are those of all questions with the same prompt."""
-    first = document.questions[0].prompt
-    answers = [decode(one.gold).strip() for one in document.questions if one.prompt == first]
-    return Sample(task, name, (*document.ids, *first), tuple(answers))
+def _question(
+    document: Document, rng: random.Random, decode: Decode
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Choose one of a document's questions. Its right answers are those of all questions with its prompt.
+
+    A question that asks for what is left, after some answers, has a prompt that begins with another's.
+    """
+    prompts = {one.prompt for one in document.questions}
+    whole = [a for a in sorted(prompts) if not any(a != b and a[: len(b)] == b for b in prompts)]
+    chosen = rng.choice(whole)
+    return chosen, tuple(decode(one.gold).strip() for one in document.questions if one.prompt == chosen)

@@ -67,7 +67,7 @@ def t_quantile(share: float, degrees: int) -> float:
 def table(rows: Sequence[Row]) -> str:
     """Markdown: a line a case, with the tasks that lose something by name."""
     header = (
-        "method@blocks", "density", "score", "÷ dense (95%)", "lost / won", "s a prompt", "by task, where below dense"
+        "method@blocks", "density", "score", "÷ dense (95%)", "lost / won", "s a prompt", "tasks below dense",
     )  # fmt: skip
     return markdown(header, [_cells(one, rows[0]) for one in rows])
 

@@ -1,0 +1,118 @@
+"""The laboratory: prompts, answers and statistics, on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from deltafront.benchmarks.lab.reading import Case, Together
+from deltafront.benchmarks.lab.samples import Sample, samples
+from deltafront.benchmarks.lab.table import ratio_interval, row, t_quantile, table
+from deltafront.benchmarks.reader import Reader
+from deltafront.workers.calibration.probes import Text
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.settings import ModelSpec
+
+from ...workers.tiny_model import make_tiny_model
+
+
+def _ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def _decode(ids: object) -> str:
+    return bytes(ids).decode()  # type: ignore[call-overload]
+
+
+SENTENCES = " ".join(f"Sentence {n} tells of nothing." for n in range(600))
+TEXT = Text(SENTENCES, lambda texts: [_ids(text) for text in texts])
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> LayerStack:
+    directory: Path = make_tiny_model(tmp_path_factory.mktemp("lab") / "model")
+    return load_model(ModelSpec(path=str(directory), dtype="float32"), "cpu")
+
+
+def ids_of(count: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(1, 60) for _ in range(count))
+
+
+def test_a_sample_ends_in_one_question_whose_answers_are_hidden_in_it() -> None:
+    tasks = ["single_2", "multikey_1", "multikey_2", "multivalue", "multiquery", "variables"]
+    made = samples(tasks, 2, 4000, {"prose": TEXT}, _decode, seed=3)
+    assert [sample.task for sample in made] == [task for task in tasks for _ in range(2)]
+    for sample in made:
+        text = _decode(sample.ids)
+        assert 3500 < len(sample.ids) <= 4000 + 256  # bytes, of which questions have more than tokens
+        assert len(sample.answers) == {"multivalue": 4, "multiquery": 4, "variables": 5}.get(sample.task, 1)
+        assert all(answer in text for answer in sample.answers)
+        assert sample.score(" ".join(sample.answers)) == 1.0 and sample.score("none") == 0.0
+    assert samples(["multivalue"], 1, 4000, {"prose": TEXT}, _decode, seed=4)[0] != made[6]
+
+
+def test_the_key_that_is_asked_for_may_stand_anywhere() -> None:
+    made = samples(["multikey_1"], 12, 3000, {"prose": TEXT}, _decode, seed=1)
+    places = [_decode(sample.ids).index(sample.answers[0]) / len(sample.ids) for sample in made]
+    assert min(places) < 0.3 and max(places) > 0.6
+
+
+@pytest.mark.parametrize("case", ["dense", "streaming:min_tokens=0,window=128@3", "dpxa:min_tokens=0@0"])
+def test_answers_together_are_those_of_each_alone(stack: LayerStack, case: str) -> None:
+    prompts = [Sample("any", str(n), ids_of(length, n), ("never",)) for n, length in enumerate((700, 523))]
+    decode = lambda ids: ",".join(map(str, ids))  # noqa: E731
+    together = Together(stack, 2, 720).answers(Case.parse(case), prompts, 256, 9, decode)
+    for prompt, answer in zip(prompts, together, strict=True):
+        (alone,) = Together(stack, 1, 720).answers(Case.parse(case), [prompt], 256, 9, decode)
+        assert answer.said == alone.said and answer.density == pytest.approx(alone.density)
+        if case == "dense":
+            reader, said = Reader(stack, 720), list[int]()
+            hidden_1C = reader.read(prompt.ids, "dense", 256).tail_TC
+            for _ in range(9):
+                said.append(int(stack.logits(hidden_1C)[0].argmax()))
+                hidden_1C = reader.append(said[-1:])
+            assert answer.said == decode(said)
+
+
+def test_the_end_read_again_is_dense_over_what_was_read(stack: LayerStack) -> None:
+    """After dense reading nothing changes; after sparse reading, with every block computed again, it is as if
+    all had been dense."""
+    ids, reader = ids_of(900), Reader(stack, 900)
+    with torch.inference_mode():
+        dense = reader.read(ids, "dense", 256)
+        for method in ("dense", "streaming:min_tokens=0,window=128"):
+            sparse = reader.read(ids, method, 256)
+            again = reader.read_end_again(sparse, 16)
+            torch.testing.assert_close(again.tail_TC, dense.tail_TC, rtol=1e-3, atol=1e-3)
+            assert again.density > sparse.density
+        assert not torch.allclose(sparse.tail_TC, dense.tail_TC, rtol=1e-3, atol=1e-3)
+
+
+def test_a_row_says_what_was_lost_and_won() -> None:
+    dense, scores = [1.0, 1.0, 0.5, 0.0], [1.0, 0.0, 0.75, 0.25]
+    made = row("dpxa@8", ["a", "a", "b", "b"], scores, dense, [0.2] * 4, [1.0] * 4)
+    assert (made["lost"], made["won"], made["ratio"]) == (1, 2, 0.8)
+    assert made["by_task"] == {"a": 0.5, "b": 0.5}
+    first = row("dense", ["a", "a", "b", "b"], dense, dense, [1.0] * 4, [1.0] * 4)
+    assert "a 1.00 → 0.50" in table([first, made]) and "1 / 2 of 4" in table([first, made])
+
+
+def test_intervals_are_students() -> None:
+    for degrees, expected in ((10, 2.2281), (30, 2.0423), (179, 1.9733)):  # tables of t, 0.975
+        assert t_quantile(0.975, degrees) == pytest.approx(expected, abs=0.003)
+    rng = random.Random(0)
+    inside = 0
+    for _ in range(400):
+        dense = [float(rng.random() < 0.8) for _ in range(60)]
+        scores = [d if rng.random() < 0.9 else float(rng.random() < 0.5) for d in dense]
+        low, high = ratio_interval(scores, dense) or (math.nan, math.nan)
+        inside += low <= (0.8 * 0.95 + 0.2 * 0.05) / 0.8 <= high
+    assert fmean([inside / 400]) > 0.9
+    assert ratio_interval([1.0], [1.0]) is None
