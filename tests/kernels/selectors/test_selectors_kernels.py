@@ -52,7 +52,7 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=16)),
     "block_pool": lambda: BlockPoolSelector(POOLED),
     "anchors": lambda: AnchorsSelector(ANCHORS),
-    "anchors_centred": lambda: AnchorsSelector(replace(ANCHORS, cos=0.4, centred=True)),
+    "anchors_centred": lambda: AnchorsSelector(replace(ANCHORS, cos=0.43, centred=True)),
     "anchors_finest": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=32, k_anchors=64, cos=0.85)),
     "anchors_means": lambda: AnchorsSelector(
         replace(ANCHORS, q_anchors=2, k_anchors=8), representative="mean"
