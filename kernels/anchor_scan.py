@@ -7,7 +7,7 @@ On a GPU a Gram matrix gives `next[i]`, the first later row far from row i. Foll
 anchors.
 
 Keys with a bias (Qwen2) all point the same way, so that any two have a cosine near 1. What tells them apart
-for a softmax is their difference, so `centred` compares rows less the mean of their chunk.
+for a softmax is their difference, so `less_mean` takes the mean of their chunk off first.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -62,12 +62,7 @@ def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) 
 
 
 def find_anchors(
-    x_BGSD: torch.Tensor,
-    threshold: float,
-    chunk: int = BLOCK,
-    metric: str = "cosine",
-    *,
-    centred: bool = False,
+    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
     """Find the rows that are anchors.
 
@@ -77,7 +72,6 @@ def find_anchors(
     Args:
         threshold: The least cosine, or the largest Euclidean distance, of rows that are close.
         chunk: A multiple of BLOCK.
-        centred: Compare rows less their chunk's mean.
 
     Returns:
         is_anchor_BGS, bool.
@@ -85,8 +79,6 @@ def find_anchors(
     Raises:
         KernelInputError: Shapes, types or numbers do not fit.
     """
-    check_scan(x_BGSD, threshold, chunk, metric)
-    x_BGSD = less_mean(x_BGSD, chunk) if centred else x_BGSD
     if x_BGSD.is_cuda:
         return kernel_find_anchors(x_BGSD, threshold, chunk, metric)
     return cpu_find_anchors(x_BGSD, threshold, chunk, metric)

@@ -247,7 +247,7 @@ def test_info_shows_the_profile_and_what_is_in_effect(make_house: Make, model: P
         ("block_pool", 0.5, 1024),
         ("dpxa", 0.3, 512),
     ]
-    assert info.profile.levels[3].options["cos"] == 0.75
+    assert info.profile.levels[3].options["cos"] == 0.4
     shown = CliRunner().invoke(app, ["info", "--address", house.address], env={"COLUMNS": "160"})
     assert shown.exit_code == 0, shown.output
     for text in (

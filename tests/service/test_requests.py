@@ -256,7 +256,7 @@ def test_info_tells_what_there_is(house: House, client: DeltafrontClient) -> Non
     assert (info.prefill_groups, info.decode_workers, info.prefill_stages) == (1, 1, 2)
     assert info.decode_pages_free == info.decode_pages_total == 4096
     methods = {method.name: method.defaults for method in info.methods}
-    assert methods["dpxa"]["cos"] == 0.75
+    assert methods["dpxa"]["cos"] == 0.4
     assert "flex" not in methods
 
 

@@ -14,12 +14,11 @@ from deltafront.benchmarks.lab.reading import Case, Together
 from deltafront.benchmarks.lab.samples import Sample, samples
 from deltafront.benchmarks.lab.table import ratio_interval, row, t_quantile, table
 from deltafront.benchmarks.reader import Reader
+from deltafront.tests.workers.tiny_model import make_tiny_model
 from deltafront.workers.calibration.probes import Text
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import ModelSpec
-
-from ...workers.tiny_model import make_tiny_model
 
 
 def _ids(text: str) -> list[int]:

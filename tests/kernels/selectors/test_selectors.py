@@ -160,7 +160,8 @@ def test_the_tiles_of_biased_keys_hold_a_share_of_the_mass(name: str, low: float
     """How far the kept mass gets from a random choice's (0) to the best choice's (1)."""
     x = biased(sample(2048, head_dim=64, seed=5))
     selector = AnchorsSelector(AnchorsOptions()) if name == "anchors_served" else SCORED[name]()
-    score_BHNM, true_BHNM = selector.scores(x, selector.new_state(spec_of(x)), no_phase), true_masses(x)
+    score_BHNM = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
+    true_BHNM = true_masses(x).float()
     chance_BHNM = torch.rand(true_BHNM.shape, generator=torch.Generator().manual_seed(0))
     chance, found, best = (_mass_kept(s, true_BHNM) for s in (chance_BHNM, score_BHNM, true_BHNM))
     assert low < (found - chance) / (best - chance) <= high

@@ -25,7 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_shaping_options_are_those_that_change_scores() -> None:
     spec = method_spec("dpxa+delta", {"tau": 0.3, "density": 0.08, "cos": 0.5, "gamma": 32})
-    assert shaping_options(spec).keys() == {"cos", "q_anchors", "k_anchors", "largest", "sink", "window"}
+    assert shaping_options(spec).keys() == {
+        "cos", "centred", "q_anchors", "k_anchors", "largest", "sink", "window",
+    }  # fmt: skip
     assert shaping_options(spec)["cos"] == 0.5
 
 
@@ -70,7 +72,7 @@ def test_nearest_level_has_the_smallest_ratio_of_lengths(lengths: list[int], tok
         (
             "block_pool",
             {"density": 0.1},
-            "0.2 to 0.5 for block_pool with sink=1, window=1; 0.3 for dpxa with sink=1, window=128, cos=0.75",
+            "0.2 to 0.5 for block_pool with sink=1, window=1; 0.3 for dpxa with sink=1, window=128, cos=0.4",
         ),
         ("block_pool", {"density": 0.6}, "0.2 to 0.5 for block_pool"),
         ("block_pool", {"density": 0.2, "window": 2}, "0.2 to 0.5 for block_pool with sink=1, window=1"),
