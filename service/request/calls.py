@@ -8,7 +8,7 @@ from typing import Any
 
 from deltafront.service.errors import InvalidArgument
 from deltafront.workers.messages.methods import MethodSpec
-from deltafront.workers.messages.requests import PageSelection, Sampling
+from deltafront.workers.messages.requests import PageSelection, RequestOptions, Sampling
 
 MAX_MESSAGES = 4096
 Messages = tuple[Mapping[str, str], ...]
@@ -101,11 +101,10 @@ class Call:
     Args:
         sampling: A Prefill has `max_tokens` 0.
         fit_max_tokens: Shrink the default `max_tokens` to the positions that are left.
-        keep_ttl_s: Seconds for which the prompt stays as a session; 0 makes none.
+        options: With a `keep_ttl_s` of 0 the prompt makes no session.
         remembers: Whether the prompt is remembered when the request ends.
         retain_s: Seconds for which it is kept rather than others.
         skip_cache: Read all of the prompt, whatever is remembered.
-        trace: The W3C `traceparent` above this request.
     """
 
     request_id: str
@@ -115,18 +114,14 @@ class Call:
     append: Prompt | None = None
     method: MethodSpec
     sampling: Sampling
+    options: RequestOptions
     stop: tuple[str, ...] = ()
-    page_selection: PageSelection = PageSelection.DEFAULT
-    recompute_blocks: int = 0
-    keep_ttl_s: float = 0.0
-    deadline: float | None = None
     answered: tuple[int, ...] = ()
     fit_max_tokens: bool = False
     cache_salt: str = ""
     remembers: bool = True
     retain_s: float = 0.0
     skip_cache: bool = False
-    trace: str = ""
 
     @property
     def prefill_only(self) -> bool:

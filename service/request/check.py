@@ -22,7 +22,7 @@ from deltafront.service.request.calls import (
     check_count,
 )
 from deltafront.workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
-from deltafront.workers.messages.requests import PageSelection, Sampling
+from deltafront.workers.messages.requests import PageSelection, RequestOptions, Sampling
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
@@ -71,8 +71,9 @@ def checked_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
     if isinstance(request, GenerateRequest):
         return _generate_call(request, owner, limits)
     _require(request.prompt is not None, "prompt", "is missing: give text, messages or token_ids")
-    call = _common(request, owner, limits, Sampling(max_tokens=0))
-    return replace(call, keep_ttl_s=call.keep_ttl_s or _ttl(limits.default_ttl_s, limits))
+    if request.session_ttl is None:
+        request = replace(request, session_ttl=limits.default_ttl_s)
+    return _common(request, owner, limits, Sampling(max_tokens=0))
 
 
 def _generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
@@ -80,13 +81,13 @@ def _generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call
     possible = request.page_selection is not PageSelection.DELTA or limits.delta_layers
     _require(possible, "page_selection", "this server has no delta layers configured: use full")
     call = _common(request, owner, limits, _sampling(request.sampling, limits))
+    blocks = _recompute_blocks(request.recompute_blocks, limits)
     return replace(
         call,
         session_id=request.session_id,
         append=_prompt("append", request.append, limits),
         stop=_stop(request.sampling.stop),
-        page_selection=request.page_selection,
-        recompute_blocks=_recompute_blocks(request.recompute_blocks, limits),
+        options=replace(call.options, page_selection=request.page_selection, recompute_blocks=blocks),
         answered=_answered(request.answered_ids, call.sampling.max_tokens, limits),
         fit_max_tokens=request.sampling.max_tokens is None,
     )
@@ -97,20 +98,20 @@ def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampl
     _require(salt_fits, "cache_salt", f"must be at most {_MAX_SALT} characters")
     bounds = f"must be at most {_MAX_REQUEST_ID} printable characters"
     _require(is_request_id(request.request_id), "request_id", bounds)
+    ttl_s = 0.0 if request.session_ttl is None else _ttl(request.session_ttl, limits)
     call = Call(
         request_id=request.request_id or uuid.uuid4().hex,
         owner=owner,
         prompt=_prompt("prompt", request.prompt, limits),
         method=_method(request.attention, limits),
         sampling=sampling,
-        keep_ttl_s=0.0 if request.session_ttl is None else _ttl(request.session_ttl, limits),
-        deadline=request.deadline,
+        options=RequestOptions(keep_ttl_s=ttl_s, deadline=request.deadline),
         cache_salt=request.cache_salt,
         remembers=request.retain_s != 0,
         retain_s=_retain_s(request.retain_s),
         skip_cache=request.skip_cache,
     )
-    if call.deadline is not None and not call.deadline > time.time():
+    if request.deadline is not None and not request.deadline > time.time():
         raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
     return call
 

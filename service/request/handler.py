@@ -190,7 +190,7 @@ class RequestHandler:
         call = checked_call(request, accepted.caller.owner, self._limits)
         accepted.audit.request_id = call.request_id
         accepted.audit.method = "" if call.prompt is None else call.method.name
-        call = replace(call, trace=accepted.trace.context)
+        call = replace(call, options=replace(call.options, trace=accepted.trace.context))
         return self._events(accepted, RequestRun(self._resources, call, accepted))
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:

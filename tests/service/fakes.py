@@ -61,7 +61,7 @@ def pages(tokens: int) -> int:
 def needed(reservation: Reservation, before: int = 0) -> int:
     """Pages. before: tokens of inexact K/V that it builds on."""
     again = before + (0 if reservation.reads else reservation.prompt_tokens)
-    own = recompute_pages(reservation.recompute_blocks, again, appended=reservation.reads)
+    own = recompute_pages(reservation.options.recompute_blocks, again, appended=reservation.reads)
     return pages(reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens) + own
 
 
@@ -321,13 +321,12 @@ class FakeDecode(Pausing):
             assert request.ids.startswith(request.prefix)
             ids = request.ids + job.append_ids
             self._read(request, job.prompt_ids)
-        elif job.session_id is None:
+        elif request.reservation.session_id is None:
             assert job.prompt_ids in (b"", request.prefix)
             request.ids = ids = request.prefix + job.append_ids
         else:
             assert not job.prompt_ids, "the session has its own"
-            request.ids = ids = self._sessions[job.session_id][1] + job.append_ids
-        assert job.recompute_blocks == request.reservation.recompute_blocks
+            request.ids = ids = self._sessions[request.reservation.session_id][1] + job.append_ids
         asked = len(job.append_ids) // 4 - job.answered_tokens
         assert asked >= request.reservation.reads, "of what follows held tokens one is to be read"
         failing = self.fail_after.pop(0) if self.fail_after else None
@@ -341,7 +340,8 @@ class FakeDecode(Pausing):
             if request.cancelled:
                 reason = FinishReason.CANCELLED
                 break
-            if job.deadline is not None and time.time() >= job.deadline:
+            deadline = request.reservation.options.deadline
+            if deadline is not None and time.time() >= deadline:
                 reason = FinishReason.DEADLINE
                 break
             if count == 0:
@@ -365,7 +365,7 @@ class FakeDecode(Pausing):
             handoff_seconds=0.001,
             steps=count,
             own_steps=count / 4,
-            recomputed_tokens=_recomputed(request, job),
+            recomputed_tokens=_recomputed(request),
         )
         yield FinishEvent(
             request_id=job.request_id, reason=reason, completion_tokens=count, report=report, message=message
@@ -376,7 +376,7 @@ class FakeDecode(Pausing):
         request.inexact = bool(prompt_ids)
 
     def _first(self, request: _Request, job: GenerateJob) -> FirstTokenTimings:
-        again = _recomputed(request, job)
+        again = _recomputed(request)
         report = DecodeReport(
             decode_wait=0.0001,
             recompute=1e-6 * again,
@@ -386,7 +386,7 @@ class FakeDecode(Pausing):
         )
         if not job.keep_tokens:
             return FirstTokenTimings(request_id=job.request_id, report=report)
-        session = self._keep(request, job.keep_tokens, job.keep_ttl_s)
+        session = self._keep(request, job.keep_tokens)
         return FirstTokenTimings(request_id=job.request_id, report=report, session=session)
 
     def _remember(self, request: _Request) -> None:
@@ -413,10 +413,10 @@ class FakeDecode(Pausing):
             exact = exact and found[1]
         return b"".join(ids), exact
 
-    def _keep(self, request: _Request, tokens: int, ttl_s: float) -> Session:
+    def _keep(self, request: _Request, tokens: int) -> Session:
         self._serial += 1
         session_id = f"{self.name.removeprefix('decode:')}.s{self._serial}"
-        expires = time.time() + ttl_s
+        expires = time.time() + request.reservation.options.keep_ttl_s
         self._sessions[session_id] = (request.reservation.owner, request.ids[: 4 * tokens], expires)
         if request.inexact:
             self._inexact.add(session_id)
@@ -428,7 +428,7 @@ class FakeDecode(Pausing):
         await request.arrived.wait()
         self._read(request, keep.prompt_ids)
         tokens = len(request.ids) // 4
-        session = self._keep(request, tokens, keep.ttl_s)
+        session = self._keep(request, tokens)
         self._remember(request)
         self._requests.pop(keep.request_id, None)
         return SessionKept(
@@ -492,9 +492,9 @@ class FakeDecode(Pausing):
             yield OwnerUse(owner=owner, door="", requests=0, tokens=len(ids) // 4)
 
 
-def _recomputed(request: _Request, job: GenerateJob) -> int:
+def _recomputed(request: _Request) -> int:
     """Tokens, where there are as many blocks."""
-    return BLOCK * job.recompute_blocks if request.inexact else 0
+    return BLOCK * request.reservation.options.recompute_blocks if request.inexact else 0
 
 
 class GroupProcess(FakeGroup):

@@ -11,7 +11,6 @@ import pytest
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Token
 from deltafront.service.errors import NotFound, Overloaded, Unavailable, WorkerFailed, WorkerLost
 from deltafront.service.request.run import attempt
-from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import EOS, FakeDecode
@@ -378,7 +377,7 @@ def test_waits_at_the_worker_that_has_room_first_if_all_are_full(
     assert text == expected(ids(PROMPT), 4)
     assert [reservation.wait for reservation in first.reservations] == [False]
     assert [reservation.wait for reservation in second.reservations] == [False, True]
-    assert all(reservation.deadline is not None for reservation in first.reservations + second.reservations)
+    assert all(told.options.deadline is not None for told in first.reservations + second.reservations)
     first.busy, second.busy = [full(9.0)], [full(4.0), full(4.0)]
     with pytest.raises(Overloaded, match="no room now: just taken") as caught:
         list(client.generate(PROMPT))
@@ -412,4 +411,3 @@ def test_request_that_a_worker_cancels_itself_is_replayed(house: House, client: 
         text += getattr(event, "text", "")
     assert text == expected(ids(PROMPT), 10)
     assert len(house.decode.jobs) == 2
-    assert FinishReason.CANCELLED not in [job.page_selection for job in house.decode.jobs]

@@ -39,7 +39,7 @@ def test_a_sparse_prompts_ids_go_with_its_job(house: House, client: DeltafrontCl
     text, _, finish, _ = collect(asked)
     assert text == expected(ids(PROMPT + "why?"), 5)
     (reservation,), (job,) = house.decode.reservations, house.decode.jobs
-    assert reservation.recompute_blocks == job.recompute_blocks == 3
+    assert reservation.options.recompute_blocks == 3
     assert (job.prompt_ids, job.answered_tokens) == (ids(PROMPT + "why?"), 0)
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 3 * 128
     assert finish.timings.parts["recompute"] == pytest.approx(3 * 128e-6)
@@ -50,7 +50,7 @@ def test_a_sparse_prompts_ids_go_with_its_job(house: House, client: DeltafrontCl
 def test_dense_prefill_recomputes_nothing(house: House, client: DeltafrontClient, kind: str) -> None:
     _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=5, recompute_blocks=3, **EXACT[kind]))
     (reservation,), (job,) = house.decode.reservations, house.decode.jobs
-    assert (reservation.recompute_blocks, job.recompute_blocks, job.prompt_ids) == (0, 0, b"")
+    assert (reservation.options.recompute_blocks, job.prompt_ids) == (0, b"")
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 0
 
 
@@ -68,14 +68,14 @@ def test_a_request_that_does_not_say_gets_the_default(
         kept = client.generate(PROMPT, max_tokens=2, recompute_blocks=0, session_ttl_s=9, **anew)
         client.release(collect(kept)[2].session.session_id)
         assert client.info().recompute_blocks == 2
-    assert [reservation.recompute_blocks for reservation in house.decode.reservations] == [blocks, 0]
-    said = [(job.recompute_blocks, job.prompt_ids) for job in house.decode.jobs]
-    assert said == [(blocks, ids(PROMPT) if blocks else b""), (0, ids(PROMPT))]
+    assert [told.options.recompute_blocks for told in house.decode.reservations] == [blocks, 0]
+    said = [job.prompt_ids for job in house.decode.jobs]
+    assert said == [ids(PROMPT) if blocks else b"", ids(PROMPT)]
 
 
 def test_takes_the_largest_number_of_recompute_blocks(house: House, client: DeltafrontClient) -> None:
     collect(client.generate(PROMPT, max_tokens=2, recompute_blocks=64, **SPARSE))
-    assert house.decode.jobs[-1].recompute_blocks == 64
+    assert house.decode.reservations[-1].options.recompute_blocks == 64
 
 
 # --- sessions ----------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_a_session_gets_the_ids_of_a_sparse_prompt(house: House, client: Deltafr
     text, _, finish, _ = collect(asked)
     assert text == expected(ids(PROMPT + "q"), 3)
     (job,) = house.decode.jobs
-    assert house.decode.reservations[-1].recompute_blocks == job.recompute_blocks == 2
+    assert house.decode.reservations[-1].options.recompute_blocks == 2
     assert job.prompt_ids == b""
     assert finish.recomputed_tokens == (256 if kind == "sparse" else 0)
     client.release(made.session.session_id)
@@ -105,9 +105,8 @@ def test_prompt_after_a_sparse_prefix_recomputes_its_blocks(house: House, client
     text, _, finish, _ = collect(asked)
     assert text == expected(ids(document[:900] + "why?"), 8)
     assert finish.usage.cached_tokens == 896 and len(house.group.jobs) == 1
-    assert house.decode.reservations[-1].recompute_blocks == 2
-    job = house.decode.jobs[-1]
-    assert (job.recompute_blocks, job.prompt_ids) == (2, ids(document[:895]))
+    assert house.decode.reservations[-1].options.recompute_blocks == 2
+    assert house.decode.jobs[-1].prompt_ids == ids(document[:895])
     nothing_left(house)
 
 
@@ -120,8 +119,8 @@ def test_prompt_after_a_dense_prefix_recomputes_nothing(
     asked = client.generate(PROMPT + "why?", max_tokens=8, recompute_blocks=2, **SPARSE)
     _, _, finish, _ = collect(asked)
     assert finish.usage.cached_tokens == 688
-    job = house.decode.jobs[-1]
-    assert (job.recompute_blocks, job.prompt_ids) == (0, b"")
+    reservation, job = house.decode.reservations[-1], house.decode.jobs[-1]
+    assert (reservation.options.recompute_blocks, job.prompt_ids) == (0, b"")
 
 
 def test_session_kept_after_a_sparse_prefix_recomputes_nothing(
@@ -130,8 +129,8 @@ def test_session_kept_after_a_sparse_prefix_recomputes_nothing(
     """But it may be asked to, so it gets the ids."""
     *_, made = client.prefill(PROMPT + "and on", **SPARSE)
     assert isinstance(made, PrefillFinished) and made.usage.cached_tokens == 640
-    (job,) = house.decode.jobs
-    assert (job.recompute_blocks, job.prompt_ids) == (0, ids(PROMPT)[: 4 * 640])
+    reservation, (job,) = house.decode.reservations[-1], house.decode.jobs
+    assert (reservation.options.recompute_blocks, job.prompt_ids) == (0, ids(PROMPT)[: 4 * 640])
     client.release(made.session.session_id)
 
 
@@ -146,7 +145,7 @@ def test_replay_after_a_worker_failure_keeps_answered_tokens_apart(
     assert text == expected(ids(PROMPT), 9)
     assert [job.answered_tokens for job in house.decode.jobs] == [0, 4]
     assert [job.prompt_ids for job in house.decode.jobs] == [ids(PROMPT)] * 2
-    assert [reservation.recompute_blocks for reservation in house.decode.reservations] == [1, 1]
+    assert [told.options.recompute_blocks for told in house.decode.reservations] == [1, 1]
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 2 * 128
 
 

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from deltafront.tests.workers.in_ranks import followers, parts
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
-from deltafront.workers.messages.requests import GenerateJob, Reservation, Reserved, Sampling
+from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Reservation, Reserved, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
@@ -181,7 +181,10 @@ class Bench:
         await self.engine.first_logits(FirstLogits(request_id=request_id, logits=prompt.logits))
 
     async def reserve(self, request_id: str, prompt: int, new: int, **more: Any) -> Reserved:
-        given = {"owner": "me", **more}
+        """`more` are fields of the reservation or of its options."""
+        names = {field.name for field in fields(RequestOptions)} & more.keys()
+        options = RequestOptions(**{name: more.pop(name) for name in names})
+        given = {"owner": "me", "options": options, **more}
         answer = await self.engine.reserve(
             Reservation(request_id=request_id, prompt_tokens=prompt, max_tokens=new, **given)
         )
@@ -208,22 +211,18 @@ class Bench:
         self, request_id: str, ids: list[int], sampling: Sampling, keep_tokens: int = 0, **more: Any
     ) -> Answer:
         """Reservation, prefill and generate."""
-        await self.reserve(request_id, len(ids), sampling.max_tokens, keep_tokens=keep_tokens)
+        await self.reserve(request_id, len(ids), sampling.max_tokens, keep_tokens=keep_tokens, **more)
         await self.deliver(request_id, ids)
         return await self.collect(
-            GenerateJob(request_id=request_id, sampling=sampling, keep_tokens=keep_tokens, **more)
+            GenerateJob(request_id=request_id, sampling=sampling, keep_tokens=keep_tokens)
         )
 
     async def ask_session(
         self, request_id: str, session_id: str, ids: list[int], sampling: Sampling, **more: Any
     ) -> Answer:
-        await self.reserve(request_id, len(ids), sampling.max_tokens, session_id=session_id)
+        await self.reserve(request_id, len(ids), sampling.max_tokens, session_id=session_id, **more)
         packed = np.asarray(ids, dtype="<u4").tobytes()
-        return await self.collect(
-            GenerateJob(
-                request_id=request_id, sampling=sampling, append_ids=packed, session_id=session_id, **more
-            )
-        )
+        return await self.collect(GenerateJob(request_id=request_id, sampling=sampling, append_ids=packed))
 
 
 @pytest.fixture

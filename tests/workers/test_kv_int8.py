@@ -97,10 +97,10 @@ async def test_a_service_answers_as_a_model_whose_kv_is_rounded(
     """A prompt, the questions of two sessions that fork from it, and a longer one from the second."""
     run = await started(bench)
     line = Line(run.engine)
-    await run.reserve("a", TOKENS, SAMPLING.max_tokens)
+    await run.reserve("a", TOKENS, SAMPLING.max_tokens, keep_ttl_s=60.0)
     async with group(tiny_llama, line) as controller:
         await read(controller, job_of("a", DENSE))
-    kept = await run.engine.keep(KeepSession(request_id="a", ttl_s=60.0))
+    kept = await run.engine.keep(KeepSession(request_id="a"))
     session = kept.session.session_id
     unrounded = []
     for name, question in (("b", DOCUMENT[40:77]), ("c", DOCUMENT[100:205])):
@@ -124,9 +124,9 @@ async def test_delta_over_all_pages_and_a_full_worker_agree(
     line, answers = Line(run.engine), []
     async with group(tiny_llama, line) as controller:
         for name in ("delta", "full"):
-            await run.reserve(name, TOKENS, SAMPLING.max_tokens)
+            await run.reserve(name, TOKENS, SAMPLING.max_tokens, page_selection=name)
             await read(controller, job_of(name, DENSE))
-            answers.append(await generate(run, name, page_selection=name))
+            answers.append(await generate(run, name))
     assert answers[0] == answers[1]
 
 
@@ -141,7 +141,7 @@ async def test_blocks_computed_again_are_written_in_8_bits(
     await run.reserve("a", TOKENS, SAMPLING.max_tokens, recompute_blocks=blocks)
     async with group(tiny_llama, line) as controller:
         await read(controller, job_of("a", sparse))
-    answer = await generate(run, "a", recompute_blocks=blocks, prompt_ids=packed(DOCUMENT))
+    answer = await generate(run, "a", prompt_ids=packed(DOCUMENT))
     assert behind(tiny_stack, DOCUMENT, answer) < SAME
 
 

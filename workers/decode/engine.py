@@ -213,9 +213,10 @@ class DecodeEngine:
             DecodeFailed: The worker takes no requests, or the request was cancelled while it waited.
         """
         self._check_available()
-        if reservation.page_selection:
+        selection = reservation.options.page_selection
+        if selection:
             try:
-                self._plan.selects_pages(reservation.page_selection, self._config.page_selection)
+                self._plan.selects_pages(selection, self._config.page_selection)
             except PageSelectionError as error:
                 return Refused(reason=RefusalReason.SELECTION, message=str(error))
         if self._tiers is not None:
@@ -346,9 +347,10 @@ class DecodeEngine:
                 self._requests.forget(request)
 
     def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
+        options = request.options
         request.job, request.renewed = job, self._clock()
-        request.deadline, request.times.job = job.deadline, self._clock()
-        request.span = self._tracer.begin("decode", job.trace, self._clock, request.times.job)
+        request.deadline, request.times.job = options.deadline, self._clock()
+        request.span = self._tracer.begin("decode", options.trace, self._clock, request.times.job)
         if request.ended is not None:  # it failed before anybody listened
             request.end_span()
             request.send_finish()
@@ -358,13 +360,11 @@ class DecodeEngine:
             return
         try:
             append_ids = appended_ids(request.reservation, job, self._model.vocab)
-            if not 0 <= job.recompute_blocks <= request.reservation.recompute_blocks:
-                reserved = request.reservation.recompute_blocks
-                raise ValueError(f"recompute_blocks {job.recompute_blocks}, but {reserved} were reserved")
             known = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
             request.known_ids.frombytes(known or request.pages.session_ids)
             request.plan_reads(append_ids, self._config.append_chunk_tokens)
-            request.selects_pages = self._plan.selects_pages(job.page_selection, self._config.page_selection)
+            default = self._config.page_selection
+            request.selects_pages = self._plan.selects_pages(options.page_selection, default)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
             self._manager.prepare_session(request.pages, job.keep_tokens)
@@ -386,7 +386,7 @@ class DecodeEngine:
                 request.pages,
                 job.keep_tokens,
                 owner,
-                job.keep_ttl_s,
+                request.options.keep_ttl_s,
                 self._wall(),
                 ids=request.known_ids.tobytes(),
             )
@@ -403,9 +403,10 @@ class DecodeEngine:
         if request is None or request.job is not None or request.reservation.reads:
             return missing
         ids = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
-        request.renewed, request.deadline = self._clock(), job.deadline
+        options = request.options
+        request.renewed, request.deadline = self._clock(), options.deadline
         request.times.job = self._clock()
-        request.span = self._tracer.begin("keep", job.trace, self._clock, request.times.job)
+        request.span = self._tracer.begin("keep", options.trace, self._clock, request.times.job)
         await request.settled()
         with suppress(DecodeFailed):  # it has ended then, which is handled below
             await request.pages.come()
@@ -423,7 +424,8 @@ class DecodeEngine:
             expired = reason is FinishReason.DEADLINE
             return Refused(reason=RefusalReason.DEADLINE, message=message) if expired else missing
         tokens, owner = request.prompt_tokens, request.reservation.owner
-        session = self._manager.keep_session(request.pages, tokens, owner, job.ttl_s, self._wall(), ids=ids)
+        ttl_s, now = options.keep_ttl_s, self._wall()
+        session = self._manager.keep_session(request.pages, tokens, owner, ttl_s, now, ids=ids)
         request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(request_id=job.request_id, session=session.message, report=report)

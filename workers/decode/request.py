@@ -18,7 +18,7 @@ from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
 from deltafront.workers.messages.methods import BLOCK
-from deltafront.workers.messages.requests import GenerateJob, Reservation
+from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Reservation
 from deltafront.workers.tracing import NO_SPAN, Span
 
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
@@ -73,6 +73,10 @@ class DecodeRequest:
         return self.reservation.request_id
 
     @property
+    def options(self) -> RequestOptions:
+        return self.reservation.options
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens before the answer, held ones included."""
         return self.pages.held_tokens + self.reservation.prompt_tokens
@@ -89,15 +93,14 @@ class DecodeRequest:
         answered, asked = self.job.answered_tokens, self.reservation.reads
         if not 0 <= answered <= len(append_ids) - asked:
             raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
-        blocks, keep_tokens = self.job.recompute_blocks, self.job.keep_tokens
         self.reads += plan_reads(
             self.length,
             self.known_ids,
             append_ids,
             answered=answered,
             chunk=chunk,
-            blocks=blocks,
-            keep_tokens=keep_tokens,
+            blocks=self.options.recompute_blocks,
+            keep_tokens=self.job.keep_tokens,
         )
         self.recomputes = any(isinstance(step, Recompute) for step in self.reads)
         prompt_end = len(append_ids) - answered

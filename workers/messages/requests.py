@@ -40,6 +40,26 @@ class PageSelection(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """Options that hold for a whole request. A door's call has them, and tells a decode worker once, with the
+    reservation.
+
+    Attributes:
+        page_selection: The pages that each step of the answer attends to.
+        recompute_blocks: Blocks of the prompt that are computed again, densely, before the first token.
+        keep_ttl_s: Seconds for which a session of the prompt is kept.
+        deadline: Seconds since the epoch.
+        trace: The W3C `traceparent` above the request; empty: not recorded.
+    """
+
+    page_selection: PageSelection = PageSelection.DEFAULT
+    recompute_blocks: int = 0
+    keep_ttl_s: float = 0.0
+    deadline: float | None = None
+    trace: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reservation:
     """Asks a decode worker for the pages of a request.
 
@@ -54,8 +74,9 @@ class Reservation:
         reads_rest: Whether the worker itself reads the tokens behind the prefix; otherwise a prefill group
             does.
         key: Finds the prefix, and makes the request's K/V findable; None: neither.
-        keep_tokens, page_selection, recompute_blocks: As in the GenerateJob. Pages for them are taken, and a
-            selection is refused, before prefill.
+        keep_tokens: As in the GenerateJob.
+        options: Pages for recomputed blocks are reserved, and an impossible page selection is refused, before
+            prefill.
         wait: Whether to wait for pages, until the deadline and for the configured time at most.
         door: The door that asks.
         append_tokens: Tokens of the answer that were already streamed. They come with the GenerateJob, after
@@ -68,15 +89,13 @@ class Reservation:
     max_tokens: int
     session_id: str | None = None
     keep_tokens: int = 0
-    page_selection: PageSelection = PageSelection.DEFAULT
+    options: RequestOptions = RequestOptions()
     wait: bool = False
-    deadline: float | None = None
     door: str = ""
     prefix_tokens: int = 0
     reads_rest: bool = False
     key: PromptKey | None = None
     append_tokens: int = 0
-    recompute_blocks: int = 0
 
     @property
     def reads(self) -> bool:
@@ -177,13 +196,11 @@ class PrefillJob:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """Asks a decode worker for the answer to a prompt that was read, or that it reads itself behind a session
-    or prefix.
+    """Asks a decode worker to answer a request that has a reservation, whose options hold.
 
     Attributes:
-        append_ids: Token ids that the worker reads itself.
+        append_ids: Token ids that the worker prefills itself.
         keep_tokens: Number of first prompt tokens that become a session when the first token is out.
-        recompute_blocks: How many blocks are computed again densely before the first token.
         prompt_ids: Ids of the tokens before the appended ones; empty unless blocks may be computed again, now
             or for the session.
         answered_tokens: How many of `append_ids`, the last ones, belong to the answer.
@@ -192,25 +209,20 @@ class GenerateJob:
     request_id: str
     sampling: Sampling
     append_ids: bytes = b""
-    session_id: str | None = None
-    page_selection: PageSelection = PageSelection.DEFAULT
     keep_tokens: int = 0
-    keep_ttl_s: float = 0.0
-    deadline: float | None = None
-    trace: str = ""
-    recompute_blocks: int = 0
     prompt_ids: bytes = field(repr=False, default=b"")
     answered_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepSession:
-    """Asks for a session of a prompt, once all of its K/V has come. `prompt_ids` are as in `GenerateJob`."""
+    """Asks for a session of a reserved request's prompt, once its KV cache is complete.
+
+    Attributes:
+        prompt_ids: As in `GenerateJob`.
+    """
 
     request_id: str
-    ttl_s: float
-    deadline: float | None = None
-    trace: str = ""
     prompt_ids: bytes = field(repr=False, default=b"")
 
 

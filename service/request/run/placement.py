@@ -54,7 +54,7 @@ async def place(
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
     lap("worker_wait")
     shared = plan if hit is None else replace(plan, prefix_tokens=hit.prefix.tokens)
-    admitted = await admit(resources, shared, reservation_of(attempt, plan).deadline)
+    admitted = await admit(resources, shared, reservation_of(attempt, plan).options.deadline)
     groups = await _groups_with_room(resources, admitted.groups, shared)
     answer: Reserved | Refused | None = None
     if hit is not None:

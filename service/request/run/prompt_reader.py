@@ -50,10 +50,10 @@ class PromptReader:
             token_ids=self.plan.read_ids,
             method=self.call.method,
             decode_worker=self.worker.name,
-            deadline=self.call.deadline,
+            deadline=self.call.options.deadline,
             wants_logits=self.plan.max_tokens > 0,
             start=self.plan.prefix_tokens,
-            trace=self.call.trace,
+            trace=self.call.options.trace,
         )
         self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
         """Tokens read → reports, without lost work, of the group that read the last and of all groups."""

@@ -58,7 +58,7 @@ class RequestRun:
         """Run the request to its last event. Raises DeltafrontError."""
         with self._accepted.use as use:
             use.run()
-            async with deadline_timeout(self._call.deadline) as timeout:
+            async with deadline_timeout(self._call.options.deadline) as timeout:
                 await self._attempts(use, timeout)
 
     async def _attempts(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
@@ -110,11 +110,11 @@ class RequestRun:
             max_tokens=call.sampling.max_tokens,
             positions=self._resources.positions,
             answered=self._answer.ids,
-            keep=call.keep_ttl_s > 0,
+            keep=call.options.keep_ttl_s > 0,
             fit_max_tokens=call.fit_max_tokens,
         )
         exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
-        blocks = 0 if exact else call.recompute_blocks
+        blocks = 0 if exact else call.options.recompute_blocks
         in_session = call.session_id is not None
         return replace(plan, recompute_blocks=blocks, session_id=call.session_id, worker_reads=in_session)
 
@@ -168,7 +168,7 @@ class RequestRun:
             read_ids=(ids + plan.answered_ids)[start:],
             answered_ids=b"",
             max_tokens=max(1, plan.max_tokens),
-            recompute_blocks=0 if prefix.exact else self._call.recompute_blocks,
+            recompute_blocks=0 if prefix.exact else self._call.options.recompute_blocks,
             prefix_tokens=prefix.tokens,
             worker_reads=True,
         )
@@ -242,15 +242,13 @@ class RequestRun:
             max_tokens=plan.max_tokens,
             session_id=plan.session_id,
             keep_tokens=plan.keep_tokens if plan.max_tokens else 0,
-            page_selection=call.page_selection,
+            options=replace(call.options, recompute_blocks=plan.recompute_blocks),
             wait=not plan.prefix_tokens,  # another worker has room for the prompt
-            deadline=call.deadline,
             door=self._resources.door,
             prefix_tokens=plan.prefix_tokens,
             reads_rest=plan.worker_reads,
             key=self._key,
             append_tokens=plan.answered_tokens,
-            recompute_blocks=plan.recompute_blocks,
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> requests.GenerateJob:
@@ -261,13 +259,7 @@ class RequestRun:
             request_id=attempt.request_id,
             sampling=replace(call.sampling, max_tokens=plan.max_tokens),
             append_ids=plan.read_ids if plan.worker_reads else plan.answered_ids,
-            session_id=plan.session_id,
-            page_selection=call.page_selection,
             keep_tokens=plan.keep_tokens,
-            keep_ttl_s=call.keep_ttl_s,
-            deadline=call.deadline,
-            trace=call.trace,
-            recompute_blocks=plan.recompute_blocks,
             prompt_ids=plan.inexact_ids(call.method) if recomputed else b"",
             answered_tokens=len(self._answer.ids),
         )
@@ -337,13 +329,7 @@ class RequestRun:
     async def _keep(self, attempt: Attempt, worker: DecodeWorker, plan: Plan) -> None:
         """Make the prompt a session, and release it if the client leaves meanwhile."""
         call = self._call
-        job = requests.KeepSession(
-            request_id=attempt.request_id,
-            ttl_s=call.keep_ttl_s,
-            deadline=call.deadline,
-            trace=call.trace,
-            prompt_ids=plan.inexact_ids(call.method),
-        )
+        job = requests.KeepSession(request_id=attempt.request_id, prompt_ids=plan.inexact_ids(call.method))
         keeping = asyncio.ensure_future(worker.keep(job))
         try:
             kept = await asyncio.shield(keeping)

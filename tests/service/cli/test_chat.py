@@ -46,7 +46,7 @@ def test_a_document_is_read_once_and_asked_often(house: House, document: Path) -
 def test_chat_sends_recompute_blocks_with_every_question(house: House, document: Path) -> None:
     done = chat(house, document, "--recompute", 2, questions="who?\nwhy?\n")
     assert done.exit_code == 0, done.output
-    assert [job.recompute_blocks for job in house.decode.jobs] == [2, 2]
+    assert [told.options.recompute_blocks for told in house.decode.reservations] == [0, 2, 2]
 
 
 def test_without_a_document_the_conversation_is_the_prompt(house: House) -> None:

@@ -98,7 +98,7 @@ def test_generate_sends_recompute_blocks_and_tells_the_tokens(house: House, docu
     sparse = ("--method", "streaming", "--option", "min_tokens=0", "--recompute", 1, "--timings")
     done = run("generate", document, "-q", "why?", *sparse, "--address", house.address)
     assert done.exit_code == 0, done.output
-    assert house.decode.jobs[-1].recompute_blocks == 1
+    assert house.decode.reservations[-1].options.recompute_blocks == 1
     assert "128 computed again" in " ".join(done.stderr.split())
 
 

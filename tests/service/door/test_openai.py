@@ -332,9 +332,10 @@ def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> 
     assert job.method.name == "xattention"
     assert dict(job.method.options)["tau"] == 0.75
     assert job.deadline is not None
-    assert house.decode.jobs[-1].page_selection == "full"
-    assert house.decode.jobs[-1].recompute_blocks == 2
-    key = house.decode.reservations[-1].key
+    reservation = house.decode.reservations[-1]
+    assert reservation.options.page_selection == "full"
+    assert reservation.options.recompute_blocks == 2
+    key = reservation.key
     assert key is not None and key.retain_s == 60
     *_, last = complete(api, LONG, extra_body=extra, stream=True)
     for report in (done.deltafront, last.deltafront):

@@ -165,8 +165,7 @@ def test_workers_get_the_requests_trace(house: House, spans: InMemorySpanExporte
     generate(house, f"00-{TRACE}-{SPAN}-00", prompt=pb.Prompt(text="r" * 300))
     first, second = (f"00-{TRACE}-{root.get_span_context().span_id:016x}-01" for root in ended(spans, 2))
     assert [job.trace for job in house.group.jobs] == [first, second, ""]
-    assert [job.trace for job in house.decode.jobs] == [first, ""]
-    assert [job.trace for job in house.decode.kept] == [second]
+    assert [told.options.trace for told in house.decode.reservations] == [first, second, ""]
 
 
 def test_a_prompt_that_is_resumed_stays_one_request(house: House, spans: InMemorySpanExporter) -> None:

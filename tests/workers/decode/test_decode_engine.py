@@ -109,7 +109,7 @@ async def test_keeps_a_session_of_a_session_and_of_a_part_of_a_prompt(
     await run.reserve("longer", len(more), NEW, session_id=part, keep_tokens=95)
     packed = torch.tensor(more, dtype=torch.int32).numpy().tobytes()
     longer = await run.collect(
-        GenerateJob(request_id="longer", sampling=GREEDY, append_ids=packed, session_id=part, keep_tokens=95)
+        GenerateJob(request_id="longer", sampling=GREEDY, append_ids=packed, keep_tokens=95)
     )
     assert longer.ids == expected(document[:70] + more)
     await run.engine.release_session(part, "me")
@@ -121,8 +121,8 @@ async def test_prefill_only_becomes_a_session(bench: Any, expected: Callable[[li
     clock = Clock()
     run = await bench(clock=clock)
     document, question = prompt(75), prompt(10, seed=4)
-    await run.reserve("read", 75, 0)
-    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="read", ttl_s=30.0)))
+    await run.reserve("read", 75, 0, keep_ttl_s=30.0)
+    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="read")))
     await asyncio.sleep(0.02)
     assert not keeping.done(), "no page is here yet"
     clock.now += 0.5
@@ -242,7 +242,7 @@ async def test_latency_parts_add_up_to_the_time_to_first_token(bench: Any) -> No
     await run.reserve("more", 100, 4, session_id=session)
     began = clock.now
     more = run.engine.generate(
-        GenerateJob(request_id="more", sampling=Sampling(max_tokens=4), append_ids=packed, session_id=session)
+        GenerateJob(request_id="more", sampling=Sampling(max_tokens=4), append_ids=packed)
     )
     getting = asyncio.ensure_future(anext(more))
     await asyncio.sleep(0)

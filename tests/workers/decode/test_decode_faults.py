@@ -16,7 +16,14 @@ from deltafront.workers.decode.decode_attention import PageSelectionError
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishReason, Token
-from deltafront.workers.messages.requests import GenerateJob, RefusalReason, Refused, Reservation, Sampling
+from deltafront.workers.messages.requests import (
+    GenerateJob,
+    RefusalReason,
+    Refused,
+    RequestOptions,
+    Reservation,
+    Sampling,
+)
 from deltafront.workers.messages.stages import FirstLogits
 from deltafront.workers.messages.states import OwnerUse
 
@@ -47,7 +54,9 @@ async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
     assert (large.reason, large.needed) == (RefusalReason.TOO_LARGE, 41)
     assert (await refusal(run, prompt_tokens=1000, max_tokens=25)).reason is RefusalReason.POSITIONS
     assert (await refusal(run, session_id="test.none")).reason is RefusalReason.NO_SESSION
-    assert (await refusal(run, page_selection="delta")).reason is RefusalReason.SELECTION
+    for selection, words in (("delta", "calibrated"), ("most", "unknown page selection")):
+        refused = await refusal(run, options=RequestOptions(page_selection=selection))
+        assert refused.reason is RefusalReason.SELECTION and words in refused.message
     for senseless in ({"prompt_tokens": 0}, {"prompt_tokens": -1}, {"max_tokens": -1}, {"keep_tokens": 11}):
         with pytest.raises(ValueError, match="tokens"):
             await refusal(run, **senseless)
@@ -82,7 +91,6 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
         request_id="running",
         sampling=Sampling(max_tokens=30, ignore_eos=True),
         append_ids=packed(ids_of(5)),
-        session_id=session,
     )
     answer = await run.collect(job)
     assert len(answer.tokens) == 30
@@ -94,9 +102,6 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
     [
         ({"sampling": Sampling(max_tokens=9)}, "max_tokens 9"),
         ({"append_ids": packed([1])}, "1 appended tokens, but 0 were reserved"),
-        ({"session_id": "test.other"}, "reservation is for session None"),
-        ({"page_selection": "delta"}, "calibrated"),
-        ({"page_selection": "most"}, "unknown page selection"),
         ({"keep_tokens": 41}, "keep_tokens 41"),
     ],
 )
@@ -120,9 +125,7 @@ async def test_appended_ids_are_checked(bench: Any) -> None:
         ("outside", 2, [1, 199], "outside the vocabulary"),
     ):
         await run.reserve(name, count, 8, session_id=session)
-        answer = await run.collect(
-            GenerateJob(request_id=name, sampling=SHORT, append_ids=packed(ids), session_id=session)
-        )
+        answer = await run.collect(GenerateJob(request_id=name, sampling=SHORT, append_ids=packed(ids)))
         assert answer.finish.reason is FinishReason.FAILED and words in answer.finish.message
     await run.reserve("answered", 40, 8, append_tokens=1)
     answer = await run.collect(GenerateJob(request_id="answered", sampling=SHORT, append_ids=packed([199])))
@@ -168,10 +171,10 @@ async def test_a_deadline_ends_a_stream(bench: Any) -> None:
         return launch(rows)
 
     run.engine._runner.launch = slower_once_late
-    await run.reserve("a", 40, 400)
+    await run.reserve("a", 40, 400, deadline=1001.0)
     await run.deliver("a", ids_of(40))
     events = []
-    async for event in run.engine.generate(GenerateJob(request_id="a", sampling=LONG, deadline=1001.0)):
+    async for event in run.engine.generate(GenerateJob(request_id="a", sampling=LONG)):
         events.append(event)
         if isinstance(event, Token) and event.index == 2:
             clock.now = 1001.0
@@ -271,14 +274,12 @@ async def test_kept_prompt_counts_once_in_an_owners_tokens(bench: Any) -> None:
     """While its answer streams its session has the same pages."""
     run = await bench()
     ids = ids_of(40)
-    await run.reserve("a", 40, 30, keep_tokens=33, door="one")
+    await run.reserve("a", 40, 30, keep_tokens=33, keep_ttl_s=60.0, door="one")
     prompt = run.prefill(ids)
     for piece in run.pieces("a", prompt):
         await run.engine.announce(piece)
     await run.engine.first_logits(FirstLogits(request_id="a", logits=prompt.logits))
-    job = GenerateJob(
-        request_id="a", sampling=Sampling(max_tokens=30, ignore_eos=True), keep_tokens=33, keep_ttl_s=60.0
-    )
+    job = GenerateJob(request_id="a", sampling=Sampling(max_tokens=30, ignore_eos=True), keep_tokens=33)
     stream = run.engine.generate(job)
     first = await anext(stream)
     assert first.session is not None and first.session.tokens == 33
@@ -333,9 +334,7 @@ async def test_running_streams_do_not_wait_for_a_long_extend(bench: Any) -> None
     for _ in range(3):
         await anext(stream)
     await run.reserve("long", 500, 4, session_id=session)
-    job = GenerateJob(
-        request_id="long", sampling=Sampling(max_tokens=4), append_ids=packed(ids_of(500)), session_id=session
-    )
+    job = GenerateJob(request_id="long", sampling=Sampling(max_tokens=4), append_ids=packed(ids_of(500)))
     appending = asyncio.create_task(run.collect(job))
     during = 0
     while not appending.done():
@@ -370,7 +369,7 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_
         cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random() * 0.3, None))))
         job = GenerateJob(request_id=name, sampling=Sampling(max_tokens=30, ignore_eos=True), keep_tokens=0)
         if on_session:
-            job = replace(job, append_ids=packed(ids_of(length)), session_id=session)
+            job = replace(job, append_ids=packed(ids_of(length)))
         else:
             cancelling_feeder = asyncio.create_task(feed(name, length))
         answer = await run.collect(job)

@@ -90,7 +90,7 @@ async def test_bad_announcements_fail_the_request_and_reach_the_sender(
 async def test_a_failed_pull_fails_keep_too(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 70, 0)
-    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="a", ttl_s=10.0)))
+    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="a")))
     piece = run.pieces("a", run.prefill(ids_of(70)))[0]
     with pytest.raises(Exception, match="not 2 arrays"):
         await run.engine.announce(replace(piece, payload="lost"))
@@ -103,9 +103,7 @@ async def test_keep_refuses_ids_of_another_length_and_cancel_frees_pages(bench: 
     await run.reserve("a", 70, 0)
     await run.deliver("a", ids_of(70))
     with pytest.raises(ValueError, match="the ids of 69 tokens came with a prompt of 70"):
-        await run.engine.keep(
-            KeepSession(request_id="a", ttl_s=10.0, prompt_ids=np.zeros(69, "<u4").tobytes())
-        )
+        await run.engine.keep(KeepSession(request_id="a", prompt_ids=np.zeros(69, "<u4").tobytes()))
     await run.engine.cancel("a")
     assert run.used == 0
 
@@ -113,10 +111,10 @@ async def test_keep_refuses_ids_of_another_length_and_cancel_frees_pages(bench: 
 async def test_keep_needs_a_request_and_keeps_to_its_deadline(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)
-    unknown = await run.engine.keep(KeepSession(request_id="nobody", ttl_s=10.0))
+    unknown = await run.engine.keep(KeepSession(request_id="nobody"))
     assert isinstance(unknown, Refused) and unknown.reason is RefusalReason.NO_SESSION
-    await run.reserve("a", 70, 0)
-    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="a", ttl_s=10.0, deadline=1001.0)))
+    await run.reserve("a", 70, 0, deadline=1001.0)
+    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="a")))
     await asyncio.sleep(0.05)
     clock.now = 1001.0
     late = await keeping

@@ -121,7 +121,7 @@ async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Ca
     answer = await run.collect(GenerateJob(request_id="asked", sampling=SHORT))
     assert answer.finish.reason is FinishReason.NO_KV and "did not arrive" in answer.finish.message
     with pytest.raises(DecodeFailed, match="did not arrive"):
-        await run.engine.keep(KeepSession(request_id="kept", ttl_s=10.0))
+        await run.engine.keep(KeepSession(request_id="kept"))
     assert run.used == 0
     await half("resumed")
     assert await run.engine.resume("resumed", [32, 64], 1) == 32

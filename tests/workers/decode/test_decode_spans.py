@@ -44,24 +44,24 @@ async def test_a_span_ends_in_every_case(bench: Any) -> None:
     recorder = Recorder()
     run = await bench(tracer=recorder.tracer)
 
-    await run.reserve("kept", 70, 0)
+    await run.reserve("kept", 70, 0, keep_ttl_s=60.0, trace=PARENT)
     await run.deliver("kept", ids_of(70))
-    kept = await run.engine.keep(KeepSession(request_id="kept", ttl_s=60.0, trace=PARENT))
+    kept = await run.engine.keep(KeepSession(request_id="kept"))
     await run.engine.release_session(kept.session.session_id, "me")
 
-    await run.reserve("left", 70, 3)
-    stream = run.engine.generate(GenerateJob(request_id="left", sampling=SHORT, trace=PARENT))
+    await run.reserve("left", 70, 3, trace=PARENT)
+    stream = run.engine.generate(GenerateJob(request_id="left", sampling=SHORT))
     waiting = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await stream.aclose()
 
-    await run.reserve("wrong", 70, 3)
-    await run.collect(GenerateJob(request_id="wrong", sampling=SHORT, keep_tokens=71, trace=PARENT))
+    await run.reserve("wrong", 70, 3, trace=PARENT)
+    await run.collect(GenerateJob(request_id="wrong", sampling=SHORT, keep_tokens=71))
 
-    await run.reserve("late", 70, 3)
-    await run.collect(GenerateJob(request_id="late", sampling=SHORT, deadline=1.0, trace=PARENT))
+    await run.reserve("late", 70, 3, deadline=1.0, trace=PARENT)
+    await run.collect(GenerateJob(request_id="late", sampling=SHORT))
 
     ended = [(s.name, (s.attributes or {})["deltafront.finish"]) for s in recorder.under(None)]
     assert ended == [("keep", "stop"), ("decode", "cancelled"), ("decode", "failed"), ("decode", "deadline")]

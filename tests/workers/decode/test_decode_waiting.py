@@ -16,6 +16,7 @@ from deltafront.workers.messages.requests import (
     GenerateJob,
     RefusalReason,
     Refused,
+    RequestOptions,
     Reservation,
     Reserved,
     Sampling,
@@ -131,7 +132,8 @@ async def test_cancel_deadline_lease_and_bound_end_a_wait(bench: Any) -> None:
     run = await bench(cache_tokens=640, wall=clock, clock=clock, stream_lease_s=10.0, max_wait_s=20.0)
     await run.reserve("all", 640, 0)
     names = ("cancelled", "late", "lost", "patient", "last")
-    reservations = [reservation_of(name, 480, deadline=1005.0 if name == "late" else None) for name in names]
+    options = {"late": RequestOptions(deadline=1005.0)}
+    reservations = [reservation_of(name, 480, options=options.get(name, RequestOptions())) for name in names]
     cancelled, late, lost, patient, last = await reserving(run, *reservations)
     await run.engine.cancel("cancelled")
     with pytest.raises(DecodeFailed, match="cancelled"):
@@ -211,14 +213,12 @@ async def test_pages_shared_by_two_sessions_are_free_after_both_end(bench: Any) 
     run = await bench(wall=wall, cache_tokens=1024)
     first = await run.ask("a", ids_of(640), SHORT, keep_tokens=640, keep_ttl_s=5)
     session = first.first.session.session_id
-    await run.reserve("b", 16, 2, session_id=session, keep_tokens=656)
+    await run.reserve("b", 16, 2, session_id=session, keep_tokens=656, keep_ttl_s=600)
     job = GenerateJob(
         request_id="b",
         sampling=Sampling(max_tokens=2),
         append_ids=packed(ids_of(16)),
-        session_id=session,
         keep_tokens=656,
-        keep_ttl_s=600,
     )
     await run.collect(job)
     await run.engine.renew(["a", "b"])

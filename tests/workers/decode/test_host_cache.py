@@ -260,7 +260,8 @@ async def test_a_group_that_is_faster_than_the_copies_waits_for_them(
     run = await bench(**ROOM)
     copies = await pushed_out(run, monkeypatch)
     ids = [*DOCUMENT, *prompt(80, seed=3)]
-    await run.reserve("longer", len(ids) - 128, NEW, key=key_of(ids), prefix_tokens=128)
+    given = {"key": key_of(ids), "prefix_tokens": 128, "keep_ttl_s": 60.0}
+    await run.reserve("longer", len(ids) - 128, NEW, **given)
     whole = run.prefill(ids)
     late = [piece for piece in run.pieces("longer", whole) if piece.start >= 128]
     await asyncio.gather(*(run.engine.announce(piece) for piece in late))
@@ -268,7 +269,7 @@ async def test_a_group_that_is_faster_than_the_copies_waits_for_them(
     copies.go_on(LAYERS - 1)
     await copies.until_moved(LAYERS - 1)
     if kept:
-        keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="longer", ttl_s=60.0)))
+        keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="longer")))
         await asyncio.sleep(0.01)
         assert not keeping.done()
         copies.go_on(1)

@@ -18,6 +18,7 @@ from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import (
     GenerateJob,
     KeepSession,
+    RequestOptions,
     Reservation,
     Sampling,
     recompute_pages,
@@ -83,14 +84,13 @@ class Sparse:
             request_id=name,
             sampling=GREEDY,
             keep_tokens=keep_tokens,
-            recompute_blocks=blocks,
             prompt_ids=packed(ids),
         )
         return await self.bench.collect(job)
 
     async def keep(self, ids: list[int], prompt_ids: bytes) -> str:
-        await self.reserve_and_deliver("kept", ids, 0)
-        kept = await self.bench.engine.keep(KeepSession(request_id="kept", ttl_s=60.0, prompt_ids=prompt_ids))
+        await self.reserve_and_deliver("kept", ids, 0, keep_ttl_s=60.0)
+        kept = await self.bench.engine.keep(KeepSession(request_id="kept", prompt_ids=prompt_ids))
         return str(kept.session.session_id)
 
     async def question(self, name: str, session: str, blocks: int, answered: tuple[int, ...] = ()) -> Answer:
@@ -100,8 +100,6 @@ class Sparse:
             request_id=name,
             sampling=Sampling(max_tokens=left, ignore_eos=True),
             append_ids=packed(ids),
-            session_id=session,
-            recompute_blocks=blocks,
             answered_tokens=len(answered),
         )
         return await self.bench.collect(job)
@@ -172,7 +170,13 @@ async def test_kv_kept_after_a_prefix_does_not_depend_on_the_question(sparse: Sp
         found = await run.engine.find_prefix(key)
         held = kept if number and not blocks else len(DOCUMENT)
         assert found == Prefix(tokens=held, exact=False), "what follows recomputed blocks is not remembered"
-        more = {"prefix_tokens": len(DOCUMENT), "reads_rest": True, "key": key, "keep_tokens": kept}
+        more = {
+            "prefix_tokens": len(DOCUMENT),
+            "reads_rest": True,
+            "key": key,
+            "keep_tokens": kept,
+            "keep_ttl_s": 60.0,
+        }
         await run.reserve(name, len(ids), NEW, recompute_blocks=blocks, **more)
         job = GenerateJob(
             request_id=name,
@@ -180,8 +184,6 @@ async def test_kv_kept_after_a_prefix_does_not_depend_on_the_question(sparse: Sp
             append_ids=packed(ids),
             prompt_ids=packed(DOCUMENT) if blocks else b"",
             keep_tokens=kept,
-            keep_ttl_s=60.0,
-            recompute_blocks=blocks,
         )
         answer = await run.collect(job)
         assert answer.finish.report.recomputed_tokens == BLOCK * blocks
@@ -247,9 +249,7 @@ async def test_recomputes_no_block_of_a_long_appended_question(
     session = await sparse.keep(DOCUMENT[:300], packed(DOCUMENT[:300]))
     ids = tokens(400, 5)
     await sparse.bench.reserve("long", len(ids), NEW, session_id=session, recompute_blocks=8)
-    job = GenerateJob(
-        request_id="long", sampling=GREEDY, append_ids=packed(ids), session_id=session, recompute_blocks=8
-    )
+    job = GenerateJob(request_id="long", sampling=GREEDY, append_ids=packed(ids))
     answer = await sparse.bench.collect(job)
     assert answer.finish.reason is FinishReason.LENGTH
     assert answer.finish.report.recomputed_tokens == BLOCK
@@ -267,7 +267,6 @@ async def test_answer_resumed_after_a_death_has_the_same_tokens(sparse: Sparse) 
         request_id="resumed",
         sampling=Sampling(max_tokens=NEW - 5, ignore_eos=True),
         append_ids=packed(prompt.ids[:5]),
-        recompute_blocks=2,
         prompt_ids=packed(DOCUMENT),
         answered_tokens=5,
     )
@@ -286,7 +285,7 @@ async def test_session_of_a_dense_prefill_recomputes_nothing(
         prompt_tokens=len(QUESTION),
         max_tokens=NEW,
         session_id=session,
-        recompute_blocks=8,
+        options=RequestOptions(recompute_blocks=8),
     )
     reserved = await sparse.bench.engine.reserve(reservation)
     assert reserved.pages == (TOKENS + len(QUESTION) + NEW + PAGE_TOKENS - 1) // PAGE_TOKENS
@@ -302,7 +301,6 @@ async def test_session_of_a_dense_prefill_recomputes_nothing(
     [
         ({"prompt_ids": packed(DOCUMENT[1:])}, "the ids of 639 tokens came with a prompt of 640"),
         ({"prompt_ids": packed([999] * TOKENS)}, "token id 999 is outside the vocabulary of 199"),
-        ({"recompute_blocks": 3}, "recompute_blocks 3, but 2 were reserved"),
         ({"answered_tokens": 1}, "answered_tokens 1 is not within 0 appended tokens"),
     ],
 )
@@ -310,7 +308,7 @@ async def test_impossible_recomputation_fails_with_the_reason(
     sparse: Sparse, wrong: dict[str, Any], why: str
 ) -> None:
     await sparse.reserve_and_deliver("wrong", DOCUMENT, 2)
-    given = {"recompute_blocks": 2, "prompt_ids": packed(DOCUMENT), **wrong}
+    given = {"prompt_ids": packed(DOCUMENT), **wrong}
     answer = await sparse.bench.collect(GenerateJob(request_id="wrong", sampling=GREEDY, **given))
     assert answer.finish.reason is FinishReason.FAILED
     assert why in answer.finish.message

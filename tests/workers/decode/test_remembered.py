@@ -224,9 +224,9 @@ async def test_sparse_prompt_is_cached_up_to_its_last_whole_block(bench: Any) ->
 
 async def test_kept_prompt_is_cached_too(bench: Any) -> None:
     run = await bench()
-    await run.reserve("kept", len(DOCUMENT), 0, key=key_of(DOCUMENT))
+    await run.reserve("kept", len(DOCUMENT), 0, keep_ttl_s=30.0, key=key_of(DOCUMENT))
     await run.deliver("kept", DOCUMENT)
-    kept = await run.engine.keep(KeepSession(request_id="kept", ttl_s=30.0))
+    kept = await run.engine.keep(KeepSession(request_id="kept"))
     assert await found(run, DOCUMENT) == 144
     assert await run.engine.release_session(kept.session.session_id, "me")
     assert (run.used, await found(run, DOCUMENT)) == (0, 144)

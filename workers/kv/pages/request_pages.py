@@ -302,7 +302,7 @@ class PageManager:
         own = 0
         if held.may_recompute:
             known = held.tokens if reservation.reads else held.tokens + reservation.prompt_tokens
-            own = recompute_pages(reservation.recompute_blocks, known, appended=reservation.reads)
+            own = recompute_pages(reservation.options.recompute_blocks, known, appended=reservation.reads)
         # A session's partly filled page stays occupied beside its copy.
         least = pages_for(total) + spare + own + (held.partly_filled is not None)
         if least > self.pool.total:

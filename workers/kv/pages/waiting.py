@@ -159,7 +159,7 @@ class ReservationQueue:
         lost = [waiter for waiter in self._waiters if waiter.overdue > OVERDUE_CHECKS]
         self._fail(lost, "nobody renewed the request")
         for waiter in list(self._waiters):
-            deadline = waiter.reservation.deadline
+            deadline = waiter.reservation.options.deadline
             if deadline is not None and wall >= deadline:
                 text = "the deadline passed while it waited for pages"
                 self._answer(waiter, Refused(reason=RefusalReason.DEADLINE, message=text))

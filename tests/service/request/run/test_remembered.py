@@ -270,7 +270,7 @@ def test_resumed_answer_reuses_a_session_of_its_whole_prompt(
     text, *_ = collect(client.generate(prompt, max_tokens=9))
     assert text == expected(ids(prompt), 9)
     job = house.decode.jobs[-1]
-    assert (job.session_id, job.answered_tokens) == (None, 3)
+    assert (house.decode.reservations[-1].session_id, job.answered_tokens) == (None, 3)
     assert house.decode.reservations[-1].prefix_tokens == 688
     assert len(job.append_ids) // 4 == 3 + (15 if tokens == 703 else 16)
     client.release(made.session.session_id)
