@@ -10,6 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Waits for the warps of a partition. Triton 3.6 has the other name."""
+
 
 @aggregate
 class Ring:
@@ -64,7 +67,7 @@ class Ring:
         """Release a buffer that this reader has loaded itself. The fence waits for the loads, which the copy
         engine could overtake: it writes by another path (PTX: the async proxy)."""
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         self.release(use)
 
 
