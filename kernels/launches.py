@@ -13,6 +13,10 @@ _MAX_FORMS = 512
 _ALIGNED = 16
 """Triton specialises on pointers that are a multiple of this many bytes."""
 
+_LOWEST, _HIGHEST = -(1 << 31), (1 << 31) - 1
+"""A number beyond these takes 64 bits, and another compiled kernel. One of 32 bits would get a part of it:
+Triton 3.7 cuts without an error."""
+
 
 def cdiv(number: int, by: int) -> int:
     """Divide and round up. Triton's own takes the host longer."""
@@ -51,6 +55,8 @@ class Launcher:
         self._pointers: Sequence[int] | None = None
         """Positions of tensors; None before the first launch."""
         self._numbers: Sequence[int] = ()
+        self._free_numbers: Sequence[int] = ()
+        """Positions of numbers that Triton does not specialise on."""
         self._descriptors: Sequence[int] = ()
         self._unused: Sequence[None] = ()
         """A None for each constant, since constants are compiled in."""
@@ -67,6 +73,7 @@ class Launcher:
             triton.runtime.driver.active.get_current_device(),
             *constants.items(),
             *[arguments[place] for place in self._numbers],
+            *[place for place in self._free_numbers if not _LOWEST <= arguments[place] <= _HIGHEST],
             *[arguments[place].form for place in self._descriptors],
             *[
                 None if (x := arguments[place]) is None else (x.dtype, x.data_ptr() % _ALIGNED)
@@ -81,11 +88,8 @@ class Launcher:
         key = self.key(arguments, constants)
         compiled = self._compiled.get(key)
         if compiled is not None:
-            try:
-                compiled[grid](*arguments, *self._unused)
-                return
-            except OverflowError:  # a number needs more than 32 bits: another compiled kernel
-                pass
+            compiled[grid](*arguments, *self._unused)
+            return
         if len(self._compiled) == _MAX_FORMS:
             self._compiled.clear()
         self._compiled[key] = self._function[grid](*arguments, **constants)
@@ -103,9 +107,9 @@ class Launcher:
         free = {parameter.num for parameter in self._parameters if parameter.do_not_specialize}
         kinds = list(enumerate(arguments))
         self._descriptors = [place for place, argument in kinds if hasattr(argument, "form")]
-        self._numbers = [
-            place for place, argument in kinds if isinstance(argument, int) and place not in free
-        ]
+        numbers = [place for place, argument in kinds if isinstance(argument, int)]
+        self._numbers = [place for place in numbers if place not in free]
+        self._free_numbers = [place for place in numbers if place in free]
         self._unused = [None] * sum(parameter.is_constexpr for parameter in self._parameters)
         self._pointers = [place for place, argument in kinds if argument is None or torch.is_tensor(argument)]
         return self._pointers
