@@ -45,6 +45,6 @@ def test_constraints_resolve_for_every_platform(platform: str, python: str, tmp_
     assert "torch==2.13.0" in wanted & set((tmp_path / "pins.txt").read_text().splitlines())
 
 
-def test_pip_installs_what_make_asks_for_from_pypi() -> None:
+def test_pip_can_install_makes_requirements_from_pypi() -> None:
     command = ["-m", "pip", "install", "-q", "--dry-run", "--ignore-installed", "-c", "constraints.txt"]
     run(sys.executable, *command, ".[dev]", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="")

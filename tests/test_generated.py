@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("kernels", "protos", "service", "workers")
 
 
-def test_protobuf_code_is_what_the_contract_generates(tmp_path: Path) -> None:
+def test_committed_protobuf_code_is_up_to_date(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="grpcio-tools is a development dependency")
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", "deltafront/protos=protos"]
     command += [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "pyi")]
@@ -41,7 +41,7 @@ def test_every_folder_of_modules_is_an_installed_package() -> None:
 
 
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
-def test_tables_are_made_from_the_results(path: Path) -> None:
+def test_committed_tables_match_the_results(path: Path) -> None:
     text = path.read_text()
     assert "<!-- table: " in text
     assert tables.render(text) == text, "run python -m deltafront.benchmarks.tables"
@@ -130,7 +130,7 @@ def test_links_between_documents_lead_to_a_file_and_a_heading() -> None:
     assert not broken
 
 
-def test_the_readmes_python_can_be_imported() -> None:
+def test_imports_of_readmes_python_exist() -> None:
     lines = re.findall(r"^from deltafront\S* import .+$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert lines
     for line in lines:

@@ -179,7 +179,7 @@ def forbidden(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", CHECKED)
-def test_a_module_takes_only_what_is_open_to_its_room(module: str) -> None:
+def test_module_imports_only_what_its_room_may(module: str) -> None:
     assert room_of(module) or not imports(module), "it is in no room: add one to ROOMS"
     wrong = forbidden(module)
     assert not wrong, f"{module} of room {room_of(module)} must not take {wrong}"
@@ -190,7 +190,7 @@ def unused(allowed: str, taken: Iterable[str]) -> list[str]:
     return [one for one in allowed.split() if not any(within(name, one) for name in names)]
 
 
-def test_every_allowance_is_used() -> None:
+def test_every_allowed_import_is_used() -> None:
     """So that a table says who takes what, and not who once did."""
     taken = {module: set(imports(module)) for module in CHECKED}
     stale: dict[str, list[str]] = {}

@@ -25,7 +25,7 @@ def row(case: str, ms: float, exact: int, logp: float, task: str = "needles") ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_front_is_what_nothing_is_better_than(seed: int) -> None:
+def test_front_holds_exactly_the_undominated_cases(seed: int) -> None:
     """Small whole numbers, so that ties are many."""
     draw = random.Random(seed)
     found = [

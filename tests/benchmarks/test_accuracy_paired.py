@@ -28,7 +28,7 @@ from deltafront.benchmarks.accuracy.report import (
 )
 
 
-def test_changes_are_those_of_one_side_only() -> None:
+def test_changed_answers_are_those_right_on_one_side_only() -> None:
     found = changes([True, True, False, False, True], [True, False, True, False, False])
     assert (found.lost, found.won) == ((1, 4), (2,))
 

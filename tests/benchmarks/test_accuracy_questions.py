@@ -113,7 +113,7 @@ def test_batched_questions_answer_as_one_by_one(
         "dpxa:tau=0.3,window=1,min_tokens=410",
     ],
 )
-def test_a_question_in_the_prompt_is_read_with_the_method(
+def test_question_in_the_prompt_is_prefilled_with_the_method(
     reader: Reader, asked: list[Question], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As whole prompts give it, of which nothing is read before."""
@@ -136,7 +136,7 @@ def test_a_question_in_the_prompt_is_read_with_the_method(
         reader.read(document, "dense", 128)
 
 
-def test_merged_attention_is_attention() -> None:
+def test_merging_partial_attention_equals_attention() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, 5, n, 16, generator=generator) for n in (6, 2, 2))
     k_GSD, v_GSD = (torch.randn(2, 40, 16, generator=generator) for _ in range(2))
@@ -176,7 +176,7 @@ def test_every_page_selected_is_full_decode(
         assert answer.logp == pytest.approx(full.logp, abs=1e-4)
 
 
-def test_kv_in_8_bits_is_read_asked_and_decoded(reader: Reader, asked: list[Question]) -> None:
+def test_int8_kv_is_prefilled_asked_and_decoded(reader: Reader, asked: list[Question]) -> None:
     """Full decode over 8-bit pages answers as the reader does whose every row is rounded, and differs from 16
     bits a little."""
     narrow = Reader(reader.stack, TOKENS + 64, kv_dtype="int8")
@@ -196,7 +196,9 @@ def test_answers_of_one_token_leave_nothing_to_decode(reader: Reader) -> None:
         AnswerDecoder(reader, [Question("a", (1, 2), (3,))])
 
 
-def test_few_pages_are_a_smaller_share(reader: Reader, decoder: AnswerDecoder, asked: list[Question]) -> None:
+def test_fewer_pages_give_a_smaller_attended_share(
+    reader: Reader, decoder: AnswerDecoder, asked: list[Question]
+) -> None:
     few = decoder.decode(parse_selection("1,3:4:2", 5))
     # Layers 0, 1 and 3 read all of 26 to 28 pages, layers 2 and 4 four of them.
     assert few.share == pytest.approx((3 + 2 * 4 / 27) / 5, abs=0.01)
@@ -207,7 +209,7 @@ def test_few_pages_are_a_smaller_share(reader: Reader, decoder: AnswerDecoder, a
     assert few.kl > 1e-3
 
 
-def test_quest_reads_the_pages_of_the_largest_bounds(
+def test_quest_selects_the_pages_with_the_largest_bounds(
     reader: Reader, decoder: AnswerDecoder, asked: list[Question]
 ) -> None:
     """By the paper's definition, one head after the other; few pages are a smaller share."""
@@ -255,7 +257,7 @@ def test_gpu_yaml_serves_the_measured_method_and_page_selection() -> None:
     assert config.decode.page_budget == PROFILED, "page selection is timed with another budget"
 
 
-def test_reading_gives_density_and_the_tail_across_chunks(reader: Reader) -> None:
+def test_reader_gives_density_and_tail_logits_across_chunks(reader: Reader) -> None:
     document = ids(TOKENS, 1)
     with torch.inference_mode():
         whole = reader.read(document, "dense", 1024, tail=300)
@@ -279,7 +281,9 @@ def test_reading_gives_density_and_the_tail_across_chunks(reader: Reader) -> Non
 
 
 @pytest.mark.parametrize(("length", "tail", "context"), [(500, 200, 64), (300, 300, 100), (450, 128, 64)])
-def test_short_contexts_are_those_of_the_token(reader: Reader, length: int, tail: int, context: int) -> None:
+def test_short_context_logits_equal_token_by_token_prefill(
+    reader: Reader, length: int, tail: int, context: int
+) -> None:
     """Token by token: each given the part's beginning, `context` tokens before it, and what follows."""
     document, expected = ids(length, 3), []
     with torch.inference_mode():
@@ -293,13 +297,13 @@ def test_short_contexts_are_those_of_the_token(reader: Reader, length: int, tail
     torch.testing.assert_close(short_A, torch.tensor(expected).double(), atol=1e-4, rtol=1e-4)
 
 
-def test_key_tokens_gain_much_and_are_likely_then() -> None:
+def test_key_tokens_gain_from_context_and_are_likely_with_it() -> None:
     long_A = torch.tensor([-0.5, -0.5, LIKELY - 0.1, -1.9])
     short_A = torch.tensor([-0.5 - GAIN - 0.1, -0.5 - GAIN + 0.1, -9.0, -9.0])
     assert key_tokens(long_A, short_A).tolist() == [True, False, False, True]
 
 
-def test_a_density_is_read_with_the_profiles_amounts(tmp_path: Path) -> None:
+def test_density_is_prefilled_with_the_profiles_thresholds(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path)
     config = read_config(directory)
     stack = load_stack(

@@ -76,7 +76,7 @@ def kept(reader: Reader) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("blocks", [[], [3], [1, 3, 5]])
-def test_the_document_is_put_back_exactly(reader: Reader, blocks: list[int]) -> None:
+def test_kv_cache_is_restored_exactly_after_a_question(reader: Reader, blocks: list[int]) -> None:
     """Blocks 1 and 2 see all before them anyway: a sink and a window of a block."""
     read(reader, SPARSE, len(DOCUMENT) - 7 if 5 not in blocks else len(DOCUMENT))
     before = kept(reader)
@@ -87,7 +87,7 @@ def test_the_document_is_put_back_exactly(reader: Reader, blocks: list[int]) -> 
     assert torch.equal(kept(reader), before)
 
 
-def test_all_blocks_recomputed_are_a_dense_document(reader: Reader) -> None:
+def test_recomputing_all_blocks_equals_a_dense_document(reader: Reader) -> None:
     read(reader, "dense")
     dense, dense_kv = ask(reader, QUESTIONS), kept(reader)
     read(reader, SPARSE)
@@ -99,7 +99,7 @@ def test_all_blocks_recomputed_are_a_dense_document(reader: Reader) -> None:
     assert logps(sparse) != pytest.approx(logps(dense), abs=1e-2)
 
 
-def test_a_block_is_read_densely_over_the_document_before_it(reader: Reader) -> None:
+def test_recomputed_block_attends_densely_to_all_earlier_tokens(reader: Reader) -> None:
     """As reading on from there with the method that is dense gives it."""
     read(reader, SPARSE)
     with torch.inference_mode():
@@ -188,7 +188,7 @@ def outcomes() -> list[Outcome]:
     return found
 
 
-def test_merged_shards_are_what_one_process_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merged_shards_equal_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     every = outcomes()
     paths = [tmp_path / "shards" / f"{shard}.json" for shard in range(3)]
     for shard, path in enumerate(paths):
@@ -213,7 +213,7 @@ def test_outcomes_are_kept_document_by_document(tmp_path: Path) -> None:
     assert read_outcomes(path) == every
 
 
-def test_shards_that_do_not_make_a_whole_are_refused(tmp_path: Path) -> None:
+def test_refuses_shards_that_do_not_make_a_whole(tmp_path: Path) -> None:
     paths = [tmp_path / f"{shard}.json" for shard in range(2)]
     for shard, path in enumerate(paths):
         write_shard([], (shard, 2), {**ORIGIN, "commit": str(shard)}, path)

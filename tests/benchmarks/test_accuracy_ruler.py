@@ -90,7 +90,7 @@ def test_each_ruler_task_asks_its_number_of_questions() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_single_needle_stands_once(number: int) -> None:
+def test_single_needle_appears_once(number: int) -> None:
     document = made(f"ruler_single_{number}")
     (question,) = document.questions
     text, kind = spelled(document.ids), "uuid" if number == 3 else "number"
@@ -130,7 +130,7 @@ def test_ruler_asks_for_all_values_of_a_key_and_all_keys() -> None:
     assert all(key in prompt for key in pairs)
 
 
-def test_a_chain_hands_its_value_on() -> None:
+def test_variable_chain_passes_its_value_on() -> None:
     document = made("ruler_variables")
     text = spelled(document.ids)
     value = document.questions[0].about.partition(" ")[0]
@@ -153,7 +153,7 @@ def test_common_words_are_as_common_as_claimed() -> None:
         made("ruler_common_words", 900)
 
 
-def test_frequent_words_stand_out() -> None:
+def test_frequent_words_occur_more_often_than_others() -> None:
     document = made("ruler_frequent_words", 8000)
     counted = Counter(re.findall(r"\S+", spelled(document.ids).partition("\n")[2])).most_common()
     assert counted[0][0] == "...." and len(counted) > 100

@@ -84,7 +84,7 @@ class FakeClient:
         self.held.remove(session_id)
 
 
-def test_every_method_reads_once_and_cases_are_paired_with_the_first() -> None:
+def test_each_case_prefills_once_and_is_paired_with_the_first() -> None:
     client, found = FakeClient(), list[Answers]()
     for name in ("a", "b"):
         found += answers(client, name, Document([1] * 40, QUESTIONS), CASES, 2)  # type: ignore[arg-type]

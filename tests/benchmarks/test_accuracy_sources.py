@@ -13,7 +13,7 @@ from deltafront.benchmarks.accuracy import sources
 from deltafront.benchmarks.accuracy.sources import FAR, LEFT_OUT, PACKAGES, files_of, main, plays_of, text_of
 
 
-def test_a_text_holds_a_packages_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_holds_a_packages_source_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path), "--packages", "packaging", "rich"])
     told = capsys.readouterr().out
     for name in ("packaging", "rich"):
@@ -29,7 +29,7 @@ def test_packages_exclude_known_texts_and_missing_ones_are_named(tmp_path: Path)
         main([str(tmp_path), "--packages", "no-such-package"])
 
 
-def test_far_texts_are_of_two_packages_that_no_other_text_has(
+def test_far_texts_join_two_packages_used_in_no_other_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(FAR) == len(set(FAR)) == 40
@@ -42,7 +42,7 @@ def test_far_texts_are_of_two_packages_that_no_other_text_has(
     assert f"packaging {version('packaging')} and rich {version('rich')}: " in capsys.readouterr().out
 
 
-def test_plays_come_from_the_archive_without_poems_and_old_spelling(tmp_path: Path) -> None:
+def test_extracts_plays_without_poems_and_old_spelling(tmp_path: Path) -> None:
     archive = tmp_path / "plays.tar.gz"
     with tarfile.open(archive, "w:gz") as packed:
         for name in ("hamlet_gut", "hamlet_gut_f", "sonnets_gut", "lear_gut"):

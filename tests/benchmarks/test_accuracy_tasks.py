@@ -71,7 +71,7 @@ def test_values_have_several_right_answers() -> None:
         assert f"numbers for {question.about} is: {decoded(question.gold).strip()}." in text
 
 
-def test_chains_come_in_order() -> None:
+def test_chain_links_appear_in_order() -> None:
     document = made("chains", 1000, 4)
     text = decoded(document.ids)
     assert len(document.questions) == 4 * VALUES
@@ -81,7 +81,7 @@ def test_chains_come_in_order() -> None:
         assert text.index(f"VAR {old} =") < text.index(link)
 
 
-def test_a_haystack_holds_needles_only() -> None:
+def test_haystack_documents_contain_only_needles() -> None:
     document = made("haystack", 1200, 20)
     lines = decoded(document.ids).strip().split("\n")
     assert 1200 - len(document.ids) < 12
@@ -102,7 +102,7 @@ def test_a_tokenizer_that_joins_question_and_answer_is_refused() -> None:
         TASKS["needles"](random.Random(0), 300, 2, joined)
 
 
-def test_many_needles_have_keys_of_their_own_and_few_are_as_ever() -> None:
+def test_needle_keys_are_unique_and_stable_across_versions() -> None:
     keys = {needle.key for needle in hay.make_needles(5000, 1)}
     assert len(keys) == 5000
     words = [word for needle in hay.make_needles(102, 1) for word in needle.key.split("-")]
@@ -113,7 +113,7 @@ def test_many_needles_have_keys_of_their_own_and_few_are_as_ever() -> None:
         hay.make_needles(10_405, 1)
 
 
-def test_copies_are_said_far_before_and_not_near() -> None:
+def test_copy_questions_repeat_text_from_far_before_only() -> None:
     """By brute force, on ids that repeat themselves."""
     rng = random.Random(4)
     phrases = [[rng.randrange(50) for _ in range(9)] for _ in range(30)]
@@ -153,7 +153,7 @@ def test_a_copys_question_is_the_text_up_to_it() -> None:
         assert any(document.ids[a : a + len(said)] == said for a in range(2500 - NEAR))
 
 
-def test_names_are_of_several_tokens_and_were_said_far_before() -> None:
+def test_name_questions_ask_for_multi_token_names_from_far_before() -> None:
     far = [" said", " Othel", "lo", " and", " Yor", "ick", " and", " Iago", ".", "Cass", "io", " Yonder"]
     near, filler = [" Yor", "ick"], [" so"] * NEAR
     behind = ["\n", "Othel", "lo", " to", " Othel", "lo", " Iago", " Cass", "io", " Yor", "ick"]

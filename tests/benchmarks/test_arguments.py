@@ -79,12 +79,12 @@ def test_a_gate_on_a_case_that_will_not_be_is_refused(
     assert "--gate: no case 'dpxa', but dense, dpxa_default, " in capsys.readouterr().err
 
 
-def test_options_of_a_method_are_those_that_are_given() -> None:
+def test_method_options_are_exactly_those_given() -> None:
     assert split_method("dense") == ("dense", {})
     assert split_method("dpxa:tau=0.9,k_anchors=16") == ("dpxa", {"tau": 0.9, "k_anchors": 16.0})
 
 
-def test_a_page_selection_is_refused_before_a_document_is_read(
+def test_refuses_a_page_selection_before_prefilling_a_document(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given(
@@ -95,7 +95,7 @@ def test_a_page_selection_is_refused_before_a_document_is_read(
         _load(arguments)
 
 
-def test_no_more_is_read_than_the_model_has_positions(model: Path) -> None:
+def test_prefills_no_more_tokens_than_the_model_has_positions(model: Path) -> None:
     stack = load_model(ModelSpec(path=str(model), dtype="float32"), "cpu")
     positions = stack.config.positions
     with pytest.raises(ValueError, match=f"{positions + 1} tokens, but the model has {positions} positions"):

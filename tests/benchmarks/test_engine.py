@@ -69,7 +69,7 @@ WINDOWS = replace(
 
 
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE, MIXED, WINDOWS], ids=lambda shape: shape.architecture)
-def test_a_model_directory_is_what_the_workers_load(tmp_path: Path, shape: ModelConfig) -> None:
+def test_workers_load_the_written_model_directory(tmp_path: Path, shape: ModelConfig) -> None:
     write_model(tmp_path, shape, torch.device("cpu"))
     config = read_config(tmp_path)
     assert config == shape
@@ -98,7 +98,7 @@ def test_a_model_directory_is_what_the_workers_load(tmp_path: Path, shape: Model
 
 
 @pytest.mark.parametrize("shape", [SHAPE, MIXED], ids=lambda shape: shape.architecture)
-def test_fp8_files_hold_what_quantisation_makes_of_the_others(tmp_path: Path, shape: ModelConfig) -> None:
+def test_fp8_files_hold_the_quantised_16_bit_weights(tmp_path: Path, shape: ModelConfig) -> None:
     sources = []
     for fp8_files in (False, True):
         write_model(tmp_path / str(fp8_files), shape, torch.device("cpu"), fp8_files=fp8_files)
@@ -353,7 +353,7 @@ def test_last_layer_runs_only_the_last_block_past_its_qkv() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 384])
-def test_a_chunk_in_two_parts_is_whole_attention(start: int) -> None:
+def test_attention_of_a_chunk_in_two_parts_is_exact(start: int) -> None:
     """The peers' own kernels need a GPU; `peer_attention.check` compares them there."""
     whole = random_input(512, q_heads=4, kv_heads=2, seed=5)
     x = AttentionInput.of(whole.q_BHTD[:, :, start:], whole.k_BGSD, whole.v_BGSD, q_start=start)

@@ -64,14 +64,14 @@ def test_service_without_a_prefix_cache_gives_no_cached_row() -> None:
         cached.question_again(client, made, 1024, 3, {}, 1)
 
 
-def test_a_row_from_a_tier_counts_what_came_from_there() -> None:
+def test_tier_row_counts_the_tokens_that_came_from_the_tier() -> None:
     client: Any = Remembering()
     results = [measure.first_token(client, made(1024, 1), "dpxa", {}) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"ttft_cached_host: only \[0, 0\] tokens"):
         cached.cached_row("ttft_cached_host", results, 1024, 1, 512, "host_tokens")
 
 
-def test_pages_of_a_tier_are_read_from_metrics() -> None:
+def test_tier_pages_come_from_the_metrics() -> None:
     text = """# TYPE deltafront_kv_tier_pages gauge
 deltafront_kv_tier_pages{model_name="m",tier="host",worker="decode:a"} 12.0
 deltafront_kv_tier_pages{model_name="m",tier="disk",worker="decode:a"} 7.0

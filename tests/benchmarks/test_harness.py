@@ -50,7 +50,7 @@ def test_nothing_is_timed_when_a_check_fails(monkeypatch: pytest.MonkeyPatch) ->
         run_cases([Case("base", 128, partial(Timed, lambda: None), check)], CONFIG)
 
 
-def test_a_run_that_breaks_off_has_kept_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_keeps_its_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "median_ms", lambda run: 3.0)
 
     def breaks() -> Timed:
@@ -63,7 +63,7 @@ def test_a_run_that_breaks_off_has_kept_what_it_measured(monkeypatch: pytest.Mon
     assert [(row.case, row.ms) for row in kept] == [("base", 3.0)]
 
 
-def test_json_leaves_out_what_does_not_apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_json_omits_fields_that_do_not_apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     path = tmp_path / "results" / "rows.json"
     write_rows(path, [Row("dense", 128, 1.5), Row("lists", 128, 0.5, 10.0, 0.1, 3.0, "note")], "abc")
@@ -74,7 +74,7 @@ def test_json_leaves_out_what_does_not_apply(monkeypatch: pytest.MonkeyPatch, tm
     assert set(record["rows"][1]) == {"case", "tokens", "ms", "tflops", "density", "ratio", "note"}
 
 
-def test_the_agreed_cases_are_there() -> None:
+def test_registers_the_agreed_cases() -> None:
     names = {case.name for case in cases(CONFIG) if case.tokens == CONFIG.tokens}
     wanted = {"sdpa_fa2", "sdpa_cudnn", "dense", "block_sparse_0.085", "delta_kv_50", "delta_correction_g64"}
     assert wanted <= names

@@ -23,14 +23,14 @@ def lines() -> list[headline.Line]:
     return headline.lines(*map(results, TABLES["headline"][1]))
 
 
-def test_times_of_two_commits_give_no_ratio() -> None:
+def test_refuses_a_ratio_of_times_of_two_commits() -> None:
     ours, other = ({"value": value, "unit": "s"} for value in (2.0, 3.0))
     assert headline._timed("a", ours, (other, "dense"))[2:] == ("3 s (dense)", "1.50 ×")
     _, _, beside, ratio = headline._timed("a", ours, ({**other, "commit": "old"}, "dense"))
     assert (beside, ratio) == ("3 s (dense, another commit)", "")
 
 
-def test_first_token_stands_beside_vllms_of_the_same_run(lines: list[headline.Line]) -> None:
+def test_first_token_is_compared_with_vllm_of_the_same_run(lines: list[headline.Line]) -> None:
     (asked,) = (line for line in lines if "recomputed blocks" in line[0])
     of = headline.times(results("engine_h200"))
     ours, theirs = of["mapped ttft_dpxa_recompute_8"], of["vllm_ttft_dense"]
@@ -39,7 +39,7 @@ def test_first_token_stands_beside_vllms_of_the_same_run(lines: list[headline.Li
     assert asked[3] == f"{theirs['value'] / ours['value']:.2f} ×"
 
 
-def test_several_gpus_stand_beside_dense_attention_of_the_same_run(lines: list[headline.Line]) -> None:
+def test_several_gpus_are_compared_with_dense_of_the_same_run(lines: list[headline.Line]) -> None:
     (several,) = (line for line in lines if f"{headline.LONGEST:,} tokens" in line[0])
     of = {
         row["case"]: row["value"]
@@ -64,7 +64,7 @@ def test_chart_draws_each_bar_in_proportion_to_its_seconds() -> None:
         assert width == pytest.approx(max(widths) * seconds / longest, abs=1)
 
 
-def test_readmes_answers_are_rows_of_the_whole_table() -> None:
+def test_readme_answers_are_rows_of_the_full_table() -> None:
     result = results("answers_real_models")
     shown, whole = headline.answers(result), headline.answers(result, readme=False)
     rows = [row for row in result["rows"] if "readme" in row]
@@ -82,14 +82,14 @@ def test_embedded_models_answers_begin_with_untuned_documents() -> None:
     assert any("set A" in line for line in others) and any("set B" in line for line in others)
 
 
-def test_an_interval_stands_only_where_documents_were_drawn() -> None:
+def test_shows_an_interval_only_if_documents_were_resampled() -> None:
     row = {"exact": 9, "exact_dense": 10, "lost": 2, "won": 1}
     assert kept(row) == "0.900"
     assert kept({**row, "ratio_95": [0.8, 1.05]}) == "0.900 (0.800 to 1.050)"
     assert kept({**row, "exact": 10, "lost": [], "won": [], "ratio_95": [1.0, 1.0]}) == "1.000"
 
 
-def test_a_kernels_ratio_is_of_the_kernel_as_it_is() -> None:
+def test_kernel_ratio_is_scaled_to_the_current_kernel() -> None:
     row = {"case": "a", "tokens": 131_072, "ms": 2.0, "ratio": 1.2, "note": "n"}
     now = {**row, "since": {"commit": "abc", "times": 1.25}}
     text = kernels({"rows": [row, now]})

@@ -13,7 +13,7 @@ from deltafront.kernels.methods import load
 load("deltafront.benchmarks.whole_prompt.methods")
 
 
-def test_methods_that_need_a_whole_prompt_are_not_warmed_up_in_chunks(
+def test_whole_prompt_methods_are_not_warmed_up_in_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warmed: list[str] = []

@@ -115,7 +115,7 @@ def test_metrics_text_is_parsed_as_it_is_written() -> None:
     assert busy(left) == ['deltafront_num_requests_running{worker="decode:a b"} 1']
 
 
-def test_counters_add_up_with_what_clients_saw() -> None:
+def test_counters_agree_with_what_clients_saw() -> None:
     left = replace(finished(replace(ASK, form=Form.LEAVE)), ends=["left"])
     logs = [finished(), finished(), left]
     after = parse(EXPOSED)

@@ -81,7 +81,7 @@ def test_each_actor_runs_on_the_nodes_its_labels_name(cluster: LocalCluster) -> 
     assert len(cluster.nodes_of("FrontDoor")) == 2, "one door a node"
 
 
-def test_a_document_is_read_at_one_door_and_questioned_at_another(cluster: LocalCluster) -> None:
+def test_document_prefilled_at_one_door_is_asked_at_another(cluster: LocalCluster) -> None:
     first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
     with first, second:
         *_, read = first.prefill(DOCUMENT)

@@ -74,7 +74,7 @@ def test_gpu_pods_ask_only_for_labels_of_the_gpu_operator(overlay: str) -> None:
     assert earlier("helm install gpu-operator gpu-operator ")
 
 
-def test_prometheus_selects_what_bears_no_release_label() -> None:
+def test_prometheus_selects_monitors_without_a_release_label() -> None:
     (values,) = re.findall(r"--set (\S+)", earlier(INSTALLED_BY["PodMonitor"]))
     spec = "prometheus.prometheusSpec"
     assert set(values.split(",")) == {

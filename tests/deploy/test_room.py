@@ -35,7 +35,7 @@ def bundles(config: ServiceConfig) -> Iterator[tuple[dict[str, str], float, floa
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_pods_have_room_for_what_the_configuration_places(overlay: str) -> None:
+def test_pods_have_room_for_the_configured_actors(overlay: str) -> None:
     """Ray counts a pod's limits; a bundle never spans two pods."""
     free = [
         (name, [quantity(limits["cpu"]) // 1, quantity(limits.get("nvidia.com/gpu", 0))])
@@ -127,7 +127,7 @@ def test_ray_shows_all_gpus_of_the_pod_to_ranks_that_request_none() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_tables_are_made_from_what_kustomize_makes(overlay: str) -> None:
+def test_gpu_tables_match_the_kustomize_output(overlay: str) -> None:
     """The whole cluster, but for what kustomize alone does: namespaces, labels, images."""
     read = overlays.read(overlay)
     assert read.config.decode == settings(overlay).decode and read.config.prefill == settings(overlay).prefill

@@ -104,7 +104,7 @@ def test_integer_too_wide_for_the_cached_form_asks_triton(launcher: Launcher) ->
     assert sorted(seen) == sorted(rows[2:]), "no number is cut"
 
 
-def test_a_descriptor_is_told_apart_by_its_form(launcher: Launcher) -> None:
+def test_descriptors_with_different_forms_are_cached_apart(launcher: Launcher) -> None:
     for block in (64, 128, 64, 128):
         launcher[(5,)](SimpleNamespace(form=(torch.float16, block)), 32, 7, WIDE=True)
     assert len(launcher._function.asked) == 2

@@ -147,7 +147,7 @@ def test_later_keys_of_the_same_block_never_matter(name: str) -> None:
 
 @pytest.mark.parametrize("cuts", [(128,), (384, 512, 1152), (256, 640, 768, 896)])
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_chunks_give_what_the_whole_prompt_gives(name: str, cuts: tuple[int, ...]) -> None:
+def test_output_in_chunks_equals_the_whole_prompts(name: str, cuts: tuple[int, ...]) -> None:
     assert_rows_close(run(method_of(name), prompt(1153), cuts), at_once(name, 1153))
 
 
@@ -161,7 +161,7 @@ def test_one_token_chunks_and_ragged_prompts_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_how_heads_are_stored_never_matters(name: str) -> None:
+def test_memory_layout_of_heads_never_matters(name: str) -> None:
     """Tokens side by side, heads inside, as a model makes q and a run of the cache's pages holds k and v."""
     x = prompt(700)
 

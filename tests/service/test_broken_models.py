@@ -104,7 +104,7 @@ def test_a_broken_file_stops_the_start_in_one_line(
     assert says in said and said.startswith("deltafront: ") and "Starting Ray" not in said
 
 
-def test_8_bit_weights_that_are_held_in_16_are_said(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_warns_of_8_bit_weights_held_in_16_bits(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
     stored = load_file(whole / "model.safetensors")

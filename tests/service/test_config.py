@@ -333,7 +333,7 @@ def test_the_least_host_memory_is_a_batch_of_pages(dtype: str, kv_dtype: Any) ->
             parse(given).check_against(shape, None)
 
 
-def test_host_memory_needs_prompts_that_are_remembered() -> None:
+def test_refuses_host_memory_without_prefix_reuse() -> None:
     given = content("decode", host_cache_gib=1.0) | {"door": {"prefix_reuse": False}}
     with pytest.raises(ConfigError, match=r"decode.host_cache_gib: needs door.prefix_reuse"):
         parse(given)

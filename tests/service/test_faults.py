@@ -210,7 +210,7 @@ def test_a_request_outlives_a_silent_control_store(
     assert text == expected(ids(PROMPT), 9) and failures
 
 
-def test_a_failed_session_request_goes_on(house: House, client: DeltafrontClient) -> None:
+def test_failed_session_request_is_replayed(house: House, client: DeltafrontClient) -> None:
     *_, made = client.prefill("doc")
     house.decode.fail_after = [4]
     session = made.session.session_id  # type: ignore[union-attr]

@@ -120,7 +120,7 @@ def test_door_hears_that_a_client_left_after_a_two_part_request(
     at_door.close()
 
 
-def test_a_haproxy_whose_own_code_hangs_ends_itself(tmp_path: Path) -> None:
+def test_hung_haproxy_ends_itself(tmp_path: Path) -> None:
     """Serve then finds nobody at its socket at once, where it waits for one that stands still."""
     config, control = tmp_path / "haproxy.cfg", tmp_path / "control"
     config.write_text(f"global\n  stats socket {control} level admin\ndefaults\n  timeout client 9s\n")
@@ -208,7 +208,7 @@ def headers_of(address: tuple[str, int], request: bytes) -> tuple[int, http.clie
         return answer.status, answer.headers
 
 
-def test_every_answer_has_one_request_id_which_the_door_was_told(
+def test_every_answer_has_the_request_id_that_the_door_got(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
     """The caller's if it sent one. Refusals that no door has seen have one; Serve sends a second."""

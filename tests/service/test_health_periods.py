@@ -38,7 +38,7 @@ def test_serve_waits_5_s_for_an_answer_of_haproxy() -> None:
         ("DecodeReplica", app._OWNER_TIMEOUT_S),
     ],
 )
-def test_serve_is_told_our_periods(deployment: str, timeout_s: float) -> None:
+def test_serve_gets_the_configured_health_periods(deployment: str, timeout_s: float) -> None:
     door = app.application(DEFAULTS, Path("/nowhere"))._bound_deployment
     owners = [owner._bound_deployment for owner in door.init_args[2:]]
     configs = {bound.name: bound._deployment_config for bound in (door, *owners)}

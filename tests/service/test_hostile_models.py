@@ -79,7 +79,7 @@ def test_a_header_of_weights_that_nests_is_refused(whole: Path) -> None:
         ([8, 40], 40, "model.safetensors cannot be read as safetensors"),
     ],
 )
-def test_offsets_that_lie_are_refused_before_a_worker_reads_them(
+def test_refuses_false_tensor_offsets_before_a_worker_reads_them(
     whole: Path, offsets: list[int], held: int, says: str
 ) -> None:
     about = {"x": {"dtype": "F32", "shape": [8], "data_offsets": offsets}}
@@ -228,7 +228,7 @@ NESTED = b"".join(struct.pack("<IQ", ARRAY, 1) for _ in range(100_000))
     ],
     ids=str,
 )
-def test_a_gguf_that_lies_about_itself_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_refuses_a_gguf_with_a_false_header(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     assert f"{path} cannot be read as GGUF: " in refusal(path)
@@ -250,7 +250,7 @@ def test_a_gguf_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
         ({"template": "{{ 'a' * 10**10 }}"}, "the chat template cannot be used: "),
     ],
 )
-def test_a_gguf_whose_values_lie_is_refused(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
+def test_refuses_a_gguf_with_inconsistent_values(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
     assert says in refusal(gguf_file(tmp_path / "model.gguf", **metadata))
 
 

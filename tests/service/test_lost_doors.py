@@ -74,7 +74,7 @@ def test_text_that_was_held_back_is_not_lost(house: House, client: DeltafrontCli
     nothing_left(house)
 
 
-def test_a_finish_that_was_lost_is_told_again(house: House, client: DeltafrontClient) -> None:
+def test_lost_finish_is_sent_again(house: House, client: DeltafrontClient) -> None:
     for script, reason in (([*b"all of it", EOS], "stop"), ([*b"all STOP"], "stop_string")):
         house.decode.script = list(script)
         house.losses = [(1 + len(script), CODES[2])]

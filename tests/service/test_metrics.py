@@ -127,7 +127,7 @@ def test_scoring_to_attention_ratio_has_buckets_above_1(tmp_path: Path) -> None:
     assert (buckets["1.0"], buckets["2.0"], buckets["3.0"]) == (0, 0, 1)
 
 
-def test_launch_bound_time_is_told_by_stage_and_method(tmp_path: Path) -> None:
+def test_launch_bound_time_is_exported_by_stage_and_method(tmp_path: Path) -> None:
     metrics, stage = Metrics(tmp_path), {"attention": 1.0}
     report = PrefillReport(
         queue=0.0,
@@ -157,7 +157,7 @@ def promtool_says(exported: bytes) -> str:
     return (done.stdout + done.stderr).decode()
 
 
-def test_promtool_has_nothing_to_say_of_what_a_door_exports(house: House, client: DeltafrontClient) -> None:
+def test_promtool_accepts_a_doors_metrics(house: House, client: DeltafrontClient) -> None:
     """After requests of every kind: each metric that is declared has been observed."""
     *_, made = client.prefill("x" * 300, session_ttl_s=60)
     assert isinstance(made, PrefillFinished)
@@ -200,12 +200,12 @@ def test_promtool_has_nothing_to_say_of_what_a_door_exports(house: House, client
     assert promtool_says(exported) == ""
 
 
-def test_promtool_finds_a_gauge_that_is_called_a_total() -> None:
+def test_promtool_rejects_a_gauge_named_total() -> None:
     wrong = b"# HELP things_total Things\n# TYPE things_total gauge\nthings_total 1\n"
     assert "_total" in promtool_says(wrong)
 
 
-def test_names_say_kinds_and_base_units() -> None:
+def test_metric_names_follow_prometheus_conventions() -> None:
     """As Prometheus' conventions have them, where promtool is too old to look."""
     for kind, name in declared():
         assert name.endswith("_total") == (kind == "counter"), name
@@ -274,7 +274,7 @@ def test_worker_stats_become_gauges(kind: str) -> None:
     assert state_of(stats) == state
 
 
-def test_compilations_are_told_by_worker_and_phase_and_not_added_up(tmp_path: Path) -> None:
+def test_compilations_are_exported_by_worker_and_phase(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path)
     for serving in (0, 2, 2):  # polled again and again
         metrics.workers.compiled("decode:x", (("warm_up", 40), ("serving", serving)))

@@ -160,7 +160,7 @@ def test_grpc_trailers_say_whether_to_retry() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "%", "é", "あ", "😀", "x😀あ\x00"])
-def test_details_fit_whatever_they_are_written_in(text: str) -> None:
+def test_error_details_are_cut_to_fit_percent_encoded_headers(text: str) -> None:
     """They are sent percent-encoded."""
     sent = status.details(NotFound(text * 5000))
     assert sent.endswith("…") and text.startswith(sent[:-1][: len(text)])
@@ -192,7 +192,7 @@ def test_a_session_names_its_worker() -> None:
             worker_of(wrong)
 
 
-def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
+def test_token_file_is_reloaded_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("# staff\nalpha\n\n  beta  \n")
     door = Authenticator(TokenFile(path, Quota()))
@@ -223,7 +223,7 @@ def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
     assert Authenticator(None).caller([]) == ANYONE
 
 
-def test_a_tokens_line_may_say_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_token_line_may_set_a_name_and_limits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tokens"
     path.write_text("alpha name=ann requests=3\nbeta tokens=500 requests=0\ngamma\n")
     tokens = TokenFile(path, Quota(requests=2))
@@ -240,7 +240,7 @@ def test_a_tokens_line_may_say_more(tmp_path: Path, caplog: pytest.LogCaptureFix
         TokenFile(path, Quota())
 
 
-def test_a_tokens_line_that_is_no_utf_8_shuts_nobody_else_out(
+def test_token_line_that_is_not_utf_8_blocks_no_other_caller(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "tokens"
@@ -295,7 +295,7 @@ TIER = TierStats(
 )
 
 
-def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> None:
+def test_counters_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         dying = Metrics(tmp_path)

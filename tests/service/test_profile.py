@@ -207,7 +207,7 @@ def test_request_may_choose_a_calibrated_density(make_house: Make, model: Path, 
     assert len(house.group.jobs) == 3
 
 
-def test_a_service_has_defaults_of_its_own(make_house: Make, model: Path, profile: Path) -> None:
+def test_service_keeps_method_defaults_of_its_own(make_house: Make, model: Path, profile: Path) -> None:
     house = make_house(served(model, profile, density=0.2, min_tokens=99))
     for asked in ({}, {"method": "block_pool"}, {"method": "block_pool+delta"}):
         values = read_by(house, **asked).values
@@ -267,7 +267,7 @@ def test_info_shows_no_profile_if_none_is_served(make_house: Make) -> None:
     assert "full: no Δ-layers" in shown.output and "Profile" not in shown.output
 
 
-def test_another_model_leaves_the_files_profile_behind(model: Path, profile: Path, tmp_path: Path) -> None:
+def test_model_option_drops_the_files_profile(model: Path, profile: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, prefill=with_options(density=0.2))
     other = read_settings(config, str(write_model(tmp_path / "other")), None)
     assert (other.model.profile, other.prefill.method_options) == (None, {})

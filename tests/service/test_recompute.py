@@ -55,7 +55,7 @@ def test_dense_prefill_recomputes_nothing(house: House, client: DeltafrontClient
 
 
 @pytest.mark.parametrize(("asked", "blocks"), [(None, 2), (0, 0), (4, 4)])
-def test_a_request_that_does_not_say_gets_the_default(
+def test_request_without_recompute_blocks_gets_the_default(
     make_house: Callable[..., House], model: Path, asked: int | None, blocks: int
 ) -> None:
     """Where nothing is computed again the ids go only for a session that is made of the prompt."""
@@ -158,7 +158,7 @@ def test_resume_after_a_door_death_keeps_answered_tokens_apart(
     assert [job.answered_tokens for job in house.decode.jobs] == [0, 5]
 
 
-def test_a_sessions_answer_is_told_apart_from_the_question(
+def test_session_job_keeps_answered_tokens_apart_from_the_question(
     house: House, client: DeltafrontClient, session: str
 ) -> None:
     house.decode.fail_after = [4]

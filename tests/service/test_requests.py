@@ -143,7 +143,7 @@ def cut_to_what_a_session_leaves(house: House, client: DeltafrontClient) -> None
     nothing_left(house)
 
 
-def test_a_generated_session_ends_before_what_was_appended(client: DeltafrontClient) -> None:
+def test_session_kept_by_generate_ends_before_the_appended_text(client: DeltafrontClient) -> None:
     answer = client.generate("document ", append="question", max_tokens=3, session_ttl_s=30)
     text, _, finish, _ = collect(answer)
     assert text == expected(ids("document question"), 3)
@@ -164,7 +164,7 @@ def test_messages_use_the_template(house: House, client: DeltafrontClient, appen
     assert read == "[s:be nice][u:hi]" + end
 
 
-def test_ids_are_taken_as_they_are(house: House, client: DeltafrontClient) -> None:
+def test_token_ids_are_used_unchanged(house: House, client: DeltafrontClient) -> None:
     text, _, finish, _ = collect(client.generate([1, 2, 257], append=[3], max_tokens=4))
     assert house.group.jobs[-1].token_ids == b"".join(i.to_bytes(4, "little") for i in (1, 2, 257, 3))
     assert finish.usage.prompt_tokens == 4
@@ -213,7 +213,7 @@ def test_held_back_text_comes_with_the_finish(house: House, client: DeltafrontCl
     assert "".join(t.text for t in tokens) == "ab"
 
 
-def test_characters_are_never_cut(house: House, client: DeltafrontClient) -> None:
+def test_streamed_text_never_cuts_a_character(house: House, client: DeltafrontClient) -> None:
     house.decode.script = [*"aé€🙂".encode(), 0xF0, EOS]
     text, tokens, finish, _ = collect(client.generate("p", max_tokens=20))
     assert text == "aé€🙂\N{REPLACEMENT CHARACTER}"
@@ -221,7 +221,7 @@ def test_characters_are_never_cut(house: House, client: DeltafrontClient) -> Non
     assert (finish.reason, finish.text) == ("stop", "\N{REPLACEMENT CHARACTER}")
 
 
-def test_timings_add_up_to_what_passed(house: House, client: DeltafrontClient) -> None:
+def test_timings_add_up_to_the_elapsed_time(house: House, client: DeltafrontClient) -> None:
     """Between what the workers slept at least and what the client saw at most."""
     house.group.speed.chunk = 0.05
     started = time.monotonic()
@@ -250,7 +250,7 @@ def test_timings_add_up_to_what_passed(house: House, client: DeltafrontClient) -
     assert timings.total_seconds >= timings.ttft_seconds
 
 
-def test_info_tells_what_there_is(house: House, client: DeltafrontClient) -> None:
+def test_info_describes_the_service(house: House, client: DeltafrontClient) -> None:
     info = client.info()
     assert (info.vocabulary, info.max_positions, info.page_tokens) == (258, 8192, 16)
     assert (info.prefill_groups, info.decode_workers, info.prefill_stages) == (1, 1, 2)

@@ -115,9 +115,7 @@ def test_all_ports_listen_on_loopback_by_default(served: Served) -> None:
 
 
 @pytest.mark.parametrize("whose", ["nobody's", "another", "ours"])
-def test_rays_control_store_runs_code_of_whoever_has_its_token_alone(
-    served: Served, tmp_path: Path, whose: str
-) -> None:
+def test_ray_control_store_runs_code_only_for_its_token(served: Served, tmp_path: Path, whose: str) -> None:
     """Somebody on this machine, at loopback."""
     import ray
 
@@ -128,7 +126,7 @@ def test_rays_control_store_runs_code_of_whoever_has_its_token_alone(
     assert ("AuthenticationError" in said) == (whose != "ours"), said
 
 
-def test_a_replica_unpickles_nothing_of_whoever_has_no_token(served: Served, tmp_path: Path) -> None:
+def test_replica_unpickles_nothing_without_the_token(served: Served, tmp_path: Path) -> None:
     """With the token the same pickle runs, so it is the token that keeps others out."""
     ports = [port for _, port, name in listeners(os.getpid()) if "ServeReplica" in name]
     inner = [port for port in ports if port not in served.ports.values()]
@@ -257,7 +255,7 @@ def test_a_huge_message_is_refused(served: Served, client: DeltafrontClient, cha
     nothing_left(served)
 
 
-def test_errors_say_what_is_wrong_and_no_more(served: Served, client: DeltafrontClient) -> None:
+def test_errors_name_the_field_and_hide_internals(served: Served, client: DeltafrontClient) -> None:
     with pytest.raises(InvalidArgument, match=r"sampling\.temperature") as caught:
         list(client.generate("x", temperature=-1))
     assert caught.value.field == "sampling.temperature"
@@ -303,7 +301,7 @@ def test_metrics_equal_the_finishes_totals(served: Served, client: DeltafrontCli
     assert max(float(bound[1]) for bound in bounds if bound) == 640
 
 
-def test_raw_responses_keep_the_contract(
+def test_raw_grpc_responses_follow_the_contract(
     served: Served, client: DeltafrontClient, channel: grpc.Channel
 ) -> None:
     call = channel.unary_stream(
@@ -340,7 +338,7 @@ def test_http_answers_as_grpc_does(client: DeltafrontClient, api: openai.OpenAI)
     client.release(session)
 
 
-def test_http_says_what_is_wrong(served: Served, api: openai.OpenAI) -> None:
+def test_http_errors_name_the_field(served: Served, api: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError):
         api.with_options(api_key="wrong").models.list()
     model = api.models.list().data[0].id
@@ -361,7 +359,7 @@ def test_http_says_what_is_wrong(served: Served, api: openai.OpenAI) -> None:
     assert int(full[0].response.headers["retry-after"]) > 0
 
 
-def test_http_is_refused_in_one_form_whoever_refuses(served: Served) -> None:
+def test_http_refusals_have_one_form_from_every_layer(served: Served) -> None:
     """HAProxy, the server that Serve runs the door in, and the door."""
     assert httpx.get(f"{served.http}/health").json() == {"status": "ok"}
     asked = {431: ("GET", {"x-long": "a" * 40_000}), 400: ("WHAT", {}), 405: ("PUT", {})}
@@ -372,7 +370,7 @@ def test_http_is_refused_in_one_form_whoever_refuses(served: Served) -> None:
 
 
 @pytest.mark.parametrize("doing", ["reading", "answering"])
-def test_leaving_over_http_frees_everything(served: Served, api: openai.OpenAI, doing: str) -> None:
+def test_leaving_an_http_stream_frees_its_pages(served: Served, api: openai.OpenAI, doing: str) -> None:
     """The work stops where the test holds it, so what was sent before is not held back by a buffer."""
     served.configure(served.group if doing == "reading" else served.decode, pause_at=2)
     model, headers = api.models.list().data[0].id, {"authorization": f"Bearer {served.token}"}
@@ -393,7 +391,7 @@ def cancelled(served: Served) -> float:
 
 
 @pytest.mark.parametrize("answering", [False, True], ids=["reading", "answering"])
-def test_leaving_before_a_whole_answer_over_http_frees_everything(
+def test_leaving_before_an_unstreamed_http_answer_frees_its_pages(
     served: Served, api: openai.OpenAI, answering: bool
 ) -> None:
     """Not streamed, so that nothing is written to the client meanwhile; the request comes in two pieces."""

@@ -91,7 +91,7 @@ async def generate(run: Bench, name: str, **more: Any) -> list[int]:
     return (await run.collect(GenerateJob(request_id=name, sampling=SAMPLING, **more))).ids
 
 
-async def test_a_service_answers_as_a_model_whose_kv_is_rounded(
+async def test_int8_service_answers_as_a_model_with_rounded_kv(
     bench: Callable[..., Any], tiny_llama: Path, tiny_stack: LayerStack
 ) -> None:
     """A prompt, the questions of two sessions that fork from it, and a longer one from the second."""
@@ -184,7 +184,7 @@ async def test_stage_and_worker_of_different_kv_fail_the_request(
 
 
 @pytest.mark.parametrize(("ranks", "heads", "kv_heads"), [(2, 4, 2), (4, 8, 4), (2, 12, 4)])
-def test_ranks_compute_what_one_rank_computes(tmp_path: Path, ranks: int, heads: int, kv_heads: int) -> None:
+def test_ranks_with_int8_kv_equal_one_rank(tmp_path: Path, ranks: int, heads: int, kv_heads: int) -> None:
     """From the same 8-bit K/V: a step with and without selected pages, appended text, recomputed blocks. Sums
     over ranks round a number the other way now and then."""
     directory = make_tiny_model(tmp_path, heads=heads, kv_heads=kv_heads)

@@ -116,7 +116,7 @@ async def test_drain_lasts_while_doors_renew_an_idle_worker() -> None:
 
 
 @timeless
-async def test_a_group_stays_while_decode_workers_read_from_its_pages() -> None:
+async def test_group_stays_while_decode_workers_copy_from_its_pages() -> None:
     head = Head(*[LENT] * 30, IDLE)  # an idle one goes after ten looks
     await head.drain(within_s=600)
     assert [state for state, _ in head.asked].count(LENT) == 30

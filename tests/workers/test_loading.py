@@ -49,7 +49,7 @@ class Method:
         return answer()
 
 
-async def test_a_group_tells_what_its_stages_compiled(
+async def test_group_reports_the_kernels_its_stages_compiled(
     model: ModelSpec, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stage = group.StageActor(model, CONFIG, HandoffConfig(), SpanSink(), None, 0)

@@ -38,7 +38,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> C
     return wait
 
 
-def test_a_slow_block_says_what_it_waits_for_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_block_logs_repeatedly_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     left, lines = ["a chunk", "a page"], list[str]()
     with said_when_slow(lambda: left[0], 0.01):
         deadline = time.monotonic() + HANG_S
@@ -51,7 +51,7 @@ def test_a_slow_block_says_what_it_waits_for_again_and_again(caplog: pytest.LogC
     assert lines[0] == "after 0.01 s, waits for a chunk"
 
 
-def test_a_quick_block_says_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_quick_block_logs_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     with said_when_slow(lambda: "nothing", HANG_S):
         (thread,) = (one for one in threading.enumerate() if one.name == "slow-wait")
     assert not thread.is_alive() and not caplog.records
@@ -74,7 +74,7 @@ def held_up(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         let_go.set()
 
 
-async def test_a_decode_worker_that_closes_says_that_it_still_computes(
+async def test_closing_decode_worker_logs_that_it_still_computes(
     bench: Any, said: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench()
@@ -90,7 +90,7 @@ async def test_a_decode_worker_that_closes_says_that_it_still_computes(
     assert "waits for what it computes, to close decode:test" in line
 
 
-async def test_cancel_takes_tasks_that_begin_meanwhile() -> None:
+async def test_cancel_reaches_tasks_that_begin_meanwhile() -> None:
     kept = KeptTasks()
 
     async def cleans_up() -> None:

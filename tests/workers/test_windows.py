@@ -124,7 +124,7 @@ async def prefilled(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("stages", "chunk"), [(1, 128), (2, 128), (3, 384), (7, 256)])
-async def test_stages_read_a_prompt_as_transformers_does(
+async def test_stages_prefill_windows_as_transformers_does(
     model: Path, stages: int, chunk: int, device: str
 ) -> None:
     ids = ids_of(TOKENS)

@@ -43,14 +43,14 @@ def test_sums_equal_those_of_each_row() -> None:
     assert sums.facts_at_once == pytest.approx(at_once, rel=1e-5)
 
 
-def test_a_constant_difference_is_held_whole() -> None:
+def test_constant_difference_is_corrected_completely() -> None:
     sums = Held()
     sums.add(torch.ones(1, 64, 4), 16, 0, [range(3, 9)])
     assert row(16, [sums]) == "| 16 | 1.000 | 0.000 | 0.000 | 0.000 |"
     assert row(16, [Held()]) == "| 16 | – | – | – | – |"
 
 
-def test_several_documents_have_an_interval() -> None:
+def test_reports_an_interval_over_several_documents() -> None:
     one, other = (Held(cosine=cosine, rows=10, before=1.0, after=1.0) for cosine in (2.0, 6.0))
     assert row(8, [one, other]) == "| 8 | 0.400 (0.200 to 0.600) | 1.000 (1.000 to 1.000) | – | – |"
 

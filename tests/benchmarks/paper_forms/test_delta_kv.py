@@ -102,7 +102,7 @@ def test_chunks_give_what_the_whole_prompt_gives(name: str, diagonal: int) -> No
     assert tiles == pytest.approx(float(covered.computed))
 
 
-def test_equal_keys_of_a_run_lose_nothing_while_they_count() -> None:
+def test_packing_runs_of_equal_keys_is_exact() -> None:
     x = sample()
     leader = torch.arange(700) // 4 * 4
     for kv in (x.k_BGSD, x.v_BGSD):

@@ -27,7 +27,7 @@ from deltafront.workers.settings import DecodeConfig
 from ...workers.tiny_model import make_tiny_model
 
 
-def test_a_shift_is_one_less_the_cosine_of_all_heads_maps(tmp_path: Path) -> None:
+def test_layer_shift_is_one_minus_the_cosine_of_attention_maps(tmp_path: Path) -> None:
     config = read_config(directory := make_tiny_model(tmp_path))
     every = range(config.layers)
     where = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -77,7 +77,7 @@ def test_layers_start_with_the_second_and_end_before_the_last(layers: int) -> No
     assert random_layers(30, 4, 1) == random_layers(30, 4, 1) != random_layers(30, 4, 2)
 
 
-def test_decode_takes_them_by_name() -> None:
+def test_decode_accepts_the_found_layers_by_name() -> None:
     def plan(delta_layers: tuple[int, ...], recency: int):  # type: ignore[no-untyped-def]
         config = DecodeConfig(full_layers=(), delta_layers=delta_layers, page_budget=64, recency=recency)
         return plan_layers(config, 30)

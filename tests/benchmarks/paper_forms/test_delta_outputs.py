@@ -38,7 +38,7 @@ def random_rows(seed: int) -> LastRows:
     return LastRows(*(torch.randn(shape, generator=generator) for shape in shapes))
 
 
-def test_ranks_are_correlated_as_spearman_says() -> None:
+def test_rank_correlation_equals_spearmans() -> None:
     mine, dense = random_rows(1), random_rows(2)
     found = []
     for h in range(4):
@@ -104,7 +104,7 @@ def stack(tmp_path: Path) -> LayerStack:
 IDS = random.Random(2).choices(range(199), k=800)
 
 
-def test_rows_are_those_before_the_end(stack: LayerStack) -> None:
+def test_compares_the_rows_before_the_end_of_a_document(stack: LayerStack) -> None:
     (near, far) = last_rows(stack, IDS, "dense", [slice(600, 728), slice(400, 528)])
     assert len(near) == len(far) == stack.config.layers
     assert near[0].out_HRD.shape[1] == 128
@@ -116,7 +116,7 @@ def test_rows_are_those_before_the_end(stack: LayerStack) -> None:
         assert torch.equal(alone[layer].q_HRD, far[layer].q_HRD)
 
 
-def test_a_method_that_keeps_everything_is_dense(stack: LayerStack) -> None:
+def test_method_that_keeps_every_tile_equals_dense(stack: LayerStack) -> None:
     found = figures(stack, IDS, ["streaming", "streaming:sink=1,window=100"], [72, 272])
     assert [one["before"] for one in found] == [72, 272]
     for one in found:

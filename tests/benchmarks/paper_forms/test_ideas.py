@@ -76,7 +76,7 @@ def test_a_layers_heads_may_share_the_tiles_of_their_summed_scores() -> None:
     assert counts.tolist() == [len(row) for row in found[:rows]]
 
 
-def test_a_new_chunk_is_scored_anew() -> None:
+def test_each_chunk_is_scored_anew() -> None:
     x = random_input(1500, q_heads=2, kv_heads=1)
     method = build(method_spec("shared_masks", {"share": 0.3, "every": 2, "min_tokens": 0}))
     states = [method.new_state(replace(spec_of(x), layer=layer)) for layer in range(2)]
@@ -165,7 +165,7 @@ def test_rows_after_a_dense_row_get_its_difference(start: int) -> None:
     assert float(backend.computed_tiles(x, mask, state)) == pytest.approx(float(mask.count_BHN.sum()) + extra)
 
 
-def test_dense_rows_are_those_whose_query_has_turned_furthest() -> None:
+def test_dense_rows_are_those_with_the_largest_query_drift() -> None:
     """One cosine divides them from the others, each measured to the last dense row before it."""
     x = random_input(1000, q_heads=2, kv_heads=1, head_dim=16)
     is_dense_HT = ideas.changed(x.q_BHTD, 4)[0]
@@ -183,7 +183,7 @@ def test_dense_rows_are_those_whose_query_has_turned_furthest() -> None:
     assert max(turned) < min(kept)
 
 
-def test_methods_of_benchmarks_are_told_from_the_served_ones() -> None:
+def test_benchmark_methods_register_under_the_benchmarks_package() -> None:
     """Another process imports the module of a method's options, and tests of what is served leave it out."""
     for name, preset in PRESETS.items():
         parts = [part for part in (preset.selector, preset.backend) if isinstance(part, str)]

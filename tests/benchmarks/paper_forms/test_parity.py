@@ -15,7 +15,7 @@ from deltafront.tests.reference.structured import structured_input
 load("deltafront.benchmarks.paper_forms.methods")
 
 
-def test_rows_that_differ_are_counted_with_what_they_share() -> None:
+def test_compared_counts_equal_rows_and_shared_tiles() -> None:
     found = compared("x", [{0}, {0, 1}, {0, 2, 3}], [{0}, {0, 1}, {0, 3, 4, 5}])
     assert (found.same, found.rows, found.shared) == (2, 3, 2 / 5)
     assert (found.ours, found.theirs) == (6, 7)
@@ -39,7 +39,7 @@ def test_their_rule_keeps_one_tile_more_by_hand() -> None:
     assert sum(map(len, theirs)) > sum(map(len, mine))
 
 
-def test_checkouts_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_missing_checkouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path), "--tokens", "256"])
     told = capsys.readouterr().out
     assert told.count("is not in") == 6 and "x-attention is not in" in told

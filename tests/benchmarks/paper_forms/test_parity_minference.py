@@ -85,7 +85,7 @@ def test_forced_lines_count_among_the_single_ones() -> None:
             assert kept_S.nonzero()[:, 0].tolist() == [*range(forced), *sorted(free)]
 
 
-def test_their_lines_are_what_their_attention_is_given() -> None:
+def test_records_the_lines_that_minference_attends_to() -> None:
     def prefill(q: Any, k: Any, v: Any, head: int, layer: int, config: Any) -> None:
         kind, verticals, slashes, _ = config["best_pattern"][layer][str(head)]
         assert kind == "vertical_and_slash" and q.shape == k.shape == v.shape == (1, 1, 1024, 16)

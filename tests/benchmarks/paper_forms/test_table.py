@@ -18,7 +18,7 @@ def needles() -> list[dict[str, dict[str, Any]]]:
     return [{row["case"]: row for row in of["rows"] if row["task"] == "needles"} for of in sources]
 
 
-def test_its_rows_are_of_the_same_documents_and_questions() -> None:
+def test_table_rows_share_documents_and_questions() -> None:
     rows = [row for of in needles() for row in of.values()]
     assert {row["tokens"] for row in rows} == {130_500}
     asked = [{one["document"]: one["questions"] for one in row["by_document"]} for row in rows]
@@ -35,7 +35,7 @@ def test_table_leaves_out_only_baselines_and_rivals() -> None:
     assert len(rivals) == 4
 
 
-def test_times_are_over_dense_attention_of_the_same_run() -> None:
+def test_table_times_are_relative_to_dense_attention_of_one_run() -> None:
     of = needles()
     table = forms(*({"rows": [*rows.values()]} for rows in of))
     lines = table.splitlines()[2:]
@@ -46,7 +46,7 @@ def test_times_are_over_dense_attention_of_the_same_run() -> None:
         assert time == ("left out" if case.startswith(NO_KERNELS) else f"{ratio:.2f}")
 
 
-def test_a_case_that_is_shown_can_be_asked_for() -> None:
+def test_every_case_in_the_table_can_be_run() -> None:
     for module in METHODS:
         load(module)
     assert all(known_method(CASES_TODAY.get(case, case)) for *_, case in ROWS)

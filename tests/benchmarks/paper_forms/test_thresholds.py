@@ -104,7 +104,7 @@ def test_the_least_threshold_that_covers_enough_is_taken() -> None:
     assert second == 1.0
 
 
-def test_heads_that_are_read_by_coverage_cover_it(stack: LayerStack) -> None:
+def test_heads_with_coverage_thresholds_reach_the_coverage(stack: LayerStack) -> None:
     document = made(1, 900)
     found_LHI = coverages(stack, document, selector_of(THESIS))
     config = stack.config
@@ -175,7 +175,7 @@ def test_performance_equals_a_full_prefill_with_one_head_changed(stack: LayerSta
     assert bool((measured.density_LHI.diff(dim=-1) >= 0).all())
 
 
-def test_losses_are_those_of_each_head_alone(stack: LayerStack) -> None:
+def test_loss_of_each_head_is_measured_alone(stack: LayerStack) -> None:
     measured = [Performance(stack, made(seed, 500), PAPER) for seed in (4, 5)]
     heads = stack.config.q_heads
     loss_HI = head_losses(measured, 1, heads)
@@ -190,7 +190,7 @@ def test_documents_without_questions_are_refused(stack: LayerStack) -> None:
         Performance(stack, Document(made(1, 300).ids, []), PAPER)
 
 
-def test_both_commands_tell_what_they_take() -> None:
+def test_both_threshold_commands_print_their_help() -> None:
     for command in (coverage, minimum_threshold):
         with pytest.raises(SystemExit) as ended:
             command.main(["--help"])

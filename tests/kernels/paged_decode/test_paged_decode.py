@@ -145,7 +145,7 @@ def test_split_plan_does_not_change_the_output(cut: SplitPlan) -> None:
 
 @pytest.mark.parametrize("lengths", [[1, 700, 16, 1], [300], [5, 5, 5, 5, 5], [17, 200, 90]])
 @pytest.mark.parametrize("splits", [1, 3, 16])
-def test_requests_share_the_splits_by_what_they_read(lengths: list[int], splits: int) -> None:
+def test_splits_are_shared_by_the_pages_that_requests_attend_to(lengths: list[int], splits: int) -> None:
     """However many there are, and whether they read all pages or some."""
     x, cut = make(lengths, Shape(dtype=DTYPES[0])), SplitPlan(32, splits)
     chosen = [list(range(0, -(-tokens // PAGE_TOKENS), 2)) for tokens in lengths]
@@ -194,7 +194,7 @@ def test_one_head_scores_sum_to_one() -> None:
         torch.testing.assert_close(score_RP.sum(1), torch.ones(2, device=DEVICE), rtol=5e-3, atol=0)
 
 
-def test_all_pages_selected_is_full_attention() -> None:
+def test_selecting_every_page_equals_full_attention() -> None:
     x = make([70, 33])
     selection = choose(x, [list(range(5)), list(range(3))])
     for module in (cpu, launch):
@@ -215,7 +215,7 @@ def test_halves_merge_by_their_lse() -> None:
         torch.testing.assert_close(lse_HalfRH.logsumexp(0), full_RH)
 
 
-def test_a_request_that_selects_none_reads_all_its_pages() -> None:
+def test_request_that_selects_no_page_attends_to_all() -> None:
     """Among others that select theirs: the batch stays one call."""
     x = make([150, 5, 70], Shape(dtype=DTYPES[0]))
     selection = choose(x, [[1, 9], [0], [2, 4]])
@@ -229,7 +229,7 @@ def test_a_request_that_selects_none_reads_all_its_pages() -> None:
         cpu.paged_attention_sparse(replace(selection, counts_R=integers([2, -1, 1])))
 
 
-def test_selected_pages_are_all_that_is_read() -> None:
+def test_sparse_decode_touches_only_selected_pages() -> None:
     x = make([150])
     selection = choose(x, [[1, 4, 9]])
     expected, _ = cpu.paged_attention_sparse(selection)

@@ -105,7 +105,7 @@ def test_the_sparse_kernel_equals_the_cpu_form(
 
 @pytest.mark.parametrize("lengths", [[1, 700, 16, 1], [300], [5, 5, 5, 5, 5], [17, 200, 90]])
 @pytest.mark.parametrize("splits", [1, 3, 16])
-def test_requests_share_the_splits_by_what_they_read(lengths: list[int], splits: int) -> None:
+def test_int8_splits_are_shared_by_the_pages_requests_attend_to(lengths: list[int], splits: int) -> None:
     x = in_8_bits(make(lengths, Shape(dtype=DTYPES[0])))
     with poisoned_empty():
         out_RHD, lse_RH, score_RP = launch.paged_attention_scored(x, SplitPlan(32, splits))
@@ -143,7 +143,7 @@ def test_a_sink_with_tiny_values_keeps_its_weight() -> None:
         torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=5e-3)
 
 
-def test_selected_pages_are_all_that_is_read() -> None:
+def test_int8_sparse_decode_touches_only_selected_pages() -> None:
     x = in_8_bits(make([150]))
     chosen = choose(x, [[1, 4, 9]])
     expected, _ = cpu.paged_attention_sparse(chosen)

@@ -177,7 +177,7 @@ def _mass_kept(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", CHUNKABLE)
 @pytest.mark.parametrize("step", [128, 384])
-def test_chunks_select_what_the_whole_prompt_selects(name: str, step: int) -> None:
+def test_selection_in_chunks_equals_the_whole_prompts(name: str, step: int) -> None:
     x = sample(897, q_heads=3, batch=2)
     selector = CHUNKABLE[name]()
     whole = select(selector, x)
@@ -206,7 +206,7 @@ def test_keys_after_a_block_never_matter(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHUNKABLE)
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (8, 2), (8, 1)])
-def test_query_heads_read_their_key_head(name: str, q_heads: int, kv_heads: int) -> None:
+def test_query_heads_score_only_their_kv_head(name: str, q_heads: int, kv_heads: int) -> None:
     x = sample(400, q_heads=q_heads, kv_heads=kv_heads)
     group = q_heads // kv_heads
     repeated = replace(

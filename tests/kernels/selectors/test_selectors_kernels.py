@@ -131,7 +131,7 @@ def test_kernel_scores_equal_the_cpu_form_for_heads_of_256_channels(name: str) -
 
 
 @pytest.mark.parametrize("name", ["antidiagonal", "naive", "block_pool", "anchors", "anchors_centred"])
-def test_chunks_select_what_the_whole_prompt_selects(name: str) -> None:
+def test_kernel_selection_in_chunks_equals_the_whole_prompts(name: str) -> None:
     x = sample(385, torch.float16, q_heads=2)
     selector = SCORED[name]()
     whole = kernel_mask(selector, x)
@@ -145,7 +145,7 @@ def test_chunks_select_what_the_whole_prompt_selects(name: str) -> None:
 
 
 @pytest.mark.parametrize("programs", [3, 1 << 20])
-def test_programs_that_share_keys_give_the_same_scores(
+def test_scores_do_not_depend_on_how_programs_share_keys(
     programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = sample(900, torch.float16)
@@ -158,7 +158,7 @@ def test_programs_that_share_keys_give_the_same_scores(
     assert torch.equal(alone, shared)
 
 
-def test_slabs_do_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_in_slabs_does_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample(1300, torch.float16, q_heads=1, head_dim=16)
     selector = BlockPoolSelector(POOLED)
     whole = tiles(kernel_mask(selector, x))
@@ -214,7 +214,7 @@ def test_summaries_equal_the_cpu_form(representative: Any, relax: float | None, 
 
 
 @pytest.mark.parametrize(("sink", "window"), [(1, 1), (130, 300), (5000, 5000)])
-def test_streaming_keeps_what_some_row_of_a_block_sees(sink: int, window: int) -> None:
+def test_streaming_keeps_tiles_that_any_row_of_the_block_sees(sink: int, window: int) -> None:
     x = sample(900)
     selector = StreamingSelector(StreamingOptions(sink=sink, window=window))
     for part in (x, chunk_of(x, 512, 900)):

@@ -47,7 +47,7 @@ def test_keeps_the_kv_cache_in_8_bits_where_16_do_not_fit() -> None:
     assert choice.content["model"]["max_position_embeddings"] == 524_288
 
 
-def test_serves_the_longest_context_that_fits_and_says_it() -> None:
+def test_serves_and_prints_the_longest_context_that_fits() -> None:
     choice = choose(EIGHT, "here", machine(1, 33.0), Wishes())
     tokens = choice.content["model"]["max_position_embeddings"]
     assert 1024 < tokens < EIGHT.positions
@@ -76,7 +76,7 @@ def test_flags_override_the_choice(wishes: dict[str, Any], keys: dict[str, int])
 
 
 @pytest.mark.parametrize("wishes", [{"gpus": 0}, {"device": "cpu"}])
-def test_serves_on_cpus_where_they_are_asked_for(wishes: dict[str, Any]) -> None:
+def test_serves_on_cpus_on_request(wishes: dict[str, Any]) -> None:
     choice = choose(EIGHT, "here", machine(2), Wishes(**wishes))
     settings = parse(choice.content, "--model")
     assert (settings.prefill.device, settings.decode.device) == ("cpu", "cpu")
@@ -104,7 +104,7 @@ def test_serves_on_cpus_where_kernels_do_not_take_the_heads() -> None:
         ({"gpus": -1}, "--gpus -1: must be at least 0"),
     ],
 )
-def test_refuses_what_the_machine_does_not_have(wishes: dict[str, Any], says: str) -> None:
+def test_refuses_gpus_that_the_machine_lacks(wishes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         choose(EIGHT, "here", machine(0), Wishes(**wishes))
 

@@ -115,7 +115,7 @@ def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path
     assert "600 tokens, document 1 of 1" in done.stderr
 
 
-def test_levels_by_xattentions_thresholds_say_so(model: Path, tmp_path: Path) -> None:
+def test_levels_with_xattention_thresholds_are_marked(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
     level = ("--density", 0.9, "--length", 600, "--method", "block_pool", "--option", "window=1")
@@ -136,7 +136,7 @@ def test_levels_by_xattentions_thresholds_say_so(model: Path, tmp_path: Path) ->
     assert marginal.prefill[0].levels[0].thresholds != threshold.prefill[0].levels[0].thresholds
 
 
-def test_layers_are_searched_by_what_answers_lose(model: Path, tmp_path: Path) -> None:
+def test_layer_search_minimises_the_divergence_of_answers(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE.replace("call", ". Call") * 2)
     options = ("--budget", 6, "--recency", 2, "--tokens", 900, "--questions", 2, "--full-layer", 0)
     done = run(model, "--text", tmp_path / "one.txt", *options, "--dense-layers", 3, "--json")
@@ -229,7 +229,7 @@ def test_adding_a_shorter_length_equals_calibrating_both_in_one_run(model: Path,
         ({"--profile": "/"}, "--profile /: no file can be written there"),
     ],
 )
-def test_errors_are_one_plain_line(
+def test_prints_errors_in_one_line(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "text.txt").write_text(PROSE)

@@ -32,7 +32,7 @@ def chat(house: House, *arguments: object, questions: str) -> Any:
     return run("chat", *arguments, "--max-tokens", 4, "--address", house.address, stdin=questions)
 
 
-def test_a_document_is_read_once_and_asked_often(house: House, document: Path) -> None:
+def test_prefills_a_document_once_for_many_questions(house: House, document: Path) -> None:
     done = chat(house, document, questions="who?\n\nand why?\n")
     assert done.exit_code == 0, done.output
     first = says(f"{READ}[u:who?][a:")
@@ -56,7 +56,7 @@ def test_without_a_document_the_conversation_is_the_prompt(house: House) -> None
     nothing_left(house)
 
 
-def test_a_session_that_is_gone_is_read_again(
+def test_prefills_again_if_the_session_is_gone(
     house: House, document: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.decode.remembers = False

@@ -98,7 +98,7 @@ def command(*arguments: str) -> tuple[int, str]:
     ("left", "code", "says"),
     [([], 0, "nothing runs here any more"), ([WORKER], 1, "not drained after 60 s: 1 × DecodeActor")],
 )
-def test_the_command_tells_by_its_status(
+def test_drain_command_exits_with_its_status(
     monkeypatch: pytest.MonkeyPatch, left: list[str], code: int, says: str
 ) -> None:
     def waited(_head: object, here: set[str], deadline_s: float, _say: object) -> list[str]:
@@ -111,7 +111,7 @@ def test_the_command_tells_by_its_status(
     assert (status, says in output) == (code, True), output
 
 
-def test_without_ray_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_names_a_missing_ray_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "nowhere")
     status, output = command("--deadline-s", "60")
     assert status == 1

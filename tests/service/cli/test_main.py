@@ -53,9 +53,7 @@ def test_generate_streams_the_answer(house: House, document: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [[], ["--chat"]])
-def test_text_is_sent_as_messages_where_the_model_has_a_template(
-    house: House, document: Path, how: list[str]
-) -> None:
+def test_sends_messages_if_the_model_has_a_template(house: House, document: Path, how: list[str]) -> None:
     """Of one that was trained on conversations, anything else would be nonsense. Sessions likewise."""
     run("generate", document, "-q", "why?", *how, "--address", house.address)
     read = f"[s:be nice][u:{document.read_text()}][u:why?][a:"
@@ -65,7 +63,7 @@ def test_text_is_sent_as_messages_where_the_model_has_a_template(
     assert json.loads(done.stdout)["usage"]["prompt_tokens"] == len(read)
 
 
-def test_text_is_sent_as_it_stands_where_the_model_has_no_template(
+def test_sends_plain_text_if_the_model_has_no_template(
     make_house: Callable[..., House], model: Path, document: Path, tmp_path: Path
 ) -> None:
     bare = shutil.copytree(model, tmp_path / "bare")
@@ -150,7 +148,7 @@ def test_info_prints_a_table_or_json(house: House) -> None:
         (["serve", "--model", "/nowhere"], "/nowhere"),
     ],
 )
-def test_an_error_is_one_line_with_what_to_do(arguments: list[str], says: str) -> None:
+def test_prints_an_error_in_one_line_with_what_to_do(arguments: list[str], says: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 1
     assert says in done.stderr
@@ -190,13 +188,13 @@ def test_names_standard_input_that_is_not_utf_8() -> None:
     assert done.stderr.decode() == "deltafront: - cannot be read: it is not UTF-8 text\n"
 
 
-def test_standard_input_stays_open_for_who_reads_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_stays_open_for_the_next_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Müller\r\n".encode())))
     assert terminal.read_text("-") == "Müller\n"
     assert terminal.read_text("-") == "" and not sys.stdin.closed
 
 
-def test_the_version_is_told() -> None:
+def test_version_option_prints_the_version() -> None:
     done = run("--version")
     assert (done.exit_code, done.stdout) == (0, f"deltafront {__version__}\n")
 
@@ -210,7 +208,7 @@ def test_ports_on_the_command_line_come_before_the_files() -> None:
     assert same == settings.model_dump()
 
 
-def test_max_model_len_stands_for_the_models_positions(tmp_path: Path) -> None:
+def test_max_model_len_sets_the_models_positions(tmp_path: Path) -> None:
     tiny = str(write_model(tmp_path / "tiny", positions=512))
     (tmp_path / "tiny" / "model.safetensors").touch()
     changed = read_settings(None, tiny, None, Wishes(max_model_len=256))
@@ -239,7 +237,7 @@ def test_timings_show_whole_names_on_80_columns(stages: int) -> None:
     assert shown.count("14.296") == stages + 1 and "…" not in shown
 
 
-def test_figures_are_shown_as_names_and_values(house: House) -> None:
+def test_profile_figures_are_printed_as_names_and_values(house: House) -> None:
     figures = {"measured": "held-out {texts}", "needles": {"dpxa at 128": {"exact": 9, "kl": 0.5}}}
     info = replace(
         DeltafrontClient(house.address).info(), profile=ProfileInfo("tiny", [], json.dumps(figures))
@@ -260,7 +258,7 @@ def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
     assert f"{config}: unknown key 'prefill.stagse'; did you mean 'stages'?" in done.stderr
 
 
-def test_another_model_leaves_the_files_model_behind() -> None:
+def test_model_option_replaces_the_files_model() -> None:
     demo = Path(__file__).parents[3] / "deploy" / "config" / "demo.yaml"
     settings = read_settings(demo, "owner/name", None)
     assert settings.model == ModelSpec(path="owner/name", dtype=settings.model.dtype)

@@ -167,7 +167,7 @@ def test_suggests_int8_kv_if_only_that_fits_and_writes_it_on_request(tmp_path: P
     assert "--kv-dtype" not in run("size", "70b", "--gpus", "1x80").stderr
 
 
-def test_a_longer_context_than_the_models_is_said_and_not_written(tmp_path: Path) -> None:
+def test_reports_but_does_not_write_a_context_beyond_the_models(tmp_path: Path) -> None:
     """serve would refuse it."""
     asked = ("size", "8b", "--gpus", "8x80", "--tokens", 524_288)
     said = (
@@ -231,7 +231,7 @@ def test_serve_takes_the_configuration_that_size_writes(public: Public, tmp_path
         assert f"its heads have {model.head_dim} channels, so it is served on CPUs alone" in plain.stderr
 
 
-def test_a_gguf_file_and_a_hub_id_are_planned_for_as_they_are_served(
+def test_plans_for_gguf_files_and_hub_ids_as_they_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a hub model's weights."""

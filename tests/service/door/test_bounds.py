@@ -46,7 +46,7 @@ def said_to_headers(address: str, *headers: str) -> bytes:
         return connection.recv(1000).split(b"\r\n")[0]
 
 
-def test_a_stranger_is_refused_before_its_body_is_read(
+def test_unauthenticated_caller_is_refused_before_its_body_is_read(
     make_house: Callable[..., House], make_http: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("alpha\n")
@@ -55,11 +55,11 @@ def test_a_stranger_is_refused_before_its_body_is_read(
     assert b" 401 " in said_to_headers(address, "Content-Length: 1000000", "Authorization: Bearer beta")
 
 
-def test_a_body_that_says_it_is_too_long_is_not_read(house: House, make_http: Any) -> None:
+def test_refuses_a_body_by_its_announced_length(house: House, make_http: Any) -> None:
     assert b" 413 " in said_to_headers(make_http(house), f"Content-Length: {(1 << 20) + 1}")
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(
+def test_refuses_a_body_that_never_arrives(
     house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_door, "_RECEIVE_S", 0.1)
@@ -67,7 +67,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(
     wait_until(lambda: not house.door._requests.text_budget._held, "its room is kept")
 
 
-def test_a_door_that_is_full_says_so_before_the_body_is_read(house: House, make_http: Any) -> None:
+def test_full_door_refuses_before_reading_the_body(house: House, make_http: Any) -> None:
     texts = house.door._requests.text_budget
     with texts.hold("somebody", texts._max_bytes):
         assert b" 429 " in said_to_headers(make_http(house), "Content-Length: 1000")
@@ -288,9 +288,7 @@ def ask(house: House) -> Any:
         return list(method(wish.SerializeToString(), timeout=HANG_S))
 
 
-def test_a_message_that_does_not_come_is_not_waited_for(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_a_message_that_never_arrives(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_RECEIVE_TIMEOUT_S", 0.1)
     with silent(house, 1) as (call,):
         code, details, ours = status(call)
@@ -323,7 +321,7 @@ def guarded(make_house: Callable[..., House], tmp_path: Path, monkeypatch: pytes
     return make_house(tokens_file=str(tmp_path / "tokens"))
 
 
-def test_a_stranger_is_refused_before_its_message_is_received(guarded: House) -> None:
+def test_unauthenticated_call_is_refused_before_its_message(guarded: House) -> None:
     for token in ("", "gamma"):
         with silent(guarded, 1, token) as (call,):
             code, _details, ours = status(call)

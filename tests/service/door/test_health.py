@@ -35,7 +35,7 @@ def health(house: House) -> Any:
 
 
 @pytest.mark.parametrize("role", ["group", "decode"])
-def test_a_role_that_is_only_starting_keeps_the_door_shut(
+def test_health_is_not_serving_while_a_role_only_starts(
     make_house: Callable[..., House], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house = make_house(refresh_s=3600)  # polls when told
@@ -57,7 +57,9 @@ def test_a_role_that_is_only_starting_keeps_the_door_shut(
 
 
 @pytest.mark.parametrize("role", ["group", "decode"])
-def test_one_started_member_is_enough(make_house: Callable[..., House], role: str) -> None:
+def test_health_is_serving_with_one_started_worker_per_role(
+    make_house: Callable[..., House], role: str
+) -> None:
     house = make_house(refresh_s=3600)
     house.add_group("prefill:g1") if role == "group" else house.add_decode("decode:d1")
     house.cut(role).cut = True
@@ -115,7 +117,7 @@ def test_health_bypasses_serves_request_queue(house: House) -> None:
 
 
 @pytest.mark.parametrize("call", ["Check", "Watch", "List"])
-def test_a_question_that_cannot_be_read_is_refused(house: House, call: str) -> None:
+def test_refuses_an_undecodable_health_request(house: House, call: str) -> None:
     with grpc.insecure_channel(house.address) as channel:
         kind = channel.unary_stream if call == "Watch" else channel.unary_unary
         answer: Any = kind(f"/grpc.health.v1.Health/{call}")
@@ -125,7 +127,7 @@ def test_a_question_that_cannot_be_read_is_refused(house: House, call: str) -> N
     assert "cannot be decoded" in caught.value.details()
 
 
-def test_a_service_that_is_not_here_is_not_found_in_our_own_words(house: House) -> None:
+def test_health_of_an_unknown_service_is_not_found(house: House) -> None:
     with grpc.insecure_channel(house.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
         asked = health_pb2.HealthCheckRequest(service="nobody")

@@ -66,7 +66,7 @@ def test_an_address_may_end_with_a_slash(address: str) -> None:
     assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 2)
 
 
-def test_health_is_told_without_a_token(
+def test_health_needs_no_token(
     make_house: Callable[..., House], make_http: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("alpha\n")

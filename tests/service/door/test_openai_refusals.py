@@ -256,7 +256,7 @@ def test_unknown_models_sessions_and_routes_are_404(address: str, api: openai.Op
     assert httpx.get(f"{address}/v1/completions").status_code == 405
 
 
-def test_a_full_server_says_when_to_come_back(house: House, api: openai.OpenAI) -> None:
+def test_full_server_sends_retry_after(house: House, api: openai.OpenAI) -> None:
     house.decode.remembers = False
     house.decode.total = 40
     house.decode.pause_at = 1

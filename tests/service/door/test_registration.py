@@ -109,7 +109,7 @@ def test_rays_errors_reach_clients_as_unavailable() -> None:
             assert details == "the server that had the request is gone: send it again"
 
 
-def test_too_many_requests_is_said_plainly() -> None:
+def test_too_many_requests_is_resource_exhausted() -> None:
     for code, details in asyncio.run(statuses(ends_with(grpc.StatusCode.RESOURCE_EXHAUSTED))):
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "as many requests as it may" in details

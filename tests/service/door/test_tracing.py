@@ -187,7 +187,7 @@ def test_a_prompt_that_is_resumed_stays_one_request(house: House, spans: InMemor
         ({}, "unavailable", StatusCode.ERROR),
     ],
 )
-def test_a_request_that_fails_says_how(
+def test_failed_request_marks_its_span_as_an_error(
     house: House, spans: InMemorySpanExporter, request_: dict[str, Any], code: str, status: StatusCode
 ) -> None:
     """An error is the service's; what its caller did wrong is not."""

@@ -189,7 +189,7 @@ def test_with_one_group_admission_equals_brute_force(
 
 
 @given(needs, groups, workers)
-def test_a_view_of_full_workers_refuses_nobody(
+def test_view_of_full_workers_refuses_no_request(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
     """The door's view is old: only a worker may say that its pages are taken."""
@@ -265,7 +265,7 @@ def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:
     assert isinstance(let_in, Admitted) and let_in.ttft_s is None
 
 
-def test_the_time_to_come_back_is_when_the_deadline_could_hold() -> None:
+def test_retry_time_is_when_the_deadline_could_hold() -> None:
     busy = GroupStats(
         name="g",
         pages_total=100,

@@ -63,7 +63,7 @@ async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatc
     assert set(fleet.view.workers) == {"decode:d0"}
 
 
-async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
+async def test_poll_keeps_pages_charged_while_it_ran() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     fleet = Fleet(LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [decode]), lambda _view: None)
     await fleet.refresh()
@@ -120,7 +120,7 @@ async def test_a_silent_control_store_makes_requests_unavailable(
     assert caught.value.retry_after_s
 
 
-async def test_a_door_that_stops_says_which_calls_of_workers_it_waits_for(
+async def test_stopping_door_logs_the_worker_calls_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waits, "SLOW_S", 0.01)

@@ -31,7 +31,9 @@ loads = st.lists(
 
 
 @given(backlogs, st.floats(1, 120))
-def test_groups_are_the_fewest_that_read_the_backlog_in_time(groups: list[Backlog], backlog_s: float) -> None:
+def test_wants_the_fewest_groups_that_prefill_the_backlog_in_time(
+    groups: list[Backlog], backlog_s: float
+) -> None:
     waiting = sum(group.waiting_tokens for group in groups)
     rate = sum(group.tokens_per_second for group in groups) / len(groups)
     wanted = groups_wanted(groups, 1, backlog_s)
@@ -41,7 +43,7 @@ def test_groups_are_the_fewest_that_read_the_backlog_in_time(groups: list[Backlo
 
 
 @given(loads, st.floats(0.1, 1), st.integers(1, 32))
-def test_workers_are_the_fewest_that_hold_pages_and_requests(
+def test_wants_the_fewest_workers_that_hold_pages_and_requests(
     workers: list[Load], usage: float, max_batch: int
 ) -> None:
     pages = sum(worker.pages_used for worker in workers)
@@ -60,7 +62,7 @@ def test_without_a_measured_rate_the_number_of_groups_stays() -> None:
     assert workers_wanted([], 3, 0.8, 8) == 3
 
 
-def test_a_group_that_has_not_read_yet_counts_with_its_backlog_only() -> None:
+def test_group_without_a_rate_counts_only_its_backlog() -> None:
     assert groups_wanted([Backlog(30_000, 1000), Backlog(30_000, 0)], 2, 30) == 2
 
 
@@ -132,7 +134,7 @@ def test_replicas_that_have_not_recorded_everything_are_left_out() -> None:
     ("policy", "limits"),
     [(GroupsByBacklog, {"backlog_s": 30.0}), (WorkersByLoad, {"usage": 0.8, "max_batch": 8})],
 )
-def test_serve_makes_the_policy_from_what_the_application_says(policy: type, limits: dict[str, Any]) -> None:
+def test_serve_builds_the_scaling_policy_of_the_application(policy: type, limits: dict[str, Any]) -> None:
     options = _replicas(1, 3, policy, **limits)
     config = AutoscalingConfig.model_validate(options["autoscaling_config"])
     assert (config.min_replicas, config.max_replicas) == (1, 3)

@@ -30,7 +30,7 @@ from deltafront.service.local.readiness import StartError
 from ..test_config import content
 
 
-def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
+def test_ray_environment_is_set_before_ray_starts(tmp_path: Path) -> None:
     config = parse(content("prefill", groups=2, stages=20, cpus_per_stage=0.5))
     variables = ray_environment(config, tmp_path)
     assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
@@ -48,7 +48,7 @@ def test_callers_ray_variables_override_the_defaults(tmp_path: Path, monkeypatch
     assert variables["RAY_enable_metrics_collection"] == "0"
 
 
-def test_gpus_that_are_not_there_are_named() -> None:
+def test_names_missing_gpus() -> None:
     given = content("prefill", stages=3, gpus_per_stage=0.1)
     given["decode"]["gpus"] = 0.7
     for found in (1.0, 8.0):

@@ -109,7 +109,7 @@ def test_free_memory_is_the_systems_or_the_control_groups(
         ({"torch": True, "code": 804}, r"NVIDIA's driver does not work \(CUDA error 804\)"),
     ],
 )
-def test_cuda_that_is_not_there_is_said_in_one_line(cuda: Any, found: dict[str, Any], says: str) -> None:
+def test_names_missing_cuda_in_one_line(cuda: Any, found: dict[str, Any], says: str) -> None:
     cuda(**found)
     with pytest.raises(ConfigError, match=rf"^prefill\.device: cuda cannot be used: {says}.*; cpu can$"):
         check_machine(on_gpus())

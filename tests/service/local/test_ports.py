@@ -93,7 +93,7 @@ def test_services_beside_each_other_share_no_port() -> None:
 @pytest.mark.parametrize(
     "port", [int(serve_ports(1025)["RAY_SERVE_HAPROXY_STATS_PORT"]), agent_ports(1025)["metrics_agent_port"]]
 )
-def test_a_taken_port_that_nobody_configured_is_named(port: int) -> None:
+def test_names_a_taken_port_that_is_not_configured(port: int) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()

@@ -127,7 +127,7 @@ def test_an_application_is_waited_for() -> None:
         (application("DEPLOY_FAILED", "Deploying failed: no reason"), "^Deploying failed: no reason$"),
     ],
 )
-def test_an_application_that_cannot_run_says_why(failed: Any, says: str) -> None:
+def test_start_fails_with_the_applications_reason(failed: Any, says: str) -> None:
     """Errors of ours at once: Serve would try again, in vain."""
     with pytest.raises(StartError, match=says):
         wait_until_running(Serve(application("DEPLOYING"), failed).status, "deltafront", nothing_failed)
@@ -163,7 +163,7 @@ def test_start_ends_once_a_door_answers_and_every_port_connects(house: House, li
 
 
 @pytest.mark.parametrize(("port", "what"), [("http_port", "OpenAI"), ("metrics_port", "metrics")])
-def test_a_port_that_nobody_listens_at_is_named(house: House, listening: Any, port: str, what: str) -> None:
+def test_names_a_port_without_a_listener(house: House, listening: Any, port: str, what: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         listening[port] = free.getsockname()[1]
     with pytest.raises(

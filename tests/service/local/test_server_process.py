@@ -32,7 +32,7 @@ def test_local_service_takes_its_address_from_the_configuration(tmp_path: Path) 
     assert LocalService(str(written(tmp_path, "grpc_port: 9123"))).address == "127.0.0.1:9123"
 
 
-def test_a_mistake_is_told_before_anything_is_started(tmp_path: Path) -> None:
+def test_names_a_configuration_mistake_before_starting_anything(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'grpc_port'"):
         LocalService(written(tmp_path, "grcp_port: 9123"))
 

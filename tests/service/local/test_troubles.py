@@ -36,7 +36,7 @@ def watching(log: Path, status: Any, said: list[str]) -> Troubles:
     return Troubles(log, status, "deltafront", said.append)
 
 
-def test_workers_that_ray_kills_for_memory_are_said_once_a_line(tmp_path: Path) -> None:
+def test_prints_each_line_of_workers_killed_for_memory_once(tmp_path: Path) -> None:
     log, said = tmp_path / "serve.log", list[str]()
     watch = watching(log, lambda: status_of(""), said)
     watch.look_at_log()
@@ -50,7 +50,7 @@ def test_workers_that_ray_kills_for_memory_are_said_once_a_line(tmp_path: Path) 
     assert len(said) == 2
 
 
-def test_a_worker_that_dies_again_is_said_until_the_reason_changes(tmp_path: Path) -> None:
+def test_prints_a_repeated_worker_death_once_until_its_reason_changes(tmp_path: Path) -> None:
     said: list[str] = []
     message = "A replica failed to start.\nTraceback\nOSError: no room"
     watch = watching(tmp_path / "none", lambda: status_of(message), said)
@@ -89,7 +89,7 @@ def test_says_that_memory_is_short_while_serve_does_not_answer(
         wait_until(lambda: bool(said), "the status is waited for")
 
 
-def test_too_little_memory_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_too_little_memory_for_the_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import utils
 
     monkeypatch.setattr(utils, "estimate_available_memory", lambda: 1 << 30)
@@ -142,7 +142,7 @@ def test_ctrl_c_while_modules_are_loaded_has_no_traceback(module: str, tmp_path:
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_a_demo_that_cannot_start_says_why_and_keeps_its_log(tmp_path: Path) -> None:
+def test_failed_demo_start_prints_the_reason_and_keeps_its_log(tmp_path: Path) -> None:
     root = Path(cleanup.__file__).resolve().parents[2]
     config = tmp_path / "demo.yaml"
     text = (root / "deploy" / "config" / "demo.yaml").read_text()

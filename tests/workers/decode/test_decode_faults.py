@@ -235,7 +235,7 @@ async def test_session_survives_only_if_its_door_got_the_finish(bench: Any) -> N
     assert (await run.engine.stats()).sessions == 1
 
 
-async def test_a_continuation_samples_as_the_whole_answer_did(bench: Any) -> None:
+async def test_resumed_answer_samples_as_an_uninterrupted_one(bench: Any) -> None:
     """Prompt plus what was streamed, with the same seed: randomness is of the position alone."""
     run = await bench()
     ids = ids_of(70)

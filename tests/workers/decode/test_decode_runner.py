@@ -135,7 +135,7 @@ def test_batched_rows_decode_as_alone_in_fixed_buffers(tiny_stack: LayerStack, s
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_graphs_choose_what_eager_steps_choose(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_cuda_graphs_choose_the_same_tokens_as_eager_steps(tmp_path: Path, dtype: torch.dtype) -> None:
     directory = make_tiny_model(tmp_path)
     config = read_config(directory)
     stack = load_stack(

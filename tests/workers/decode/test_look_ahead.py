@@ -139,7 +139,7 @@ async def test_failed_step_releases_the_step_launched_after_it(
     assert len((await run.ask("b", ids_of(40), greedy(6))).ids) == 6
 
 
-async def test_closing_lands_what_is_under_way(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_lands_the_steps_in_flight(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await bench(looks_ahead=True)
     watch = Watch(run, monkeypatch)
     await run.reserve("a", 40, 400)

@@ -73,7 +73,7 @@ async def test_a_copy_for_a_request_survives_the_sessions_end(bench: Any, late_c
     assert run.used == 0 and not late_copies
 
 
-async def test_a_session_is_told_of_when_its_page_is_copied(bench: Any, late_copies: list[Any]) -> None:
+async def test_session_is_reported_only_once_its_page_is_copied(bench: Any, late_copies: list[Any]) -> None:
     run = await bench(cache_tokens=640)
     kept = (await run.ask("first", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     wanted = await run.ask_session("alone", kept, ids_of(10), SHORT)

@@ -49,7 +49,9 @@ def whole_runner(directory: Path, config: DecodeConfig = CONFIG) -> DecodeRunner
 @pytest.mark.parametrize(
     ("ranks", "heads", "kv_heads"), [(2, 4, 2), (2, 4, 4), (4, 8, 4), (2, 12, 4), (3, 6, 3)]
 )
-def test_ranks_choose_what_one_rank_chooses(tmp_path: Path, ranks: int, heads: int, kv_heads: int) -> None:
+def test_ranks_choose_the_same_tokens_as_one_rank(
+    tmp_path: Path, ranks: int, heads: int, kv_heads: int
+) -> None:
     """Requests that come and go at random, with and without selected pages; a vocabulary that the ranks
     cannot share equally; K/V by heads."""
     directory = make_tiny_model(tmp_path, heads=heads, kv_heads=kv_heads)
@@ -75,7 +77,7 @@ def test_ranks_choose_what_one_rank_chooses(tmp_path: Path, ranks: int, heads: i
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_read_and_recompute_as_one_rank_does(tmp_path: Path, ranks: int) -> None:
+def test_ranks_prefill_and_recompute_as_one_rank(tmp_path: Path, ranks: int) -> None:
     """The blocks that a question attends to most are the same, by the heads of all ranks."""
     directory = make_tiny_model(tmp_path, heads=8, kv_heads=4)
     alone = whole_runner(directory)

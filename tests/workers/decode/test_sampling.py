@@ -93,7 +93,7 @@ def test_sampled_frequencies_match_transformers_distribution(sampling: Sampling)
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 299, 300, 5000])
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 1.0])
-def test_filters_keep_what_transformers_keeps(top_k: int, top_p: float) -> None:
+def test_filters_keep_the_same_tokens_as_transformers(top_k: int, top_p: float) -> None:
     from deltafront.kernels.layers.sampling import _filter
 
     logits = logits_of(8, seed=2)

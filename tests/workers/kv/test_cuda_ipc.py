@@ -34,7 +34,7 @@ async def test_kv_copied_after_its_lease_ended_is_discarded() -> None:
     assert not bench.in_use("r"), "the same clock says so on both sides"
 
 
-async def test_a_dead_stage_fails_what_it_announced_and_is_unmapped() -> None:
+async def test_dead_stage_fails_its_announcements_and_is_unmapped() -> None:
     way = ByCudaIpc()
     bench = Bench(way)
     bench.announce(range(4), 0, 32)

@@ -209,7 +209,7 @@ def test_a_slot_is_written_again_only_after_it_was_copied() -> None:
     last.abort()
 
 
-def test_a_chunk_is_told_of_only_when_it_was_computed() -> None:
+def test_chunk_is_announced_to_its_neighbour_only_when_computed() -> None:
     sender, receiver = OneProcess(), OneProcess()
     first, last = neighbours(sender, receiver)
     sender.happened.clear()

@@ -47,7 +47,7 @@ def force(monkeypatch: pytest.MonkeyPatch, halves: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     "method", [DENSE, SPARSE, method_spec("dpxa", {"min_tokens": 0})], ids=lambda m: m.name
 )
-async def test_cut_layers_hand_over_what_whole_ones_do(
+async def test_layers_cut_between_stages_give_the_same_kv_and_logits(
     model: ModelSpec, halves: tuple[int, ...], method: MethodSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force(monkeypatch, halves)

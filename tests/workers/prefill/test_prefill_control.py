@@ -312,7 +312,7 @@ async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
 
 
 @timeless
-async def test_stopping_waits_for_what_the_stages_still_owe() -> None:
+async def test_stopping_waits_for_the_calls_its_stages_owe() -> None:
     """Else a task would be left that nobody ends, in a loop that is about to."""
 
     def trouble(_request_id: str) -> None:

@@ -64,7 +64,7 @@ async def test_a_prompts_span_holds_its_wait_and_its_chunks() -> None:
 
 
 @timeless
-async def test_a_stage_is_told_its_chunks_span() -> None:
+async def test_stage_gets_the_span_of_its_chunk() -> None:
     recorder, told = Recorder(), []
     controller, fakes = traced(recorder)
     computed = fakes[1].run_chunk
@@ -123,7 +123,7 @@ def test_a_span_ends_in_every_case(way: str, finish: str, error: str | None) -> 
     assert recorder.begun == len(recorder.spans), "one that began has not ended"
 
 
-def test_a_stage_shows_what_it_computed_and_what_it_could_not(tmp_path: Path) -> None:
+def test_stage_spans_show_finished_and_failed_chunks(tmp_path: Path) -> None:
     """Under the chunk whose command it got; a chunk that was abandoned is nobody's error."""
     model, recorder = ModelSpec(path=str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
     stage = stage_of(model, Collector(), recorder.tracer)

@@ -263,7 +263,9 @@ async def on_the_cpu(model: ModelSpec, sink: Collector, ids: bytes) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
-def test_cuda_hands_over_what_the_cpu_computes(model: ModelSpec, stages: int, method: MethodSpec) -> None:
+def test_cuda_stages_send_the_kv_that_a_cpu_computes(
+    model: ModelSpec, stages: int, method: MethodSpec
+) -> None:
     """bf16 on the device against fp32 here: hand-off through pinned memory, phases by events."""
     ids, sink = random_ids(900), Collector()
     half = replace(model, dtype="bfloat16")

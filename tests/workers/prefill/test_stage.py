@@ -94,7 +94,9 @@ def test_failed_kv_hand_off_is_reported_as_such(model: ModelSpec, monkeypatch: p
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
-def test_scattered_pages_give_what_a_run_of_pages_gives(model: ModelSpec, method: MethodSpec) -> None:
+def test_scattered_pages_give_the_same_output_as_contiguous_ones(
+    model: ModelSpec, method: MethodSpec
+) -> None:
     """A run is read in place, scattered pages are gathered: the same numbers, also beside each other."""
     sink, ids = Collector(), random_ids(300)
     stage = stage_of(model, sink)

@@ -73,7 +73,7 @@ def test_cache_root_depends_on_owner_salt_model_and_method() -> None:
     assert short == keys[0] and short.exact, "read densely for being short"
 
 
-def test_lengths_whose_thresholds_differ_have_roots_of_their_own(tmp_path: Path) -> None:
+def test_prompt_lengths_with_other_thresholds_use_another_root(tmp_path: Path) -> None:
     """The profile has levels for 256 and 1,024 tokens at one density, for 1,024 alone at the other."""
     model = write_model(tmp_path / "model")
     write_weights(model)

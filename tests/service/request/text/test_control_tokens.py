@@ -300,7 +300,7 @@ TOKENS = st.sampled_from(ALL_TOKENS)
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None, max_examples=40)
 @given(contents=st.lists(st.lists(PIECES, max_size=12).map("".join), min_size=1, max_size=3))
-def test_harmless_messages_have_the_ids_of_the_whole_text(
+def test_harmless_messages_get_the_ids_of_the_rendered_text(
     name: str, made: dict[str, Made], contents: list[str]
 ) -> None:
     case = made[name]

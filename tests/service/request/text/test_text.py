@@ -54,7 +54,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], str]:
 
 
 @given(st.text(alphabet="aé€🙂 \n", max_size=30))
-def test_pieces_add_up_to_the_text_and_are_whole(text: str) -> None:
+def test_streamed_pieces_are_whole_characters_of_the_text(text: str) -> None:
     pieces, rest = streamed(BYTES, list(text.encode()))
     assert "".join(pieces) == text and rest == ""
     assert [piece for piece in pieces if piece] == list(text)
@@ -80,7 +80,7 @@ def test_words_keep_their_spaces_and_tokens_without_text_take_none(pieces: list[
 
 
 @given(st.text(alphabet="aé€🙂w", max_size=20))
-def test_characters_that_are_spelt_in_bytes_come_whole(text: str) -> None:
+def test_characters_made_of_byte_tokens_are_streamed_whole(text: str) -> None:
     """ByteFallback, between words."""
     word = SENTENCEPIECE.index("\u2581w")
     ids = [word, *text.encode(), word, *text.encode(), word]
@@ -89,7 +89,7 @@ def test_characters_that_are_spelt_in_bytes_come_whole(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from([0x61, 0xF0, 0x9F, 0xC3, 0xA9, 0xFF, 0x20, *range(256, 261)]), max_size=60))
-def test_bytes_that_are_no_characters_end_no_answer(ids: list[int]) -> None:
+def test_invalid_utf_8_bytes_end_no_answer(ids: list[int]) -> None:
     """A DecodeStream raises at some of them. Words after them are there, with their spaces."""
     word = SENTENCEPIECE.index("\u2581w")
     shown, rest = streamed(PIECES, [word, *ids, *[0xFF] * 17, word, word])
@@ -177,7 +177,7 @@ def test_no_more_than_needed_is_held_back(text: str, stops: list[str]) -> None:
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
 
 
-def test_a_stop_string_may_complete_in_what_is_held() -> None:
+def test_stop_string_may_complete_when_held_text_is_flushed() -> None:
     answer = AnswerText(Detokenizer(BYTES), ["\N{REPLACEMENT CHARACTER}"])
     assert answer.push(0xF0).text == ""
     assert answer.flush().stopped
@@ -343,7 +343,7 @@ def test_variables_that_would_speak_as_the_template_are_refused(
 @pytest.mark.parametrize(
     "template", ["{{ 1 + messages }}", "{{ messages[0].content[9] + 1 }}", "{{ 1 / 0 }}"]
 )
-def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, model: Path, template: str) -> None:
+def test_any_error_of_a_template_is_an_invalid_argument(tmp_path: Path, model: Path, template: str) -> None:
     with pytest.raises(TemplateError, match="refuses these messages"):
         directory(tmp_path, model, template).encode_chat(
             [{"role": "user", "content": "x"}], add_generation_prompt=True

@@ -164,7 +164,9 @@ def test_tokenising_ends_once_there_are_too_many(
     assert len(made.with_limit(TokenLimit(count)).encode(NOVEL, add_bos=False)) == 4 * count
 
 
-def test_tokenising_ends_when_nobody_waits(made: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenising_ends_when_its_caller_has_left(
+    made: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_PIECE", 100)
     answers = iter([False, False, True])
     with pytest.raises(TokenizationStopped):

@@ -141,7 +141,7 @@ def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path) -> None:
         ("qwen2", "llama", r"no place for 9 tensors such as model\.layers\.0\.self_attn\.k_proj\.bias"),
     ],
 )
-def test_weights_of_another_family_are_refused_by_what_they_lack(
+def test_refuses_weights_of_another_family_by_a_missing_tensor(
     tmp_path: Path, saved: str, said: str, says: str
 ) -> None:
     save(tmp_path, saved)
@@ -152,7 +152,7 @@ def test_weights_of_another_family_are_refused_by_what_they_lack(
     assert re.search(says, refusal(tmp_path))
 
 
-def test_a_header_says_what_the_file_holds(single: Path) -> None:
+def test_header_lists_the_tensors_of_the_file(single: Path) -> None:
     raw, content = load_file(single / SINGLE), (single / SINGLE).read_bytes()
     header = read_header(single / SINGLE)
     assert header.keys() == raw.keys()
@@ -161,12 +161,12 @@ def test_a_header_says_what_the_file_holds(single: Path) -> None:
         assert one.dtype == "BF16" and torch.equal(values.view(one.shape), raw[name])
 
 
-def test_a_checkpoint_may_hold_what_follows_from_its_config(single: Path) -> None:
+def test_accepts_tensors_that_follow_from_the_configuration(single: Path) -> None:
     derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(DIM // 2)}
     check(edit(single, lambda raw: raw | derived | {"v_head.summary.weight": torch.ones(1, HIDDEN)}))
 
 
-def test_quantised_weights_of_which_config_says_nothing_are_refused(single: Path) -> None:
+def test_refuses_quantised_weights_without_a_quantization_config(single: Path) -> None:
     scale = {DOWN.removesuffix("weight") + "weight_scale": torch.ones(1)}
     edit(single, lambda raw: raw | {DOWN: raw[DOWN].to(torch.float8_e4m3fn)} | scale)
     assert "hold scales, model.layers.1.mlp.down_proj.weight_scale; config.json does not" in refusal(single)

@@ -216,7 +216,7 @@ def test_ranks_share_every_kind_of_mlp(tmp_path: Path) -> None:
         read(tmp_path, raw | {"intermediate_size": 10946}).of_rank(4)
 
 
-def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
+def test_each_family_reads_its_own_options(tmp_path: Path) -> None:
     qwen2 = read(
         tmp_path,
         MISTRAL
@@ -338,7 +338,7 @@ def test_keys_that_change_nothing_in_transformers_change_nothing(
         assert config == read(tmp_path, LLAMA31 | plain)
 
 
-def test_a_mistral_whose_file_lost_its_windows_is_said(tmp_path: Path) -> None:
+def test_warns_of_a_mistral_gguf_without_its_windows(tmp_path: Path) -> None:
     """llama.cpp's converter writes Mistral 7B v0.1 as a Llama. Later ones have no window and another base."""
     lost = LLAMA31 | {
         "rope_scaling": None,

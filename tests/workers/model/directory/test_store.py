@@ -207,7 +207,7 @@ def test_unwritable_home_names_xdg_cache_home_in_one_line(
     assert found.parent == tmp_path / "cache" / "deltafront" / "models"
 
 
-def test_conversions_that_nobody_reads_any_more_are_removed(model_file: Path, tmp_path: Path) -> None:
+def test_unused_conversions_are_removed(model_file: Path, tmp_path: Path) -> None:
     """Of older formats, and of killed processes; not newer ones, or what is no conversion."""
     now = model_store._FORMAT
     gone = {f"{'0a' * 8}-v{now - 1}", ".preparing-x"}
@@ -257,7 +257,7 @@ def test_a_local_directory_is_checked(prepared: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "nowhere/at/all", "missing/file.gguf"])
-def test_an_unknown_name_says_what_was_tried(name: str) -> None:
+def test_unknown_model_name_lists_what_was_tried(name: str) -> None:
     with pytest.raises(ModelError, match="no hub id"):
         model_store.model_directory(name)
 

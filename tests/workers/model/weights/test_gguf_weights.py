@@ -87,7 +87,7 @@ def test_gguf_gives_the_logits_of_transformers_dequantised(gguf_dir: Path) -> No
     assert float(row_errors(stack.logits(hidden_TC), wanted_TV).max()) < 1e-4
 
 
-def test_gguf_tensors_are_what_was_stored(tiny: Path, gguf_dir: Path) -> None:
+def test_gguf_tensors_equal_the_stored_values(tiny: Path, gguf_dir: Path) -> None:
     raw, source = load_file(tiny / "model.safetensors"), GgufSource(gguf_dir / "tiny.gguf")
     assert source.names() == frozenset(raw)
     for name, tensor in raw.items():

@@ -158,7 +158,7 @@ def test_unknown_tensor_is_refused_by_the_stage_of_its_half_layer(
             read(tmp_path, layers, mlps=mlps)
 
 
-def test_an_index_that_names_what_its_shard_lacks_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_refuses_an_index_naming_a_tensor_that_its_shard_lacks(tiny: Path, tmp_path: Path) -> None:
     lost = "model.layers.1.mlp.up_proj.weight"
     weight_map = dict.fromkeys(load_file(tiny / "model.safetensors"), "model.safetensors")
     copy_of(tiny, tmp_path, {lost: None})
@@ -226,7 +226,7 @@ def test_weights_that_do_not_fit_are_refused(
         read(copy_of(tiny, tmp_path, change))
 
 
-def test_a_directory_without_weights_names_what_was_looked_for(tmp_path: Path) -> None:
+def test_names_the_files_it_looked_for_without_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"looked for model\.safetensors\.index\.json, model\.safetensors"):
         open_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor in sight")

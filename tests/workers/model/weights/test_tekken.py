@@ -50,7 +50,7 @@ def test_tekken_ids_follow_control_tokens_and_merge_by_lowest_rank(tmp_path: Pat
     assert tokenizer.id_to_token(BEFORE - 1) == "<SPECIAL_9>" and tokenizer.get_vocab_size() == BEFORE + 259
 
 
-def test_a_directory_without_tokenizer_json_is_whole_and_chats(tmp_path: Path) -> None:
+def test_directory_with_only_tekken_json_tokenises_and_chats(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match=r"or tekken\.json"):
