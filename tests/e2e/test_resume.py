@@ -14,6 +14,7 @@ from deltafront.service.client import DeltafrontClient, GenerateFinished, Progre
 from deltafront.service.local.server_process import LocalService
 
 from .conftest import Haystack, Sizes, Table
+from .test_measured import scrape, total
 from .wire import Wire
 
 STAGES = 2
@@ -80,7 +81,7 @@ def test_killed_stage_costs_only_the_chunks_in_flight(
         return ids, finish
 
     alone, undisturbed = answer(kill=False)
-    before = wire.counted(READ_AGAIN)
+    before = total(scrape(wire), READ_AGAIN)
     for _ in range(TRIES):
         ids, finish = answer(kill=True)
         assert ids == alone
@@ -89,7 +90,7 @@ def test_killed_stage_costs_only_the_chunks_in_flight(
     assert finish.density.layers == pytest.approx(undisturbed.density.layers)
     assert finish.timings.parts["replay"] > 0
     assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
-    again = wire.counted(READ_AGAIN) - before
+    again = total(scrape(wire), READ_AGAIN) - before
     table.add("longest silence after a stage's death, without a spare, s", round(silence, 2))
     under_way = STAGES * sizes.chunk
     assert again <= under_way, "what was read had arrived, but for what was still on its way"
