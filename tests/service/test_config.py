@@ -24,6 +24,9 @@ from deltafront.workers.model import family_registry as registry
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 
+from ..workers.tiny_model import write_weights
+from .inprocess import write_model
+
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))
 
 
@@ -313,10 +316,11 @@ def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_start_refuses_settings_that_do_not_fit_the_model(
-    section: str, values: dict[str, Any], says: str, model: Path
+    section: str, values: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     base = content(section, **values)
-    base["model"] = {"path": str(model)}
+    base["model"] = {"path": str(write_model(tmp_path))}
+    write_weights(tmp_path)
     with pytest.raises(ValueError, match=says):
         check_start(parse(base))
 

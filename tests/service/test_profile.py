@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from deltafront.service.cli.main import app
@@ -102,7 +102,8 @@ def test_names_a_malformed_section_before_reading_the_profile(model: Path, tmp_p
 
 def test_another_models_profile_stops_the_start(model: Path, profile: Path, tmp_path: Path) -> None:
     config = load(write_config(tmp_path, model))
-    save_file({"model.norm.weight": torch.zeros(64)}, model / "model.safetensors")
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.ones(64)}, model / "model.safetensors")
     with pytest.raises(
         ValueError, match=r"model\.profile: .*profile\.json: model\.digest: it was made for tiny"
     ):

@@ -26,6 +26,7 @@ from deltafront.service.client import DeltafrontClient
 from deltafront.service.request.answers import ProfileInfo, Timings
 from deltafront.workers.settings import ModelSpec
 
+from ...workers.tiny_model import write_weights
 from ..inprocess import HANG_S, House, settings, write_model
 from ..test_requests import expected, ids
 
@@ -210,7 +211,7 @@ def test_ports_on_the_command_line_come_before_the_files() -> None:
 
 def test_max_model_len_sets_the_models_positions(tmp_path: Path) -> None:
     tiny = str(write_model(tmp_path / "tiny", positions=512))
-    (tmp_path / "tiny" / "model.safetensors").touch()
+    write_weights(Path(tiny))
     changed = read_settings(None, tiny, None, Wishes(max_model_len=256))
     assert changed.model.max_position_embeddings == 256
     refusals = {0: "--max-model-len 0: must be at least 1", 513: "but the model has 512 positions"}

@@ -71,8 +71,8 @@ def test_removes_its_folder_only_after_a_clean_end(tmp_path: Path, monkeypatch: 
 
     def folder(*, ending: int, trouble: bool = False) -> Path:
         service = LocalService(path)
-        wait = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit({ending}))"
-        service._command = [sys.executable, "-c", f"{wait}; print('up', flush=True); signal.pause()"]
+        wait = f"import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit({ending}))"
+        service._command = [sys.executable, "-c", f"{wait}; os.write(1, b'up\\n'); signal.pause()"]
         with contextlib.suppress(ZeroDivisionError), service:
             wait_until(lambda: service.log_tail() == "up", "it does not start")
             assert not trouble or 1 / 0
