@@ -191,7 +191,7 @@ def unused(allowed: str, taken: Iterable[str]) -> list[str]:
 
 
 def test_every_allowed_import_is_used() -> None:
-    """So that a table says who takes what, and not who once did."""
+    """The table then lists what rooms import today."""
     taken = {module: set(imports(module)) for module in CHECKED}
     stale: dict[str, list[str]] = {}
     for room, allowed in ROOMS.items():
@@ -269,7 +269,7 @@ def test_folders_hold_at_most_twelve_files() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """Private ones may: nobody meets them beside each other."""
+    """Private classes may share a name."""
     homes: dict[str, list[str]] = {}
     for module in CHECKED:
         for node in ast.parse(MODULES[module].read_text()).body:

@@ -116,7 +116,7 @@ def test_batched_questions_answer_as_one_by_one(
 def test_question_in_the_prompt_is_prefilled_with_the_method(
     reader: Reader, asked: list[Question], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As whole prompts give it, of which nothing is read before."""
+    """The reference is whole prompts, each prefilled from its start."""
     monkeypatch.setattr(batched, "READ_AGAIN", 40)
     document = ids(TOKENS, 1)
     with torch.inference_mode():

@@ -100,7 +100,7 @@ def test_recomputing_all_blocks_equals_a_dense_document(reader: Reader) -> None:
 
 
 def test_recomputed_block_attends_densely_to_all_earlier_tokens(reader: Reader) -> None:
-    """As reading on from there with the method that is dense gives it."""
+    """The reference prefills on from there with dense attention."""
     read(reader, SPARSE)
     with torch.inference_mode():
         with reader.recomputed([4]):

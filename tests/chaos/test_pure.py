@@ -60,7 +60,7 @@ def finished(ask: Ask = ASK, ids: tuple[int, ...] = (5, 6, 7)) -> Log:
 
 
 def test_a_wait_counts_from_the_kill_and_ends_with_each_event() -> None:
-    """Not to the end of the answer."""
+    """The wait does not last to the end of the answer."""
     assert longest_wait([1.0, 9.0, 12.5, 13.0, 15.0], since=10.0) == 2.5
     assert longest_wait([11.0, 12.0, 15.0, 15.5], since=10.0) == 3.0
     assert longest_wait([14.0, 15.0], since=10.0) == 4.0, "nothing had come before"

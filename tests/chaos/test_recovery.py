@@ -149,7 +149,7 @@ def test_pause_is_short_with_a_spare_when_a_ray_owner_dies(trials: Trials) -> No
 
 @pytest.mark.timeout(24 * 3600)
 def test_pause_is_bounded_when_the_other_workers_are_busy(trials: Trials) -> None:
-    """The others are as busy, so that who comes from a dead one queues there: that is in the pause."""
+    """The other workers are as busy, so the pause includes queueing at one of them."""
     trials.pauses("recovery_busy", WITHOUT_S, _KINDS, _CLIENTS)
 
 

@@ -46,7 +46,7 @@ def busy(processes: int) -> Iterator[None]:
 def test_service_starts_beside_four_busy_processes(
     amount: Amount, switch: Switch, record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a user's: with none of the patience that tests ask Ray for."""
+    """Starts as for a user, without the patience that tests ask of Ray."""
     switch.off()
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)

@@ -86,7 +86,7 @@ def test_every_panel_says_what_it_shows(dashboard: Dashboard) -> None:
 
 @every
 def test_no_two_series_of_a_panel_share_a_colour(dashboard: Dashboard) -> None:
-    """Of Grafana's palettes one goes by the series' number; that by name, whose hashes meet, would not do."""
+    """Colours must go by a series' number: Grafana's palette by name hashes, and hashes collide."""
     for panel in (panel for panel in json.loads(render(dashboard))["panels"] if panel["type"] != "row"):
         mode = "palette-classic" if panel["type"] == "timeseries" else "thresholds"
         assert panel["fieldConfig"]["defaults"]["color"] == {"mode": mode}, panel["title"]

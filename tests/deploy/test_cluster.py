@@ -130,7 +130,7 @@ def test_every_door_asks_for_the_token(cluster: LocalCluster) -> None:
 
 
 def test_each_door_exports_metrics_on_its_nodes_port(cluster: LocalCluster) -> None:
-    """Here two nodes share a machine, so whoever has the port shows the numbers of both."""
+    """Two nodes share this machine, so whichever door has the port exports the metrics of both."""
     with urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=PATIENCE_S) as reply:
         lines = reply.read().decode().splitlines()
     finished = [
@@ -167,7 +167,7 @@ def test_scaled_down_decode_worker_ends_its_sessions_first(cluster: LocalCluster
 
 
 def test_drain_empties_its_node_and_leaves_the_others(cluster: LocalCluster) -> None:
-    """As its pod's preStop does it. Nobody else has room, so Serve ends the worker as its drain_s asks."""
+    """Drains as the pod's preStop does. No other node has room, so Serve ends it after drain_s."""
     decode = NODES.index("decode")
     refused = cluster.drain(0)
     assert "Ray's head" in refused.communicate()[1]

@@ -204,8 +204,8 @@ def test_load_scales_groups_and_workers_from_one_to_three_and_back(
 def test_draining_nodes_loses_no_request(
     cluster: LocalCluster, service: Service, known: References, model: Path
 ) -> None:
-    """As a pod's preStop takes its node away: what runs there is started elsewhere, ends what it has, and
-    goes. The command returns when nothing is left."""
+    """Drains as a pod's preStop does: replacements start elsewhere, running requests end, and the command
+    returns."""
     cluster.deploy(content(model))
     load, old = Load(service, 4), cluster.nodes_of("StageActor") | cluster.nodes_of("DecodeActor")
     with service.client() as client:

@@ -126,7 +126,7 @@ def test_answers_resume_when_their_door_is_killed(
 def test_a_dead_doors_requests_and_sessions_are_dropped(
     service: LocalService, client: DeltafrontClient, sizes: Sizes, table: Table
 ) -> None:
-    """Nobody goes on with these. What their clients see has none of Ray's words."""
+    """No other door resumes these. Their clients see none of Ray's error texts."""
     request = pb.GenerateRequest(
         prompt=text("Call me Ishmael. " * 20), sampling=pb.SamplingOptions(max_tokens=10_000, ignore_eos=True)
     )

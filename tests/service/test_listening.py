@@ -50,7 +50,7 @@ def test_ray_that_was_imported_before_is_at_loopback_for_a_block() -> None:
 
 
 def test_a_workers_grpc_servers_for_all_addresses_are_at_loopback() -> None:
-    """As Ray runs it: the hook is found by its name, in a process that has loaded nothing of ours."""
+    """Ray finds the hook by its name, in a process that has loaded none of our modules."""
     module, _, name = listening.loopback()["__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"].rpartition(".")
     assert (module, name) == ("deltafront.service.listening", "grpc_at_loopback")
     with subprocess.Popen([sys.executable, "-c", BIND], stdout=subprocess.PIPE, text=True) as running:

@@ -100,7 +100,7 @@ def test_session_request_resumes_after_a_lost_door(house: House, client: Deltafr
 
 
 def test_usage_counts_a_session_whose_answer_was_complete(house: House, client: DeltafrontClient) -> None:
-    """As long as it is there."""
+    """Usage counts it until the session ends."""
     *_, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)
     session, whole = made.session.session_id, len(PROMPT) + 1

@@ -206,7 +206,7 @@ def test_promtool_rejects_a_gauge_named_total() -> None:
 
 
 def test_metric_names_follow_prometheus_conventions() -> None:
-    """As Prometheus' conventions have them, where promtool is too old to look."""
+    """Some versions of promtool do not check this."""
     for kind, name in declared():
         assert name.endswith("_total") == (kind == "counter"), name
         words = set(name.split("_"))
@@ -225,7 +225,7 @@ def test_metric_names_follow_prometheus_conventions() -> None:
 
 
 def test_outcomes_begin_at_zero(tmp_path: Path) -> None:
-    """So that the first of a kind is an increase, and a share of nothing is 0."""
+    """The first event then shows as an increase, and a share of no requests is 0."""
     samples = [s for m in Metrics(tmp_path).registry().collect() for s in m.samples]
     outcomes = {
         (s.labels["method_rpc"], s.labels["outcome"]): s.value for s in samples if "outcome" in s.labels

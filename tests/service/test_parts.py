@@ -161,7 +161,6 @@ def test_grpc_trailers_say_whether_to_retry() -> None:
 
 @pytest.mark.parametrize("text", ["x", "%", "é", "あ", "😀", "x😀あ\x00"])
 def test_error_details_are_cut_to_fit_percent_encoded_headers(text: str) -> None:
-    """They are sent percent-encoded."""
     sent = status.details(NotFound(text * 5000))
     assert sent.endswith("…") and text.startswith(sent[:-1][: len(text)])
     assert 2980 < len(quote(sent, safe=PRINTABLE)) <= 3000

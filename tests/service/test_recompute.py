@@ -58,7 +58,7 @@ def test_dense_prefill_recomputes_nothing(house: House, client: DeltafrontClient
 def test_request_without_recompute_blocks_gets_the_default(
     make_house: Callable[..., House], model: Path, asked: int | None, blocks: int
 ) -> None:
-    """Where nothing is computed again the ids go only for a session that is made of the prompt."""
+    """Without recomputation the ids are sent only if a session is kept of the prompt."""
     config = settings(model)
     config = config.model_copy(update={"decode": replace(config.decode, recompute_blocks=2)})
     house = make_house(config)
@@ -83,7 +83,7 @@ def test_takes_the_largest_number_of_recompute_blocks(house: House, client: Delt
 
 @pytest.mark.parametrize("kind", ["sparse", *EXACT])
 def test_a_session_gets_the_ids_of_a_sparse_prompt(house: House, client: DeltafrontClient, kind: str) -> None:
-    """What is asked of it goes to its worker as it is: only that one knows how it was read."""
+    """Questions to it are sent unchanged: only its worker knows how the prompt was prefilled."""
     *_, made = client.prefill(PROMPT, **EXACT.get(kind, SPARSE))
     assert isinstance(made, PrefillFinished)
     assert [keep.prompt_ids for keep in house.decode.kept] == [ids(PROMPT) if kind == "sparse" else b""]
@@ -114,7 +114,7 @@ def test_prompt_after_a_sparse_prefix_recomputes_its_blocks(house: House, client
 def test_prompt_after_a_dense_prefix_recomputes_nothing(
     house: House, client: DeltafrontClient, kind: str
 ) -> None:
-    """Also of a prompt whose own method is sparse."""
+    """Holds for a sparse prompt, too."""
     collect(client.generate(PROMPT, max_tokens=1, **EXACT[kind]))
     asked = client.generate(PROMPT + "why?", max_tokens=8, recompute_blocks=2, **SPARSE)
     _, _, finish, _ = collect(asked)
@@ -126,7 +126,7 @@ def test_prompt_after_a_dense_prefix_recomputes_nothing(
 def test_session_kept_after_a_sparse_prefix_recomputes_nothing(
     house: House, client: DeltafrontClient, session: str
 ) -> None:
-    """But it may be asked to, so it gets the ids."""
+    """The session gets the ids, because a later question may ask for recomputation."""
     *_, made = client.prefill(PROMPT + "and on", **SPARSE)
     assert isinstance(made, PrefillFinished) and made.usage.cached_tokens == 640
     reservation, (job,) = house.decode.reservations[-1], house.decode.jobs

@@ -119,7 +119,7 @@ def test_refuses_max_tokens_that_do_not_fit_after_a_session(house: House, client
 def test_cuts_a_default_length_answer_to_a_sessions_positions(
     make_house: Callable[..., House],
 ) -> None:
-    """As of a prompt; only its worker knows how long a session is."""
+    """Only the decode worker knows the session's length."""
     house = make_house(default_max_tokens=8)
     with DeltafrontClient(house.address) as client:
         cut_to_what_a_session_leaves(house, client)
@@ -263,7 +263,7 @@ def test_info_describes_the_service(house: House, client: DeltafrontClient) -> N
 def test_full_door_refuses_requests_but_answers_health_and_cancel(
     make_house: Callable[..., House],
 ) -> None:
-    """Ray Serve would let them wait without end, and health and cancels behind them."""
+    """Ray Serve would queue the requests without a bound, and health checks and cancels after them."""
     house = make_house(max_requests=2)
     house.decode.pause_at = 1
     with DeltafrontClient(house.address) as client, grpc.insecure_channel(house.address) as channel:

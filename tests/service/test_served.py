@@ -140,7 +140,7 @@ def test_replica_unpickles_nothing_without_the_token(served: Served, tmp_path: P
 
 
 def test_tls_at_the_doors_own_port(served: Served, client: DeltafrontClient) -> None:
-    """Both doors listen there: a new connection each time, to whichever gets it."""
+    """Both doors listen there; each new connection may reach either."""
     *_, result = client.prefill("document", session_ttl_s=60)
     assert isinstance(result, PrefillFinished)
     session = result.session.session_id
@@ -394,7 +394,7 @@ def cancelled(served: Served) -> float:
 def test_leaving_before_an_unstreamed_http_answer_frees_its_pages(
     served: Served, api: openai.OpenAI, answering: bool
 ) -> None:
-    """Not streamed, so that nothing is written to the client meanwhile; the request comes in two pieces."""
+    """Nothing is written to the client meanwhile, and its request arrives in two pieces."""
     served.configure(served.decode if answering else served.group, pause_at=25 if answering else 2)
 
     def tokens() -> float:

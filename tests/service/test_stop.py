@@ -99,7 +99,7 @@ def test_a_door_that_stops_leaves_no_task(
 def test_a_door_that_does_not_stop_its_requests_would_be_noticed(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the test above looks for is there without the call that it tests."""
+    """Without the call under test, the test above finds the leftover task."""
 
     async def run() -> None:
         door = Door(model, tmp_path)

@@ -254,7 +254,7 @@ async def test_a_decode_worker_that_hangs_keeps_no_stage_from_the_next_one(
 async def test_stage_sent_to_another_decode_worker_ends_without_writing(
     pair: Pair, model: ModelSpec, expected: tuple[bytes, list[int]]
 ) -> None:
-    """A worker that hangs is replaced, and the stage still maps what nobody reads."""
+    """After a hung worker is replaced, the stage still maps the old worker's memory."""
     ids, answer = expected
     await pair.whole()
     pid = await pair.group._stages[0].pulse.options(concurrency_group="notices").remote()

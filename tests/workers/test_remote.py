@@ -98,7 +98,7 @@ class TwoParts:
 
 
 def test_begun_work_is_awaited_beside_later_commands() -> None:
-    """Each part on a thread of its own, as the actor has it; an end may be asked for before its beginning."""
+    """Beginning and end run on threads of their own, as in the actor; the end may be requested first."""
 
     @hosts(Stage)
     class TwoPartActor:

@@ -96,13 +96,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_two_stages_cut_a_layer_in_two() -> None:
-    """Else the cases of stages would not meet one that begins with a MLP."""
+    """Without this the cases would cover no stage that begins with an MLP."""
     first, last = SHAPE.split(2)
     assert first.mlps.stop == last.mlps.start == first.layers.stop - 1
 
 
 def test_without_a_warm_up_kernels_are_missing(found: dict[str, Any]) -> None:
-    """So the others would fail if they could."""
+    """Shows that the other tests here can fail."""
     missing = found["cold"]["missing"]
     assert {"hopper_kernel", "_rule_kernel", "anchors_hopper_kernel", "_fill_kernel"} <= missing.keys()
     assert "linear_hopper_kernel" not in missing, "products are met whatever the methods"

@@ -56,7 +56,7 @@ def test_reports_an_interval_over_several_documents() -> None:
 
 
 def test_remaining_error_equals_that_of_the_corrected_output(tmp_path: Path) -> None:
-    """In a layer's attention, over the rows before the correction's dense end."""
+    """One layer's attention, over the rows before the correction's dense end."""
     config = read_config(directory := make_tiny_model(tmp_path))
     every = range(config.layers)
     where = {"dtype": torch.float32, "device": torch.device("cpu")}

@@ -222,7 +222,7 @@ def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, counts: bool,
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("critical", [0, 100, 512])
 def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
-    """Whatever chunk of the prompt a block comes in, its exact keys begin where the CPU form has them."""
+    """Exact keys begin where the CPU form has them, in whatever chunk a block comes."""
     for tokens, starts in ((1700, (0, 384, 1152)), (1000, (0, 128))) if GPU else ((1700, (1152,)),):
         x = with_runs(
             random_input(tokens, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)

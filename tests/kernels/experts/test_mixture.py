@@ -91,7 +91,7 @@ def test_tokens_go_to_their_most_probable_experts(
 def test_bias_changes_which_experts_are_chosen_but_not_their_weights(
     experts: int, per_token: int, groups: int, chosen_groups: int, normed: bool
 ) -> None:
-    """The bias decides who is chosen and is in no share; a group counts by its two best experts."""
+    """A group of experts counts by its two best."""
     router = Router(
         per_token=per_token,
         normed=normed,

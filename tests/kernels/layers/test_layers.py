@@ -90,7 +90,7 @@ def test_add_norm_equals_the_definition(
 
 
 def test_norm_weights_may_have_a_wider_dtype_than_the_rows() -> None:
-    """Where 1 is added to them, 16 bits would round it."""
+    """Families that add 1 to the weights would lose it to rounding in 16 bits."""
     hidden_TC, weight_C = draw(5, 64, dtype=torch.float16), 1 + 0.01 * draw(64)
     _, normed_TC = norm.cpu_add_norm(hidden_TC, None, weight_C, 1e-5, False)
     wanted_TC = reference.rms_normed(hidden_TC.cpu(), weight_C.cpu(), 1e-5)

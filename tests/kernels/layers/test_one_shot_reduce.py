@@ -159,7 +159,7 @@ def test_a_rank_whose_peer_is_a_call_ahead_does_not_wait(before: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_consecutive_calls_write_to_disjoint_memory_in_any_dtype(ranks: int) -> None:
-    """They are written while a slow rank may still read this call's."""
+    """A slow rank may still be reading this call's numbers while the next call writes."""
     written = {}
     for rank in range(ranks):
         for dtype in (torch.float32, torch.float16):

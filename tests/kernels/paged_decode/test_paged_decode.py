@@ -146,7 +146,7 @@ def test_split_plan_does_not_change_the_output(cut: SplitPlan) -> None:
 @pytest.mark.parametrize("lengths", [[1, 700, 16, 1], [300], [5, 5, 5, 5, 5], [17, 200, 90]])
 @pytest.mark.parametrize("splits", [1, 3, 16])
 def test_splits_are_shared_by_the_pages_that_requests_attend_to(lengths: list[int], splits: int) -> None:
-    """However many there are, and whether they read all pages or some."""
+    """Holds for any number of requests, with all pages or with selected ones."""
     x, cut = make(lengths, Shape(dtype=DTYPES[0])), SplitPlan(32, splits)
     chosen = [list(range(0, -(-tokens // PAGE_TOKENS), 2)) for tokens in lengths]
     selection = choose(x, chosen)

@@ -55,7 +55,7 @@ def test_generate_streams_the_answer(house: House, document: Path) -> None:
 
 @pytest.mark.parametrize("how", [[], ["--chat"]])
 def test_sends_messages_if_the_model_has_a_template(house: House, document: Path, how: list[str]) -> None:
-    """Of one that was trained on conversations, anything else would be nonsense. Sessions likewise."""
+    """A chat model answers plain text badly. Sessions send messages, too."""
     run("generate", document, "-q", "why?", *how, "--address", house.address)
     read = f"[s:be nice][u:{document.read_text()}][u:why?][a:"
     assert bytes(house.group.jobs[-1].token_ids[::4]).decode() == read
@@ -181,7 +181,7 @@ def test_a_number_that_cannot_be_sent_is_one_line(
 
 
 def test_names_standard_input_that_is_not_utf_8() -> None:
-    """In a process of its own: in the locale of containers, Python's own reader would let it pass."""
+    """Runs in its own process: Python's reader would accept the bytes in a container's locale."""
     command = [sys.executable, "-m", "deltafront.service.cli.main", "prefill", "-"]
     how = {"env": {**os.environ, "LC_ALL": "C.UTF-8"}, "timeout": HANG_S}
     done = subprocess.run(command, input=b"\xff", capture_output=True, check=False, **how)
@@ -269,7 +269,7 @@ def test_model_option_replaces_the_files_model() -> None:
 
 
 def test_another_model_starts_without_the_files_profile() -> None:
-    """What is warmed up of it names levels of density, which the other model may not have."""
+    """The warm-up names densities that the other model's profile may lack."""
     settings = read_settings(Path(__file__).parents[3] / "deploy" / "config" / "gpu.yaml", "owner/name", None)
     settings.check_against(SHAPES["8b"], None)
     assert settings.prefill.warm_up == ("dense", "dpxa")

@@ -84,7 +84,7 @@ def test_an_address_that_grpc_takes_is_taken(address: str) -> None:
 
 
 def test_asks_for_the_grpc_port_if_the_address_speaks_http() -> None:
-    """Where gRPC is not spoken at all, and where only its messages are not."""
+    """Tries a server without gRPC, and one that answers gRPC calls with an HTTP status."""
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{server.server_port}"
@@ -131,7 +131,7 @@ def test_tells_of_tls_on_one_side_only(house: House, tmp_path: Path) -> None:
     ],
 )
 def test_names_the_argument_that_a_message_cannot_hold(wish: dict[str, Any], says: str) -> None:
-    """Nothing is asked: nobody listens at the address."""
+    """The client refuses before it connects: no server listens at the address."""
     with (
         DeltafrontClient("127.0.0.1:1", retry_s=0) as client,
         pytest.raises(InvalidArgument, match=f"^{re.escape(says)}"),

@@ -337,7 +337,7 @@ def test_messages_that_do_not_come_leave_places_to_other_callers(guarded: House)
 def test_a_message_that_stalls_gives_its_place_to_a_waiting_one(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without tokens everybody is one caller, who may have all places."""
+    """Without tokens all clients are one caller, which may take all places."""
     monkeypatch.setattr(places, "_RECEIVING_BYTES", 0)
     monkeypatch.setattr(places, "_KEPT_S", 0.1)
     house = make_house()

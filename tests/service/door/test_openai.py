@@ -56,7 +56,7 @@ def test_lists_and_retrieves_the_served_model(api: openai.OpenAI) -> None:
 
 
 def test_an_address_may_end_with_a_slash(address: str) -> None:
-    """Answered as it is, without a redirect, which behind a proxy would lead elsewhere."""
+    """The door answers directly: a redirect would point elsewhere after a proxy."""
     for path in ("/v1/models/", f"/v1/models/{MODEL}/", "/health/"):
         answer = httpx.get(address + path)
         assert (answer.status_code, answer.history) == (200, [])

@@ -45,7 +45,7 @@ DECIDED = {*openai_requests._NO_OP_VALUES, *openai_requests._LABELS}
     [(openai_requests._ChatFields, CHAT | VLLM), (openai_requests._TextFields, TEXT | VLLM)],
 )
 def test_every_field_of_openai_and_vllm_is_known(kind: Any, fields: set[str]) -> None:
-    """So that a new one of theirs is refused as not supported, not as misspelt; which is a decision."""
+    """A new field of theirs fails this test, so that refusing or supporting it is a decision."""
     own = {"chat_template_kwargs"}  # of messages alone
     assert fields - own <= {*kind.model_fields, *DECIDED, "stream"}
 
@@ -94,7 +94,7 @@ def test_values_that_change_nothing_are_taken(
 
 
 def test_a_seed_of_minus_one_is_a_new_one_each_time(house: House, api: openai.OpenAI) -> None:
-    """As front ends mean it."""
+    """Some front ends send -1 for a random seed."""
     for _ in range(2):
         chat(api, temperature=1, seed=-1)
     first, second = (job.sampling.seed for job in house.decode.jobs[-2:])
@@ -133,7 +133,7 @@ def test_answers_the_requests_of_public_benchmarks(house: House, address: str) -
 
 
 def test_bos_is_added_as_vllm_adds_it(house: House, api: openai.OpenAI) -> None:
-    """As with vLLM: before a text unless told, before a rendered chat only if told."""
+    """A text gets a BOS unless told otherwise, a rendered chat only if told to."""
     for ask, told, begins in (
         (complete, None, True), (complete, True, True), (complete, False, False),
         (chat, None, False), (chat, False, False), (chat, True, True),

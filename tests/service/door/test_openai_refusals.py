@@ -191,7 +191,7 @@ def test_a_field_that_is_too_long_is_named(api: openai.OpenAI) -> None:
 def test_refuses_max_tokens_that_do_not_fit_and_cuts_default_lengths(
     make_house: Callable[..., House], make_http: Any, connect: Open
 ) -> None:
-    """OpenAI's way: `max_tokens` is a wish for so many; without one the answer ends with the positions."""
+    """OpenAI's rule: `max_tokens` must fit; without it the answer ends at the model's last position."""
     house = make_house(model_name=MODEL, default_max_tokens=100)
     api, prompt = connect(make_http(house)), "x" * 8181
     error = refusal(lambda: complete(api, prompt, max_tokens=11), openai.BadRequestError)
@@ -311,7 +311,7 @@ def test_deadline_is_an_error_that_clients_do_not_retry(house: House, api: opena
 def test_error_of_a_deadline_names_the_requests_own_field(
     house: House, api: openai.OpenAI, allowed: float
 ) -> None:
-    """Not by the contract's, and without words on clocks: only the server's has a part in it."""
+    """The error names `timeout_s`, not the contract's deadline, and no clock."""
     house.group.pause_at = 0
     for more in ({}, {"stream": True}):
         asked = {"timeout_s": allowed}

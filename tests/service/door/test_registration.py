@@ -123,7 +123,7 @@ def test_status_that_the_door_sets_reaches_the_client(code: grpc.StatusCode) -> 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.OK, None])
 def test_successful_calls_keep_their_status(code: grpc.StatusCode | None) -> None:
-    """Serve says OK in so many words."""
+    """Covers calls whose status is unset and calls where Serve sets OK."""
 
     def end(context: Any) -> None:
         if code is not None:

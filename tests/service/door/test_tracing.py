@@ -156,7 +156,7 @@ def test_without_tracing_only_the_callers_trace_id_is_logged(
 
 
 def test_workers_get_the_requests_trace(house: House, spans: InMemorySpanExporter) -> None:
-    """The request's span is the parent of theirs; where nobody records it, they hear of none."""
+    """The request's span is the parent of the workers' spans. Without a recorder workers get no trace."""
     generate(house, session_ttl=Duration(seconds=60))
     with grpc.insecure_channel(house.address) as channel:
         stub = pb_grpc.DeltafrontServiceStub(channel)
@@ -169,7 +169,7 @@ def test_workers_get_the_requests_trace(house: House, spans: InMemorySpanExporte
 
 
 def test_a_prompt_that_is_resumed_stays_one_request(house: House, spans: InMemorySpanExporter) -> None:
-    """Both groups work under its span, and it shows what was lost between them."""
+    """Both groups' spans are under the request's span, with the time lost between them."""
     house.group.fail_after = [2]
     finish = generate(house, attention=pb.AttentionMethod(name="dense"))
     (root,) = ended(spans)

@@ -157,7 +157,7 @@ def test_draining_workers_get_no_new_requests() -> None:
 
 
 def test_draining_workers_serve_on_if_no_others_exist() -> None:
-    """It has started to drain before who replaces it has loaded."""
+    """A worker may begin to drain before its replacement has loaded."""
     g = GroupStats(
         name="g",
         pages_total=100,
@@ -247,8 +247,8 @@ def test_predicts_no_wait_without_a_measured_rate() -> None:
 
 
 def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:
-    """A group whose kernels were compiled while it read: nobody with a deadline would be let in to correct
-    its rate."""
+    """Compilation can make one prefill slow. Refusing every deadline after it would keep the slow rate for
+    good."""
     slow = GroupStats(
         name="g",
         pages_total=1000,

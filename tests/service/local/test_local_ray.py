@@ -72,7 +72,7 @@ def test_a_node_waits_for_its_object_store_as_long_as_before(tmp_path: Path) -> 
 
 
 def test_serve_proxies_have_the_whole_start_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Serve reads it: with its own 5 s, three of six starts on a busy machine died."""
+    """Reads the constants in Serve itself. With its own 5 s, three of six starts on a busy machine failed."""
     named = {
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "PROXY_READY_CHECK_TIMEOUT_S",
         "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S",
@@ -144,7 +144,7 @@ def test_configuration_errors_keep_their_type_and_text() -> None:
 
 
 def test_keeps_the_callers_sigterm_handler() -> None:
-    """Also where Ray says otherwise meanwhile, and fails then."""
+    """Holds even if Ray replaces the handler and then raises."""
 
     def callers(_signal: int, _frame: object) -> None:
         raise AssertionError("nobody sends one")

@@ -157,7 +157,7 @@ def test_default_logs_differ_by_port_in_a_private_folder(
 
 
 def test_a_folder_that_is_a_strangers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link, by which somebody else would have us write where they choose."""
+    """A link of another user could redirect what the service writes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"deltafront-logs-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")

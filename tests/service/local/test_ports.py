@@ -46,7 +46,7 @@ def test_names_every_address_beyond_loopback(door: dict[str, Any], said: str) ->
 
 
 def test_only_client_ports_listen_beyond_loopback() -> None:
-    """Of HAProxy's: statistics and metrics stay."""
+    """HAProxy's statistics and metrics ports stay on loopback."""
     door = parse(content("door", host="10.0.0.7")).door
     hosts = haproxy_hosts(door)
     assert {hosts.pop(door.grpc_port), hosts.pop(door.http_port)} == {"10.0.0.7"}

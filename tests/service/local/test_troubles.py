@@ -113,7 +113,7 @@ with cleanup.service_folder(2, "deltafront: the service has ended; LOG says more
 
 @pytest.mark.parametrize(("end", "line"), [("silent", True), ("said", False), ("well", False)])
 def test_a_process_that_ray_ends_has_its_line(end: str, line: bool, tmp_path: Path) -> None:
-    """As Ray's driver does when its node is lost: at once, without a word."""
+    """Ray's driver exits without a message when its node is lost."""
     command = [sys.executable, "-c", OWNER, str(tmp_path), end]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.stderr == ("deltafront: the service has ended; LOG says more\n" if line else "")

@@ -64,7 +64,7 @@ async def nothing_new() -> None:
 
 
 async def test_asks_workers_again_before_refusing_on_old_usage() -> None:
-    """They are asked again, but not where it would not help."""
+    """Workers are not asked again where a newer answer could not change the refusal."""
     reported, now, asked = (
         [OwnerUse(owner="a", door="other", requests=1, tokens=900)],
         list[OwnerUse](),
@@ -135,7 +135,7 @@ def test_a_token_has_its_limits_at_every_door(doors: tuple[House, House]) -> Non
 
 
 async def test_simultaneous_requests_at_two_doors_count_at_each() -> None:
-    """Whatever comes later counts with all of it."""
+    """A later request counts with both doors' usage."""
     uses = list[OwnerUse]()
     first, second = (Callers(name, lambda: uses, nothing_new) for name in "ab")
     caller = Caller("c", "c", Quota(requests=1))

@@ -84,7 +84,7 @@ KEPT = [PrefillRequest(ASKED.prompt, session_ttl=600.0), replace(ASKED, session_
 
 @pytest.mark.parametrize("asked", KEPT, ids=lambda asked: type(asked).__name__)
 def test_a_session_that_its_client_has_left_before_is_released(house: House, asked: PrefillRequest) -> None:
-    """It would stay until its lease ends, though nobody knows its id."""
+    """No client knows its id, so it would only wait for its lease to end."""
 
     async def leave() -> None:
         requests = house.door._requests

@@ -98,7 +98,7 @@ def test_layer_that_loses_nothing_gets_the_least_threshold() -> None:
 def test_level_that_exceeds_its_density_falls_back_to_sink_and_window(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where sparse activations make the thresholds read far more than was allotted."""
+    """Sparse activations can make thresholds keep far more than the level's density."""
     monkeypatch.setattr(levels, "realised", lambda *_: 1.0)
     (found,) = method_levels(tiny_stack, {640: [made(1, 640)]}, POOLED, [0.75]).levels
     assert {threshold for row in found.thresholds for threshold in row} == {QUOTAS[0]}

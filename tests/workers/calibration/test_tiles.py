@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.mark.parametrize("name", ["dense", "streaming", "xattention", "dpxa"])
 def test_shown_tiles_equal_the_tiles_a_prefill_group_computes(model: ModelSpec, name: str) -> None:
-    """Of the last layer a group attends for the last block alone."""
+    """In the last layer a group computes attention only for the last block."""
     options = {} if name == "dense" else {"min_tokens": 0, "window": 1}
     options |= {"tau": 0.5} if name in ("xattention", "dpxa") else {}
     spec, ids = method_spec(name, options), random_ids(TOKENS)

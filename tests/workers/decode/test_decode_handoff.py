@@ -137,7 +137,7 @@ async def test_wrong_logits_fail_the_request(bench: Any) -> None:
 
 
 async def test_step_time_is_shared_among_the_requests_of_a_batch(bench: Any) -> None:
-    """Whatever the batch was in each, so that rows over steps are the mean batch size."""
+    """Rows divided by steps is the mean batch size, whatever each batch held."""
     run = await bench()
     runner, batches = run.engine._runner, []
     launch = runner.launch

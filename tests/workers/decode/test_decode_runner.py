@@ -108,8 +108,7 @@ def churn(runner: DecodeRunner, seed: int, steps: int, after: Callable[[list[int
 
 @pytest.mark.parametrize(("seed", "steps"), [(0, 256), (1, 50), (2, 50)])
 def test_batched_rows_decode_as_alone_in_fixed_buffers(tiny_stack: LayerStack, seed: int, steps: int) -> None:
-    """Whatever padding stands beside them; no page that is nobody's is read or written, but the scratch page
-    of the padding, and that is read by no request."""
+    """Padding does not matter: it touches only the scratch page, which no request reads."""
     runner = make_runner(tiny_stack)
     poison(runner, range(PAGES + 1))
     before = {name: x.data_ptr() for name, x in tensors(runner._rows).items()}
@@ -209,7 +208,7 @@ def test_batches_are_padded_to_few_shapes(rows: int, pages: int, sizes: set[int]
 
 @pytest.mark.parametrize("max_batch", [1, 3])
 async def test_warming_up_writes_to_the_scratch_page_alone(bench: Any, max_batch: int) -> None:
-    """And nobody is ever given that page: the pool is as large as it was configured."""
+    """No request ever gets that page: the pool has its configured size without it."""
     run = await bench(
         warm_up=True,
         cache_tokens=512,
@@ -231,7 +230,7 @@ async def test_warming_up_writes_to_the_scratch_page_alone(bench: Any, max_batch
 
 
 def test_prefill_in_layer_parts_equals_one_pass_bit_for_bit(tiny_stack: LayerStack) -> None:
-    """Two reads over one document are begun in turn, and a third is given up."""
+    """Two reads over one document alternate, and a third is abandoned."""
     whole, parts = make_runner(tiny_stack), make_runner(tiny_stack)
     chance, layers = random.Random(5), tiny_stack.layers.stop
     document = Read(0, array("I", [chance.randrange(198) for _ in range(400)]))

@@ -39,7 +39,8 @@ small = st.integers(1, 6)
 def test_predicted_time_until_pages_are_free_equals_a_simulation(
     pages: int, free: int, returns: list[tuple[int, int]], ahead: list[int], hold: int
 ) -> None:
-    """Second by second: what ends gives its pages back, then whoever is first takes what it needs."""
+    """The simulation goes second by second: ending requests free pages, then the first in the queue takes its
+    own."""
     found = seconds_until_room(pages, free, returns, ahead, hold)
     ends, line = list(returns), [*ahead, pages]
     for second in itertools.count():

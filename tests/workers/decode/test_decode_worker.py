@@ -257,7 +257,7 @@ async def test_an_actor_that_died_is_replaced_in_place(cluster: Any, replica: An
 
 
 async def test_replica_that_cannot_replace_its_actor_stays_unhealthy(cluster: Any, replica: Any) -> None:
-    """The last test here: nobody can use the replica afterwards."""
+    """Must be the last test here: it makes the shared replica unusable."""
     await replica.check_health()
 
     def broken() -> None:

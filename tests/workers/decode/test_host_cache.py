@@ -212,7 +212,7 @@ async def test_two_requests_at_once_wait_for_one_copy(
 async def test_a_client_that_leaves_while_pages_come_back_leaves_nothing(
     bench: Any, monkeypatch: pytest.MonkeyPatch, came: int
 ) -> None:
-    """The pages are given away only when nobody writes to them any more."""
+    """The pages are freed only after the last copy into them has ended."""
     run = await bench(**ROOM)
     copies = await pushed_out(run, monkeypatch)
     going_on = asyncio.create_task(go_on(run, "again", DOCUMENT, 144))
@@ -288,7 +288,7 @@ async def test_a_group_that_is_faster_than_the_copies_waits_for_them(
 async def test_reservation_waits_for_copies_into_pages_that_stages_map(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would wait for the pages with all that they read."""
+    """Stages that map the pages would otherwise wait for the copies in the middle of a prefill."""
     run = await bench(**ROOM)
     copies = await pushed_out(run, monkeypatch)
     run.engine._tiers._in_place = True
@@ -324,7 +324,7 @@ async def test_stage_gets_no_page_table_before_the_pages_are_copied(
 async def test_failed_copies_mark_the_worker_faulty(
     bench: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
-    """Also where the first layers have been read already. All who wait hear it."""
+    """Also after the first layers have been used. All waiting requests fail."""
     run = await bench(**ROOM)
     run.may_fault = True
     copies = await pushed_out(run, monkeypatch)

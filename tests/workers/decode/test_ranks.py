@@ -119,7 +119,7 @@ class Recorder:
 
 @pytest.mark.parametrize("failing", range(4))
 def test_no_call_follows_a_failure_on_rank_0_alone(tmp_path: Path, failing: int) -> None:
-    """Else the sums of the others, one call behind, would meet those of rank 0's next call."""
+    """Otherwise the other ranks' all-reduce, one call late, would meet rank 0's next call."""
     stack, other = part(make_tiny_model(tmp_path), 0, 2), Recorder()
     lead = LeadRunner(stack, plan_layers(CONFIG, 5), [other], **runner_sizes(CONFIG, stack.config))
     row = Row(1, (0, 1), 3, 5, Sampling(), False)
@@ -155,7 +155,7 @@ PIECE = KVAnnouncement(
 
 @pytest.mark.parametrize("giving", [False, True])
 async def test_rank_that_dies_during_a_kv_transfer_fails_the_worker(tmp_path: Path, giving: bool) -> None:
-    """In a read, or when it gives K/V back. Doors hear it at once, and blame no prefill group."""
+    """Covers receiving KV and giving it back. Doors hear it at once and blame no prefill group."""
 
     async def dies() -> int:
         raise DecodeFailed("rank 1 died")

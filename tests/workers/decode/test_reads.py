@@ -82,7 +82,7 @@ def test_recomputes_nothing_if_everything_appended_is_kept() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6, 32, 80])
 def test_layers_run_in_order_of_arrival_in_few_parts(layers: int) -> None:
-    """Whatever comes while a part is read."""
+    """More layers may arrive while a part runs."""
     for seed in range(50):
         chance, read, parts = random.Random(seed), 0, list[range]()
         for here in sorted({*chance.choices(range(layers + 1), k=chance.randrange(2 * layers)), layers}):

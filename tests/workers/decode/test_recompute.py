@@ -144,7 +144,7 @@ async def test_recomputing_all_blocks_leaves_the_session_unchanged(
 
 @pytest.mark.parametrize("length", [TOKENS, TOKENS - 5])
 async def test_session_kept_with_an_answer_holds_kv_before_recomputation(sparse: Sparse, length: int) -> None:
-    """And it can be computed again for the next question."""
+    """The next question can recompute blocks of it."""
     part = DOCUMENT[:length]
     reference = await sparse.question("reference", await sparse.keep(part, packed(part)), 0)
     answer = await sparse.ask("answered", DOCUMENT, 8, keep_tokens=length)
@@ -256,7 +256,7 @@ async def test_recomputes_no_block_of_a_long_appended_question(
 
 
 async def test_answer_resumed_after_a_death_has_the_same_tokens(sparse: Sparse) -> None:
-    """What has been answered already is no part of the question: the same blocks are computed again."""
+    """Tokens already answered are not part of the question, so the same blocks are recomputed."""
     session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
     whole = await sparse.question("whole", session, 2)
     rest = await sparse.question("rest", session, 2, answered=tuple(whole.ids[:7]))

@@ -68,7 +68,7 @@ async def test_cached_prefix_gives_the_same_answer_at_every_page_boundary(
 
 
 async def test_answer_is_cached_with_its_prompt(bench: Any, expected: Expected) -> None:
-    """A conversation goes on behind it, turn by turn."""
+    """A conversation reuses it turn by turn."""
     run, ids = await bench(), list(DOCUMENT)
     answer = await read(run, "turn 0", ids)
     for turn in range(1, 4):
@@ -99,7 +99,7 @@ async def test_two_requests_at_once_share_cached_pages(bench: Any, expected: Exp
 
 
 async def test_group_prefills_the_rest_after_a_cached_prefix(bench: Any, expected: Expected) -> None:
-    """No page of the prefix is written to, whoever sends what."""
+    """The group writes to no page of the prefix."""
     run = await bench()
     await read(run, "first", DOCUMENT)
     ids, name = [*DOCUMENT, *prompt(80, seed=3)], "longer"
@@ -142,7 +142,7 @@ async def test_session_holds_cached_pages_and_leaves_them_cached(bench: Any, exp
 
 
 async def test_cached_pages_count_as_free_and_are_evicted_on_demand(bench: Any) -> None:
-    """For doors, waiting reservations and admission; nobody is refused because of old prompts."""
+    """Holds for doors, waiting reservations and admission: old prompts never cause a refusal."""
     run = await bench(cache_tokens=16 * 16)
     await read(run, "first", DOCUMENT)
     stats = await run.engine.stats()
@@ -198,7 +198,7 @@ async def test_cancelled_requests_leave_cached_blocks_and_failed_ones_none(
 
 
 async def test_answers_with_page_selection_are_not_cached(bench: Any) -> None:
-    """They are approximations; what was read before is not."""
+    """Their KV is approximate. The prompt's KV stays cached."""
     run = await bench(page_selection="delta", delta_layers=(2,), page_budget=4, recency=2)
     answer = await read(run, "first", DOCUMENT)
     assert await found(run, [*DOCUMENT, *answer.ids]) == 144

@@ -24,7 +24,7 @@ CONFIG = HandoffConfig(transport="cuda_ipc")
 
 
 async def test_kv_copied_after_its_lease_ended_is_discarded() -> None:
-    """Else a page that the stage has given away meanwhile could pass for the request's."""
+    """The stage may have given the page to another request meanwhile."""
     bench = Bench(ByCudaIpc(), lease_s=30.0)
     bench.announce(range(4), 0, 32)
     (message,) = bench.ray.sent
@@ -71,7 +71,7 @@ def test_cuda_ipc_refuses_a_cpu() -> None:
 
 
 async def test_notices_the_end_of_a_process() -> None:
-    """Of a child, and of one that is gone already."""
+    """Covers a child process, and a process that has already ended."""
     memory = CudaPeerMemory.__new__(CudaPeerMemory)
     child = await asyncio.create_subprocess_exec("sleep", "60")
     gone = asyncio.Event()

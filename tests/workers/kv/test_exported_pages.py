@@ -77,7 +77,7 @@ def test_pairs_runs_that_are_contiguous_on_both_sides() -> None:
 def test_a_chunks_runs_are_looked_up_once_for_all_its_layers(
     way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And anew for another chunk, or a request with other pages."""
+    """Another chunk, or a request with other pages, is looked up anew."""
     bench, asked = Bench(way), []
 
     def counted(*arguments: Any) -> Any:

@@ -265,7 +265,7 @@ def test_a_chunk_is_announced_once_with_all_layers_and_moves_nothing() -> None:
 
 
 def test_stage_ends_if_another_worker_replaced_the_one_it_maps() -> None:
-    """It would write K/V to memory that nobody reads, and the answer would be made of what was there."""
+    """The stage would write KV to memory that no worker reads, and the answer would use stale pages."""
 
     class Other(Opener):
         def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:

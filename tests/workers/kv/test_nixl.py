@@ -103,7 +103,7 @@ def valid(bench: Bench, lease: tuple[int, int]) -> bool:
 
 
 async def test_pages_are_held_for_as_long_as_data_may_come() -> None:
-    """NIXL does not stop what it has begun: the pages of a transfer that hangs are nobody else's."""
+    """NIXL cannot stop a transfer, so the pages of a hung one stay reserved."""
     way = ByNixl()
     bench = Bench(way)
     message = announced(bench)
@@ -168,7 +168,7 @@ async def test_refuses_a_transfer_outside_registered_memory() -> None:
 async def test_prompt_is_not_resumed_while_old_transfers_may_arrive(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its group is gone, but what was being read from there could land on what the next one hands over."""
+    """The dead group's transfers could overwrite KV of the group that resumes."""
     way = ByNixl()
     monkeypatch.setattr("deltafront.workers.kv.handoff.nixl.new_agent", way.agent)
     run = await bench(reader=partial(kv_reader, CONFIG))

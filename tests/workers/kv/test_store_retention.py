@@ -150,7 +150,7 @@ async def test_retention_continues_in_host_memory_after_a_load_from_disk() -> No
 
 
 async def test_evicted_prompt_keeps_its_beginning() -> None:
-    """Also of one that is longer than there is room for, and for a later worker."""
+    """Also for a prompt longer than the room, and after a restart."""
     disk = Disk(room=3)
     await disk.keep("abcd", 0.0)
     assert disk.found("abcd") == 3

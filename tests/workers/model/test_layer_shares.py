@@ -93,7 +93,7 @@ def test_split_equals_the_best_found_by_brute_force(
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_split_weighs_windows_and_dense_mlps_by_their_compute(first: int, stages: int) -> None:
-    """Dense MLPs in the first layers, experts behind them, windows in two of three layers."""
+    """The first layers have dense MLPs, later ones experts, and two of three layers have windows."""
     layers, hidden, width, dense, window = 6, 64, 48, 4096, 100
     mixture = MixtureConfig(
         experts=32,

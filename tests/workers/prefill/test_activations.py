@@ -99,7 +99,7 @@ def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
 
 
 def test_the_store_listens_at_its_address_alone() -> None:
-    """Nobody writes to it who comes to another address of this machine."""
+    """A connection to another address of this machine fails."""
     before = set(listeners(os.getpid()))
     store, (address, port, _) = host_store("127.0.0.1", processes=1)
     assert [one[:2] for one in set(listeners(os.getpid())) - before] == [(address, port)]
@@ -243,7 +243,7 @@ def test_dead_neighbour_wakes_the_stage_that_waits_for_it() -> None:
 
 @pytest.mark.parametrize("written", ["a pickle", "no address", "not JSON"])
 def test_forged_store_entry_only_breaks_the_link(written: str, tmp_path: Path) -> None:
-    """It was unpickled once."""
+    """The entry is never unpickled."""
     said = {"a pickle": pickle.dumps(Opened(tmp_path / "opened")).hex(), "no address": "7", "not JSON": "{"}
     store = dist.HashStore()
     store.set("ring/0", said[written])
@@ -253,7 +253,7 @@ def test_forged_store_entry_only_breaks_the_link(written: str, tmp_path: Path) -
 
 
 def test_unpickles_nothing_from_a_peer_without_the_secret(tmp_path: Path) -> None:
-    """The store leads to a stranger, who would answer any challenge and send a pickle."""
+    """The store's entry leads to a peer that answers any challenge and sends a pickle."""
     store = dist.HashStore()
     with Listener(family="AF_UNIX", authkey=None) as stranger, ThreadPoolExecutor(1) as pool:
         store.set("ring/0", json.dumps(stranger.address))

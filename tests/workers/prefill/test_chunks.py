@@ -63,7 +63,7 @@ def test_equal_stages_take_the_time_of_a_proportionate_flow_shop() -> None:
 
 
 def test_unequal_stages_take_the_time_of_the_costliest_path() -> None:
-    """Of all ways from the first chunk at the first stage to the last at the last one, a step each."""
+    """Paths go from the first chunk at the first stage to the last at the last, one step at a time."""
     for seed in range(50):
         rng = random.Random(seed)
         sizes = tuple(rng.randrange(1, 9) * 128 for _ in range(rng.randrange(1, 7)))
@@ -137,7 +137,7 @@ def test_longer_chunks_are_multiples_of_a_coarser_step(stages: tuple[float, ...]
 
 
 def test_stage_work_counts_exactly_what_the_stage_computes() -> None:
-    """Of two: 15 layers and the attention of the 16th; the rest, of whose last layer q, k and v alone."""
+    """Two stages: 15 layers and the attention of the 16th; then the rest, with only QKV in the last layer."""
     first, last = over(2).stages
     assert first == StageWork(16 * LINEAR - FEED, 16 * PAIR, halves=31)
     assert last == StageWork(FEED + 15 * LINEAR + QKV, 15 * PAIR, halves=32)
@@ -148,7 +148,7 @@ def test_stage_work_counts_exactly_what_the_stage_computes() -> None:
 
 
 def test_chunks_shrink_under_dense_and_grow_under_sparse_attention() -> None:
-    """So chunks grow shorter with the one, and longer with the other."""
+    """A different stage is the slower one under each."""
     for method, slower in ((DENSE, 0), (SPARSE, 1)):
         cost = over(2).chunk_cost(method)
         whole = [stage.of(0, 131_072) for stage in cost.stages]

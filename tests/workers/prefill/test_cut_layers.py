@@ -67,7 +67,7 @@ async def test_layers_cut_between_stages_give_the_same_kv_and_logits(
 def test_warm_up_runs_every_part_that_a_stage_has(
     model: ModelSpec, halves: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many rows: the MLP that it begins with, and its first layer's, if it has them."""
+    """With many rows: the MLP that a cut stage begins with, and its first whole layer's MLP."""
     force(monkeypatch, halves)
     original = DecoderLayer.mlp
     seen: set[tuple[int, bool]] = set()

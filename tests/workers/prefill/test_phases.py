@@ -42,7 +42,7 @@ def test_nested_phases_share_out_the_time_between_them() -> None:
 
 
 def test_phase_counts_for_the_layer_it_begins_in() -> None:
-    """And all of them together are still what each phase took."""
+    """The layers' shares add up to each phase's total."""
     clock = FakeClock()
     with mock.patch.object(time, "perf_counter", clock.perf_counter):
         timer = PhaseTimer()

@@ -78,7 +78,7 @@ async def test_one_prompt_from_start_to_report() -> None:
 
 @timeless
 async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None:
-    """One that the first stage computes and one behind it; one a stage and one more in all."""
+    """The first stage has one chunk running and one queued; in all there is one more than stages."""
     controller, fakes = make(stages=3)
     long = asyncio.create_task(collect(controller, job("long", 900)))
     await asyncio.sleep(0)
@@ -109,7 +109,7 @@ async def test_prompts_are_cut_as_planned_if_chunk_costs_are_known() -> None:
 
 @timeless
 async def test_a_request_ages_only_while_nothing_of_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both prompts are as long; the one that was overtaken has earned its turn."""
+    """Both prompts have one length; the overtaken one has earned its turn."""
     monkeypatch.setattr(schedule, "AGEING", 1e6)
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096)
     fake = FakeStage(0, lambda: 0.002, no_trouble)
@@ -151,7 +151,7 @@ def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
 
 @timeless
 async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
-    """However often a stage says so; other requests go on meanwhile."""
+    """Stages are polled until then, and other requests continue meanwhile."""
     controller, fakes = make(stages=2, pages=64)
     fakes[1].lent["a"] = 5
     await collect(controller, job("a", 300))
@@ -168,7 +168,7 @@ async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
 
 @timeless
 async def test_lost_group_stops_polling_stages_for_free_pages() -> None:
-    """Also if it is lost between two questions: nobody would end a question that a dead stage owes."""
+    """Also if it is lost between two polls: no answer would come from a dead stage."""
     controller, fakes = make()
     fakes[0].lent["a"] = 10**9
     reading = asyncio.create_task(collect(controller, job("a", 128)))
@@ -259,7 +259,7 @@ async def test_deadline_and_lease_end_a_request() -> None:
 
 @timeless
 async def test_lease_is_checked_again_before_it_ends_a_request() -> None:
-    """So that renewals which wait while the process stands still are heard."""
+    """Renewals that queued while the process was suspended then count."""
     controller, fakes = make(pages=320, pause=lambda: 0.5, lease=5.0)
     reading = asyncio.create_task(collect(controller, job("a", 128 * 40)))
     await asyncio.sleep(5.25)
@@ -313,7 +313,7 @@ async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
 
 @timeless
 async def test_stopping_waits_for_the_calls_its_stages_owe() -> None:
-    """Else a task would be left that nobody ends, in a loop that is about to."""
+    """Otherwise a task would be left in an event loop that is about to end."""
 
     def trouble(_request_id: str) -> None:
         raise RuntimeError("stage 1 died")

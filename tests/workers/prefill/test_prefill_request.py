@@ -21,7 +21,7 @@ class Uneven(ChunkSizes):
     ("start", "cut"), [(0, [512, 256, 232]), (512, [256, 232]), (768, [232]), (640, [360])]
 )
 def test_resumed_prompt_is_cut_as_from_its_beginning(start: int, cut: list[int]) -> None:
-    """Where no chunk of that cut begins, as one of its own."""
+    """If no chunk of that cut begins at the start, an extra chunk does."""
     job = PrefillJob(
         request_id="a",
         token_ids=bytes(4000),

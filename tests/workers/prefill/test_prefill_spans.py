@@ -124,7 +124,7 @@ def test_a_span_ends_in_every_case(way: str, finish: str, error: str | None) -> 
 
 
 def test_stage_spans_show_finished_and_failed_chunks(tmp_path: Path) -> None:
-    """Under the chunk whose command it got; a chunk that was abandoned is nobody's error."""
+    """Each is a child of its chunk's span. An abandoned chunk is not an error."""
     model, recorder = ModelSpec(path=str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
     stage = stage_of(model, Collector(), recorder.tracer)
     command = ChunkCommand(

@@ -148,7 +148,7 @@ async def test_logits_and_kv_equal_the_whole_prompt(
 async def test_last_layer_computes_only_kv_before_the_last_block(
     model: ModelSpec, method: MethodSpec, chunk: int, step: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the method can begin behind them, at multiples of `step`; nothing that is read is another."""
+    """Applies if the method can resume there, at multiples of `step`. The output does not change."""
     monkeypatch.setattr(chunk_module, "resume_step", lambda _spec: step)
     ids, sink = random_ids(500), Collector()
     async with pipeline(model, sink, stages=2, chunk_tokens=chunk) as controller:

@@ -39,7 +39,7 @@ def slow(stages: int, seconds: float, **config: Any) -> tuple[PrefillController,
 @pytest.mark.parametrize("chunk_s", [0.05, 4.0])
 @timeless
 async def test_hung_stage_is_noticed_within_two_chunk_times_and_5_s(stuck: int, chunk_s: float) -> None:
-    """And named, although those after it wait as long."""
+    """The error names the hung stage, although later stages wait as long."""
     controller, fakes = slow(3, chunk_s, stream_lease_s=1e6)
     stream, now = controller.prefill(job("a", 2048)), asyncio.get_running_loop().time
     while not (isinstance(event := await anext(stream), ChunkRead) and event.tokens_done == 512):
@@ -57,7 +57,7 @@ async def test_hung_stage_is_noticed_within_two_chunk_times_and_5_s(stuck: int, 
 @pytest.mark.parametrize("stuck", [0, 1, 2])
 @timeless
 async def test_stage_hung_in_the_very_first_chunk_is_noticed_within_5_s(stuck: int) -> None:
-    """Nobody knows yet how long a chunk takes."""
+    """No chunk time has been measured yet."""
     controller, fakes = slow(3, 4.0, stream_lease_s=1e6)
     stream, now = controller.prefill(job("a", 2048)), asyncio.get_running_loop().time
     fakes[stuck].stuck, began = True, now()

@@ -188,7 +188,7 @@ def test_long_rest_resumes_after_its_prefix_when_a_group_dies(
 
 
 def test_faster_of_group_and_worker_prefills_the_rest(house: House, client: DeltafrontClient) -> None:
-    """A group that reads fast, and one behind which much waits."""
+    """Tries a fast idle group, a fast group with a long queue, and a slow group."""
     answer(client, DOCUMENT)
     house.decode.append_rate = 100.0
     for rate, waiting, who in ((1000.0, 0, "group"), (1000.0, 100_000, "worker"), (10.0, 0, "worker")):
@@ -235,7 +235,7 @@ def test_prefix_scope_all_shares_cached_prefixes_across_owners(
 
 
 def test_reuses_no_prefix_on_a_draining_worker(house: House, client: DeltafrontClient) -> None:
-    """A session made there would go with it. Where nobody else is, it serves on."""
+    """A session made there would end with the worker. If no other worker exists it serves on."""
     *_, made = client.prefill(DOCUMENT)
     changed(house.decode, draining=True)
     house.loop.run(house.fleet.refresh())

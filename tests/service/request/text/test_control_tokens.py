@@ -376,7 +376,7 @@ def test_thinking_that_a_template_drops_is_dropped(made: dict[str, Made]) -> Non
 
 
 def test_template_that_edits_contents_creates_no_control_token() -> None:
-    """Not by another case, nor by what it takes out, nor where it cuts."""
+    """Templates here change case, split the content, or cut it."""
     upper = make(
         Family("{% for m in messages %}<s>{{ m.content | upper }}</s>{% endfor %}", ["<s>", "</s>", "<S>"])
     )

@@ -246,7 +246,7 @@ def test_a_developer_is_the_system(client: DeltafrontClient) -> None:
 
 
 def test_appended_text_and_documents_hold_no_control_tokens(client: DeltafrontClient) -> None:
-    """But where the request says that they do."""
+    """A request may ask for control tokens to be parsed."""
     for prompt, append in (("a<eos>b", None), ("ab", "<eos>")):
         tokens = []
         for rule in ("text", "parse"):

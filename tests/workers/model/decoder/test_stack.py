@@ -240,7 +240,7 @@ def test_a_gguf_is_served_and_gives_the_same_logits(
 
 
 def test_fp8_checkpoint_gives_the_logits_of_its_dequantised_weights(case: Case, tmp_path: Path) -> None:
-    """Whatever a family's tensors are called and however they are fused."""
+    """Tensor names and fused matrices differ by family."""
     raw = json.loads((case.directory / "config.json").read_text())
     plain = load_file(case.directory / "model.safetensors")
     stored = dict(plain)

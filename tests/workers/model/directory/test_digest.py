@@ -188,7 +188,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def test_a_byte_after_the_sample_changes_content_but_not_profile(model: Path) -> None:
-    """As where the last rows of an embedding are trained, and written over the old ones."""
+    """Example: an embedding whose last rows were trained further and overwritten."""
     settle(model)
     sampled, whole = digest(model), content(model)
     size = (model / "model.safetensors").stat().st_size

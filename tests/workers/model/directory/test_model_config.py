@@ -114,7 +114,7 @@ def test_the_trained_length_may_stand_at_the_top(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [32768, 40960, 131072])
 def test_yarn_raises_the_positions(tmp_path: Path, said: int) -> None:
-    """As vLLM: `factor` times what the model was trained for, whatever max_position_embeddings says."""
+    """vLLM's rule: `factor` times the trained length, whatever max_position_embeddings says."""
     yarn = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": YARN, "max_position_embeddings": said}
     assert read(tmp_path, yarn).positions == 131072
     assert read(tmp_path, yarn, {"max_position_embeddings": 65536}).positions == 65536

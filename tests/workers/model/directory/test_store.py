@@ -208,7 +208,7 @@ def test_unwritable_home_names_xdg_cache_home_in_one_line(
 
 
 def test_unused_conversions_are_removed(model_file: Path, tmp_path: Path) -> None:
-    """Of older formats, and of killed processes; not newer ones, or what is no conversion."""
+    """Removes conversions of older formats and killed processes, and nothing else."""
     now = model_store._FORMAT
     gone = {f"{'0a' * 8}-v{now - 1}", ".preparing-x"}
     kept = {f"{'0b' * 8}-v{now}", f"{'0c' * 8}-v{now + 1}", "mine-v1"}
