@@ -31,7 +31,7 @@ def chunk_seconds(wire: Wire, long: pb.Prompt) -> tuple[float, int]:
     return answer.client_ttft / chunks, chunks
 
 
-def test_a_short_prompt_does_not_wait_behind_a_long_one(
+def test_short_prompt_does_not_wait_for_a_long_one(
     wire: Wire, haystack: Haystack, tokenizer: Tokenizer, sizes: Sizes, table: Table
 ) -> None:
     """It is read between the long one's chunks, whose account says so. Tried again where a busy machine has

@@ -80,7 +80,7 @@ def test_a_stage_failure_is_replayed(house: House, client: DeltafrontClient) -> 
     nothing_left(house)
 
 
-def test_no_more_replays_than_configured(house: House, client: DeltafrontClient) -> None:
+def test_request_is_replayed_at_most_as_often_as_configured(house: House, client: DeltafrontClient) -> None:
     house.group.fail_after = [1, 1, 1]
     with pytest.raises(Unavailable, match="a stage died; gave up after 3 tries"):
         list(client.generate(PROMPT))

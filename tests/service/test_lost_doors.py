@@ -219,7 +219,9 @@ def test_closing_the_client_is_not_retried(house: House, client: DeltafrontClien
     ("answered", "says"),
     [(b"123", "multiple of 4"), (b"\xff\xff\0\0", "vocabulary"), (bytes(4 * 5), "5 tokens are more than")],
 )
-def test_answered_ids_are_checked(house: House, client: DeltafrontClient, answered: bytes, says: str) -> None:
+def test_refuses_bad_answered_token_ids(
+    house: House, client: DeltafrontClient, answered: bytes, says: str
+) -> None:
     from deltafront.protos.v1 import deltafront_pb2 as pb
 
     request = pb.GenerateRequest(

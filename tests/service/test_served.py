@@ -139,7 +139,7 @@ def test_replica_unpickles_nothing_without_the_token(served: Served, tmp_path: P
     assert (tmp_path / "opened").exists()
 
 
-def test_tls_at_the_doors_own_port(served: Served, client: DeltafrontClient) -> None:
+def test_every_door_serves_tls_on_its_own_port(served: Served, client: DeltafrontClient) -> None:
     """Both doors listen there; each new connection may reach either."""
     *_, result = client.prefill("document", session_ttl_s=60)
     assert isinstance(result, PrefillFinished)
@@ -156,7 +156,7 @@ def test_tls_at_the_doors_own_port(served: Served, client: DeltafrontClient) -> 
     nothing_left(served)
 
 
-def test_any_door_cancels(served: Served, client: DeltafrontClient) -> None:
+def test_any_door_cancels_a_request_of_another(served: Served, client: DeltafrontClient) -> None:
     """Each door asks the others through Serve."""
     served.configure(served.decode, pause_at=2)
     for number in range(4):

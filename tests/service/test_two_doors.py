@@ -46,7 +46,7 @@ def test_every_door_serves_a_session(
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_any_door_cancels(
+def test_any_door_cancels_a_request_of_another(
     doors: tuple[House, House], clients: tuple[DeltafrontClient, DeltafrontClient], phase: str
 ) -> None:
     house = doors[0]

@@ -57,7 +57,7 @@ def test_a_sample_ends_in_one_question_whose_answers_are_hidden_in_it() -> None:
     assert samples(["multivalue"], 1, 4000, {"prose": TEXT}, _decode, seed=4)[0] != made[6]
 
 
-def test_the_key_that_is_asked_for_may_stand_anywhere() -> None:
+def test_asked_key_may_be_anywhere_in_the_document() -> None:
     made = samples(["multikey_1"], 12, 3000, {"prose": TEXT}, _decode, seed=1)
     places = [_decode(sample.ids).index(sample.answers[0]) / len(sample.ids) for sample in made]
     assert min(places) < 0.3 and max(places) > 0.6
@@ -80,7 +80,7 @@ def test_answers_together_are_those_of_each_alone(stack: LayerStack, case: str) 
             assert answer.said == decode(said)
 
 
-def test_the_end_read_again_is_dense_over_what_was_read(stack: LayerStack) -> None:
+def test_end_prefilled_again_attends_densely_to_the_prompt(stack: LayerStack) -> None:
     """After dense reading nothing changes; after sparse reading, with every block computed again, it is as if
     all had been dense."""
     ids, reader = ids_of(900), Reader(stack, 900)
@@ -103,7 +103,7 @@ def test_a_row_says_what_was_lost_and_won() -> None:
     assert "a 1.00 → 0.50" in table([first, made]) and "1 / 2 of 4" in table([first, made])
 
 
-def test_intervals_are_students() -> None:
+def test_intervals_follow_students_t_and_cover_the_true_ratio() -> None:
     for degrees, expected in ((10, 2.2281), (30, 2.0423), (179, 1.9733)):  # tables of t, 0.975
         assert t_quantile(0.975, degrees) == pytest.approx(expected, abs=0.003)
     rng = random.Random(0)

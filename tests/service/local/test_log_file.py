@@ -114,7 +114,7 @@ def test_a_link_as_dev_stdout_is_this_process_own_output(to: str, tmp_path: Path
     assert done.stderr == "Ready.\n" and link.is_symlink()
 
 
-def test_a_link_is_written_through_unless_it_is_a_strangers(tmp_path: Path) -> None:
+def test_log_follows_a_link_unless_another_user_owns_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("before\n")
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "file")
@@ -156,7 +156,7 @@ def test_default_logs_differ_by_port_in_a_private_folder(
     assert stat.S_IMODE(one.parent.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_is_a_strangers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_log_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link of another user could redirect what the service writes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()

@@ -44,7 +44,7 @@ def test_search_takes_the_fewest_adjustments_and_the_best_of_those(
     assert found == [round(float(QUOTA_J[step]), 6) for step in best[meeting[0]][2]]
 
 
-def test_values_between_quotas_lie_on_the_line() -> None:
+def test_values_between_quotas_are_interpolated_linearly() -> None:
     value_HI = torch.tensor([[0.0, 4.0, 5.0], [1.0, 1.0, 0.0]])
     at = between(value_HI, (0.0, 0.5, 1.0), torch.tensor([0.0, 0.125, 0.5, 0.9, 1.0], dtype=torch.float64))
     expected = torch.tensor([[0.0, 1.0, 4.0, 4.8, 5.0], [1.0, 1.0, 1.0, 0.2, 0.0]], dtype=torch.float64)

@@ -46,7 +46,7 @@ def test_allocating_too_many_pages_takes_none() -> None:
     assert (pool.total, pool.used, pool.free) == (4, 1, 3)
 
 
-def test_out_of_pages_crosses_processes() -> None:
+def test_out_of_pages_error_can_be_pickled() -> None:
     copy = pickle.loads(pickle.dumps(OutOfPages(9, 2)))
     assert (copy.needed, copy.free) == (9, 2)
 

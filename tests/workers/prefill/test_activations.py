@@ -126,7 +126,7 @@ def test_queues_pass_chunks_on_in_order() -> None:
     thread.join(5)
 
 
-def test_a_closed_link_wakes_its_reader() -> None:
+def test_closed_link_wakes_the_stage_that_waits_for_it() -> None:
     first, last = QueueActivations.chain(2)
     threading.Timer(0.05, first.abort).start()
     with pytest.raises(LinkClosed):

@@ -38,7 +38,7 @@ def test_tokenizers_eos_ends_an_answer(tmp_path: Path) -> None:
     assert end_tokens(write_tokenizer(tmp_path, eos_token=None)) == ()
 
 
-def test_the_end_may_stand_in_special_tokens_map_alone(tmp_path: Path) -> None:
+def test_eos_may_be_named_only_in_special_tokens_map(tmp_path: Path) -> None:
     write_json(tmp_path / "special_tokens_map.json", {"eos_token": {"content": "<|im_end|>"}})
     assert end_tokens(write_tokenizer(tmp_path)) == (IM_END,)
 

@@ -92,7 +92,7 @@ def test_rope_keys_that_contradict_each_other_are_refused(
         read(tmp_path, SAVED_BY_TRANSFORMERS_5 | pasted)
 
 
-def test_rope_keys_that_agree_may_stand_twice(tmp_path: Path) -> None:
+def test_rope_keys_may_be_repeated_if_they_agree(tmp_path: Path) -> None:
     both = SAVED_BY_TRANSFORMERS_5 | {
         "rope_parameters": YARN | {"rope_theta": 1e6},
         "rope_scaling": {"type": "yarn", **{key: YARN[key] for key in YARN if key != "rope_type"}},
@@ -101,7 +101,7 @@ def test_rope_keys_that_agree_may_stand_twice(tmp_path: Path) -> None:
     assert read(tmp_path, both).rope == RopeConfig(1e6, YARN)
 
 
-def test_the_trained_length_may_stand_at_the_top(tmp_path: Path) -> None:
+def test_trained_length_may_be_a_top_level_key(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0}
     top = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": scaling, "max_position_embeddings": 40960}
     assert read(tmp_path, top).rope.scaling["original_max_position_embeddings"] == 40960

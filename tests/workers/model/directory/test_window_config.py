@@ -104,7 +104,9 @@ QWEN = MISTRAL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", 
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
-def test_a_qwen_slides_where_transformers_lets_it(tmp_path: Path, change: dict[str, Any], kind: str) -> None:
+def test_qwen_uses_windows_in_the_layers_that_transformers_does(
+    tmp_path: Path, change: dict[str, Any], kind: str
+) -> None:
     """Without a window it assumes one of 4,096."""
     raw = {key: value for key, value in QWEN.items() if key != "sliding_window"} | change
     raw |= {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()}

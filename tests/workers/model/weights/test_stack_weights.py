@@ -298,7 +298,7 @@ def test_a_cpu_does_not_quantise(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_an_adapter_adds_its_product(tiny: Path, tmp_path: Path, rslora: bool) -> None:
+def test_adapter_adds_its_low_rank_product(tiny: Path, tmp_path: Path, rslora: bool) -> None:
     tensors = lora_of("layers.1.self_attn.k_proj", KV_HEADS * DIM, HIDDEN)
     tensors |= lora_of("layers.1.mlp.down_proj", HIDDEN, INNER)
     adapter = write_adapter(tmp_path, tensors, use_rslora=rslora, init_lora_weights="gaussian")
