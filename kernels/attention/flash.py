@@ -3,8 +3,8 @@
 Row i has the absolute position row0 + step * i. It sees the tiles of a mask (LISTED), packed runs and then
 the exact keys of its critical region (PACKED), or every key up to itself (neither).
 
-Strides are in elements, named stride_<tensor><dimension>: q and o(ut) BHR, k and v BGS, p(acked) BGP, i(ndex)
-BHN.
+Strides are in elements, a tuple for each tensor: q and out (B, H, R), k and v (B, G, S), packed (B, G, P). The
+index's (B, H, N) vary with the prompt, so they are numbers: Triton specialises on every number of a tuple.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,7 +18,6 @@ import triton.language as tl
 from deltafront.kernels.attention.inputs import PackedKeys, QueryRows
 from deltafront.kernels.constants import BLOCK, LOG2E
 from deltafront.kernels.interface import AttentionInput, TileMask
-from deltafront.kernels.launches import strides
 
 NEGATIVE = tl.constexpr(-1.0e30)
 """Score of an unseen key. It is finite, so that a row that has seen no key yet stays free of NaN."""
@@ -56,8 +55,7 @@ _VARYING = "stride_ib stride_ih stride_in rows keys row0 critical packed_slots c
 @triton.jit(do_not_specialize=_VARYING)
 def flash_kernel(  # noqa: PLR0915
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr,
-    count_ptr, stride_qb, stride_qh, stride_qr, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg,
-    stride_vs, stride_ob, stride_oh, stride_or, stride_pb, stride_pg, stride_pp, stride_ib, stride_ih,
+    count_ptr, q_strides, k_strides, v_strides, out_strides, packed_strides, stride_ib, stride_ih,
     stride_in, heads, group, rows, keys, row0, step, critical, chunk, packed_slots, chunk_slots, scale,
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
@@ -72,10 +70,10 @@ def flash_kernel(  # noqa: PLR0915
     position = row0 + step * row
     dim = tl.arange(0, D)
     valid_row = (row < rows)[:, None]
-    q_base = q_ptr + b * stride_qb + h * stride_qh
-    q = tl.load(q_base + row.to(tl.int64)[:, None] * stride_qr + dim[None, :], mask=valid_row, other=0.0)
-    k_base = k_ptr + b * stride_kb + g * stride_kg
-    v_base = v_ptr + b * stride_vb + g * stride_vg
+    q_base = q_ptr + b * q_strides[0] + h * q_strides[1]
+    q = tl.load(q_base + row.to(tl.int64)[:, None] * q_strides[2] + dim[None, :], mask=valid_row, other=0.0)
+    k_base = k_ptr + b * k_strides[0] + g * k_strides[1]
+    v_base = v_ptr + b * v_strides[0] + g * v_strides[1]
     acc = tl.zeros([ROWS, D], tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     m_i = tl.full([ROWS], NEGATIVE, tl.float32)
@@ -91,7 +89,7 @@ def flash_kernel(  # noqa: PLR0915
             block = tl.load(entry_ptr + i // (BLOCK // COLS)).to(tl.int32)
             col = block * BLOCK + (i % (BLOCK // COLS)) * COLS + lane
             acc, l_i, m_i = step_tile(
-                acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, col, keys, position, 0.0, scale,
+                acc, l_i, m_i, q, k_base, v_base, k_strides[2], v_strides[2], col, keys, position, 0.0, scale,
                 D, MASKED=False, WEIGHTED=False, PRECISION=PRECISION,
             )  # fmt: skip
         begin = (row0 + tile * ROWS) // BLOCK * BLOCK
@@ -100,13 +98,13 @@ def flash_kernel(  # noqa: PLR0915
         begin = tl.maximum(first // BLOCK * BLOCK - critical, 0) // chunk * chunk
         lane_head = b * (heads // group) + g
         packed = tl.load(packed_ptr + lane_head * chunk_slots + begin // chunk)
-        packed_k = packed_k_ptr + b * stride_pb + g * stride_pg
-        packed_v = packed_v_ptr + b * stride_pb + g * stride_pg
+        packed_k = packed_k_ptr + b * packed_strides[0] + g * packed_strides[1]
+        packed_v = packed_v_ptr + b * packed_strides[0] + g * packed_strides[1]
         for i in range(tl.cdiv(packed, COLS)):
             col = i * COLS + lane
             weight = tl.load(weight_ptr + lane_head * packed_slots + col, mask=col < packed, other=0.0)
             acc, l_i, m_i = step_tile(
-                acc, l_i, m_i, q, packed_k, packed_v, stride_pp, stride_pp, col, packed,
+                acc, l_i, m_i, q, packed_k, packed_v, packed_strides[2], packed_strides[2], col, packed,
                 tl.zeros_like(row) + (packed - 1), weight, scale,
                 D, MASKED=True, WEIGHTED=True, PRECISION=PRECISION,
             )  # fmt: skip
@@ -116,26 +114,26 @@ def flash_kernel(  # noqa: PLR0915
         whole_from = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), COLS), masked_from)
         for i in range(begin // COLS, whole_from):
             acc, l_i, m_i = step_tile(
-                acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position,
+                acc, l_i, m_i, q, k_base, v_base, k_strides[2], v_strides[2], i * COLS + lane, keys, position,
                 0.0, scale, D, MASKED=True, WEIGHTED=False, PRECISION=PRECISION, WINDOW=WINDOW,
             )  # fmt: skip
         begin = whole_from * COLS
     if not LISTED:
         for i in range(begin // COLS, masked_from):
             acc, l_i, m_i = step_tile(
-                acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position,
+                acc, l_i, m_i, q, k_base, v_base, k_strides[2], v_strides[2], i * COLS + lane, keys, position,
                 0.0, scale, D, MASKED=False, WEIGHTED=False, PRECISION=PRECISION,
             )  # fmt: skip
     else:
         masked_from = begin // COLS
     for i in range(masked_from, last // COLS + 1):
         acc, l_i, m_i = step_tile(
-            acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position, 0.0,
-            scale, D, MASKED=True, WEIGHTED=False, PRECISION=PRECISION, WINDOW=WINDOW,
+            acc, l_i, m_i, q, k_base, v_base, k_strides[2], v_strides[2], i * COLS + lane, keys, position,
+            0.0, scale, D, MASKED=True, WEIGHTED=False, PRECISION=PRECISION, WINDOW=WINDOW,
         )  # fmt: skip
-    out_base = out_ptr + b * stride_ob + h * stride_oh
+    out_base = out_ptr + b * out_strides[0] + h * out_strides[1]
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_base + row.to(tl.int64)[:, None] * stride_or + dim[None, :], out, mask=valid_row)
+    tl.store(out_base + row.to(tl.int64)[:, None] * out_strides[2] + dim[None, :], out, mask=valid_row)
 
 
 def launch_plain(
@@ -148,21 +146,21 @@ def launch_plain(
 ) -> None:
     q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
     batch, heads, count, _ = q.shape
-    runs, run_strides, run_sizes = (k, v, q, q), [0, 0, 0], (0, 1, 0, 0)
+    runs, run_strides, run_sizes = (k, v, q, q), (0, 0, 0), (0, 1, 0, 0)
     if packed is not None:
         runs = packed.k_BGPD, packed.v_BGPD, packed.weight_BGP, packed.offset_BGC
-        run_strides = strides(packed.k_BGPD)
+        run_strides = packed.k_BGPD.stride()[:3]
         run_sizes = packed.critical, packed.chunk, packed.weight_BGP.shape[2], packed.offset_BGC.shape[2]
-    lists, list_strides = (q, q), [0, 0, 0]
+    lists, list_strides = (q, q), (0, 0, 0)
     if mask is not None:
-        lists, list_strides = (mask.index_BHNM, mask.count_BHN.contiguous()), strides(mask.index_BHNM)
+        lists, list_strides = (mask.index_BHNM, mask.count_BHN.contiguous()), mask.index_BHNM.stride()[:3]
     constants = tile_constants(q)
     tensors = (q, k, v, out, *runs, *lists)
     sizes = (heads, x.group, count, k.shape[2], rows.row0, rows.step, *run_sizes)
     flash_kernel[(triton.cdiv(count, constants["ROWS"]), batch * heads)](
         *tensors,
-        *strides(q, k, v, out),
-        *run_strides,
+        *(tensor.stride()[:3] for tensor in (q, k, v, out)),
+        run_strides,
         *list_strides,
         *sizes,
         x.scale * LOG2E,

@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 DOT = re.compile(r"tt\.dot .*: tensor<(\d+)x(\d+)x(\w+)> \* tensor<\d+x(\d+)x\w+>")
 
 
-def compiled(function: Any, types: dict[str, str], sizes: dict[str, Any], options: dict[str, int]) -> Any:
+def compiled(function: Any, types: dict[str, Any], sizes: dict[str, Any], options: dict[str, int]) -> Any:
     names = function.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     missing = [name for name in names if name not in types and name not in sizes]

@@ -14,10 +14,10 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
 from tests.kernels.descriptor_types import descriptor_type
 
-FLASH_STRIDES = [f"stride_{name}" for name in "qb qh qr kb kg ks vb vg vs ob oh or pb pg pp ib ih in".split()]
+FLASH_STRIDES = [f"{name}_strides" for name in ("q", "k", "v", "out", "packed")]
 
-FLASH_NUMBERS = (*FLASH_STRIDES, "heads", "group", "rows", "keys", "row0", "step", "critical", "chunk",
-                 "packed_slots", "chunk_slots")  # fmt: skip
+FLASH_NUMBERS = ("stride_ib", "stride_ih", "stride_in", "heads", "group", "rows", "keys", "row0", "step",
+                 "critical", "chunk", "packed_slots", "chunk_slots")  # fmt: skip
 
 FLASH_TYPES = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
@@ -25,6 +25,7 @@ FLASH_TYPES = {
     "packed_ptr": "*i32",
     "index_ptr": "*i16",
     "count_ptr": "*i32",
+    **dict.fromkeys(FLASH_STRIDES, ("i32", "i32", "i32")),
     **dict.fromkeys(FLASH_NUMBERS, "i32"),
     "scale": "fp32",
 }
