@@ -3,8 +3,8 @@
 Row i has the absolute position row0 + step * i. It sees the tiles of a mask (LISTED), packed runs and then
 the exact keys of its critical region (PACKED), or every key up to itself (neither).
 
-Strides are in elements, a tuple for each tensor: q and out (B, H, R), k and v (B, G, S), packed (B, G, P). The
-index's (B, H, N) vary with the prompt, so they are numbers: Triton specialises on every number of a tuple.
+Strides are in elements, a tuple for each tensor: q and out (B, H, R), k and v (B, G, S), packed (B, G, P).
+The index's (B, H, N) vary with the prompt, so they are numbers: Triton specialises on all of a tuple.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -3,7 +3,7 @@ choice of experts."""
 
 from __future__ import annotations
 
-from deltafront.kernels.experts import products, routing
+from deltafront.kernels.experts import gemm, routing
 
 
 def route_case(biased: bool, groups: int) -> tuple[object, dict[str, str], dict[str, object]]:
@@ -46,8 +46,8 @@ ROUTE_CASES = [
 ]
 
 
-def product_case(
-    tile: products.Tile, gated: bool, fp8: bool = False
+def gemm_case(
+    tile: gemm.Tile, gated: bool, fp8: bool = False
 ) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
     numbers, scale = ("*fp8e4nv", "*fp32") if fp8 else ("*bf16", "*bf16")
     types = {
@@ -71,14 +71,11 @@ def product_case(
         "COLUMNS_TILE": tile.columns,
         "STEP": tile.step_bytes // (1 if fp8 else 2),
     }
-    return products.experts_kernel, types, sizes, {"num_warps": tile.warps, "num_stages": tile.stages}
+    return gemm.experts_kernel, types, sizes, {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
-PRODUCT_CASES = [
-    product_case(tile, gated, fp8)
-    for tile in products.TILES
-    for gated in (False, True)
-    for fp8 in (False, True)
+GEMM_CASES = [
+    gemm_case(tile, gated, fp8) for tile in gemm.TILES for gated in (False, True) for fp8 in (False, True)
 ]
 
-COMPILE_CASES = [*ROUTE_CASES, *PRODUCT_CASES]
+COMPILE_CASES = [*ROUTE_CASES, *GEMM_CASES]
