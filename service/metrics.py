@@ -192,9 +192,9 @@ class Metrics:
     def read_again(self, tokens: int) -> None:
         self._again.inc(tokens)
 
-    def first_token(self, parts: Sequence[tuple[str, float]], read_tokens: int) -> None:
-        """Observe the time to first token and its `parts`. read_tokens: prompt tokens without cached ones."""
-        prompt = next((name for bound, name in _LENGTHS if read_tokens <= bound), "more")
+    def first_token(self, parts: Sequence[tuple[str, float]], prefill_tokens: int) -> None:
+        """Observe the time to first token and its `parts`. prefill_tokens: without cached ones."""
+        prompt = next((name for bound, name in _LENGTHS if prefill_tokens <= bound), "more")
         self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
         for part, seconds in parts:
             self._parts.labels(part, prompt).inc(seconds)

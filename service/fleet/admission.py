@@ -30,18 +30,18 @@ class Need:
     """A request's needs. recompute_tokens: extra room for recomputed K/V. found_tokens: prompt tokens that
     are not read again."""
 
-    read_tokens: int
+    prefill_tokens: int
     answer_tokens: int = 0
     seconds_left: float | None = None
     recompute_tokens: int = 0
     found_tokens: int = 0
 
     @property
-    def unread_tokens(self) -> int:
-        return self.read_tokens - self.found_tokens
+    def new_tokens(self) -> int:
+        return self.prefill_tokens - self.found_tokens
 
     def pages(self, page_tokens: int) -> int:
-        return -(-(self.read_tokens + self.answer_tokens + self.recompute_tokens) // page_tokens)
+        return -(-(self.prefill_tokens + self.answer_tokens + self.recompute_tokens) // page_tokens)
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
     """Choose candidates for a request. groups and workers are not empty."""
     fitting = [w for w in not_draining(workers) if need.pages(w.page_tokens) <= w.pages_total]
     page_tokens = workers[0].page_tokens  # groups have the same size
-    able = [g for g in not_draining(groups) if need.read_tokens <= g.pages_total * page_tokens]
+    able = [g for g in not_draining(groups) if need.prefill_tokens <= g.pages_total * page_tokens]
     if not fitting or not able:
         again = f", with {need.recompute_tokens} computed again," if need.recompute_tokens else ""
         return Rejected(
             Reason.TOO_LARGE,
-            f"{need.read_tokens} prompt tokens and {need.answer_tokens} of answer{again} are more than any "
-            "worker can hold: shorten them, or let the operator raise cache_tokens",
+            f"{need.prefill_tokens} prompt tokens and {need.answer_tokens} of answer{again} are more than "
+            "any worker can hold: shorten them, or let the operator raise cache_tokens",
         )
     rejections = [(g, _deadline_rejection(need, g)) for g in sorted(able, key=_group_rank)]
     in_time = [g for g, rejection in rejections if rejection is None]
@@ -90,18 +90,18 @@ def predicted_ttft(need: Need, group: GroupStats) -> float | None:
     """Predict the seconds to read the prompt after all that waits; None without a recent rate."""
     if group.rate <= 0:
         return None
-    return (group.waiting_tokens + need.unread_tokens) / group.rate
+    return (group.waiting_tokens + need.new_tokens) / group.rate
 
 
 def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
     ttft = predicted_ttft(need, group)
     if need.seconds_left is None or ttft is None or ttft <= need.seconds_left:
         return None
-    alone = need.unread_tokens / group.rate
+    alone = need.new_tokens / group.rate
     if alone > need.seconds_left:
         return Rejected(
             Reason.TOO_SLOW,
-            f"reading {need.unread_tokens} tokens takes about {alone:.1f} s, "
+            f"reading {need.new_tokens} tokens takes about {alone:.1f} s, "
             f"the deadline leaves {need.seconds_left:.1f} s",
         )
     return Rejected(

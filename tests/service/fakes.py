@@ -60,9 +60,9 @@ def pages(tokens: int) -> int:
 
 def needed(reservation: Reservation, before: int = 0) -> int:
     """Pages. before: tokens of inexact K/V that it builds on."""
-    again = before + (0 if reservation.reads else reservation.prompt_tokens)
+    again = before + (0 if reservation.reads else reservation.new_tokens)
     own = recompute_pages(reservation.options.recompute_blocks, again, appended=reservation.reads)
-    return pages(reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens) + own
+    return pages(reservation.new_tokens + reservation.resume_tokens + reservation.max_tokens) + own
 
 
 @dataclass
@@ -317,17 +317,17 @@ class FakeDecode(Pausing):
             return
         if not request.reservation.reads:
             await request.arrived.wait()
-            assert len(job.append_ids) == 4 * request.reservation.append_tokens
+            assert len(job.extend_ids) == 4 * request.reservation.resume_tokens
             assert request.ids.startswith(request.prefix)
-            ids = request.ids + job.append_ids
+            ids = request.ids + job.extend_ids
             self._read(request, job.prompt_ids)
         elif request.reservation.session_id is None:
             assert job.prompt_ids in (b"", request.prefix)
-            request.ids = ids = request.prefix + job.append_ids
+            request.ids = ids = request.prefix + job.extend_ids
         else:
             assert not job.prompt_ids, "the session has its own"
-            request.ids = ids = self._sessions[request.reservation.session_id][1] + job.append_ids
-        asked = len(job.append_ids) // 4 - job.answered_tokens
+            request.ids = ids = self._sessions[request.reservation.session_id][1] + job.extend_ids
+        asked = len(job.extend_ids) // 4 - job.answered_tokens
         assert asked >= request.reservation.reads, "of what follows held tokens one is to be read"
         failing = self.fail_after.pop(0) if self.fail_after else None
         reason, count, message = FinishReason.LENGTH, 0, ""
@@ -486,7 +486,7 @@ class FakeDecode(Pausing):
                 for reservation in reservations
                 if (reservation.owner, reservation.door) == (owner, door)
             ]
-            tokens = sum(reservation.prompt_tokens + reservation.max_tokens for reservation in mine)
+            tokens = sum(reservation.new_tokens + reservation.max_tokens for reservation in mine)
             yield OwnerUse(owner=owner, door=door, requests=len(mine), tokens=tokens)
         for owner, ids, _expires in self._sessions.values():
             yield OwnerUse(owner=owner, door="", requests=0, tokens=len(ids) // 4)

@@ -55,7 +55,7 @@ def test_streamed_tokens_are_not_generated_again(house: House, client: Deltafron
     _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9, seed=7, temperature=1.0))
     first, second = house.group.jobs
     assert second.token_ids == first.token_ids
-    assert [len(job.append_ids) for job in house.decode.jobs] == [0, 4 * 5]
+    assert [len(job.extend_ids) for job in house.decode.jobs] == [0, 4 * 5]
     assert [job.sampling.max_tokens for job in house.decode.jobs] == [9, 4]
     assert {job.sampling.seed for job in house.decode.jobs} == {7}
     assert counter(house, "deltafront_time_to_first_token_seconds_count") == 1

@@ -104,10 +104,10 @@ def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: 
         assert prompt + append >= positions
         assert error.field == "prompt"
         return
-    assert plan.read_ids == head + tail and plan.answered_ids == pack_ids(said)
+    assert plan.prefill_ids == head + tail and plan.answered_ids == pack_ids(said)
     assert plan.keep_tokens == (prompt if keep else 0)
     assert plan.max_tokens + streamed == min(wanted, positions - prompt - append)
-    assert plan.read_tokens + plan.answer_tokens <= max(positions, prompt + append + streamed)
+    assert plan.prefill_tokens + plan.answer_tokens <= max(positions, prompt + append + streamed)
 
 
 def test_an_answer_that_was_asked_for_is_planned_whole_or_refused() -> None:
@@ -118,7 +118,7 @@ def test_an_answer_that_was_asked_for_is_planned_whole_or_refused() -> None:
 
 def test_plan_appends_a_sessions_answered_tokens_to_its_prompt() -> None:
     plan = plan_answer(b"", pack_ids([7]), max_tokens=9, positions=50, answered=[1, 2], keep=True)
-    assert (plan.read_ids, plan.answered_ids) == (pack_ids([7, 1, 2]), b"")
+    assert (plan.prefill_ids, plan.answered_ids) == (pack_ids([7, 1, 2]), b"")
     assert (plan.max_tokens, plan.keep_tokens) == (7, 0)
 
 
@@ -267,7 +267,7 @@ def test_ttft_part_metrics_sum_exactly_to_ttft(tmp_path: Path) -> None:
         for part in ("tokenize", "admission"):
             now[0] += rng.random()
             clock.lap(part)
-        metrics.first_token(tuple(clock.parts().items()), read_tokens=rng.choice((10, 1 << 20)))
+        metrics.first_token(tuple(clock.parts().items()), prefill_tokens=rng.choice((10, 1 << 20)))
         total += sum(clock.parts().values())
     seen = samples(metrics)
     sums = [v for k, v in seen.items() if k.startswith("deltafront_time_to_first_token_seconds_sum")]

@@ -164,7 +164,7 @@ def test_session_job_keeps_answered_tokens_apart_from_the_question(
     house.decode.fail_after = [4]
     collect(client.generate(session_id=session, append="why?", max_tokens=9, recompute_blocks=1))
     assert [job.answered_tokens for job in house.decode.jobs] == [0, 4]
-    assert [len(job.append_ids) // 4 for job in house.decode.jobs] == [4, 8]
+    assert [len(job.extend_ids) // 4 for job in house.decode.jobs] == [4, 8]
 
 
 # --- room --------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class Bench:
         options = RequestOptions(**{name: more.pop(name) for name in names})
         given = {"owner": "me", "options": options, **more}
         answer = await self.engine.reserve(
-            Reservation(request_id=request_id, prompt_tokens=prompt, max_tokens=new, **given)
+            Reservation(request_id=request_id, new_tokens=prompt, max_tokens=new, **given)
         )
         assert isinstance(answer, Reserved), answer
         return answer
@@ -222,7 +222,7 @@ class Bench:
     ) -> Answer:
         await self.reserve(request_id, len(ids), sampling.max_tokens, session_id=session_id, **more)
         packed = np.asarray(ids, dtype="<u4").tobytes()
-        return await self.collect(GenerateJob(request_id=request_id, sampling=sampling, append_ids=packed))
+        return await self.collect(GenerateJob(request_id=request_id, sampling=sampling, extend_ids=packed))
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class Pair:
 
     async def reserve(self, name: str, tokens: int = TOKENS, **more: Any) -> None:
         await self.decode.reserve.remote(
-            Reservation(request_id=name, owner="me", prompt_tokens=tokens, max_tokens=NEW, **more)
+            Reservation(request_id=name, owner="me", new_tokens=tokens, max_tokens=NEW, **more)
         )
 
     async def read(self, name: str, ids: bytes, chunks: int = 99, **job: Any) -> list[Any]:
@@ -124,7 +124,7 @@ def expected(model: ModelSpec) -> tuple[bytes, list[int]]:
     async def answer() -> list[int]:
         engine = DecodeEngine("decode:here", part(directory, 0, 1), DECODE, reader=InProcessReader)
         await engine.start()
-        await engine.reserve(Reservation(request_id="a", owner="me", prompt_tokens=TOKENS, max_tokens=NEW))
+        await engine.reserve(Reservation(request_id="a", owner="me", new_tokens=TOKENS, max_tokens=NEW))
         async with group(directory, Line(engine), stages=1) as controller:
             asked = {"method": method_spec("dense"), "decode_worker": "decode:here"}
             async for _ in controller.prefill(PrefillJob(request_id="a", token_ids=ids, **asked)):

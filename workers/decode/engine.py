@@ -359,10 +359,10 @@ class DecodeEngine:
             request.close(FinishReason.NO_KV, request.inbox.lost)
             return
         try:
-            append_ids = appended_ids(request.reservation, job, self._model.vocab)
+            extend_ids = appended_ids(request.reservation, job, self._model.vocab)
             known = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
             request.known_ids.frombytes(known or request.pages.session_ids)
-            request.plan_reads(append_ids, self._config.append_chunk_tokens)
+            request.plan_reads(extend_ids, self._config.append_chunk_tokens)
             default = self._config.page_selection
             request.selects_pages = self._plan.selects_pages(options.page_selection, default)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:

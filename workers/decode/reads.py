@@ -48,7 +48,7 @@ Step = Read | Recompute
 def plan_reads(
     kv_tokens: int,
     known_ids: Sequence[int],
-    append_ids: array[int],
+    extend_ids: array[int],
     *,
     answered: int,
     chunk: int,
@@ -60,19 +60,19 @@ def plan_reads(
     Args:
         kv_tokens: Tokens whose K/V is in the pages.
         known_ids: Their ids; empty if no block is computed again.
-        append_ids: Ids after them. The last `answered` belong to the answer.
+        extend_ids: Ids after them. The last `answered` belong to the answer.
         chunk: The most tokens of one read.
         blocks: How many blocks to compute again. If all appended text is kept, none is.
         keep_tokens: Tokens of the session to keep. They are read once, so that it depends on no question.
     """
-    asked = len(append_ids) - answered
-    answer = _chunks(kv_tokens + asked, append_ids[asked:], chunk)
+    asked = len(extend_ids) - answered
+    answer = _chunks(kv_tokens + asked, extend_ids[asked:], chunk)
     before, tail = max(asked - min(asked, chunk), keep_tokens - kv_tokens), tail_start(kv_tokens)
     all_kept = 0 < asked <= before
     if not known_ids or all_kept or not recompute_pages(blocks, kv_tokens, appended=asked > 0):
-        return [*_chunks(kv_tokens, append_ids[:asked], chunk), *answer]
-    end = Read(kv_tokens + before, append_ids[before:asked]) if asked else Read(tail, known_ids[tail:])
-    first = _chunks(kv_tokens, append_ids[:before], chunk)
+        return [*_chunks(kv_tokens, extend_ids[:asked], chunk), *answer]
+    end = Read(kv_tokens + before, extend_ids[before:asked]) if asked else Read(tail, known_ids[tail:])
+    first = _chunks(kv_tokens, extend_ids[:before], chunk)
     looking = replace(
         end, select_blocks=blocks, select_among=min(kv_tokens, end.start)
     )  # later tokens were read densely, and need no recomputing
@@ -110,7 +110,7 @@ def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
         ValueError: These are neither all ids nor none, or one is outside the vocabulary.
     """
     ids = np.frombuffer(packed, dtype="<u4")
-    before = reservation.prefix_tokens + (0 if reservation.reads else reservation.prompt_tokens)
+    before = reservation.prefix_tokens + (0 if reservation.reads else reservation.new_tokens)
     if len(ids) not in (0, before) or (len(ids) and reservation.session_id is not None):
         raise ValueError(f"the ids of {len(ids)} tokens came with a prompt of {before}")
     _check_ids(ids, vocab)
@@ -123,8 +123,8 @@ def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> arra
     new_tokens = job.sampling.max_tokens
     if not 1 <= new_tokens <= reservation.max_tokens:
         raise ValueError(f"max_tokens {new_tokens} must be 1 .. {reservation.max_tokens}, which was reserved")
-    ids = np.frombuffer(job.append_ids, dtype="<u4")
-    expected = reservation.prompt_tokens if reservation.reads else reservation.append_tokens
+    ids = np.frombuffer(job.extend_ids, dtype="<u4")
+    expected = reservation.new_tokens if reservation.reads else reservation.resume_tokens
     if len(ids) == 0 and reservation.reads:
         raise ValueError("a session or prefix can only be continued with at least one appended token")
     if len(ids) != expected:

@@ -79,34 +79,34 @@ class DecodeRequest:
     @property
     def prompt_tokens(self) -> int:
         """Tokens before the answer, held ones included."""
-        return self.pages.held_tokens + self.reservation.prompt_tokens
+        return self.pages.held_tokens + self.reservation.new_tokens
 
     @property
     def known_tokens(self) -> int:
         """Tokens whose K/V the request finds in its pages before its own reads."""
         return self.pages.held_tokens if self.reservation.reads else self.prompt_tokens
 
-    def plan_reads(self, append_ids: array[int], chunk: int) -> None:
+    def plan_reads(self, extend_ids: array[int], chunk: int) -> None:
         """Plan its reads, given the ids behind its K/V. Raises ValueError if `answered_tokens` does not fit
         them."""
         assert self.job is not None
         answered, asked = self.job.answered_tokens, self.reservation.reads
-        if not 0 <= answered <= len(append_ids) - asked:
-            raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
+        if not 0 <= answered <= len(extend_ids) - asked:
+            raise ValueError(f"answered_tokens {answered} is not within {len(extend_ids)} appended tokens")
         self.reads += plan_reads(
             self.length,
             self.known_ids,
-            append_ids,
+            extend_ids,
             answered=answered,
             chunk=chunk,
             blocks=self.options.recompute_blocks,
             keep_tokens=self.job.keep_tokens,
         )
         self.recomputes = any(isinstance(step, Recompute) for step in self.reads)
-        prompt_end = len(append_ids) - answered
-        self.answer_ids += append_ids[prompt_end:]
+        prompt_end = len(extend_ids) - answered
+        self.answer_ids += extend_ids[prompt_end:]
         if self.known_ids:
-            self.known_ids += append_ids[:prompt_end]
+            self.known_ids += extend_ids[:prompt_end]
 
     def remember(self) -> None:
         """Let other prompts find its K/V. Recomputed K/V depends on the question, and is left out.

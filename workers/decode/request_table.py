@@ -94,7 +94,7 @@ class DecodeRequests:
         began = self._clock()
 
         pages.on_free = lambda: self._reservation_time.ended(self._clock() - began)
-        expected = 0 if reservation.reads else reservation.prompt_tokens
+        expected = 0 if reservation.reads else reservation.new_tokens
         request = DecodeRequest(
             serial=next(self._serials),
             layers=self.layers,
@@ -142,7 +142,7 @@ class DecodeRequests:
             if request.ended is None:
                 reservation = request.reservation
                 requests[reservation.owner, reservation.door] += 1
-                own = reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
+                own = reservation.new_tokens + reservation.resume_tokens + reservation.max_tokens
                 if request.session is not None and self._exists(request.session):
                     own -= request.session.tokens - request.pages.held_tokens  # leases are counted below
                 tokens[reservation.owner, reservation.door] += max(0, own)

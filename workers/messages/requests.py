@@ -67,7 +67,8 @@ class Reservation:
 
     Attributes:
         owner: A digest of who may use the session; empty without authentication.
-        prompt_tokens: Tokens behind the held ones, a client's appended text included.
+        new_tokens: Tokens of the prompt after the held ones, which a group or the worker prefills. A client's
+            appended text counts.
         max_tokens: Tokens of the answer still to come; 0: prefill only.
         session_id: The session that it builds on.
         prefix_tokens: Tokens of the remembered prefix that it builds on, in whole pages.
@@ -79,13 +80,13 @@ class Reservation:
             prefill.
         wait: Whether to wait for pages, until the deadline and for the configured time at most.
         door: The door that asks.
-        append_tokens: Tokens of the answer that were already streamed. They come with the GenerateJob, after
-            a prompt that a group reads.
+        resume_tokens: Tokens of the answer that were streamed before, where a group prefills the prompt. They
+            come with the GenerateJob.
     """
 
     request_id: str
     owner: str
-    prompt_tokens: int
+    new_tokens: int
     max_tokens: int
     session_id: str | None = None
     keep_tokens: int = 0
@@ -95,11 +96,11 @@ class Reservation:
     prefix_tokens: int = 0
     reads_rest: bool = False
     key: PromptKey | None = None
-    append_tokens: int = 0
+    resume_tokens: int = 0
 
     @property
     def reads(self) -> bool:
-        """Whether the worker itself reads the prompt_tokens, which then come with the GenerateJob."""
+        """Whether the worker itself prefills the new tokens, which then come with the GenerateJob."""
         return self.session_id is not None or self.reads_rest
 
 
@@ -199,16 +200,17 @@ class GenerateJob:
     """Asks a decode worker to answer a request that has a reservation, whose options hold.
 
     Attributes:
-        append_ids: Token ids that the worker prefills itself.
+        extend_ids: Packed ids of the tokens that the worker prefills itself: text after a session or prefix,
+            and tokens of the answer that were streamed before.
         keep_tokens: Number of first prompt tokens that become a session when the first token is out.
         prompt_ids: Ids of the tokens before the appended ones; empty unless blocks may be computed again, now
             or for the session.
-        answered_tokens: How many of `append_ids`, the last ones, belong to the answer.
+        answered_tokens: Number of last `extend_ids` that belong to the answer.
     """
 
     request_id: str
     sampling: Sampling
-    append_ids: bytes = b""
+    extend_ids: bytes = b""
     keep_tokens: int = 0
     prompt_ids: bytes = field(repr=False, default=b"")
     answered_tokens: int = 0

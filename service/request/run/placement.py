@@ -65,7 +65,7 @@ async def place(
         worker, reserved = await _reserve_on_any(
             resources, attempt, admitted.workers, reservation_of(attempt, plan)
         )
-    fleet.charge(Charge(groups[0], plan.unread_tokens, worker.name, reserved.pages))
+    fleet.charge(Charge(groups[0], plan.new_tokens, worker.name, reserved.pages))
     lap("admission")
     return Placed(groups, worker, plan, reserved)
 
@@ -78,7 +78,7 @@ async def admit(
     view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
     left = None if deadline is None else deadline - time.time()
     need = admission.Need(
-        plan.read_tokens, plan.answer_tokens, left, plan.recompute_tokens, plan.prefix_tokens
+        plan.prefill_tokens, plan.answer_tokens, left, plan.recompute_tokens, plan.prefix_tokens
     )
     decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
     if isinstance(decision, admission.Admitted):
@@ -100,7 +100,7 @@ async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: P
     for number, name in enumerate(groups):
         if not view.groups[name].full:
             return tuple(groups[number:])
-        refusal = await resources.fleet.group(name).queue_refusal(plan.read_tokens)
+        refusal = await resources.fleet.group(name).queue_refusal(plan.prefill_tokens)
         if refusal is None:
             return tuple(groups[number:])
         refused.append(refusal)

@@ -66,32 +66,32 @@ class Plan:
     """One attempt. Ids are little-endian uint32.
 
     Args:
-        read_ids: The prompt and what is appended; for a session, what is appended and what was streamed.
+        prefill_ids: The prompt and what is appended; for a session, what is appended and what was streamed.
         max_tokens: Tokens that may still be generated.
         keep_tokens: The number of first tokens that become a session.
         answered_ids: Tokens that were streamed after a prompt.
         session_id: The attempt continues this session.
         prefix_tokens: The attempt continues this number of remembered tokens.
-        worker_reads: A decode worker reads `read_ids` after them; otherwise a group reads what follows the
-            prefix of `read_ids`.
+        worker_prefills: A decode worker prefills `prefill_ids` after session or prefix. Otherwise a group
+            prefills what follows the first `prefix_tokens` of `prefill_ids`.
     """
 
-    read_ids: bytes
+    prefill_ids: bytes
     max_tokens: int
     keep_tokens: int = 0
     answered_ids: bytes = b""
     recompute_blocks: int = 0
     session_id: str | None = None
     prefix_tokens: int = 0
-    worker_reads: bool = False
+    worker_prefills: bool = False
 
     @property
-    def read_tokens(self) -> int:
-        return len(self.read_ids) // ID_BYTES
+    def prefill_tokens(self) -> int:
+        return len(self.prefill_ids) // ID_BYTES
 
     @property
-    def unread_tokens(self) -> int:
-        return self.read_tokens - (0 if self.worker_reads else self.prefix_tokens)
+    def new_tokens(self) -> int:
+        return self.prefill_tokens - (0 if self.worker_prefills else self.prefix_tokens)
 
     @property
     def answered_tokens(self) -> int:
@@ -105,11 +105,11 @@ class Plan:
     @property
     def recompute_tokens(self) -> int:
         """Room for recomputed blocks, which do not overwrite the old ones."""
-        return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.read_tokens, appended=False)
+        return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.prefill_tokens, appended=False)
 
     def inexact_ids(self, method: MethodSpec) -> bytes:
-        """Return the tokens whose K/V is not that of exact attention: `read_ids`, or none."""
-        return b"" if is_exact(method, self.read_tokens) else self.read_ids
+        """Return the tokens whose K/V is not that of exact attention: `prefill_ids`, or none."""
+        return b"" if is_exact(method, self.prefill_tokens) else self.prefill_ids
 
 
 def plan_answer(

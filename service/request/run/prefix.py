@@ -33,11 +33,11 @@ _MUCH_FULLER = 0.5
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """A worker that remembers a prompt's first tokens. `group_reads`: a prefill group reads the rest."""
+    """A worker that remembers a prompt's first tokens. `group_prefills`: a prefill group reads the rest."""
 
     worker: DecodeWorker
     prefix: Prefix
-    group_reads: bool = False
+    group_prefills: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> Pr
     anew = bool(rates.read) and group_seconds(0, tokens, rates) <= group_seconds(start, tokens, rates)
     if not start or anew:
         return None
-    return replace(hit, prefix=replace(hit.prefix, tokens=start), group_reads=True)
+    return replace(hit, prefix=replace(hit.prefix, tokens=start), group_prefills=True)
 
 
 def _rates(fleet: Fleet, worker: str) -> Rates:

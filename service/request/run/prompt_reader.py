@@ -47,7 +47,7 @@ class PromptReader:
         self._resume_step = resume_step(self.call.method)
         self._job = PrefillJob(
             request_id=self.attempt.request_id,
-            token_ids=self.plan.read_ids,
+            token_ids=self.plan.prefill_ids,
             method=self.call.method,
             decode_worker=self.worker.name,
             deadline=self.call.options.deadline,
@@ -97,7 +97,7 @@ class PromptReader:
         self._job = replace(self._job, start=start, attempt=self._job.attempt + 1)
 
     def _charge(self, group: str) -> None:
-        tokens = self.plan.read_tokens - self._job.start
+        tokens = self.plan.prefill_tokens - self._job.start
         self.resources.fleet.charge(Charge(group, tokens, self.worker.name, 0))
 
     async def _read_on_any(self, progress: Callable[[Progress], None]) -> PrefillReport:

@@ -113,10 +113,10 @@ class RequestRun:
             keep=call.options.keep_ttl_s > 0,
             fit_max_tokens=call.fit_max_tokens,
         )
-        exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
+        exact = call.session_id is None and is_exact(call.method, plan.prefill_tokens)
         blocks = 0 if exact else call.options.recompute_blocks
         in_session = call.session_id is not None
-        return replace(plan, recompute_blocks=blocks, session_id=call.session_id, worker_reads=in_session)
+        return replace(plan, recompute_blocks=blocks, session_id=call.session_id, worker_prefills=in_session)
 
     async def _from_prompt(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
         self._release_kept()
@@ -124,11 +124,11 @@ class RequestRun:
         if self._is_complete(plan):
             return
         hit = await self._find_prefix(plan)
-        if hit is not None and not hit.group_reads:
+        if hit is not None and not hit.group_prefills:
             if await self._from_prefix(use, timeout, plan, hit):
                 return
             hit = None
-        await use.set_tokens(plan.read_tokens + plan.answer_tokens)
+        await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
         with Attempt(resources.fleet, self._call.request_id) as attempt:
             lap = self._accepted.clock.lap
             placed = await place(resources, attempt, plan, self._reservation, hit, lap)
@@ -149,7 +149,7 @@ class RequestRun:
             self._resources.fleet,
             self._key,
             self._call.method,
-            tokens=plan.read_tokens,
+            tokens=plan.prefill_tokens,
             answer_tokens=plan.answer_tokens,
         )
 
@@ -162,17 +162,17 @@ class RequestRun:
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """
         worker, prefix = hit.worker, hit.prefix
-        ids, start = plan.read_ids, prefix.tokens * requests.ID_BYTES
+        ids, start = plan.prefill_ids, prefix.tokens * requests.ID_BYTES
         plan = replace(
             plan,
-            read_ids=(ids + plan.answered_ids)[start:],
+            prefill_ids=(ids + plan.answered_ids)[start:],
             answered_ids=b"",
             max_tokens=max(1, plan.max_tokens),
             recompute_blocks=0 if prefix.exact else self._call.options.recompute_blocks,
             prefix_tokens=prefix.tokens,
-            worker_reads=True,
+            worker_prefills=True,
         )
-        await use.set_tokens(plan.read_tokens + plan.answer_tokens)
+        await use.set_tokens(plan.prefill_tokens + plan.answer_tokens)
         with Attempt(self._resources.fleet, self._call.request_id) as attempt:
             reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
             if isinstance(reserved, requests.Refused):
@@ -191,7 +191,7 @@ class RequestRun:
             answer.session_tokens = answer.cached_tokens = await self._session_tokens()
         if self._is_complete(plan):
             return
-        await use.set_tokens(plan.read_tokens + plan.max_tokens)
+        await use.set_tokens(plan.prefill_tokens + plan.max_tokens)
         with Attempt(fleet, call.request_id) as attempt:
             worker = await fleet.session_worker(worker_of(call.session_id or ""))
             try:
@@ -226,7 +226,7 @@ class RequestRun:
             with Attempt(fleet, call.request_id) as attempt:
                 async with asyncio.timeout(_LAST_REPORT_S):
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
-                    nothing = Plan(b"", 0, session_id=call.session_id, worker_reads=True)
+                    nothing = Plan(b"", 0, session_id=call.session_id, worker_prefills=True)
                     empty = self._reservation(attempt, nothing)
                     reserved = await reserve(attempt, worker, replace(empty, wait=False))
         except (TimeoutError, NotFound, WorkerError):
@@ -238,7 +238,7 @@ class RequestRun:
         return requests.Reservation(
             request_id=attempt.request_id,
             owner=call.owner,
-            prompt_tokens=plan.unread_tokens,
+            new_tokens=plan.new_tokens,
             max_tokens=plan.max_tokens,
             session_id=plan.session_id,
             keep_tokens=plan.keep_tokens if plan.max_tokens else 0,
@@ -246,19 +246,19 @@ class RequestRun:
             wait=not plan.prefix_tokens,  # another worker has room for the prompt
             door=self._resources.door,
             prefix_tokens=plan.prefix_tokens,
-            reads_rest=plan.worker_reads,
+            reads_rest=plan.worker_prefills,
             key=self._key,
-            append_tokens=plan.answered_tokens,
+            resume_tokens=plan.answered_tokens,
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> requests.GenerateJob:
         call = self._call
         # Blocks are recomputed for this answer, or later for questions to the kept session.
-        recomputed = not plan.worker_reads and (plan.recompute_blocks or plan.keep_tokens)
+        recomputed = not plan.worker_prefills and (plan.recompute_blocks or plan.keep_tokens)
         return requests.GenerateJob(
             request_id=attempt.request_id,
             sampling=replace(call.sampling, max_tokens=plan.max_tokens),
-            append_ids=plan.read_ids if plan.worker_reads else plan.answered_ids,
+            extend_ids=plan.prefill_ids if plan.worker_prefills else plan.answered_ids,
             keep_tokens=plan.keep_tokens,
             prompt_ids=plan.inexact_ids(call.method) if recomputed else b"",
             answered_tokens=len(self._answer.ids),

@@ -255,7 +255,7 @@ def test_a_chat_gives_the_template_variables(house: House, api: openai.OpenAI) -
         (*_, kept) = client.prefill([*HI, *HI], session_ttl_s=60)
         asked = {"session_id": kept.session.session_id, **glad}  # type: ignore[union-attr]
         assert chat(api, extra_body=asked).usage.completion_tokens == 5
-    assert bytes(house.decode.jobs[-1].append_ids[::4]).decode() == "[u:hi][a:glad"
+    assert bytes(house.decode.jobs[-1].extend_ids[::4]).decode() == "[u:hi][a:glad"
 
 
 def test_sampling_options_reach_the_worker(house: House, api: openai.OpenAI) -> None:

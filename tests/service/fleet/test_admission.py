@@ -66,11 +66,11 @@ def brute(need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]) -
     for g in gs:
         for w in ws:
             pages = 0
-            while pages * w.page_tokens < need.read_tokens + need.answer_tokens + need.recompute_tokens:
+            while pages * w.page_tokens < need.prefill_tokens + need.answer_tokens + need.recompute_tokens:
                 pages += 1
-            holds = pages <= w.pages_total and need.read_tokens <= g.pages_total * w.page_tokens
+            holds = pages <= w.pages_total and need.prefill_tokens <= g.pages_total * w.page_tokens
             seconds = (
-                (g.waiting_tokens + need.read_tokens) / g.tokens_per_second if g.tokens_per_second else 0
+                (g.waiting_tokens + need.prefill_tokens) / g.tokens_per_second if g.tokens_per_second else 0
             )
             in_time = need.seconds_left is None or seconds <= need.seconds_left
             if holds and in_time:
@@ -207,13 +207,13 @@ def test_the_least_loaded_group_is_chosen(
     gs = tuple(replace(g, tokens_per_second=100.0, waiting=0) for g in gs)
     ws = (*ws, DecodeStats(name="roomy", pages_total=1000, pages_free=1000, running=0, waiting=0, sessions=0))
     need = replace(need, seconds_left=None)
-    able = [g for g in gs if need.read_tokens <= g.pages_total * 16]
+    able = [g for g in gs if need.prefill_tokens <= g.pages_total * 16]
     decision = admit(need, gs, ws)
     assert isinstance(decision, Admitted) == bool(able)
     if isinstance(decision, Admitted):
         chosen = next(g for g in gs if g.name == decision.groups[0])
         assert chosen.waiting_tokens == min(g.waiting_tokens for g in able)
-        assert decision.ttft_s == (chosen.waiting_tokens + need.read_tokens) / 100.0
+        assert decision.ttft_s == (chosen.waiting_tokens + need.prefill_tokens) / 100.0
 
 
 @given(needs, groups, workers)

@@ -109,7 +109,7 @@ async def test_keeps_a_session_of_a_session_and_of_a_part_of_a_prompt(
     await run.reserve("longer", len(more), NEW, session_id=part, keep_tokens=95)
     packed = torch.tensor(more, dtype=torch.int32).numpy().tobytes()
     longer = await run.collect(
-        GenerateJob(request_id="longer", sampling=GREEDY, append_ids=packed, keep_tokens=95)
+        GenerateJob(request_id="longer", sampling=GREEDY, extend_ids=packed, keep_tokens=95)
     )
     assert longer.ids == expected(document[:70] + more)
     await run.engine.release_session(part, "me")
@@ -242,7 +242,7 @@ async def test_latency_parts_add_up_to_the_time_to_first_token(bench: Any) -> No
     await run.reserve("more", 100, 4, session_id=session)
     began = clock.now
     more = run.engine.generate(
-        GenerateJob(request_id="more", sampling=Sampling(max_tokens=4), append_ids=packed)
+        GenerateJob(request_id="more", sampling=Sampling(max_tokens=4), extend_ids=packed)
     )
     getting = asyncio.ensure_future(anext(more))
     await asyncio.sleep(0)

@@ -33,7 +33,7 @@ LONG = Sampling(max_tokens=400, ignore_eos=True)
 
 
 async def refusal(run: Any, **reservation: Any) -> Refused:
-    given = {"request_id": "x", "owner": "me", "prompt_tokens": 10, "max_tokens": 4} | reservation
+    given = {"request_id": "x", "owner": "me", "new_tokens": 10, "max_tokens": 4} | reservation
     used = run.used
     answer = await run.engine.reserve(Reservation(**given))
     assert isinstance(answer, Refused), answer
@@ -48,16 +48,16 @@ async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("a", 300, 20)
     assert (await refusal(run, request_id="a")).reason is RefusalReason.DUPLICATE
-    full = await refusal(run, prompt_tokens=310, max_tokens=11)
+    full = await refusal(run, new_tokens=310, max_tokens=11)
     assert (full.reason, full.needed, full.free) == (RefusalReason.PAGES, 21, 20)
-    large = await refusal(run, prompt_tokens=630, max_tokens=11)
+    large = await refusal(run, new_tokens=630, max_tokens=11)
     assert (large.reason, large.needed) == (RefusalReason.TOO_LARGE, 41)
-    assert (await refusal(run, prompt_tokens=1000, max_tokens=25)).reason is RefusalReason.POSITIONS
+    assert (await refusal(run, new_tokens=1000, max_tokens=25)).reason is RefusalReason.POSITIONS
     assert (await refusal(run, session_id="test.none")).reason is RefusalReason.NO_SESSION
     for selection, words in (("delta", "calibrated"), ("most", "unknown page selection")):
         refused = await refusal(run, options=RequestOptions(page_selection=selection))
         assert refused.reason is RefusalReason.SELECTION and words in refused.message
-    for senseless in ({"prompt_tokens": 0}, {"prompt_tokens": -1}, {"max_tokens": -1}, {"keep_tokens": 11}):
+    for senseless in ({"new_tokens": 0}, {"new_tokens": -1}, {"max_tokens": -1}, {"keep_tokens": 11}):
         with pytest.raises(ValueError, match="tokens"):
             await refusal(run, **senseless)
     await run.engine.cancel("a")
@@ -67,7 +67,7 @@ async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
 async def test_positions_count_the_session(bench: Any) -> None:
     run = await bench(cache_tokens=4096)
     kept = (await run.ask("a", ids_of(500), SHORT, keep_tokens=500)).first.session.session_id
-    reservation = {"session_id": kept, "prompt_tokens": 500}
+    reservation = {"session_id": kept, "new_tokens": 500}
     assert (await refusal(run, **reservation, max_tokens=25)).reason is RefusalReason.POSITIONS
     await run.reserve("fits", 500, 24, session_id=kept)
 
@@ -90,7 +90,7 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
     job = GenerateJob(
         request_id="running",
         sampling=Sampling(max_tokens=30, ignore_eos=True),
-        append_ids=packed(ids_of(5)),
+        extend_ids=packed(ids_of(5)),
     )
     answer = await run.collect(job)
     assert len(answer.tokens) == 30
@@ -101,7 +101,7 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
     ("change", "words"),
     [
         ({"sampling": Sampling(max_tokens=9)}, "max_tokens 9"),
-        ({"append_ids": packed([1])}, "1 appended tokens, but 0 were reserved"),
+        ({"extend_ids": packed([1])}, "1 appended tokens, but 0 were reserved"),
         ({"keep_tokens": 41}, "keep_tokens 41"),
     ],
 )
@@ -125,15 +125,15 @@ async def test_appended_ids_are_checked(bench: Any) -> None:
         ("outside", 2, [1, 199], "outside the vocabulary"),
     ):
         await run.reserve(name, count, 8, session_id=session)
-        answer = await run.collect(GenerateJob(request_id=name, sampling=SHORT, append_ids=packed(ids)))
+        answer = await run.collect(GenerateJob(request_id=name, sampling=SHORT, extend_ids=packed(ids)))
         assert answer.finish.reason is FinishReason.FAILED and words in answer.finish.message
-    await run.reserve("answered", 40, 8, append_tokens=1)
-    answer = await run.collect(GenerateJob(request_id="answered", sampling=SHORT, append_ids=packed([199])))
+    await run.reserve("answered", 40, 8, resume_tokens=1)
+    answer = await run.collect(GenerateJob(request_id="answered", sampling=SHORT, extend_ids=packed([199])))
     assert "outside the vocabulary" in answer.finish.message
     with pytest.raises(ValueError, match="-1 tokens behind the prompt"):
-        await run.reserve("fewer than none", 40, 8, append_tokens=-1)
+        await run.reserve("fewer than none", 40, 8, resume_tokens=-1)
     with pytest.raises(ValueError, match="2 tokens behind the prompt"):
-        await run.reserve("session", 4, 8, session_id=session, append_tokens=2)
+        await run.reserve("session", 4, 8, session_id=session, resume_tokens=2)
 
 
 async def test_generating_without_or_beside_a_reservation_fails(bench: Any) -> None:
@@ -257,7 +257,7 @@ async def test_stats_tell_what_each_owner_holds_through_each_door(bench: Any) ->
     await run.reserve("b", 20, 0, door="one")
     await run.reserve("c", 10, 5, door="two")
     await run.reserve("d", 10, 5, owner="you", door="two")
-    await run.reserve("resumed", 10, 5, door="two", append_tokens=7)  # of the answer, read behind the prompt
+    await run.reserve("resumed", 10, 5, door="two", resume_tokens=7)  # of the answer, read behind the prompt
     wanted = {
         OwnerUse(owner="me", door="", requests=0, tokens=30),
         OwnerUse(owner="me", door="one", requests=2, tokens=68),
@@ -334,7 +334,7 @@ async def test_running_streams_do_not_wait_for_a_long_extend(bench: Any) -> None
     for _ in range(3):
         await anext(stream)
     await run.reserve("long", 500, 4, session_id=session)
-    job = GenerateJob(request_id="long", sampling=Sampling(max_tokens=4), append_ids=packed(ids_of(500)))
+    job = GenerateJob(request_id="long", sampling=Sampling(max_tokens=4), extend_ids=packed(ids_of(500)))
     appending = asyncio.create_task(run.collect(job))
     during = 0
     while not appending.done():
@@ -360,7 +360,7 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_
         reservation = Reservation(
             request_id=name,
             owner="me",
-            prompt_tokens=length,
+            new_tokens=length,
             max_tokens=30,
             session_id=session if on_session else None,
         )
@@ -369,7 +369,7 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_
         cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random() * 0.3, None))))
         job = GenerateJob(request_id=name, sampling=Sampling(max_tokens=30, ignore_eos=True), keep_tokens=0)
         if on_session:
-            job = replace(job, append_ids=packed(ids_of(length)))
+            job = replace(job, extend_ids=packed(ids_of(length)))
         else:
             cancelling_feeder = asyncio.create_task(feed(name, length))
         answer = await run.collect(job)

@@ -86,12 +86,12 @@ async def test_answer_resumes_after_the_tokens_already_generated(
     What the prompt's own logits say is of no use."""
     run, left = await bench(), sampling.max_tokens
     whole = await run.ask("whole", IDS, replace(sampling, max_tokens=answered + left))
-    await run.reserve("rest", len(IDS), left, append_tokens=answered)
+    await run.reserve("rest", len(IDS), left, resume_tokens=answered)
     prompt = run.prefill(IDS)
     await announce(run, run.pieces("rest", prompt))
     await run.engine.first_logits(FirstLogits(request_id="rest", logits=np.zeros_like(prompt.logits)))
     said = np.asarray(whole.ids[:answered], dtype="<u4").tobytes()
-    rest = await run.collect(GenerateJob(request_id="rest", sampling=sampling, append_ids=said))
+    rest = await run.collect(GenerateJob(request_id="rest", sampling=sampling, extend_ids=said))
     assert rest.ids == whole.ids[answered:]
     assert rest.finish.report.append_prefill > 0
 
@@ -190,7 +190,7 @@ async def test_late_kv_of_an_abandoned_prefill_does_not_start_it_twice(bench: Ca
     """It comes while the request reads what is appended to its prompt."""
     run = await bench(append_chunk_tokens=16)
     prompt, release = run.prefill(IDS), asyncio.Event()
-    await run.reserve("a", len(IDS), 8, append_tokens=200)
+    await run.reserve("a", len(IDS), 8, resume_tokens=200)
     late = pulled_late(run, run.pieces("a", prompt)[0], release)
     await asyncio.sleep(0)
     assert await run.engine.resume("a", [32], 1) == 0
@@ -198,7 +198,7 @@ async def test_late_kv_of_an_abandoned_prefill_does_not_start_it_twice(bench: Ca
     await run.engine.first_logits(FirstLogits(request_id="a", logits=prompt.logits, attempt=1))
     said = np.full(200, 5, dtype="<u4").tobytes()
     answering = asyncio.create_task(
-        run.collect(GenerateJob(request_id="a", sampling=SHORT, append_ids=said, answered_tokens=200))
+        run.collect(GenerateJob(request_id="a", sampling=SHORT, extend_ids=said, answered_tokens=200))
     )
     while not run.engine._scheduler._appending:
         await asyncio.sleep(0)

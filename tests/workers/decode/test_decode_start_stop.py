@@ -16,7 +16,7 @@ from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import DecodeConfig
 
 CONFIG = DecodeConfig(cache_tokens=512, page_selection="full", warm_up=True)
-RESERVATION = Reservation(request_id="a", owner="me", prompt_tokens=10, max_tokens=4)
+RESERVATION = Reservation(request_id="a", owner="me", new_tokens=10, max_tokens=4)
 
 
 class WarmUp:
@@ -68,7 +68,7 @@ async def test_closing_leaves_no_task_running(bench: Any, tiny_stack: LayerStack
         reader=ObjectStoreReader,
     )
     await engine.start()
-    await engine.reserve(Reservation(request_id="a", owner="me", prompt_tokens=70, max_tokens=4))
+    await engine.reserve(Reservation(request_id="a", owner="me", new_tokens=70, max_tokens=4))
     piece = run.pieces("a", run.prefill([3] * 70))[0]
     never = asyncio.get_running_loop().create_future()
     object.__setattr__(piece, "payload", never)

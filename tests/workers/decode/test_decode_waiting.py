@@ -78,9 +78,7 @@ def test_reservation_that_outlasts_the_mean_is_expected_to_end_soon() -> None:
 
 
 def reservation_of(name: str, tokens: int, **more: Any) -> Reservation:
-    return Reservation(
-        request_id=name, owner="me", prompt_tokens=tokens, max_tokens=0, **{"wait": True, **more}
-    )
+    return Reservation(request_id=name, owner="me", new_tokens=tokens, max_tokens=0, **{"wait": True, **more})
 
 
 async def reserving(run: Any, *reservations: Reservation) -> list[asyncio.Task[Any]]:
@@ -218,7 +216,7 @@ async def test_pages_shared_by_two_sessions_are_free_after_both_end(bench: Any) 
     job = GenerateJob(
         request_id="b",
         sampling=Sampling(max_tokens=2),
-        append_ids=packed(ids_of(16)),
+        extend_ids=packed(ids_of(16)),
         keep_tokens=656,
     )
     await run.collect(job)

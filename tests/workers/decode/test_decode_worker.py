@@ -70,7 +70,7 @@ async def answer_of(cluster: Any, replica: Any, run: Any, request_id: str, ids: 
 
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
     await actor.reserve.remote(
-        Reservation(request_id=request_id, owner="me", prompt_tokens=len(ids), max_tokens=NEW)
+        Reservation(request_id=request_id, owner="me", new_tokens=len(ids), max_tokens=NEW)
     )
     outbox, prompt, delivery = ObjectStoreOutbox(256 << 20, 60.0), run.prefill(ids), Delivery(replica.name)
     for piece in run.pieces(request_id, prompt):
@@ -189,7 +189,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
 
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
     assert await actor.reserve.remote(
-        Reservation(request_id="r", owner="me", prompt_tokens=70, max_tokens=NEW)
+        Reservation(request_id="r", owner="me", new_tokens=70, max_tokens=NEW)
     ) == Reserved(pages=6)
     outbox, prompt, delivery = ObjectStoreOutbox(256 << 20, 60.0), run.prefill(ids), Delivery(replica.name)
     for piece in run.pieces("r", prompt):
@@ -209,7 +209,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     assert (stats.pages_free, stats.sessions, stats.running) == (stats.pages_total - 5, 1, 0)
     assert stats.node == cluster.get_runtime_context().get_node_id()
     refused = await actor.reserve.remote(
-        Reservation(request_id="s", owner="you", prompt_tokens=1, max_tokens=1, session_id=session)
+        Reservation(request_id="s", owner="you", new_tokens=1, max_tokens=1, session_id=session)
     )
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_SESSION
     leaving = actor.drain.remote(600.0)
@@ -224,7 +224,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
 async def test_cancelling_a_stream_frees_its_pages(cluster: Any, replica: Any, bench: Any) -> None:
     actor, run = replica.head, await bench()
     prompt = run.prefill([3] * 40)
-    await actor.reserve.remote(Reservation(request_id="long", owner="me", prompt_tokens=40, max_tokens=900))
+    await actor.reserve.remote(Reservation(request_id="long", owner="me", new_tokens=40, max_tokens=900))
     for piece in run.pieces("long", prompt):
         await actor.announce.remote(piece)
     await actor.first_logits.remote(FirstLogits(request_id="long", logits=prompt.logits))
@@ -252,7 +252,7 @@ async def test_an_actor_that_died_is_replaced_in_place(cluster: Any, replica: An
     await replica.check_health()
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
     assert await actor.reserve.remote(
-        Reservation(request_id="r", owner="me", prompt_tokens=70, max_tokens=NEW)
+        Reservation(request_id="r", owner="me", new_tokens=70, max_tokens=NEW)
     ) == Reserved(pages=6)
 
 

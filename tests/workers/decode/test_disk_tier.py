@@ -120,7 +120,7 @@ async def test_a_client_that_leaves_while_files_are_read_leaves_nothing(started:
 
     store._stored = slowly
     given = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True, "owner": "me"}
-    reservation = Reservation(request_id="asked", prompt_tokens=40, max_tokens=NEW, **given)
+    reservation = Reservation(request_id="asked", new_tokens=40, max_tokens=NEW, **given)
     reserving = asyncio.create_task(run.engine.reserve(reservation))
     await began.wait()
     if gives_up == "goes":
@@ -161,7 +161,7 @@ async def test_two_requests_at_once_read_each_file_once(
     store._stored = slowly
     given = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True, "owner": "me"}
     reservations = [
-        Reservation(request_id=name, prompt_tokens=40, max_tokens=NEW, **given) for name in ("one", "two")
+        Reservation(request_id=name, new_tokens=40, max_tokens=NEW, **given) for name in ("one", "two")
     ]
     reserving = [asyncio.create_task(run.engine.reserve(one)) for one in reservations]
     while len(loads) < 2:
@@ -178,7 +178,7 @@ async def test_two_requests_at_once_read_each_file_once(
         assert store.lost == 2
     else:
         assert two.held_tokens == 2 * GROUP
-        job = {"sampling": GREEDY, "append_ids": packed(DOCUMENT[2 * GROUP :])}
+        job = {"sampling": GREEDY, "extend_ids": packed(DOCUMENT[2 * GROUP :])}
         assert (await run.collect(GenerateJob(request_id="two", **job))).ids == expected(list(DOCUMENT))
         if not first_leaves:
             await run.engine.cancel("one")
@@ -188,9 +188,7 @@ async def test_two_requests_at_once_read_each_file_once(
 
 async def refused(run: Bench) -> Refused:
     given = {"key": key_of(DOCUMENT), "prefix_tokens": 2 * GROUP, "reads_rest": True, "owner": "me"}
-    answer = await run.engine.reserve(
-        Reservation(request_id="asked", prompt_tokens=40, max_tokens=NEW, **given)
-    )
+    answer = await run.engine.reserve(Reservation(request_id="asked", new_tokens=40, max_tokens=NEW, **given))
     assert isinstance(answer, Refused)
     return answer
 

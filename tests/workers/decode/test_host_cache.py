@@ -293,7 +293,7 @@ async def test_reservation_waits_for_copies_into_pages_that_stages_map(
     copies = await pushed_out(run, monkeypatch)
     run.engine._tiers._in_place = True
     given = {"key": key_of(DOCUMENT), "owner": "me"}
-    rest = Reservation(request_id="rest", prompt_tokens=22, max_tokens=NEW, prefix_tokens=128, **given)
+    rest = Reservation(request_id="rest", new_tokens=22, max_tokens=NEW, prefix_tokens=128, **given)
     reserving = asyncio.create_task(run.engine.reserve(rest))
     copies.go_on(LAYERS - 1)
     await copies.until_moved(LAYERS - 1)
@@ -331,7 +331,7 @@ async def test_failed_copies_mark_the_worker_faulty(
     run.engine._tiers._in_place = in_place
     why = "K/V did not come back from host memory: no such memory"
     given = {"key": key_of(DOCUMENT), "prefix_tokens": 128, "owner": "me"}
-    rest = Reservation(request_id="rest", prompt_tokens=22, max_tokens=NEW, **given)
+    rest = Reservation(request_id="rest", new_tokens=22, max_tokens=NEW, **given)
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(go_on(run, "again", DOCUMENT, 144))]
     copies.go_on(4)
     await copies.until_moved(4)

@@ -67,7 +67,7 @@ async def test_a_copy_for_a_request_survives_the_sessions_end(bench: Any, late_c
     assert await run.engine.release_session(session, "me")
     await fill_free_pages(run)
     packed = np.asarray(ids_of(10), dtype="<u4").tobytes()
-    answer = await run.collect(GenerateJob(request_id="q", sampling=SHORT, append_ids=packed))
+    answer = await run.collect(GenerateJob(request_id="q", sampling=SHORT, extend_ids=packed))
     assert answer.ids == wanted.ids
     await run.engine.cancel("other")
     assert run.used == 0 and not late_copies
@@ -84,7 +84,7 @@ async def test_session_is_reported_only_once_its_page_is_copied(bench: Any, late
     await fill_free_pages(run)
     packed = np.asarray(ids_of(10), dtype="<u4").tobytes()
     assert (
-        await run.collect(GenerateJob(request_id="q", sampling=SHORT, append_ids=packed))
+        await run.collect(GenerateJob(request_id="q", sampling=SHORT, extend_ids=packed))
     ).ids == wanted.ids
     await run.engine.release_session(session, "me")
     await run.engine.cancel("other")

@@ -144,7 +144,7 @@ async def engine_beside(directory: Path, other: Recorder) -> DecodeEngine:
     stack = part(directory, 0, 2)
     engine = DecodeEngine("decode:test", stack, CONFIG, reader=ObjectStoreReader, ranks=[other])
     await engine.start()
-    await engine.reserve(Reservation(request_id="a", owner="me", prompt_tokens=32, max_tokens=4))
+    await engine.reserve(Reservation(request_id="a", owner="me", new_tokens=32, max_tokens=4))
     return engine
 
 
@@ -164,7 +164,7 @@ async def test_rank_that_dies_during_a_kv_transfer_fails_the_worker(tmp_path: Pa
     back = KVRange(request_id="a", layer=0, start=0, tokens=1)
     with pytest.raises(DecodeFailed, match=r"^rank 1 died"):
         await (engine.kv(back) if giving else engine.announce(PIECE))
-    other = Reservation(request_id="b", owner="me", prompt_tokens=32, max_tokens=4)
+    other = Reservation(request_id="b", owner="me", new_tokens=32, max_tokens=4)
     for call in (engine.stats(), engine.reserve(other), engine.resume("a", [16], 1)):
         with pytest.raises(DecodeFailed, match="rank 1 died"):
             await call

@@ -99,7 +99,7 @@ class Sparse:
         job = GenerateJob(
             request_id=name,
             sampling=Sampling(max_tokens=left, ignore_eos=True),
-            append_ids=packed(ids),
+            extend_ids=packed(ids),
             answered_tokens=len(answered),
         )
         return await self.bench.collect(job)
@@ -181,7 +181,7 @@ async def test_kv_kept_after_a_prefix_does_not_depend_on_the_question(sparse: Sp
         job = GenerateJob(
             request_id=name,
             sampling=GREEDY,
-            append_ids=packed(ids),
+            extend_ids=packed(ids),
             prompt_ids=packed(DOCUMENT) if blocks else b"",
             keep_tokens=kept,
         )
@@ -249,7 +249,7 @@ async def test_recomputes_no_block_of_a_long_appended_question(
     session = await sparse.keep(DOCUMENT[:300], packed(DOCUMENT[:300]))
     ids = tokens(400, 5)
     await sparse.bench.reserve("long", len(ids), NEW, session_id=session, recompute_blocks=8)
-    job = GenerateJob(request_id="long", sampling=GREEDY, append_ids=packed(ids))
+    job = GenerateJob(request_id="long", sampling=GREEDY, extend_ids=packed(ids))
     answer = await sparse.bench.collect(job)
     assert answer.finish.reason is FinishReason.LENGTH
     assert answer.finish.report.recomputed_tokens == BLOCK
@@ -262,11 +262,11 @@ async def test_answer_resumed_after_a_death_has_the_same_tokens(sparse: Sparse) 
     rest = await sparse.question("rest", session, 2, answered=tuple(whole.ids[:7]))
     assert rest.ids == whole.ids[7:]
     prompt = await sparse.ask("prompt", DOCUMENT, 2)
-    await sparse.reserve_and_deliver("resumed", DOCUMENT, 2, append_tokens=5)
+    await sparse.reserve_and_deliver("resumed", DOCUMENT, 2, resume_tokens=5)
     job = GenerateJob(
         request_id="resumed",
         sampling=Sampling(max_tokens=NEW - 5, ignore_eos=True),
-        append_ids=packed(prompt.ids[:5]),
+        extend_ids=packed(prompt.ids[:5]),
         prompt_ids=packed(DOCUMENT),
         answered_tokens=5,
     )
@@ -282,7 +282,7 @@ async def test_session_of_a_dense_prefill_recomputes_nothing(
     reservation = Reservation(
         request_id="asked",
         owner="me",
-        prompt_tokens=len(QUESTION),
+        new_tokens=len(QUESTION),
         max_tokens=NEW,
         session_id=session,
         options=RequestOptions(recompute_blocks=8),

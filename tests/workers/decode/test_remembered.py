@@ -46,7 +46,7 @@ async def go_on(run: Bench, name: str, ids: Sequence[int], held: int, **more: An
     job = GenerateJob(
         request_id=name,
         sampling=GREEDY,
-        append_ids=packed(ids[held:]),
+        extend_ids=packed(ids[held:]),
         keep_tokens=more.get("keep_tokens", 0),
     )
     return await run.collect(job)
@@ -127,9 +127,7 @@ async def test_session_holds_cached_pages_and_leaves_them_cached(bench: Any, exp
     kept = (await read(run, "kept", DOCUMENT, keep_tokens=150)).first.session.session_id
     await run.engine.renew(["kept"])
     assert run.used == 10
-    big = await run.engine.reserve(
-        Reservation(request_id="big", owner="you", prompt_tokens=160, max_tokens=96)
-    )
+    big = await run.engine.reserve(Reservation(request_id="big", owner="you", new_tokens=160, max_tokens=96))
     assert isinstance(big, Refused) and (big.reason, big.free) == (RefusalReason.PAGES, 14)
     answer = await go_on(run, "asked", [*DOCUMENT, 7], 144, keep_tokens=151)
     assert answer.ids == expected([*DOCUMENT, 7])
@@ -216,7 +214,7 @@ async def test_sparse_prompt_is_cached_up_to_its_last_whole_block(bench: Any) ->
     assert await run.engine.find_prefix(key) == Prefix(tokens=256, exact=False)
     # A worker reads the rest densely, and then all of it is remembered.
     await run.reserve("second", len(longer) - 256, NEW, key=key, prefix_tokens=256, reads_rest=True)
-    job = GenerateJob(request_id="second", sampling=GREEDY, append_ids=packed(longer[256:]))
+    job = GenerateJob(request_id="second", sampling=GREEDY, extend_ids=packed(longer[256:]))
     await run.collect(job)
     assert await run.engine.find_prefix(key) == Prefix(tokens=len(longer) // 16 * 16, exact=False)
     assert await run.engine.find_prefix(key_of(longer)) is None
@@ -236,7 +234,7 @@ async def test_refuses_a_prefix_that_was_evicted_meanwhile(bench: Any) -> None:
     run = await bench()
     refused = await run.engine.reserve(
         Reservation(
-            request_id="r", owner="me", prompt_tokens=6, max_tokens=1, prefix_tokens=144, key=key_of(DOCUMENT)
+            request_id="r", owner="me", new_tokens=6, max_tokens=1, prefix_tokens=144, key=key_of(DOCUMENT)
         )
     )
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_PREFIX

@@ -92,7 +92,7 @@ class Scene:
             serial=table[0],
             layers=LAYERS,
             reservation=Reservation(
-                request_id=name, owner="me", prompt_tokens=3, max_tokens=3, reads_rest=reads
+                request_id=name, owner="me", new_tokens=3, max_tokens=3, reads_rest=reads
             ),
             pages=pages,
             reserved=0.0,

@@ -42,7 +42,7 @@ def reserve(manager: PageManager, letters: str, found: int = 0, **more: Any) -> 
         **{name: more.pop(name) for name in ("remembers", "retain_s", "method") if name in more},
     )
     tokens = PAGE_TOKENS * found
-    given = {"prompt_tokens": len(spell(letters)) - tokens, "max_tokens": 1, "prefix_tokens": tokens, **more}
+    given = {"new_tokens": len(spell(letters)) - tokens, "max_tokens": 1, "prefix_tokens": tokens, **more}
     return manager.reserve(Reservation(request_id="r", owner="me", key=key, **given), now=0.0)
 
 

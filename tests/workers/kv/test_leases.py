@@ -56,7 +56,7 @@ def pages_of(pages: int, positions: int = 4096) -> PageManager:
 
 def reserve(pages: PageManager, prompt: int, new: int, **more: Any) -> RequestPages:
     answer = pages.reserve(
-        Reservation(request_id="r", owner="me", prompt_tokens=prompt, max_tokens=new, **more), now=0.0
+        Reservation(request_id="r", owner="me", new_tokens=prompt, max_tokens=new, **more), now=0.0
     )
     assert isinstance(answer, RequestPages), answer
     return answer
@@ -139,7 +139,7 @@ def test_too_large_counts_the_copy_of_a_sessions_last_page() -> None:
     first.end()
     assert isinstance(reserve(pages, 1, 7, session_id=session.session_id), RequestPages)
     refused = pages.reserve(
-        Reservation(request_id="r", owner="me", prompt_tokens=1, max_tokens=8, session_id=session.session_id),
+        Reservation(request_id="r", owner="me", new_tokens=1, max_tokens=8, session_id=session.session_id),
         now=0.0,
     )
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.TOO_LARGE
@@ -171,7 +171,7 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
             Reservation(
                 request_id="r",
                 owner="me",
-                prompt_tokens=prompt,
+                new_tokens=prompt,
                 max_tokens=new,
                 session_id=session,
                 keep_tokens=keep_tokens,

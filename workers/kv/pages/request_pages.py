@@ -244,11 +244,11 @@ class PageManager:
         if isinstance(held, Refused):
             return held
         before = held.tokens
-        total = before + reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
+        total = before + reservation.new_tokens + reservation.resume_tokens + reservation.max_tokens
         if total > self._positions:
             return Refused(
                 reason=RefusalReason.POSITIONS,
-                message=f"{before} session tokens, {reservation.prompt_tokens} prompt tokens and "
+                message=f"{before} session tokens, {reservation.new_tokens} prompt tokens and "
                 f"{reservation.max_tokens} new tokens exceed the model's {self._positions} positions",
                 tokens_left=max(0, self._positions - (total - reservation.max_tokens)),
             )
@@ -301,7 +301,7 @@ class PageManager:
         fresh = pages_for(total) - len(shared)
         own = 0
         if held.may_recompute:
-            known = held.tokens if reservation.reads else held.tokens + reservation.prompt_tokens
+            known = held.tokens if reservation.reads else held.tokens + reservation.new_tokens
             own = recompute_pages(reservation.options.recompute_blocks, known, appended=reservation.reads)
         # A session's partly filled page stays occupied beside its copy.
         least = pages_for(total) + spare + own + (held.partly_filled is not None)
@@ -381,13 +381,13 @@ def _stays_exact(reservation: Reservation, held: _Held) -> bool:
 
 def _check_counts(reservation: Reservation) -> None:
     held = reservation.session_id is not None or reservation.prefix_tokens > 0
-    if reservation.append_tokens < 0 or (reservation.append_tokens and reservation.reads):
-        raise ValueError(f"cannot reserve for {reservation.append_tokens} tokens behind the prompt")
+    if reservation.resume_tokens < 0 or (reservation.resume_tokens and reservation.reads):
+        raise ValueError(f"cannot reserve for {reservation.resume_tokens} tokens behind the prompt")
     if reservation.prefix_tokens % PAGE_TOKENS or (reservation.prefix_tokens and reservation.session_id):
         raise ValueError(f"cannot build on {reservation.prefix_tokens} remembered tokens")
     if reservation.reads and not held:
         raise ValueError("a worker reads only what follows a session or a prefix")
-    prompt = reservation.prompt_tokens
+    prompt = reservation.new_tokens
     if prompt < 0 or reservation.max_tokens < 0 or (prompt == 0 and not held):
         raise ValueError(f"cannot reserve for {prompt} prompt tokens and {reservation.max_tokens} new tokens")
     most = reservation.prefix_tokens + prompt

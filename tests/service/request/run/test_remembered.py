@@ -146,7 +146,7 @@ def test_prefill_group_prefills_a_long_rest(house: House, client: DeltafrontClie
     assert finish.usage.cached_tokens == HELD // 128 * 128
     job, reservation = house.group.jobs[-1], house.decode.reservations[-1]
     assert (job.start, job.token_ids) == (640, ids(longer))
-    assert (reservation.prefix_tokens, reservation.prompt_tokens) == (640, len(longer) + 1 - 640)
+    assert (reservation.prefix_tokens, reservation.new_tokens) == (640, len(longer) + 1 - 640)
     assert finish.density.method == "dense"
     assert counter(house, "deltafront_prefill_tokens_total") == len(DOCUMENT) + 1 + len(longer) + 1 - 640
     *_, made = client.prefill(longer + noise(2000)[:1500])
@@ -272,5 +272,5 @@ def test_resumed_answer_reuses_a_session_of_its_whole_prompt(
     job = house.decode.jobs[-1]
     assert (house.decode.reservations[-1].session_id, job.answered_tokens) == (None, 3)
     assert house.decode.reservations[-1].prefix_tokens == 688
-    assert len(job.append_ids) // 4 == 3 + (15 if tokens == 703 else 16)
+    assert len(job.extend_ids) // 4 == 3 + (15 if tokens == 703 else 16)
     client.release(made.session.session_id)
