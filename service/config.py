@@ -56,6 +56,26 @@ File = Annotated[Path, AfterValidator(lambda path, info: Path((info.context or {
 """A relative path begins at the configuration file's folder."""
 
 
+@dataclass(frozen=True)
+class DefaultAttention:
+    """The attention of requests that name no method. measured: the operator or a profile chose it."""
+
+    method: str
+    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    measured: bool = True
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{key}={value:g}" for key, value in self.options.items())
+        return f"{self.method} ({given})" if given else self.method
+
+
+UNMEASURED = DefaultAttention("dpxa+delta", {"share": 0.4, "gamma": 16, "min_tokens": 32_768}, measured=False)
+"""What kept 0.97 of dense attention's score on two models that it was not made for, with RECOMPUTED blocks
+(docs/experiments/0005). Up to min_tokens it took longer than dense attention there."""
+RECOMPUTED = 8
+"""Blocks computed again where the default attention is sparse."""
+
+
 class ConfigError(ValueError):
     """The configuration is wrong. The message names file and key."""
 
@@ -122,8 +142,10 @@ class DoorConfig:
     """By default made from model.path."""
     display_name: str = ""
     """For people. By default model_name if that is given, else the model's own name."""
-    default_method: str = "dpxa"
-    """The attention method of requests that name none."""
+    default_method: str = ""
+    """The attention method of requests that name none. By default `dpxa` if the model has a profile, else
+    what lost least on models without one (`prefill.unmeasured`).
+    """
     default_max_tokens: Count = 256
     """Tokens of an answer whose request does not say."""
     reasoning: Literal["think", "off"] = "off"
@@ -166,6 +188,20 @@ class ServiceConfig(BaseModel):
     handoff: HandoffConfig = HandoffConfig()
     door: DoorConfig = DoorConfig()
 
+    @property
+    def default_attention(self) -> DefaultAttention:
+        if self.door.default_method:
+            return DefaultAttention(self.door.default_method)
+        if self.model.profile or self.prefill.unmeasured == "allow":
+            return DefaultAttention("dpxa", measured=self.model.profile is not None)
+        return UNMEASURED
+
+    @property
+    def recompute_blocks(self) -> int:
+        if self.decode.recompute_blocks is not None:
+            return self.decode.recompute_blocks
+        return 0 if self.default_attention.method == "dense" else RECOMPUTED
+
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
         problems = [*self._family_problems(), *self._method_problems(), *self._contradictions()]
@@ -203,10 +239,11 @@ class ServiceConfig(BaseModel):
         """Yield each method once: the key that names it, its name, and its options besides the defaults."""
         for name in (named := self.prefill.method_options):
             yield f"prefill.method_options.{name}", name, {}
-        if self.door.default_method not in named:
-            yield "door.default_method", self.door.default_method, {}
+        default = self.default_attention
+        if default.options or default.method not in named:
+            yield "door.default_method", default.method, default.options
         for name, options in self.prefill.warmed_up:
-            if options or name not in (*named, self.door.default_method):
+            if options or name not in (*named, default.method):
                 yield "prefill.warm_up", name, options
 
     def _contradictions(self) -> Iterator[str]:

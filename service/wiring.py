@@ -116,12 +116,13 @@ def _limits(
         positions=model.positions,
         prefill=settings.prefill,
         profile=profile,
-        default_method=door.default_method,
+        default_method=settings.default_attention.method,
+        default_options=settings.default_attention.options,
         default_ttl_s=door.default_session_ttl_s,
         max_ttl_s=decode.max_session_ttl_s,
         longest_token=longest_token,
         delta_layers=bool(decode.delta_layers),
-        default_recompute_blocks=decode.recompute_blocks,
+        default_recompute_blocks=settings.recompute_blocks,
         default_sampling=_default_sampling(settings, model.positions),
     )
 
@@ -160,7 +161,7 @@ def _server_info(
         chat_template=chat_template,
         max_positions=model.positions,
         vocabulary=model.vocab,
-        default_method=door.default_method,
+        default_method=settings.default_attention.method,
         methods=[
             MethodInfo(name, preset.source, {key: float(values[key]) for key in preset.options})
             for name, preset in PRESETS.items()
@@ -175,7 +176,7 @@ def _server_info(
         page_budget=decode.page_budget,
         recency=decode.recency,
         profile=None if profile is None else _profile(profile),
-        recompute_blocks=decode.recompute_blocks,
+        recompute_blocks=settings.recompute_blocks,
     )
 
 

@@ -133,6 +133,9 @@ class PrefillConfig(WorkerConfig):
     one. It is replaced if it gives none in 3 s."""
     stall_s: Positive = 300.0
     """Even a stage that gives signs of life is replaced once a chunk has taken this long."""
+    unmeasured: Literal["safe", "allow"] = "safe"
+    """Without a profile of the model and a `door.default_method`, requests get by default: `safe`, what kept
+    0.97 of dense attention's answers on other models (docs/experiments/0005); `allow`, `dpxa`."""
     method_modules: tuple[str, ...] = ()
     """Modules outside the package that register methods."""
     method_options: MethodOptions = field(default_factory=dict)
@@ -192,9 +195,10 @@ class DecodeConfig(WorkerConfig):
     max_wait_s: NonNegative = 10.0
     """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""
     append_chunk_tokens: Count = 256
-    recompute_blocks: Blocks = 0
+    recompute_blocks: Blocks | None = None
     """How many blocks of a sparsely read prompt are computed again with dense attention before the first
-    token: those that the question attends to most. The default of requests."""
+    token: those that the question attends to most. The default of requests. None: 8, or 0 where the default
+    method is `dense`."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8

@@ -95,6 +95,7 @@ class Setup:
                 "append_chunk_tokens": 512,
                 "page_selection": "full",
                 "page_budget": 256,
+                "recompute_blocks": 0,  # requests that are timed with blocks say how many
                 "kv_dtype": self.kv_dtype,
                 "delta_layers": delta_layers(self.shape.layers, self.shape.windows),
                 "device": "cuda" if decodes_on_gpu else "cpu",
@@ -104,7 +105,12 @@ class Setup:
                 "warm_up": True,
             },
             "handoff": {"transport": transport},
-            "door": {"replicas": 1, "prefix_reuse": False, "metrics_host": "127.0.0.1"},
+            "door": {
+                "replicas": 1,
+                "prefix_reuse": False,
+                "metrics_host": "127.0.0.1",
+                "default_method": "dpxa",
+            },
         }
         if self.kernel_cache is not None:
             for section in ("prefill", "decode"):

@@ -14,7 +14,9 @@ from deltafront.service.cli.size import (
     rank_counts,
     stage_bytes,
 )
+from deltafront.service.config import RECOMPUTED, UNMEASURED
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from deltafront.workers.messages.requests import recompute_pages
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.settings import Dtype, KVDtype, Quantisation
 
@@ -122,7 +124,8 @@ def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
     if use.beside:
         left += demand.room - stage - int(demand.gpu_gib * GIB)
     pages = max(left, 0) // page
-    if stage > demand.room or pages * PAGE_TOKENS < max(prompts, demand.concurrency) * context:
+    held = max(prompts, demand.concurrency) * (context + recomputed_tokens(demand.tokens))
+    if stage > demand.room or pages * PAGE_TOKENS < held:
         return None
     tokens = pages * PAGE_TOKENS
     prefill_tokens = tokens if use.mapped else prompts * context
@@ -159,6 +162,12 @@ def cache_tokens(tokens: int) -> int:
     return max(pages_for(tokens) * PAGE_TOKENS, _LEAST_TOKENS)
 
 
+def recomputed_tokens(tokens: int) -> int:
+    """Count a context's room for the blocks that its question attends to. Short prompts are read densely."""
+    dense = tokens <= UNMEASURED.options["min_tokens"]
+    return 0 if dense else PAGE_TOKENS * recompute_pages(RECOMPUTED, tokens, appended=False)
+
+
 def missing_bytes(demand: Demand) -> int:
     """Return the bytes that the fullest GPU lacks, in the use that lacks least; 0 if one fits."""
     return min((max(_excess(demand, use), 0) for use in uses(demand)), default=0)
@@ -167,7 +176,8 @@ def missing_bytes(demand: Demand) -> int:
 def _excess(demand: Demand, use: HostUse) -> int:
     context, how = cache_tokens(demand.tokens), (demand.dtype, use.quantisation, demand.kv_dtype)
     stage = _stage_bytes(demand, use, context) - demand.room
-    rank = rank_bytes(demand.model, use.ranks, demand.concurrency * context, *how) - demand.room
+    held = demand.concurrency * (context + recomputed_tokens(demand.tokens))
+    rank = rank_bytes(demand.model, use.ranks, held, *how) - demand.room
     return stage + rank + int(demand.gpu_gib * GIB) if use.beside else max(stage, rank)
 
 
@@ -186,7 +196,7 @@ def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
         "threads": _THREADS,
         "cpus_per_stage": _CPUS,
         "gpus_per_stage": 0.5 if use.mapped else 1,
-        "warm_up": ["dense", "dpxa"],
+        "warm_up": ["dense", "dpxa", "dpxa+delta"],
     }
     decode = {
         "tensor_parallel": use.ranks,

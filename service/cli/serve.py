@@ -109,7 +109,7 @@ def _with_other_model(settings: ServiceConfig, model: str, adapter: str | None) 
     decode = replace(settings.decode, page_selection="full", delta_layers=())
     warm_up = tuple(dict.fromkeys(name for name, _ in settings.prefill.warmed_up))
     prefill = replace(settings.prefill, method_options={}, warm_up=warm_up)
-    door = replace(settings.door, model_name="", display_name="")
+    door = replace(settings.door, model_name="", display_name="", default_method="")
     changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
     return settings.model_copy(update=changes)
 
@@ -121,6 +121,15 @@ def with_keys(settings: ServiceConfig, section: str, keys: Mapping[str, int | No
         return settings
     content = settings.model_dump()
     return parse({**content, section: {**content[section], **given}}, "serve")
+
+
+def describe_attention(settings: ServiceConfig) -> str:
+    """Say in one line what requests get that name no method."""
+    default, blocks = settings.default_attention, settings.recompute_blocks
+    chosen = f"{default}, {blocks} blocks recomputed" if default.method != "dense" else "dense"
+    if default.measured:
+        return chosen
+    return f"{chosen}; this model was not measured: deltafront calibrate, or set door.default_method"
 
 
 def _serve(settings: ServiceConfig, log: Path) -> None:
@@ -137,6 +146,7 @@ def _serve(settings: ServiceConfig, log: Path) -> None:
         with output_to(log) as console, running(settings, terminal=console, log=log) as processes:
             say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
             say(f"model     {door.model_name}")
+            say(f"attention {describe_attention(settings)}")
             say(f"gRPC      {joined(host, door.grpc_port)}")
             say(f"OpenAI    http://{joined(host, door.http_port)}/v1")
             say(f"metrics   http://{joined(metrics_host, door.metrics_port)}/metrics")

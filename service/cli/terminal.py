@@ -201,7 +201,8 @@ def show_info(console: Console, info: ServerInfo) -> None:
     console.print(table)
     methods = Table("attention method", "options", "source")
     for method in info.methods:
-        mark = " (default)" if method.name == info.default_method else ""
+        default, plus, correction = info.default_method.partition("+")
+        mark = f" (default{plus and f': +{correction}'})" if method.name == default else ""
         options = ", ".join(f"{name}={value:g}" for name, value in method.defaults.items())
         methods.add_row(method.name + mark, options, method.source)
     console.print(methods)

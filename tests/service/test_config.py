@@ -14,9 +14,11 @@ from unittest import mock
 import pytest
 import yaml
 
+import deltafront
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
 from deltafront.service import wiring
+from deltafront.service.cli.serve import describe_attention
 from deltafront.service.cli.size import SHAPES, kv_bytes
 from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
 from deltafront.service.wiring import check_start
@@ -70,6 +72,29 @@ def test_methods_are_warmed_up_by_name_and_with_options() -> None:
     many = [("dpxa", {"q_anchors": 16}), ("xattention", {"stride": 16})]
     assert config.prefill.warmed_up == [("dense", {}), *many, ("dpxa", {})]
     assert parse(config.model_dump(mode="json")) == config, "it must survive the way through Serve"
+
+
+PROFILE = Path(deltafront.__file__).parent / "deploy" / "models" / "smollm2-135m-128k" / "profile.json"
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "measured", "blocks"),
+    [
+        ({}, "dpxa+delta (share=0.4, gamma=16, min_tokens=32768)", False, 8),
+        ({"prefill": {"unmeasured": "allow"}}, "dpxa", False, 8),
+        ({"model": {"path": "m", "profile": str(PROFILE)}}, "dpxa", True, 8),
+        ({"door": {"default_method": "xattention"}}, "xattention", True, 8),
+        ({"door": {"default_method": "dense"}}, "dense", True, 0),
+        ({"decode": {"page_selection": "full", "recompute_blocks": 3}}, "dpxa+delta", False, 3),
+    ],
+)
+def test_a_model_without_a_profile_is_read_as_loses_least(
+    changes: dict[str, Any], method: str, measured: bool, blocks: int
+) -> None:
+    config = parse({**content(), **changes})
+    assert str(config.default_attention).startswith(method)
+    assert (config.default_attention.measured, config.recompute_blocks) == (measured, blocks)
+    assert ("was not measured" in describe_attention(config)) != measured
 
 
 def content(section: str = "", **values: Any) -> dict[str, Any]:

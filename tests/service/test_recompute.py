@@ -73,6 +73,22 @@ def test_request_without_recompute_blocks_gets_the_default(
     assert said == [ids(PROMPT) if blocks else b"", ids(PROMPT)]
 
 
+def test_a_request_that_names_no_method_is_read_as_loses_least(
+    make_house: Callable[..., House], model: Path
+) -> None:
+    """A model without a profile. Options of the request go over the default's."""
+    house = make_house(settings(model, default_method=""))
+    with DeltafrontClient(house.address) as client:
+        for options in ({}, {"min_tokens": 0}):
+            collect(client.generate(PROMPT, max_tokens=2, options=options, skip_cache=True))
+        assert client.info().default_method == "dpxa+delta"
+    read = [job.method for job in house.group.jobs]
+    assert [one.name for one in read] == ["dpxa+delta"] * 2
+    assert [one.values["min_tokens"] for one in read] == [32_768, 0]
+    assert {(one.values["share"], one.values["gamma"]) for one in read} == {(0.4, 16)}
+    assert [told.options.recompute_blocks for told in house.decode.reservations] == [0, 8]
+
+
 def test_takes_the_largest_number_of_recompute_blocks(house: House, client: DeltafrontClient) -> None:
     collect(client.generate(PROMPT, max_tokens=2, recompute_blocks=64, **SPARSE))
     assert house.decode.reservations[-1].options.recompute_blocks == 64

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from deltafront.benchmarks.models.public import SERVED, Public
+from deltafront.kernels.constants import BLOCK
 from deltafront.service.cli import planner, size
 from deltafront.service.cli.planner import Demand, best
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
@@ -75,13 +76,14 @@ def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:
 def choices(demand: Demand) -> list[Choice]:
     """Whatever fits, found by trying everything."""
     context, model = planner.cache_tokens(demand.tokens), demand.model
+    held = context + (10 * BLOCK if demand.tokens > 32_768 else 0)  # 8 blocks and the prompt's end
     ranks = [n for n in range(1, demand.gpus + 1) if model.kv_heads % n == 0 and model.intermediate % n == 0]
     stages = range(1, min(demand.gpus, model.layers) + 1)
     return [
         choice
         for choice in itertools.product((True, False), stages, ranks, (True, False), (1, 2))
         if not choice[3] or choice[1] + choice[2] <= demand.gpus
-        if used(demand, choice, max(choice[4], demand.concurrency) * context) <= demand.gpu_gib
+        if used(demand, choice, max(choice[4], demand.concurrency) * held) <= demand.gpu_gib
     ]
 
 
@@ -193,7 +195,7 @@ def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["70b", "--gpus", "2x80"], "131,072 tokens do not fit: the fullest GPU lacks 37.6 GiB"),
+        (["70b", "--gpus", "2x80"], "131,072 tokens do not fit: the fullest GPU lacks 38.0 GiB"),
         (["70b", "--gpus", "2x80"], "7,968 tokens fit: --tokens 7968\n4 such GPUs are enough"),
         (["70b", "--gpus", "1x9"], "nor do they fit 16 such GPUs"),
         (["8b", "--gpus", "8"], "--gpus 8: give a count and GB of memory, such as 8x80"),
