@@ -106,7 +106,7 @@ class Composition:
 
 
 class DenseWhenShort:
-    """Uses dense attention for prompts of at most `shortest` tokens, and the method for longer ones."""
+    """Uses dense attention for prompts of at most `shortest` tokens and `method` for longer ones."""
 
     def __init__(self, method: Attention, dense: Composition, shortest: int) -> None:
         self.method = method

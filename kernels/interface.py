@@ -3,7 +3,7 @@
 Suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
 dimension, N query blocks of this chunk (pages elsewhere), M key blocks so far.
 
-A method's state is what it remembers between the chunks of a prompt, one state per layer.
+A method keeps a state between the chunks of a prompt, one per layer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Thresholds = Callable[[int, int], Sequence[float]]
 
 
 class KernelInputError(ValueError):
-    """An argument that no kernel takes. It is raised before anything is launched."""
+    """An argument that no kernel takes; raised before any launch."""
 
 
 def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
-    """Say whether x is on a CPU. Raises KernelInputError unless it is there or on CUDA."""
+    """Say whether x is on a CPU. Raises KernelInputError if it is neither there nor on CUDA."""
     kind = x.device.type
     if kind not in ("cpu", "cuda"):
         raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
@@ -182,7 +182,7 @@ class TileCounts:
 
 
 Phase = Callable[[str], AbstractContextManager[object]]
-"""`with phase("scoring"):` names what the time inside is spent on: anchors, scoring, selection, attention or
+"""`with phase("scoring"):` attributes the time inside to a phase: anchors, scoring, selection, attention or
 correction. It never waits for the device."""
 
 
@@ -209,7 +209,7 @@ class AttentionBackend(Protocol):
     def attend(self, x: AttentionInput, mask: TileMask | None, state: Any, phase: Phase) -> torch.Tensor: ...
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: Any) -> torch.Tensor:
-        """Count the q · k products of `attend`, in tiles: a float64 scalar on x's device."""
+        """Count the q · k dot products of `attend`, in tiles: a float64 scalar on x's device."""
 
 
 class Attention(Protocol):

@@ -9,7 +9,8 @@ import torch
 import triton
 
 _MAX_FORMS = 512
-"""Most compiled kernels that a launcher remembers. Long prompts bring new ones; then all are forgotten."""
+"""The most compiled kernels that a launcher keeps. Long prompts bring new ones; at the limit all are
+dropped."""
 _ALIGNED = 16
 """Triton specialises on pointers that are a multiple of this many bytes."""
 

@@ -79,7 +79,7 @@ def register(
     whole_prompt: bool = False,
     from_keys: bool = False,
 ) -> None:
-    """Make a method known.
+    """Register a method.
 
     Outside this package, call it where a module defines the options. The front door imports that module, so
     it must not load torch: put the parts into another module and name them by path, as in
@@ -92,7 +92,7 @@ def register(
         source: Paper and section.
         whole_prompt: The method takes a prompt in one piece, so the service refuses it.
         from_keys: See `interface.Attention`. Otherwise a prompt starts over where a prefill group dies, and
-            none of its K/V is remembered.
+            none of its KV cache enters the prefix cache.
 
     Raises:
         MethodError: Another module has registered the name.
@@ -131,11 +131,11 @@ def registered(spec: MethodSpec) -> Preset:
 
 
 def resume_step(spec: MethodSpec) -> int:
-    """Return the number of tokens at whose multiples a prompt can resume with a new state; 0 if it cannot.
+    """Return the step in tokens: prefill can resume with a new state at its multiples. 0: it cannot.
     Raises MethodError.
 
-    The Δ correction carries the last dense row's difference on, so a resumed chunk must begin with a dense
-    row.
+    The Δ correction applies the last dense row's difference to later rows, so a resumed chunk must begin with
+    a dense row.
     """
     preset = registered(spec)
     if preset.whole_prompt or not preset.from_keys:
@@ -144,11 +144,11 @@ def resume_step(spec: MethodSpec) -> int:
 
 
 def lasting_tokens(spec: MethodSpec, tokens: int) -> int:
-    """Count a prompt's first tokens whose K/V does not depend on the tokens after them. Raises MethodError.
+    """Count a prompt's first tokens whose KV cache does not depend on later tokens. Raises MethodError.
 
-    A longer prompt that begins with these tokens has the same K/V for them, unless thresholds differ or only
-    one of the two is short enough for dense attention. A selector sees the queries of a whole block. The Δ
-    correction computes the prompt's last whole block and the rows after it densely. Sparse methods that are
+    A longer prompt that begins with these tokens has the same KV cache for them, unless thresholds differ or
+    only one of the two is short enough for dense attention. A selector sees the queries of a whole block. The
+    Δ correction computes the prompt's last whole block and the rows after it densely. Sparse methods that are
     not registered `from_keys` get 0.
     """
     if is_exact(spec, tokens):

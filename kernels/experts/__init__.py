@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing tokens to experts, and the experts' products."""
+"""Mixture of experts: routing, and the experts' grouped GEMMs."""

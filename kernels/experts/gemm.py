@@ -1,7 +1,8 @@
-"""Multiplies rows with the matrices of their experts.
+"""Grouped GEMM: multiplies each row with its expert's matrix.
 
-A tile is some rows of one expert by some output columns. The grid has the most tiles that there can be. Each
-program finds its expert in the counts on the device, so the host need not know them.
+A tile is some rows of one expert by some output columns. The grid has the largest number of tiles that
+routing can need. Each program finds its expert from the counts on the device, so the host does not wait for
+them.
 
 Suffixes: M assignments, E experts, I input width, O output width, R rows and C columns of a tile, D a step
 along the inputs.
@@ -28,7 +29,7 @@ class Tile:
 
     Attributes:
         step_bytes: Bytes of a row that are multiplied at a time.
-        most: The most rows per expert, in the mean, for which no larger tile is better.
+        most: The largest mean number of rows per expert for which this tile is used.
     """
 
     rows: int
@@ -121,7 +122,7 @@ _product = Launcher(experts_kernel)
 
 
 def tiles_for(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Return the tiles to choose from. dtype: the weights' type."""
+    """Return the tiles to choose from. dtype: of the weights."""
     return _WIDE if dtype == torch.float32 else TILES
 
 
@@ -148,7 +149,8 @@ def kernel_gemm(
         tile: None: the one that fits the number of rows.
 
     Returns:
-        If gated, SiLU(gate) · up in the experts' order; otherwise products times shares in the tokens' order.
+        If gated, SiLU(gate) · up in the experts' order; otherwise outputs times routing weights in the
+        tokens' order.
     """
     experts, assignments = len(routes.counts_E), len(routes.order_M)
     x_values, x_scale = _parts(x)
@@ -185,5 +187,6 @@ def kernel_gemm(
 
 
 def _parts(x: LinearInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and scales; rows that are not quantised stand for scales, which are not read."""
+    """Return values and scales. Without quantisation the values fill the scales' place, and no kernel reads
+    them there."""
     return (x.values_TI, x.scale_T1) if isinstance(x, Fp8Rows) else (x, x)

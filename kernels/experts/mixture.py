@@ -22,13 +22,13 @@ def mixture(
     router: Router,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Sum the outputs of each token's experts, each times its share.
+    """Sum the outputs of each token's experts, each times its routing weight.
 
-    Shares are in float32. Products with quantised weights quantise their inputs.
+    Routing weights are in float32. GEMMs with quantised weights quantise their inputs.
 
     Args:
-        gate_up: [E J, C], each expert's gate and up, one below the other.
-        down: [E C, I].
+        gate_up: [E J, C], the experts' gate and up, stacked.
+        down: [E C, I], stacked likewise.
         tile: None: the one that fits the number of tokens. CPUs ignore it.
 
     Raises:

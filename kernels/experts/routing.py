@@ -1,4 +1,4 @@
-"""Chooses each token's experts, and sorts the assignments by expert. The host does not wait for the device.
+"""Routes tokens to experts (top-k) and sorts the assignments by expert, without a host synchronisation.
 
 Suffixes: T tokens, E experts, K experts of a token, M = T K assignments; assignment t K + k is token t's k-th
 expert.
@@ -21,7 +21,7 @@ _LEAST = tl.constexpr(-1.0e38)
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How tokens choose experts. Among equal experts the first wins.
+    """How a model routes tokens. Ties go to the lower expert.
 
     Attributes:
         per_token: Experts of a token.
@@ -31,7 +31,7 @@ class Router:
         groups: Number of groups of neighbouring experts.
         chosen_groups: Groups that a token may choose from: those whose two best experts have the largest
             sums.
-        scale: Factor of the shares.
+        scale: Multiplier of routing weights (`routed_scaling_factor`).
     """
 
     per_token: int
@@ -44,11 +44,11 @@ class Router:
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts of tokens.
+    """The routing of a batch of tokens.
 
     Attributes:
-        share_M: Each assignment's weight in its token's sum, in float32.
-        order_M: int32, assignments sorted by expert, in any order within one.
+        share_M: Routing weight of each assignment, float32.
+        order_M: int32, assignments sorted by expert; the order within an expert is arbitrary.
         counts_E: int32, assignments of each expert.
     """
 
@@ -126,7 +126,7 @@ def route_kernel(
         power_TE = tl.exp(logit_TE - tl.max(logit_TE, 1)[:, None])
         share_TE = power_TE / tl.sum(power_TE, 1)[:, None]
         choice_TE = logit_TE
-    least_TE = tl.maximum(choice_TE, _LEAST)  # NaN too: its tokens go to real experts, each once
+    least_TE = tl.maximum(choice_TE, _LEAST)  # NaN logits, too, choose real experts, each once
     left_TE = tl.where(expert_E[None, :] < EXPERTS, least_TE, float("-inf"))
     if GROUPS > 1:
         kept_TE = _of_best_groups(left_TE, expert_E, EXPERTS, GROUPS, CHOSEN_GROUPS)

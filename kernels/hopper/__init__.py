@@ -1,1 +1,1 @@
-"""Parts that every Hopper kernel here is built from."""
+"""Building blocks of the Hopper kernels."""

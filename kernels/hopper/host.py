@@ -1,5 +1,4 @@
-"""Facts about a device and tensor descriptors for its copy engine (TMA), which launches of Hopper kernels
-need."""
+"""Device properties and TMA descriptors for launches of Hopper kernels."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -20,8 +19,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
-    """A tensor descriptor without Triton's check of the tensor, which takes longer than the rest. Callers
-    have checked it."""
+    """A TMA descriptor without Triton's check of the tensor, which takes longer than the rest. The caller has
+    checked it."""
 
     def __init__(
         self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]

@@ -38,7 +38,7 @@ class Ring:
 
     @gluon.jit
     def part(self, number):
-        """Return the `number`-th group of COUNT buffers as a ring of its own."""
+        """Return the `number`-th group of COUNT buffers as a separate ring."""
         return Ring(self.buffers, self.full, self.empty, self.COUNT, number * self.COUNT)
 
     @gluon.jit

@@ -1,4 +1,4 @@
-"""Rows of 8-bit floats with one scale each, and their product. Activations are quantised at every call,
+"""FP8 (e4m3) rows with one scale each, and their GEMM. Activations are quantised at every call,
 weights once.
 
 Suffixes: T rows (tokens), I input width, O output width.
@@ -20,7 +20,7 @@ from deltafront.kernels.layers.rows import check_rows
 LARGEST = 448.0
 """The largest number of e4m3."""
 SMALLEST = 1e-12
-"""A row's largest magnitude counts as at least this."""
+"""The least magnitude that a row's scale is computed from."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def product(x: Fp8Rows, weight: Fp8Rows, bias_O: torch.Tensor | None, dtype: tor
     On a GPU this is `torch._scaled_mm` with one scale per row, which adds up in less than float32.
 
     Raises:
-        KernelInputError: It does not take these widths.
+        KernelInputError: `_scaled_mm` does not take these widths.
     """
     rows, width = weight.values_TI.shape
     if x.values_TI.shape[1] != width:

@@ -1,10 +1,10 @@
-"""K/V in 8 bits: a row, the D channels of one key/value head of one token, is D integers and a scale.
+"""The int8 KV cache. A row, the D channels of one KV head of one token, is D integers and one scale.
 
 Channel d is (number[d] - 128) · scale, with numbers of 1 .. 255. A scale is one byte, five bits of exponent
 and three of fraction: the upper bits of a float16, times 2^-6. It depends on the row alone, so a page that
 fills token by token is never written again.
 
-Suffixes: R rows of a layer's K/V memory, G key/value heads, D head dimension, S tokens of a sequence.
+Suffixes: R rows of a layer's KV cache, G key/value heads, D head dimension, S tokens of a sequence.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,7 +29,7 @@ _LARGEST = 247
 _TO_FLOAT32 = 106 << 3
 """Added to a scale's byte, it gives the upper bits of the same float32."""
 _ZERO = 1.5 * 2.0**23 + 128
-"""A small number plus this has the rounded number, plus 128, in its lowest byte."""
+"""Adding this to a small float leaves round(x) + 128 in its lowest byte."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Scales:
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows. A scale is the least that holds the row's largest magnitude. Ties round to even.
+    """Quantise rows. A row's scale is the smallest that holds its largest magnitude. Ties round to even.
 
     Returns:
         Numbers (uint8, x's shape) and scales (uint8, without the last dimension).
@@ -66,7 +66,7 @@ def check_quantised(name: str, numbers: torch.Tensor, scales: torch.Tensor) -> N
     """Check that numbers and scales belong together. Raises KernelInputError."""
     if numbers.dtype != BYTES or scales.dtype != BYTES or scales.shape != numbers.shape[:-1]:
         raise KernelInputError(
-            f"{name}: 8-bit K/V is uint8 with a uint8 scale a row, not {numbers.dtype} "
+            f"{name}: an 8-bit KV cache is uint8 with a uint8 scale a row, not {numbers.dtype} "
             f"{tuple(numbers.shape)} with {scales.dtype} {tuple(scales.shape)}"
         )
     if numbers.device != scales.device:
@@ -76,11 +76,12 @@ def check_quantised(name: str, numbers: torch.Tensor, scales: torch.Tensor) -> N
 def gather(
     rows: tuple[torch.Tensor, torch.Tensor], scales: Scales, rows_S: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy some tokens' K/V by one kernel. Returns k_GSD and v_GSD in `dtype`, contiguous.
+    """Gather and dequantise the K and V of some tokens, in one kernel. Returns k_GSD and v_GSD in `dtype`,
+    contiguous.
 
     Args:
         rows: k_RGD and v_RGD.
-        rows_S: int64, not checked, which would wait for the device.
+        rows_S: int64 row of each token. Not checked: that would wait for the device.
 
     Raises:
         KernelInputError: The arguments do not fit together.

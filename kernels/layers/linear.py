@@ -1,4 +1,4 @@
-"""Products with 16-bit or 32-bit weights: our kernel for many rows on Hopper, otherwise torch's.
+"""Linear layers' GEMMs with 16-bit or 32-bit weights: our kernel for large T on Hopper, otherwise torch's.
 
 Suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
 """
@@ -39,8 +39,8 @@ def swiglu_linear(
 
 
 def compile_gemms(weight_OI: torch.Tensor) -> None:
-    """Compile our kernel for weights like these, if it takes them. Later the number of rows decides which is
-    used."""
+    """Compile our GEMM for weights of this shape and dtype, if it takes them. At run time the number of rows
+    decides between it and torch's."""
     if weight_OI.is_cuda and fits(weight_OI):
         for gated in (False, True):
             launch(torch.zeros_like(weight_OI[:1]), weight_OI, gated=gated)
@@ -53,7 +53,7 @@ def _is_ours(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> boo
 def _check(name: str, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> None:
     if x_TI.dim() != 2 or weight_OI.dim() != 2 or x_TI.shape[1] != weight_OI.shape[1]:
         raise KernelInputError(
-            f"{name}: x is {tuple(x_TI.shape)}, weights are {tuple(weight_OI.shape)}: no widths alike"
+            f"{name}: x is {tuple(x_TI.shape)}, weights are {tuple(weight_OI.shape)}: their widths differ"
         )
     if x_TI.dtype != weight_OI.dtype or x_TI.device != weight_OI.device:
         raise KernelInputError(

@@ -1,6 +1,6 @@
-"""Products of many rows for Hopper, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
+"""A GEMM for Hopper and large M, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
 
-Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which matters at the card's power limit
+Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which is faster at the power limit
 (docs/log/2026-11-25.md at 4fe709c6).
 
 One producer warp copies steps of DEPTH columns into a ring. Three consumer warpgroups multiply 64 rows of x
@@ -32,7 +32,7 @@ DEPTH = gl.constexpr(64)
 """Input columns that are copied at a time."""
 STAGES = gl.constexpr(3)
 BAND = gl.constexpr(11)
-"""Row tiles that pass through all weights together, so that x stays in L2: 17 MB at 4,096 columns."""
+"""Row tiles that are computed against all weights together, so that x stays in L2: 17 MB at 4,096 columns."""
 _LOG2E = gl.constexpr(LOG2E)
 
 

@@ -1,4 +1,4 @@
-"""Launches the Hopper product of many rows, where it is faster. Suffixes as in `linear.py`."""
+"""Launches our Hopper GEMM for large M, where it beats cuBLAS. Suffixes as in `linear.py`."""
 
 from functools import lru_cache
 
@@ -14,11 +14,11 @@ _ROWS = WARPGROUPS.value * WARPGROUP_ROWS
 _FEWEST_ROWS = 1024
 """With fewer rows, cuBLAS's smaller tiles are faster."""
 _FILLED = {False: 0.94, True: 0.88}
-"""The part of the GPU's time that must be useful, by `gated` (docs/log/2026-11-25.md at 4fe709c6)."""
+"""The least part of the GPU's time that computes outputs, by `gated` (docs/log/2026-11-25.md at 4fe709c6)."""
 
 
 def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
-    """Say whether the kernel can run and fills the GPU."""
+    """Say whether the kernel can run and its tiles fill the GPU."""
     rows, out = x_TI.shape[0], weight_OI.shape[0]
     if rows < _FEWEST_ROWS or not fits(weight_OI) or not _copyable(x_TI):
         return False
@@ -33,8 +33,8 @@ def fits(weight_OI: torch.Tensor) -> bool:
 
 @lru_cache(1024)
 def filled(rows: int, width: int, multiprocessors: int) -> float:
-    """Return the useful part of the GPU's time for `rows` rows of `width` channels (gate and up count as
-    two)."""
+    """Return the part of the GPU's time that computes outputs, for an output of `rows` by `width` (gate and
+    up count as two). The rest goes to padded tiles and the last wave."""
     columns = 2 * PIECE.value
     tiles = cdiv(rows, _ROWS) * cdiv(width, columns)
     computed = cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
@@ -42,7 +42,7 @@ def filled(rows: int, width: int, multiprocessors: int) -> float:
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """Launch the kernel. Inputs satisfy `takes`, but may have fewer rows."""
+    """Launch the kernel. The inputs satisfy `takes`, except that they may have fewer rows."""
     rows, width = x_TI.shape
     columns = weight_OI.shape[0] // (2 if gated else 1)
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)

@@ -1,4 +1,4 @@
-"""Sums and maxima over the GPUs of one host, for tensors so small that only latency counts.
+"""One-shot all-reduce (sum or max) over the GPUs of one host, for tensors so small that only latency counts.
 
 Each GPU writes its numbers into every other's memory, raises a flag there, and adds up what it was sent
 ("one-shot", as in FlashInfer and TensorRT-LLM). All GPUs add in one order, so all get the same bits.
@@ -167,8 +167,8 @@ class OneShotReduce(_OneShot):
 
 
 class OneShotAddNorm(_OneShot):
-    """Adds up the ranks' updates and computes `add_norm`, in one launch instead of two. It needs memory of
-    its own, since its programs write elsewhere than those of `OneShotReduce`."""
+    """Adds up the ranks' updates and computes `add_norm`, in one launch instead of two. It needs memory that
+    no `OneShotReduce` uses, since its programs write to other places."""
 
     def takes(self, update_TC: torch.Tensor) -> bool:
         rows, width = update_TC.shape

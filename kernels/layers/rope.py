@@ -1,7 +1,7 @@
-"""Norms q and k, rotates them and stores K/V, in one pass over the rows of the fused projection.
+"""Applies QK norm and RoPE and writes K and V to the KV cache, in one pass over the fused QKV projection.
 
 Suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D head
-dimension, F = D / 2, R rows of a layer's K/V memory.
+dimension, F = D / 2, R rows of a layer's KV cache.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,7 +20,7 @@ from deltafront.kernels.layers.kv_int8 import Scales, check_quantised, quantise,
 
 @dataclass(frozen=True)
 class KVRows:
-    """Where K/V is stored: that of token t in row rows_T[t] (int64), which no other token has.
+    """A layer's KV cache and the row that each token is written to: rows_T[t] (int64), distinct.
 
     Attributes:
         scales: Scales of 8-bit rows (`kv_int8`), [R, G]. None: rows have the model's dtype.
@@ -46,10 +46,10 @@ def rotate_and_store(
     Channel f turns with channel f + D/2 (RoFormer, Su et al. 2021, equation 34).
 
     Args:
-        qkv_TXD: Query heads, key heads, value heads. It is used up: q_THD may lie in its memory.
+        qkv_TXD: Query heads, key heads, value heads. It is overwritten: q_THD may be a view of it.
         cos_T1F, sin_T1F: float32, of the angles.
         norm: None: q and k are not normed.
-        kv: Row numbers are not checked, which would wait for the device.
+        kv: Row numbers are not checked: that would wait for the device.
 
     Raises:
         KernelInputError: The arguments do not fit together.

@@ -4,7 +4,7 @@ from deltafront.kernels.interface import KernelInputError
 
 
 def check_rows(name: str, **rows: torch.Tensor) -> None:
-    """Check that these are matrices of one shape, dtype and device with contiguous rows. Raises
+    """Check that the tensors are matrices of one shape, dtype and device with contiguous rows. Raises
     KernelInputError."""
     first = next(iter(rows.values()))
     for key, x in rows.items():

@@ -1,4 +1,4 @@
-"""The activation between an MLP's products. Suffixes: T tokens, I intermediate size, J = 2 I."""
+"""Activations between an MLP's two GEMMs. Suffixes: T tokens, I intermediate size, J = 2 I."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

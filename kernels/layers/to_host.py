@@ -16,16 +16,16 @@ _ROWS = 128
 def choices_to_host(ids_R: torch.Tensor, logprob_R: torch.Tensor, host_R2: torch.Tensor) -> None:
     """Write each row's token id and log-probability into pinned memory of the host.
 
-    The device's own stores do that. A copy would wait behind all copies that were asked for before, such as
-    K/V that leaves for host memory.
+    A kernel stores them, since a copy would queue after earlier copies, such as KV cache on its way to host
+    memory.
 
     Args:
         ids_R: int64, on the device.
         logprob_R: float32, on the device.
-        host_R2: float64, which holds both exactly. Wait for an event before you read it.
+        host_R2: float64, which holds both exactly. Synchronise with an event before reading it.
 
     Raises:
-        KernelInputError: The sizes or types are others.
+        KernelInputError: A shape or dtype differs from these.
     """
     given = [(x.dtype, tuple(x.shape)) for x in (ids_R, logprob_R, host_R2)]
     rows = len(ids_R)

@@ -19,7 +19,7 @@ def paged_attention(
     scales: Scales | None = None,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with each request's query token to all its tokens, or to a window's. Arguments: `PagedInput`.
+    """Attend with each request's query token to all of its KV cache, or to a window. Arguments: `PagedInput`.
 
     Returns:
         out_RHD (q's dtype) and lse_RH (fp32, natural logarithm).
@@ -44,7 +44,7 @@ def paged_attention_scored(
     scales: Scales | None = None,
     span: int = PAGE_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `paged_attention` and the attention that each page received (DELTA, Algorithm 2).
+    """Compute `paged_attention` and each page's score, the attention it received (DELTA, Algorithm 2).
 
     Args:
         span: 16 for scores of pages; 1 for scores of tokens, where other ranks have other heads.

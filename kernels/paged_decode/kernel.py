@@ -4,9 +4,9 @@
 Suffixes: C splits of a request, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the blocks of a
 bundle.
 
-For page scores `_attend` leaves p of each key under the running maximum after its block, and that maximum.
-`_score` turns them into weights once `_merge` knows the LSE. Unlike logits, such p keep the dtype's relative
-error.
+For page scores `_attend` writes each key's p, relative to the running maximum after its block, and that
+maximum. `_score` turns them into weights after `_merge` has computed the LSE. Unlike logits, p keeps the
+dtype's relative error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -31,7 +31,7 @@ def _assigned(
     lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Find what a slot, a program of a key head, reads.
+    """Find the split that a slot (a program of one KV head) reads.
 
     Every request has one split. A further max_splits - 1 are divided in proportion to tokens, so that
     programs end together; slots are below requests + max_splits - 1. No split is shorter than STEP tokens.
@@ -104,7 +104,7 @@ def _split_of(
     r, split, splits, tokens, count = _assigned(
         lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE, WINDOW
     )
-    selects = count > 0  # otherwise every page is read
+    selects = count > 0  # no selection: every page is read
     if SPARSE:  # columns ascend: only the last page can have empty slots
         last = tl.load(selected_ptr + r * stride_sr + tl.maximum(count, 1) - 1)
         chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)

@@ -1,9 +1,9 @@
-"""Paged decode attention over K/V in 8 bits (`layers.kv_int8`). `_merge` and `_score` of `kernel` finish what
-this begins. Suffixes as there.
+"""Paged decode attention over an int8 KV cache (`layers.kv_int8`). It replaces `_attend` of `kernel.py`;
+`_merge` and `_score` are the same. Suffixes as there.
 
 A page's numbers are read in pairs, as 16-bit words, so that loads, shared memory and the transposition of
 values are those of 16-bit pages. Pairs then become float16, split into even and odd channels. That is exact.
-Both products multiply float16 and add up in float32.
+q · k and p · v multiply float16 and accumulate in float32.
 
 K's scales multiply the columns of scores, V's scales the weights. The running maximum M is of scores plus
 about log2(V's scale). So the weights that values are multiplied by, 2^(score - M) · scale, are at most 1.1,

@@ -18,11 +18,11 @@ from deltafront.kernels.paged_decode import kernel, kernel_int8
 from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
-"""Programs of `_attend`: two for each multiprocessor of an H200."""
+"""Programs of `_attend`: two for each of an H200's multiprocessors."""
 _WIDEST = 128
 """The most keys of a block."""
 _FIRST_SPLITS = 8
-"""Splits that `_merge` loads first: as many as four requests with eight key heads have each."""
+"""Splits that `_merge` loads first: the number that each of four requests with eight KV heads has."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The items and tiles that a program of the Hopper kernel visits, and the producer warp.
 
 An *item* is a tile of PLAN.rows rows of one query head. Tail rows come first. An *entry* is an item as an
-int64 (not a remembered page, as elsewhere): its number in the lower half, its list's length (LISTED) in the
+int64 (elsewhere an entry is a cached block): its number in the lower half, its list's length (LISTED) in the
 upper. It is negative after the last item. Key tiles come in this order: *masked* ones (at the diagonal),
 other exact ones, packed ones (PACKED).
 """
@@ -33,7 +33,7 @@ class Work(NamedTuple):
     critical: gl.tensor  # (PACKED) exact keys before a block of rows
     chunk: gl.tensor  # (PACKED) keys of a pack chunk
     packed_ptr: gl.tensor  # (PACKED) packed keys before each chunk, (B, G, C)
-    chunk_slots: gl.tensor  # (PACKED) the length of C
+    chunk_slots: gl.tensor  # (PACKED) the size of dimension C
 
 
 class Lists(NamedTuple):

@@ -30,7 +30,7 @@ class Seen(NamedTuple):
     position: gl.tensor  # (64,), positions of the rows
     extent: Extent
     exact_from: gl.tensor  # (PACKED) the first key that is exact
-    packed: gl.tensor  # (PACKED) packed keys before it
+    packed: gl.tensor  # (PACKED) number of packed keys
 
 
 class Ends(NamedTuple):
@@ -126,7 +126,7 @@ def _add_columns(l_i, x):
 
 @gluon.jit
 def online_softmax(s, m_i, l_i, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
-    """Return p of one tile's products s, the new m_i and l_i, and alpha. WEIGHTED: each key counts as
+    """Return p of one tile's scores s, the new m_i and l_i, and alpha. WEIGHTED: each key counts as
     `lengths` (128,) keys."""
     m_ij = gl.maximum(m_i, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - m_ij[:, None])

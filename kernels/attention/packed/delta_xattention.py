@@ -83,8 +83,8 @@ class DeltaXAttentionBackend:
 
 
 def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """Mark each list's exact tiles: the diagonal (last), and others that score at least like the
-    ceil(exact_share * others)-th highest.
+    """Mark each list's exact tiles: the diagonal (last) and the top ceil(exact_share * others) of the others,
+    with ties.
 
     Returns:
         bool, laid out as the mask's index, undefined from the count on.
@@ -106,7 +106,7 @@ def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
 def cpu_attend(
     x: AttentionInput, mask: TileMask, state: PackedRuns, exact_BHNM: torch.Tensor, *, means: bool
 ) -> torch.Tensor:
-    """Attend to the mask's tiles, to those that are marked exactly, to the others over packed runs.
+    """Attend to the mask's tiles: to marked ones exactly, to the others over packed runs.
 
     Args:
         exact_BHNM: bool, laid out as the mask's index. The diagonal is marked.

@@ -25,8 +25,8 @@ _ROUNDING = tl.constexpr(ROUNDING)
 def exact_kernel(
     score_ptr, count_ptr, exact_ptr, stride_sn, exact_share, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """Mark a list's diagonal, and the scores that reach the ceil(exact_share * others)-th highest, found bit
-    by bit."""
+    """Mark the diagonal tile and the top ceil(exact_share * others) of a list's other tiles, with ties (radix
+    select)."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + row)
     entry = tl.arange(0, ENTRIES)

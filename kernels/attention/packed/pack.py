@@ -23,8 +23,8 @@ def pack_kernel(
     D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, MEANS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pack RUNS runs of one key head. MEANS: rows are added up by a product with the 0/1 table run x row;
-    otherwise first rows are copied."""
+    """Pack RUNS runs of one key head. MEANS: tl.dot with the 0/1 matrix [runs, rows] sums the rows; otherwise
+    first rows are copied."""
     head = tl.program_id(1).to(tl.int64)
     runs = tl.load(offset_ptr + head * offset_slots + chunks)
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)

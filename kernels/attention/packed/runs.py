@@ -71,7 +71,7 @@ class PackedRuns:
         upto_BGC = run_BGCR[..., -1].cumsum(-1) + before_BG1
         self.offset_BGC[:, :, self.chunks + 1 : self.chunks + chunks + 1] = upto_BGC
         place_BGCR = run_BGCR + (upto_BGC - run_BGCR[..., -1] - 1)[..., None]
-        unused = self.start_BGP.shape[-1] - 1  # the last slot takes rows that begin no run
+        unused = self.start_BGP.shape[-1] - 1  # rows that begin no run go to this last slot
         place_BGS = torch.where(is_anchor_BGCR, place_BGCR, unused).flatten(2)
         end = begin + chunks * rows
         row_S = torch.arange(begin, end + 1, dtype=torch.int32, device=is_anchor_BGCR.device)

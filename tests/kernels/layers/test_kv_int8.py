@@ -176,13 +176,13 @@ def test_dequantised_rows_are_close_to_the_original_rows() -> None:
 def test_names_the_int8_tensor_whose_dtype_or_shape_is_wrong() -> None:
     rows, scales = torch.zeros(9, 1, 8, dtype=torch.uint8), torch.zeros(9, 1, dtype=torch.uint8)
     rows_T = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(KernelInputError, match=r"k: 8-bit K/V is uint8 .* not torch.float32"):
+    with pytest.raises(KernelInputError, match=r"k: an 8-bit KV cache is uint8 .* not torch.float32"):
         kv_int8.gather((rows.float(), rows), both(scales, scales), rows_T, torch.float32)
-    with pytest.raises(KernelInputError, match=r"v: 8-bit K/V .* with torch.uint8 \(3, 1\)"):
+    with pytest.raises(KernelInputError, match=r"v: an 8-bit KV cache .* with torch.uint8 \(3, 1\)"):
         kv_int8.gather((rows, rows), both(scales, scales[:3]), rows_T, torch.float32)
     with pytest.raises(KernelInputError, match="must be contiguous and alike"):
         kv_int8.gather((rows, rows[..., ::2]), both(scales, scales), rows_T, torch.float32)
     qkv_TXD, cos_T1F = torch.zeros(2, 4, 8), torch.zeros(2, 1, 4)
-    with pytest.raises(KernelInputError, match="rotate_and_store: v: 8-bit K/V"):
+    with pytest.raises(KernelInputError, match="rotate_and_store: v: an 8-bit KV cache"):
         kv = rope.KVRows(rows, rows, rows_T, both(scales, scales.int()))
         rope.rotate_and_store(qkv_TXD, cos_T1F, cos_T1F, None, kv)

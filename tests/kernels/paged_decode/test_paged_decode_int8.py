@@ -175,7 +175,7 @@ def test_names_int8_pages_whose_dtype_scales_or_strides_are_wrong() -> None:
     assert e is not None
     with pytest.raises(KernelInputError, match=r"k: dtype torch\.uint8 is not float32"):
         replace(x, scales=None)
-    with pytest.raises(KernelInputError, match="v: 8-bit K/V is uint8 with a uint8 scale a row"):
+    with pytest.raises(KernelInputError, match="v: an 8-bit KV cache is uint8 with a uint8 scale a row"):
         replace(x, scales=Scales(e.k, e.v[:1]))
     with pytest.raises(KernelInputError, match="must have the same strides"):
         replace(x, v_PSGD=torch.stack([x.v_PSGD, x.v_PSGD], 2)[:, :, 0])
