@@ -60,6 +60,7 @@ TOGETHER = {
     "tests/kernels/test_compile_sm90.py": "compiler",
     "tests/workers/test_specialisations.py": "specialisations",
     "tests/workers/model/decoder/test_stack.py": "families",
+    "tests/workers/test_resume.py": "resumed",
     "tests/workers/model/weights/test_gguf_tokenizer.py": "vocabularies",
     "tests/workers/model/weights/test_tekken.py": "vocabularies",
     "tests/service/door/test_reasoning.py": "vocabularies",
