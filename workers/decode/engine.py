@@ -195,11 +195,11 @@ class DecodeEngine:
             waiting=waiting,
             sessions=len(self._manager.leases),
             append_tokens_per_second=self._scheduler.appended.tokens_per_second,
-            pages_remembered=len(pool.entries),
-            pages_evicted=pool.entries.evicted,
-            pages_evicted_retained=pool.entries.evicted_retained,
+            pages_remembered=len(pool.prefix_cache),
+            pages_evicted=pool.prefix_cache.evicted,
+            pages_evicted_retained=pool.prefix_cache.evicted_retained,
             page_bytes=page_bytes(self._runner.cache.sides) * (1 + len(self._ranks)),
-            evicted_age_s=pool.entries.evicted_age_s,
+            evicted_age_s=pool.prefix_cache.evicted_age_s,
             tiers=() if self._tiers is None else self._tiers.stats(),
             decoding=self._scheduler.submitted,
             uses=tuple(self._requests.uses()),
@@ -361,7 +361,7 @@ class DecodeEngine:
         try:
             extend_ids = appended_ids(request.reservation, job, self._model.vocab)
             known = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
-            request.known_ids.frombytes(known or request.pages.session_ids)
+            request.known_ids.frombytes(known or request.pages.session_token_ids)
             request.plan_reads(extend_ids, self._config.append_chunk_tokens)
             default = self._config.page_selection
             request.selects_pages = self._plan.selects_pages(options.page_selection, default)
@@ -425,7 +425,7 @@ class DecodeEngine:
             return Refused(reason=RefusalReason.DEADLINE, message=message) if expired else missing
         tokens, owner = request.prompt_tokens, request.reservation.owner
         ttl_s, now = options.keep_ttl_s, self._wall()
-        session = self._manager.keep_session(request.pages, tokens, owner, ttl_s, now, ids=ids)
+        session = self._manager.keep_session(request.pages, tokens, owner, ttl_s, now, token_ids=ids)
         request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(request_id=job.request_id, session=session.message, report=report)
@@ -443,7 +443,7 @@ class DecodeEngine:
     async def find_prefix(self, key: PromptKey) -> Prefix | None:
         if self._tiers is not None:
             return self._tiers.find(key)
-        pages, exact = self._requests.entries.find(key)
+        pages, exact = self._requests.prefix_cache.find(key)
         return Prefix(tokens=len(pages) * PAGE_TOKENS, exact=exact) if pages else None
 
     async def release_session(self, session_id: str, owner: str) -> bool:

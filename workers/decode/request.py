@@ -108,7 +108,7 @@ class DecodeRequest:
         if self.known_ids:
             self.known_ids += extend_ids[:prompt_end]
 
-    def remember(self) -> None:
+    def cache_prefix(self) -> None:
         """Let other prompts find its K/V. Recomputed K/V depends on the question, and is left out.
 
         After sparse prefill, only the first `lasting_tokens` of its key are remembered.
@@ -120,7 +120,7 @@ class DecodeRequest:
             tokens = self.known_tokens
         if not self.reservation.reads and not key.exact:
             tokens = min(tokens, key.lasting_tokens)
-        self.pages.remember(tokens, self.answer_ids.tobytes())
+        self.pages.cache_prefix(tokens, self.answer_ids.tobytes())
 
     def prepare(self, step: Step) -> None:
         """Give the request pages of its own if the step overwrites pages that others may share."""
@@ -190,7 +190,7 @@ class DecodeRequest:
         if self.ended is not None:
             return
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not self.selects_pages:
-            self.remember()
+            self.cache_prefix()
         self.ended = (reason, message)
         self.inbox.close()
         self.logits = None

@@ -12,9 +12,9 @@ from functools import partial
 from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.kv.arrival import KVArrival
 from deltafront.workers.kv.handoff.inbox import KVInbox
-from deltafront.workers.kv.pages.entries import Entries
 from deltafront.workers.kv.pages.leases import Lease, Leases
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, PagePool
+from deltafront.workers.kv.pages.prefix_cache import PrefixCache
 from deltafront.workers.kv.pages.request_pages import PageManager
 from deltafront.workers.kv.pages.waiting import (
     OVERDUE_CHECKS,
@@ -51,8 +51,8 @@ class DecodeRequests:
         self._kv_changed = kv_changed
         self._wall = wall
         self._clock = clock
-        pages, self.entries = config.cache_tokens // PAGE_TOKENS, Entries(clock)
-        pool = PagePool(pages, on_free=self._pages_came_back, entries=self.entries)
+        pages, self.prefix_cache = config.cache_tokens // PAGE_TOKENS, PrefixCache(clock)
+        pool = PagePool(pages, on_free=self._pages_came_back, prefix_cache=self.prefix_cache)
         leases = Leases(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
         self.manager = PageManager(pool, leases, model.positions)
         self.queue = ReservationQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
@@ -93,7 +93,7 @@ class DecodeRequests:
             return pages
         began = self._clock()
 
-        pages.on_free = lambda: self._reservation_time.ended(self._clock() - began)
+        pages.on_free = lambda: self._reservation_time.record(self._clock() - began)
         expected = 0 if reservation.reads else reservation.new_tokens
         request = DecodeRequest(
             serial=next(self._serials),
@@ -186,4 +186,4 @@ class DecodeRequests:
         for request in self:
             request.close(FinishReason.CANCELLED, message)
         self.manager.leases.clear()
-        self.manager.pool.forget_entries()
+        self.manager.pool.clear_prefix_cache()

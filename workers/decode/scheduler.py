@@ -276,7 +276,7 @@ class DecodeScheduler:
         request.answer_ids.append(choice.token)
         request.produced += 1
         if request.produced == 1:
-            request.remember()
+            request.cache_prefix()
         assert request.job is not None
         sampling = request.job.sampling
         if choice.token in self._eos_ids and not sampling.ignore_eos:

@@ -65,7 +65,7 @@ class Tiers:
         in_place: bool = False,
     ) -> None:
         self._requests, self._memory, self._in_place = requests, memory, in_place
-        self.host = HostTier(requests.entries, requests.layers, memory.slots, memory.move, clock)
+        self.host = HostTier(requests.prefix_cache, requests.layers, memory.slots, memory.move, clock)
         self.store: StoreTier | None = None
         if memory.files is not None:
             groups = max(1, room // GROUP_PAGES)

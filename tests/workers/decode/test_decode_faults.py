@@ -130,9 +130,9 @@ async def test_appended_ids_are_checked(bench: Any) -> None:
     await run.reserve("answered", 40, 8, resume_tokens=1)
     answer = await run.collect(GenerateJob(request_id="answered", sampling=SHORT, extend_ids=packed([199])))
     assert "outside the vocabulary" in answer.finish.message
-    with pytest.raises(ValueError, match="-1 tokens behind the prompt"):
+    with pytest.raises(ValueError, match="-1 resumed tokens after the prompt"):
         await run.reserve("fewer than none", 40, 8, resume_tokens=-1)
-    with pytest.raises(ValueError, match="2 tokens behind the prompt"):
+    with pytest.raises(ValueError, match="2 resumed tokens after the prompt"):
         await run.reserve("session", 4, 8, session_id=session, resume_tokens=2)
 
 

@@ -67,10 +67,10 @@ def test_shared_page_is_free_when_its_last_holder_ends(held: list[tuple[int, set
 def test_reservation_that_outlasts_the_mean_is_expected_to_end_soon() -> None:
     hold = ReservationTime()
     assert hold.mean is None
-    hold.ended(8.0)
+    hold.record(8.0)
     assert (hold.mean, hold.left(3.0), hold.left(100.0)) == (8.0, 5.0, 2.0)
     for _ in range(100):
-        hold.ended(20.0)
+        hold.record(20.0)
     assert hold.mean == pytest.approx(20.0, rel=1e-3)
 
 

@@ -109,7 +109,7 @@ async def test_a_client_that_leaves_while_files_are_read_leaves_nothing(started:
     run = await started()
     await read(run, "half", DOCUMENT[: GROUP + 80])
     await saved(run)
-    run.engine._manager.pool.forget_entries()
+    run.engine._manager.pool.clear_prefix_cache()
     store, began, may_go_on = run.engine._tiers.store, asyncio.Event(), asyncio.Event()
     stored = store._stored
 

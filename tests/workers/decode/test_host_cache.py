@@ -36,7 +36,7 @@ async def push_out(run: Bench) -> None:
     await copied(run)
     await run.reserve("big", 300, 84)
     await run.engine.cancel("big")
-    assert not len(run.engine._manager.pool.entries)
+    assert not len(run.engine._manager.pool.prefix_cache)
 
 
 def slots_used(run: Bench) -> int:
@@ -329,7 +329,7 @@ async def test_failed_copies_mark_the_worker_faulty(
     run.may_fault = True
     copies = await pushed_out(run, monkeypatch)
     run.engine._tiers._in_place = in_place
-    why = "K/V did not come back from host memory: no such memory"
+    why = "KV did not come back from host memory: no such memory"
     given = {"key": key_of(DOCUMENT), "prefix_tokens": 128, "owner": "me"}
     rest = Reservation(request_id="rest", new_tokens=22, max_tokens=NEW, **given)
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(go_on(run, "again", DOCUMENT, 144))]

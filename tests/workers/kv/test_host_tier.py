@@ -21,7 +21,7 @@ from deltafront.workers.messages.requests import DecodeFailed, Refused
 from deltafront.workers.settings import DecodeConfig
 
 from ..keys import key_of
-from .test_entries import manager, reserve, spell
+from .test_prefix_cache import manager, reserve, spell
 
 LAYERS = 3
 
@@ -34,14 +34,14 @@ class Setup:
         self.manager, clock = manager(pages)
         self.on_gpu = [[""] * pages for _ in range(LAYERS)]
         self.on_host = [[""] * slots for _ in range(LAYERS)]
-        self.host = HostTier(self.manager.pool.entries, LAYERS, slots, self.move, clock)
+        self.host = HostTier(self.manager.pool.prefix_cache, LAYERS, slots, self.move, clock)
         self.manager.host = self.host
         self.moved_back: list[tuple[str, int]] = []
         """Layers that have come back, in order."""
         self.moves_fail = False
         self.let_go: list[str] = []
         offer = self.host._offer
-        self.manager.pool.entries.on_idle = lambda pages: (self.note(pages), offer(pages))[1]
+        self.manager.pool.prefix_cache.on_evictable = lambda pages: (self.note(pages), offer(pages))[1]
         self.moving = asyncio.Event()
         self.may_move = asyncio.Event()
         self.may_move.set()
@@ -104,7 +104,7 @@ class Setup:
                 assert held == [letters[: n + 1] for n in range(after)]
                 self.write(pages, letters, after, layer)
             if not leaves:
-                pages.remember(len(spell(letters)))
+                pages.cache_prefix(len(spell(letters)))
         finally:
             pages.end()
             await pages.freed.wait()
@@ -248,13 +248,13 @@ async def test_later_retention_applies_in_host_memory_too(read_again: bool) -> N
         pool.release(pool.allocate(8))
         assert await run.read("ab")
     pages, _slots, _exact = run.manager.find(key_of(spell("ab")))
-    pool.retain(pages)
-    pool.entries.retain(pages, 10.0)
+    pool.incref(pages)
+    pool.prefix_cache.retain(pages, 10.0)
     pool.release(pages)
     await run.settle()
-    until = pool.entries[pages[0]].until
-    slots = [run.host.pool.entries.page_of(name_of(letters)) for letters in ("a", "ab")]
-    assert [run.host.pool.entries[slot].until for slot in slots if slot is not None] == [until] * 2
+    until = pool.prefix_cache[pages[0]].until
+    slots = [run.host.pool.prefix_cache.page_of(name_of(letters)) for letters in ("a", "ab")]
+    assert [run.host.pool.prefix_cache[slot].until for slot in slots if slot is not None] == [until] * 2
 
 
 words = st.text(alphabet="ab", min_size=1, max_size=6)
@@ -288,8 +288,10 @@ def test_host_memory_keeps_the_most_recent_blocks_like_an_lru_list(
             room = slots - len(seen)
             others = [name for name in used if name not in seen]
             used = (others + new)[max(0, len(others + new) - room) :] + seen
-            in_host = {name for name in used if setup.host.pool.entries.page_of(name_of(name)) is not None}
-            assert in_host == set(used) and len(setup.host.pool.entries) == len(used)
+            in_host = {
+                name for name in used if setup.host.pool.prefix_cache.page_of(name_of(name)) is not None
+            }
+            assert in_host == set(used) and len(setup.host.pool.prefix_cache) == len(used)
             assert setup.all_free()
 
     asyncio.run(run())

@@ -54,7 +54,7 @@ def test_out_of_pages_error_can_be_pickled() -> None:
 def test_a_shared_page_is_freed_by_its_last_holder() -> None:
     pool = PagePool(2)
     pages = pool.allocate(2)
-    pool.retain(pages[:1])
+    pool.incref(pages[:1])
     pool.release(pages)
     assert pool.used == 1 and pool._references[pages[0]] == 1
     pool.release(pages[:1])
@@ -74,7 +74,7 @@ def test_sharing_a_free_page_raises_and_changes_nothing() -> None:
     pool = PagePool(3)
     (held,) = pool.allocate(1)
     with pytest.raises(ValueError, match="free"):
-        pool.retain((held, held + 1))
+        pool.incref((held, held + 1))
     assert pool._references[held] == 1
 
 
@@ -98,7 +98,7 @@ def test_random_use_agrees_with_counters(seed: int) -> None:
         elif used:
             chosen = chance.sample(used, chance.randint(1, len(used)))
             step = 1 if action == "share" else -1
-            (pool.retain if step == 1 else pool.release)(chosen)
+            (pool.incref if step == 1 else pool.release)(chosen)
             for page in chosen:
                 counts[page] += step
         assert pool.used == sum(count > 0 for count in counts.values()) == pool.total - pool.free

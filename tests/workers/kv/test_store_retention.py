@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.workers.kv.kv_files import KVFiles
-from deltafront.workers.kv.pages.entries import Entries
 from deltafront.workers.kv.pages.host_tier import HostTier
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS
+from deltafront.workers.kv.pages.prefix_cache import PrefixCache
 from deltafront.workers.kv.pages.store_tier import GROUP_PAGES, StoreTier
 from deltafront.workers.messages.prompts import PromptKey
 
@@ -50,7 +50,7 @@ class Disk:
     def start(self) -> None:
         now = self.clock.now
         saved = sorted((self.dates[name], name) for name in self.files)
-        self.host = HostTier(Entries(self.clock), 1, SLOTS, self.move, self.clock)
+        self.host = HostTier(PrefixCache(self.clock), 1, SLOTS, self.move, self.clock)
         self.on_host = [""] * SLOTS
         self.store = StoreTier(
             self.host,
@@ -82,12 +82,12 @@ class Disk:
         """A prompt's pages come to host memory, as `HostTier` brings them."""
         pool, chain = self.host.pool, key(letters).chain
         known = list(self.host.find(key(letters), 0)[0])
-        pool.retain(known)
+        pool.incref(known)
         slots = [*known, *pool.allocate(len(letters) * GROUP_PAGES - len(known))]
         for place, slot in enumerate(slots):
             self.on_host[slot] = f"{letters[: place // GROUP_PAGES + 1]}{place}"
-        pool.entries.add(key(letters).root, chain, slots, retain_s)
-        pool.entries.retain(slots, retain_s)
+        pool.prefix_cache.add(key(letters).root, chain, slots, retain_s)
+        pool.prefix_cache.retain(slots, retain_s)
         self.host.on_kept(slots)
         pool.release(slots)
         await self.settle()
@@ -145,7 +145,7 @@ async def test_retention_continues_in_host_memory_after_a_load_from_disk() -> No
     disk.start()
     await disk.load("a")
     slots, _exact = disk.host.find(key("a"), 0)
-    entries = [disk.host.pool.entries.get(slot) for slot in slots]
+    entries = [disk.host.pool.prefix_cache.get(slot) for slot in slots]
     assert [entry and entry.until for entry in entries] == [until] * GROUP_PAGES
 
 
@@ -234,7 +234,7 @@ def test_disk_tier_agrees_with_a_plain_list(room: int, steps: list[tuple[str, st
                 await disk.load(letters)
                 brute.use(here, now)
             elif work == "forget":
-                disk.host.pool.forget_entries()
+                disk.host.pool.clear_prefix_cache()
             else:
                 disk.start()
                 brute.restart(now)

@@ -17,7 +17,7 @@ from deltafront.workers.kv.pages.store_tier import StoreError, StoreTier
 
 from ...suspensions import Acting, at_each_await, until
 from ..keys import key_of
-from .test_entries import manager, spell
+from .test_prefix_cache import manager, spell
 
 GROUP = 2
 """Pages of a group here."""
@@ -45,7 +45,7 @@ class Setup:
 
     def __init__(self, slots: int, prompts: Sequence[str]) -> None:
         pages, clock = manager(4)
-        self.host = HostTier(pages.pool.entries, 1, slots, self.no_move, clock)
+        self.host = HostTier(pages.pool.prefix_cache, 1, slots, self.no_move, clock)
         self.on_host = [""] * slots
         self.files = {name_of(group): group for letters in prompts for group in groups_of(letters)}
         self.letters = dict(self.files)
@@ -160,7 +160,7 @@ async def test_group_keeps_its_slots_until_it_is_saved() -> None:
         run.store._room, run.store._stored = 1, run.saves
         pool = run.host.pool
         slots = pool.allocate(GROUP)
-        pool.entries.add(key.root, key.chain, slots, 0.0)
+        pool.prefix_cache.add(key.root, key.chain, slots, 0.0)
         run.on_host[slots[0]], run.on_host[slots[1]] = "a", "ab"
         run.store._offer(slots)
         pool.release(slots)

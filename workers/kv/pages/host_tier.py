@@ -1,21 +1,21 @@
-"""The tier of remembered pages in host memory.
+"""The prefix cache's tier in host memory.
 
-An entry is copied to host memory as soon as nobody holds its page, so that the page on the GPU can be given
-up without waiting. A request that finds a page in host memory alone gets it copied back, layer by layer.
-`Entries` chooses which slots are given up. Accounting on the event loop's thread.
+A cached page is copied to host memory as soon as it becomes evictable, so that its place on the GPU can be
+taken without waiting. A request that finds a page in host memory alone gets it copied back, layer by layer.
+Slots have a `PrefixCache` too, which chooses which to evict. Accounting on the event loop's thread.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from deltafront.workers.kv.pages.entries import Entries, Entry
 from deltafront.workers.kv.pages.pool import PagePool, page_runs
+from deltafront.workers.kv.pages.prefix_cache import CachedBlock, PrefixCache
 from deltafront.workers.messages.prompts import PromptKey
 from deltafront.workers.messages.states import TierStats
 
 BATCH_PAGES = 256
-"""Pages that one copy of all layers moves at most. Other copies wait for it."""
+"""The most pages that one copy of all layers moves. Other copies wait for it."""
 
 Runs = Sequence[tuple[int, int, int]]
 """(first page, first slot, count) of each copy."""
@@ -26,11 +26,11 @@ Move = Callable[[Runs, range, bool], Awaitable[None]]
 class PagesBack:
     """A copy of slots back into pages, layer by layer.
 
-    The pages have entries from its start, so other requests find them and wait for the same copy.
+    The pages are in the prefix cache from its start, so other requests find them and wait for the same copy.
 
     Attributes:
         left: Number of layers still missing, the model's last ones.
-        error: Why they will not come, if so.
+        error: Why the copy failed; empty if it has not.
     """
 
     def __init__(self, pages: Sequence[int], slots: Sequence[int], layers: int, began: float) -> None:
@@ -54,22 +54,22 @@ class PagesBack:
 
 
 class HostTier:
-    """Host memory behind a pool's pages.
+    """The host memory below a pool's pages.
 
     Args:
-        on_gpu: The pool's entries.
+        on_gpu: The pool's prefix cache.
         layers: Layers of each page.
         slots: Pages of host memory.
     """
 
     def __init__(
-        self, on_gpu: Entries, layers: int, slots: int, move: Move, clock: Callable[[], float]
+        self, on_gpu: PrefixCache, layers: int, slots: int, move: Move, clock: Callable[[], float]
     ) -> None:
-        self.pool = PagePool(slots, entries=Entries(clock))
+        self.pool = PagePool(slots, prefix_cache=PrefixCache(clock))
         self.too_late = 0
-        """Entries that were given up on the GPU before they were copied."""
+        """Blocks that were evicted from the GPU before they were copied."""
         self.on_kept: Callable[[Sequence[int]], None] = lambda _slots: None
-        """Called with the slots of entries that were copied, or were there already. They are held during the
+        """Called with the slots of blocks that were copied, or were there already. They are pinned during the
         call."""
         self._back, self._back_s = 0, 0.0
         self._clock = clock
@@ -80,13 +80,13 @@ class HostTier:
         """The copy that fills each page."""
         self._asked: deque[PagesBack] = deque()
         self._ask = asyncio.Event()
-        self._offered: deque[tuple[int, Entry]] = deque()
+        self._offered: deque[tuple[int, CachedBlock]] = deque()
         self._wake = asyncio.Event()
-        on_gpu.on_idle = self._offer
+        on_gpu.on_evictable = self._offer
 
     def find(self, key: PromptKey, first: int) -> tuple[tuple[int, ...], bool]:
-        """Like `Entries.find`, but return slots."""
-        return self.pool.entries.find(key, first)
+        """Like `PrefixCache.find`, but return slots."""
+        return self.pool.prefix_cache.find(key, first)
 
     @property
     def busy(self) -> bool:
@@ -94,7 +94,7 @@ class HostTier:
         return self._wake.is_set()
 
     async def run(self) -> None:
-        """Copy offered entries to host memory, until cancelled."""
+        """Copy offered blocks to host memory, until cancelled."""
         while True:
             await self._wake.wait()
             await self._keep(*self._next())
@@ -104,8 +104,8 @@ class HostTier:
     def bring_back(self, slots: Sequence[int], pages: Sequence[int]) -> PagesBack:
         """Begin to copy slots into pages. Both stay in use until the copy is over."""
         coming = PagesBack(pages, slots, self._layers, self._clock())
-        self.pool.retain(slots)
-        self._on_gpu.enter(pages, (self.pool.entries[slot] for slot in slots))
+        self.pool.incref(slots)
+        self._on_gpu.restore(pages, (self.pool.prefix_cache[slot] for slot in slots))
         self._coming |= dict.fromkeys(pages, coming)
         self._asked.append(coming)
         self._ask.set()
@@ -151,19 +151,19 @@ class HostTier:
         if error:
             self._on_gpu.drop(coming.pages)
         coming.moved(count, error)
-        # Readers that waited for the layers go on first: a prompt has thousands of slots.
+        # Requests that waited for the layers resume first, since a prompt has thousands of slots.
         asyncio.get_running_loop().call_soon(self.pool.release, coming.slots)
 
     def stats(self, bytes_per_page: int) -> TierStats:
-        entries = self.pool.entries
+        cache = self.pool.prefix_cache
         return TierStats(
             tier="host",
             room=self.pool.total,
-            pages=len(entries),
+            pages=len(cache),
             bytes_per_page=bytes_per_page,
-            evicted=entries.evicted,
-            evicted_retained=entries.evicted_retained,
-            evicted_age_s=entries.evicted_age_s,
+            evicted=cache.evicted,
+            evicted_retained=cache.evicted_retained,
+            evicted_age_s=cache.evicted_age_s,
             missed=self.too_late,
             back=self._back,
             back_s=self._back_s,
@@ -173,39 +173,39 @@ class HostTier:
         self._offered.extend((page, self._on_gpu[page]) for page in pages)
         self._wake.set()
 
-    def _next(self) -> tuple[list[tuple[int, Entry]], list[int]]:
-        """Return entries to copy, and the slots of offered entries that are here already.
+    def _next(self) -> tuple[list[tuple[int, CachedBlock]], list[int]]:
+        """Return blocks to copy, and the slots of offered blocks that are here already.
 
-        The slots get a reference meanwhile. Both are in the order in which they are given up.
+        The slots get a reference each. Both lists are in the order of eviction.
         """
-        new: list[tuple[int, Entry]] = []
+        new: list[tuple[int, CachedBlock]] = []
         known: list[int] = []
-        entries = self.pool.entries
+        cache = self.pool.prefix_cache
         for _ in range(min(BATCH_PAGES, len(self._offered))):
-            page, entry = self._offered.popleft()
-            slot = entries.page_of(entry.name)
+            page, block = self._offered.popleft()
+            slot = cache.page_of(block.name)
             if slot is not None:
                 known.append(slot)
-                if (held := entries[slot]) is not entry:
-                    held.until = max(held.until, entry.until)
-            elif self._on_gpu.get(page) is entry:
-                new.append((page, entry))
+                if (held := cache[slot]) is not block:
+                    held.until = max(held.until, block.until)
+            elif self._on_gpu.get(page) is block:
+                new.append((page, block))
             else:
                 self.too_late += 1
-        self.pool.retain(known)
+        self.pool.incref(known)
         return new, known
 
-    async def _keep(self, new: Sequence[tuple[int, Entry]], known: Sequence[int]) -> None:
-        # Held slots are not given up. If too few are free, a prompt's first pages are copied.
+    async def _keep(self, new: Sequence[tuple[int, CachedBlock]], known: Sequence[int]) -> None:
+        # Pinned slots are not evicted. If too few are free, the prompts' first pages are copied.
         batch = new[max(0, len(new) - self.pool.free) :][::-1]
         slots = self.pool.allocate(len(batch))
         try:
             if batch:
                 runs = page_runs([page for page, _ in batch], slots)
                 await self._move(runs, range(self._layers), False)
-            for (page, entry), slot in zip(batch, slots, strict=True):
-                if self._on_gpu.get(page) is entry:  # else its page may have been written to meanwhile
-                    self.pool.entries.enter([slot], [entry])
+            for (page, block), slot in zip(batch, slots, strict=True):
+                if self._on_gpu.get(page) is block:  # else its page may have been written to meanwhile
+                    self.pool.prefix_cache.restore([slot], [block])
                 else:
                     self.too_late += 1
             self.on_kept([*slots, *known])

@@ -1,7 +1,7 @@
 """Leases of a decode worker: sessions, whose pages are held for an owner until a stated time.
 
-A lease holds one reference on each of its pages and never writes to them. When it ends, pages that have
-entries are still remembered. Pure accounting on the event loop's thread. Times are seconds since the epoch.
+A lease holds one reference to each of its pages and never writes to them. When it ends, its full pages stay
+in the prefix cache. Pure accounting on the event loop's thread. Times are seconds since the epoch.
 """
 
 import secrets
@@ -16,7 +16,7 @@ from deltafront.workers.messages.requests import ID_BYTES
 class Lease:
     """A session's pages, held until `expires`.
 
-    `ids` are its tokens', little-endian uint32; empty if no block is ever computed again.
+    `token_ids` are little-endian uint32. They are empty if no block is ever recomputed.
     """
 
     session_id: str
@@ -24,7 +24,7 @@ class Lease:
     pages: tuple[int, ...]
     tokens: int
     expires: float
-    ids: bytes = field(repr=False, default=b"")
+    token_ids: bytes = field(repr=False, default=b"")
 
     @property
     def message(self) -> Session:
@@ -46,13 +46,20 @@ class Leases:
         return len(self._leases)
 
     def adopt(
-        self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float, *, ids: bytes = b""
+        self,
+        owner: str,
+        pages: tuple[int, ...],
+        tokens: int,
+        ttl_s: float,
+        now: float,
+        *,
+        token_ids: bytes = b"",
     ) -> Lease:
         """Lease exactly `pages_for(tokens)` pages, whose references it takes over.
 
         Args:
             ttl_s: At most the configured maximum; 0 or less asks for the maximum.
-            ids: Ids of these tokens, and any behind them.
+            token_ids: Ids of these tokens, little-endian uint32. Further ones are ignored.
         """
         if tokens < 1 or len(pages) != pages_for(tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
@@ -63,7 +70,7 @@ class Leases:
             pages=pages,
             tokens=tokens,
             expires=now + granted_s,
-            ids=ids[: tokens * ID_BYTES],
+            token_ids=token_ids[: tokens * ID_BYTES],
         )
         self._leases[lease.session_id] = lease
         return lease

@@ -1,7 +1,7 @@
 """The pool of one worker's pages, and helpers for runs of pages. One thread uses it.
 
 Pages have reference counts, because requests with the same prefix share them. A page without references is
-free, even if an entry remembers it.
+free, even if the prefix cache still has it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from deltafront.kernels.constants import PAGE_TOKENS
-from deltafront.workers.kv.pages.entries import Entries
+from deltafront.workers.kv.pages.prefix_cache import PrefixCache
 
 __all__ = [
     "PAGE_TOKENS",
@@ -73,7 +73,7 @@ def row_runs(pages: Sequence[int], start: int, tokens: int) -> tuple[tuple[int, 
 def paired_runs(
     theirs: Sequence[tuple[int, int]], ours: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Split two lists of runs, of equally many rows, into pieces that are contiguous in both.
+    """Split two lists of runs with equal totals into pieces that are contiguous in both.
 
     Yields (their first row, our first row, count) in order.
     """
@@ -105,17 +105,16 @@ def page_runs(pages: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int
 class PagePool:
     """Hands out pages, lowest first, so that pages taken together are contiguous where possible.
 
-    Remembered pages are given up only when no other page is free. `on_free` is called when pages have become
-    free.
+    Cached pages are evicted only when no other page is free. `on_free` is called when pages have become free.
     """
 
     def __init__(
-        self, pages: int, on_free: Callable[[], None] = lambda: None, entries: Entries | None = None
+        self, pages: int, on_free: Callable[[], None] = lambda: None, prefix_cache: PrefixCache | None = None
     ) -> None:
         if pages < 1:
             raise ValueError(f"a pool needs pages, got {pages}")
         self._on_free = on_free
-        self.entries = Entries(time.monotonic) if entries is None else entries
+        self.prefix_cache = PrefixCache(time.monotonic) if prefix_cache is None else prefix_cache
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))  # highest first: pages are taken from the end
 
@@ -125,8 +124,8 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """The number of free pages, the remembered ones without a holder included."""
-        return len(self._free) + self.entries.idle
+        """The number of free pages, evictable ones of the prefix cache included."""
+        return len(self._free) + self.prefix_cache.evictable
 
     @property
     def used(self) -> int:
@@ -143,7 +142,7 @@ class PagePool:
         if count > self.free:
             raise OutOfPages(count, self.free)
         if count > len(self._free):
-            self._free += self.entries.evict(count - len(self._free))
+            self._free += self.prefix_cache.evict(count - len(self._free))
             self._free.sort(reverse=True)
         left = len(self._free) - count
         taken = tuple(reversed(self._free[left:]))
@@ -152,20 +151,20 @@ class PagePool:
             self._references[page] = 1
         return taken
 
-    def retain(self, pages: Iterable[int]) -> None:
+    def incref(self, pages: Iterable[int]) -> None:
         """Add one reference to each page. Raises ValueError, having added none, if a page is neither in use
-        nor remembered."""
+        nor cached."""
         held = self._checked(pages)
         idle = [page for page in held if not self._references[page]]
         for page in idle:
-            if page not in self.entries:
+            if page not in self.prefix_cache:
                 raise ValueError(f"page {page} is free and cannot be shared")
-        self.entries.take(idle)
+        self.prefix_cache.pin(idle)
         for page in held:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page. The last entry that becomes free is given up first.
+        """Drop one reference to each page. The last cached page that becomes free is evicted first.
 
         Raises:
             ValueError: A page has too few references: a second release would give it to two requests. Nothing
@@ -180,13 +179,13 @@ class PagePool:
         for page, drop in drops.items():
             self._references[page] -= drop
         freed = [page for page in drops if not self._references[page]]
-        self._free += self.entries.let_go(reversed(freed))
+        self._free += self.prefix_cache.unpin(reversed(freed))
         self._free.sort(reverse=True)  # a merge: both parts are mostly in order
         if freed:
             self._on_free()
 
-    def forget_entries(self) -> None:
-        self._free += self.entries.clear()
+    def clear_prefix_cache(self) -> None:
+        self._free += self.prefix_cache.clear()
         self._free.sort(reverse=True)
 
     def _checked(self, pages: Iterable[int]) -> list[int]:

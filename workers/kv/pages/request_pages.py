@@ -1,8 +1,8 @@
 """Reserves the pages of requests. A request takes all pages that it will ever need at once.
 
-It shares only full pages, with a session or with remembered K/V, and never writes to them. A session's partly
-filled last page is copied, and recomputed blocks get pages of their own. Pure accounting on the event loop's
-thread.
+It shares only full pages, with a session or the prefix cache, and never writes to them. A session's
+partly filled last page is copied. Recomputed blocks get pages that nothing else shares. Pure accounting on
+the event loop's thread.
 """
 
 import asyncio
@@ -29,26 +29,26 @@ PageCopy = tuple[int, int]
 
 @dataclass(eq=False, kw_only=True)
 class RequestPages:
-    """The pages of one request.
+    """The page table of one request, and its other pages.
 
     A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and a copy from
-    host memory counts as a use. The pages are given back after `end` and the last use.
+    host memory counts as a use. The pages return to the pool after `end` and the last use.
 
     Attributes:
         table: The page table.
-        held_tokens: Tokens whose K/V is there from the start, or once `coming` is over.
-        key: The key under which its pages stay findable; None: they are not remembered.
-        exact: Whether dense attention makes all of its K/V.
+        held_tokens: Tokens whose KV is there from the start, or once `coming` is over.
+        key: The prefix-cache key of its prompt. None: its pages are not cached.
+        exact: Whether dense attention makes all of its KV.
         spare: A page for the partly filled last page of a kept session.
-        copy_in: (source, target): a session's partly filled page and the table's, copied before the first
-            append.
-        copy_out: The table's partly filled page and `spare`, copied once the prompt is complete.
-        session_ids: Ids of a session's tokens, little-endian uint32; empty if unknown.
+        copy_in: A session's partly filled page and its copy in the table, made before the first new token.
+        copy_out: The table's partly filled page and its copy in `spare`, made once the prompt is complete.
+        session_token_ids: Token ids of the session, little-endian uint32. Empty if unknown.
         own: Unused pages for `divert`.
         coming: Copies from host memory into the table's pages, begun for this request or another.
         host_tokens: Tokens copied from host memory for this request.
-        on_free: Called once, when the pages are given back.
-        on_coming: Called when layers have come from host memory, or will not.
+        on_free: Called once, when the pages return to the pool.
+        on_coming: Called when layers have come from host memory, or a copy has failed.
+        freed: Set when the pages have returned to the pool.
     """
 
     pool: PagePool
@@ -59,7 +59,7 @@ class RequestPages:
     spare: tuple[int, ...] = ()
     copy_in: PageCopy | None = None
     copy_out: PageCopy | None = None
-    session_ids: bytes = field(repr=False, default=b"")
+    session_token_ids: bytes = field(repr=False, default=b"")
     own: tuple[int, ...] = ()
     coming: tuple[PagesBack, ...] = ()
     host_tokens: int = 0
@@ -68,10 +68,10 @@ class RequestPages:
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _aside: tuple[int, ...] = ()
     """Pages that `divert` has taken out of the table."""
-    _entered: list[int] = field(default_factory=list)
-    """Pages that `remember` has made entries of."""
+    _cached: list[int] = field(default_factory=list)
+    """Pages that `cache_prefix` has put into the prefix cache."""
     _looked: int = 0
-    """Number of first pages that are entries or were offered."""
+    """Number of first pages that are cached or were offered."""
     _ended: bool = False
     _users: int = 0
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,7 +79,7 @@ class RequestPages:
     def __post_init__(self) -> None:
         self._looked = self.held_tokens // PAGE_TOKENS
         self.original_table = self.table
-        """The table before `divert`, of which sessions and entries are made."""
+        """The table before `divert`. Sessions and cached blocks are made of it."""
         self._came = asyncio.Event()
         for coming in self.coming:
             self._users += 1
@@ -91,20 +91,20 @@ class RequestPages:
 
     @property
     def every_page(self) -> tuple[int, ...]:
-        """Its pages, and the session's page that `copy_in` still reads."""
+        """Its pages, and the session's page from which `copy_in` copies."""
         source = () if self.copy_in is None else self.copy_in[:1]
         return (*self.table, *self.spare, *self.own, *self._aside, *source)
 
     @property
     def layers_coming(self) -> int:
-        """The number of the model's last layers that are still missing in some page."""
+        """The number of the model's last layers whose KV is missing in some page."""
         return max((coming.left for coming in self.coming), default=0)
 
     @property
     def lost(self) -> str:
-        """Why missing layers will not come from host memory; empty if they may."""
+        """The error of a failed copy from host memory; empty if none has failed."""
         why = next((coming.error for coming in self.coming if coming.error), "")
-        return why and f"K/V did not come back from host memory: {why}"
+        return why and f"KV did not come back from host memory: {why}"
 
     async def come(self, left: int = 0) -> None:
         """Wait until at most `left` layers are missing.
@@ -127,13 +127,13 @@ class RequestPages:
     def divert(self, places: Sequence[int]) -> None:
         """Replace the table's pages at these indices by own pages.
 
-        The replaced pages are given back with the others; nobody writes to them any more.
+        The replaced pages return to the pool with the others. No step writes to them any more.
 
         Raises:
             ValueError: There are too few own pages.
         """
         if len(places) > len(self.own):
-            raise ValueError(f"{len(places)} places of the table, but {len(self.own)} pages of its own")
+            raise ValueError(f"{len(places)} places of the table, but {len(self.own)} own pages")
         table, used = list(self.table), self.own[: len(places)]
         for place, page in zip(places, used, strict=True):
             self._aside += (table[place],)
@@ -142,7 +142,7 @@ class RequestPages:
 
     @contextmanager
     def use(self) -> Iterator[tuple[int, ...] | None]:
-        """Yield the table, whose pages stay the request's during the block; None if the request has ended."""
+        """Yield the table, and keep its pages during the block. Yield None if the request has ended."""
         if self._ended:
             yield None
             return
@@ -163,31 +163,32 @@ class RequestPages:
         while self._users:
             await self._unused.wait()
 
-    def remember(self, tokens: int, answer_ids: bytes = b"") -> None:
-        """Make entries of the first tokens' full pages, which nobody writes to any more.
+    def cache_prefix(self, tokens: int, answer_ids: bytes = b"") -> None:
+        """Put the first tokens' full pages into the prefix cache. No step writes to them any more.
 
-        `answer_ids` are ids of tokens behind the prompt, little-endian uint32.
+        Args:
+            answer_ids: Token ids after the prompt, little-endian uint32.
         """
         if self.key is None or not self.key.remembers or self._ended:
             return
         chain = self.key.longer(answer_ids) if answer_ids else self.key.chain
         root = self.key.exact_root if self.exact else self.key.root
-        pages, entries = self.original_table[: tokens // PAGE_TOKENS], self.pool.entries
-        self._entered += entries.add(root, chain, pages, self.key.retain_s, self._looked)
+        pages, cache = self.original_table[: tokens // PAGE_TOKENS], self.pool.prefix_cache
+        self._cached += cache.add(root, chain, pages, self.key.retain_s, self._looked)
         if self.key.retain_s:
-            entries.retain(pages, self.key.retain_s)
+            cache.retain(pages, self.key.retain_s)
         self._looked = len(pages)
 
     def end(self, *, failed: bool = False) -> None:
-        """End the request. If it failed, forget the entries it has made."""
+        """End the request. If it failed, drop its pages from the prefix cache."""
         if failed:
-            self.pool.entries.drop(self._entered)
+            self.pool.prefix_cache.drop(self._cached)
         self._ended = True
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:
         if self._ended and self._users == 0 and not self.freed.is_set():
-            # In the order of the tokens, since `release` lets the last page be given up first.
+            # In the order of the tokens, since the last page that is released is evicted first.
             self.pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
             self.table, self.spare, self.own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
@@ -197,20 +198,20 @@ class RequestPages:
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """The K/V that a request builds on.
+    """The KV cache that a request starts with.
 
     Attributes:
         pages: Its full pages.
         slots: Slots of host memory that continue them.
         partly_filled: A session's last page, if not full.
-        may_recompute: Whether blocks may be computed again; for a session only if its ids are known.
+        may_recompute: Whether blocks may be recomputed. A session must know its token ids.
     """
 
     tokens: int = 0
     pages: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     partly_filled: int | None = None
-    ids: bytes = b""
+    token_ids: bytes = b""
     exact: bool = True
     may_recompute: bool = True
 
@@ -229,12 +230,13 @@ class PageManager:
         self.leases = leases
         self._positions = positions
 
-    def reserve(self, reservation: Reservation, now: float, behind: int = 0) -> RequestPages | Refused:
+    def reserve(self, reservation: Reservation, now: float, waiting: int = 0) -> RequestPages | Refused:
         """Take all pages of a request, or none. While other reservations wait, take none.
 
         Args:
             now: Seconds since the epoch.
-            behind: How many reservations wait already.
+            waiting: How many reservations wait already.
+
         Raises:
             ValueError: The reservation's counts contradict one another.
         """
@@ -252,16 +254,16 @@ class PageManager:
                 f"{reservation.max_tokens} new tokens exceed the model's {self._positions} positions",
                 tokens_left=max(0, self._positions - (total - reservation.max_tokens)),
             )
-        return self._take(reservation, held, total, behind)
+        return self._take(reservation, held, total, waiting)
 
     def find(self, key: PromptKey) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Find a prompt's longest remembered beginning.
+        """Find a prompt's longest cached prefix.
 
         Returns:
             Its pages, the slots of host memory that continue them, and whether dense attention made all of
                 it.
         """
-        pages, exact = self.pool.entries.find(key)
+        pages, exact = self.pool.prefix_cache.find(key)
         if self.host is None:
             return pages, (), exact
         slots, also_exact = self.host.find(key, len(pages))
@@ -275,7 +277,7 @@ class PageManager:
         count = reservation.prefix_tokens // PAGE_TOKENS
         pages, slots, exact = ((), (), True) if reservation.key is None else self.find(reservation.key)
         if len(pages) + len(slots) < count:
-            message = f"{reservation.prefix_tokens} tokens of the prompt are not remembered any more"
+            message = f"{reservation.prefix_tokens} tokens of the prompt are no longer in the prefix cache"
             return Refused(reason=RefusalReason.NO_PREFIX, message=message)
         pages = pages[:count]
         slots = slots[: count - len(pages)]
@@ -291,11 +293,13 @@ class PageManager:
             tokens=lease.tokens,
             pages=lease.pages[:full],
             partly_filled=lease.pages[-1] if rest else None,
-            ids=lease.ids,
-            may_recompute=bool(lease.ids),
+            token_ids=lease.token_ids,
+            may_recompute=bool(lease.token_ids),
         )
 
-    def _take(self, reservation: Reservation, held: _Held, total: int, behind: int) -> RequestPages | Refused:
+    def _take(
+        self, reservation: Reservation, held: _Held, total: int, waiting: int
+    ) -> RequestPages | Refused:
         shared = held.pages
         spare = 1 if reservation.keep_tokens % PAGE_TOKENS else 0
         fresh = pages_for(total) - len(shared)
@@ -310,14 +314,14 @@ class PageManager:
             return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=least, free=self.pool.free)
         needed = fresh + spare + own
         source = () if held.partly_filled is None else (held.partly_filled,)
-        if behind:
-            message = f"{behind} reservations wait for KV pages already"
+        if waiting:
+            message = f"{waiting} reservations wait for KV pages already"
             return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=self.pool.free)
         free = self.pool.free - self.pool.unheld(shared)
         if needed > free:
             message = str(OutOfPages(needed, free))
             return Refused(reason=RefusalReason.PAGES, message=message, needed=needed, free=free)
-        self.pool.retain((*shared, *source))  # first, since `allocate` may give up remembered pages
+        self.pool.incref((*shared, *source))  # first, since `allocate` may evict them
         taken = self.pool.allocate(needed)
         coming = () if self.host is None else self.host.coming_to(shared)
         if self.host is not None and held.slots:
@@ -332,13 +336,12 @@ class PageManager:
             exact=_stays_exact(reservation, held),
             spare=taken[fresh : fresh + spare],
             own=taken[fresh + spare :],
-            session_ids=held.ids,
+            session_token_ids=held.token_ids,
             copy_in=(source[0], taken[0]) if source else None,
         )
 
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
-        """Prepare `keep_session` for a request that goes on, so that it cannot fail: get a spare page and set
-        `copy_out`.
+        """Take a spare page and set `copy_out`, so that `keep_session` cannot fail while the request runs.
 
         Raises:
             OutOfPages: No spare page was reserved, and none is free.
@@ -356,25 +359,25 @@ class PageManager:
         ttl_s: float,
         now: float,
         *,
-        ids: bytes = b"",
+        token_ids: bytes = b"",
     ) -> Lease:
         """Make a session of a request's first `tokens` tokens.
 
-        The session shares the full pages. If the request goes on, call `prepare_session` first: the session
+        The session shares the full pages. If the request continues, call `prepare_session` first: the session
         then takes over the copy of the partly filled page. If the request ends here, the session shares that
         page itself.
         """
         copied = () if pages.copy_out is None else pages.copy_out[1:]
         shared = pages.original_table[: tokens // PAGE_TOKENS if copied else pages_for(tokens)]
-        lease = self.leases.adopt(owner, shared + copied, tokens, ttl_s, now, ids=ids)
-        self.pool.retain(shared)
+        lease = self.leases.adopt(owner, shared + copied, tokens, ttl_s, now, token_ids=token_ids)
+        self.pool.incref(shared)
         if copied:
             pages.spare, pages.copy_out = (), None
         return lease
 
 
 def _stays_exact(reservation: Reservation, held: _Held) -> bool:
-    """Whether dense attention makes all of a request's K/V. A decode worker always reads densely."""
+    """Return whether dense attention makes all of a request's KV. A decode worker always prefills densely."""
     read_exactly = reservation.reads or reservation.key is None or reservation.key.exact
     return held.exact and read_exactly
 
@@ -382,11 +385,11 @@ def _stays_exact(reservation: Reservation, held: _Held) -> bool:
 def _check_counts(reservation: Reservation) -> None:
     held = reservation.session_id is not None or reservation.prefix_tokens > 0
     if reservation.resume_tokens < 0 or (reservation.resume_tokens and reservation.reads):
-        raise ValueError(f"cannot reserve for {reservation.resume_tokens} tokens behind the prompt")
+        raise ValueError(f"cannot reserve for {reservation.resume_tokens} resumed tokens after the prompt")
     if reservation.prefix_tokens % PAGE_TOKENS or (reservation.prefix_tokens and reservation.session_id):
-        raise ValueError(f"cannot build on {reservation.prefix_tokens} remembered tokens")
+        raise ValueError(f"cannot start with {reservation.prefix_tokens} cached tokens")
     if reservation.reads and not held:
-        raise ValueError("a worker reads only what follows a session or a prefix")
+        raise ValueError("a decode worker prefills only after a session or a prefix")
     prompt = reservation.new_tokens
     if prompt < 0 or reservation.max_tokens < 0 or (prompt == 0 and not held):
         raise ValueError(f"cannot reserve for {prompt} prompt tokens and {reservation.max_tokens} new tokens")

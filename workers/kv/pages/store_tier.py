@@ -1,9 +1,9 @@
-"""The tier of remembered pages on disk: groups of consecutive pages, which outlive the worker.
+"""The prefix cache's tier on disk: files of consecutive pages, which outlive the worker.
 
-A group is `GROUP_PAGES` pages of a prompt, beginning at a multiple of `GROUP_PAGES`. It has its last page's
+A group is `GROUP_PAGES` pages of a prompt, starting at a multiple of `GROUP_PAGES`, and has its last page's
 name. It is saved from host memory once all of its pages are there. It is loaded into host memory when a
-prompt needs pages that are only on disk. `Entries` chooses which groups are given up. A group is retained as
-long as its last page. Only the event loop's thread uses this.
+prompt needs pages that are only on disk. A `PrefixCache` of groups chooses which to evict. A group is
+retained as long as its last page. Only the event loop's thread uses this.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from deltafront.workers.kv.pages.entries import Entries, Entry
 from deltafront.workers.kv.pages.host_tier import HostTier
 from deltafront.workers.kv.pages.pool import OutOfPages
+from deltafront.workers.kv.pages.prefix_cache import CachedBlock, PrefixCache
 from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey
 from deltafront.workers.messages.states import TierStats
 
@@ -29,8 +29,8 @@ Stored = Callable[[str, bytes, Sequence[int]], Awaitable[None]]
 Date = Callable[[Sequence[tuple[bytes, float]]], None]
 """Sets groups' dates for a later worker, as `KVFiles.date` does."""
 _APART_S = 0.001
-"""Seconds between the dates of two groups of a prompt, so that a later worker, too, gives up the last one
-first."""
+"""Seconds between the dates of two groups of a prompt, so that a later worker evicts the last one
+first, too."""
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +73,16 @@ class StoreTier:
         self.lost = 0
         """Groups that could not be saved or loaded."""
         self._host, self._stored, self._date, self._room = host, stored, date, room
-        self._groups = Entries(clock)
-        """Entries of groups. Each group has a number where a pool has a page."""
+        self._groups = PrefixCache(clock)
+        """Each group has a number here, where a pool has a page."""
         self._names: dict[int, bytes] = {}
         self._numbers = itertools.count()
-        self._offered: list[Entry] = []
+        self._offered: list[CachedBlock] = []
         self._undated: list[tuple[bytes, float]] = []
         self._loading: dict[bytes, _Loading] = {}
         self._wake = asyncio.Event()
         for name, retain_s in saved:
-            self._groups.let_go([self._hold(name, retain_s)])
+            self._groups.unpin([self._hold(name, retain_s)])
         host.on_kept = self._offer
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class StoreTier:
         """Find the groups that hold a prompt's pages from page `first` on.
 
         Returns:
-            The groups' names, as many as fit into host memory, and whether dense attention made all of them.
+            The names of the groups that fit into host memory, and whether dense attention made all of them.
         """
         names: list[bytes] = []
         for group in range(first // GROUP_PAGES, len(key.chain) // (LINK_BYTES * GROUP_PAGES)):
@@ -114,15 +114,14 @@ class StoreTier:
         """Load a prompt's first `pages` pages into host memory, except those that are there or among the
         first `on_gpu`.
 
-        A group that is being loaded for another request is waited for. Only a worker's shutdown cancels a
-        load.
+        Waits for a group that another request loads. Only a worker's shutdown cancels a load.
 
         Returns:
             The prompt's slots in host memory, with a reference each, and how many pages of the prompt were
                 loaded.
         """
         held = list(self._host.find(key, on_gpu)[0])
-        self._host.pool.retain(held)
+        self._host.pool.incref(held)
         first, began = on_gpu + len(held), self._clock()
         names, _exact = self.find(key, first)
         last = -(-pages // GROUP_PAGES) - first // GROUP_PAGES
@@ -143,20 +142,20 @@ class StoreTier:
             loading.wanted += 1
             return await asyncio.shield(loading.slots)
         slots: Sequence[int] = self._slots_of(name)
-        if len(slots) == GROUP_PAGES:  # the group is behind a missing page, or has just been loaded
-            self._host.pool.retain(slots)
+        if len(slots) == GROUP_PAGES:  # a page before it is missing, or it has just been loaded
+            self._host.pool.incref(slots)
             return slots
         loading = self._loading[name] = _Loading(asyncio.get_running_loop().create_future())
         try:
             slots = await self._read(free, key, group, name)
         except BaseException as error:
             loading.slots.set_exception(error)
-            loading.slots.exception()  # nobody may be waiting for it
+            loading.slots.exception()  # else asyncio warns where no other request waits
             raise
         finally:
             del self._loading[name]
         for _ in range(loading.wanted - 1):
-            self._host.pool.retain(slots)
+            self._host.pool.incref(slots)
         loading.slots.set_result(slots)
         return slots
 
@@ -170,7 +169,7 @@ class StoreTier:
             try:
                 await self._stored("load", name, slots)
             except StoreError as error:
-                log.warning("remembered K/V is read again: %s", error)
+                log.warning("cached KV is prefilled again: %s", error)
                 pool.release(slots)
                 await self._forget(name)
                 return ()
@@ -178,7 +177,7 @@ class StoreTier:
                 pool.release(slots)
                 raise
         root, start = name[:-LINK_BYTES], group * GROUP_PAGES
-        pool.entries.add(root, key.chain, (0,) * start + slots, self._retain_s(name), start)
+        pool.prefix_cache.add(root, key.chain, (0,) * start + slots, self._retain_s(name), start)
         return slots
 
     async def run(self) -> None:
@@ -186,63 +185,63 @@ class StoreTier:
         while True:
             await self._wake.wait()
             while self._offered or self._undated:
-                offered = sorted(self._offered, key=lambda entry: entry.place)
+                offered = sorted(self._offered, key=lambda block: block.place)
                 self._offered = []
-                for entry in offered:
-                    await self._save(entry)
-                self._use([entry.name for entry in offered])
+                for block in offered:
+                    await self._save(block)
+                self._use([block.name for block in offered])
                 await self._date_used()
             self._wake.clear()
 
     def _offer(self, slots: Sequence[int]) -> None:
-        entries = (self._host.pool.entries.get(slot) for slot in slots)
-        ends = [one for one in entries if one is not None and one.place % GROUP_PAGES == GROUP_PAGES - 1]
+        blocks = (self._host.pool.prefix_cache.get(slot) for slot in slots)
+        ends = [one for one in blocks if one is not None and one.place % GROUP_PAGES == GROUP_PAGES - 1]
         if ends:
             self._offered += ends
             self._wake.set()
 
-    async def _save(self, entry: Entry) -> None:
-        retain_s = entry.until - self._clock()
-        if self._groups.page_of(entry.name) is not None:
-            self._hold(entry.name, retain_s)
+    async def _save(self, block: CachedBlock) -> None:
+        retain_s = block.until - self._clock()
+        if self._groups.page_of(block.name) is not None:
+            self._hold(block.name, retain_s)
             return
-        slots, pool = self._slots_of(entry.name), self._host.pool
+        slots, pool = self._slots_of(block.name), self._host.pool
         if len(slots) < GROUP_PAGES:
             return
-        pool.retain(slots)  # from here on, since other pages may want them while room is made
+        pool.incref(slots)  # from here on, since other pages may want them while room is made
         try:
             if not await self._make_room():
                 return
-            await self._stored("save", entry.name, slots)
+            await self._stored("save", block.name, slots)
         except StoreError as error:
             self.lost += 1
-            log.warning("K/V is not saved: %s", error)
+            log.warning("KV is not saved: %s", error)
             return
         finally:
             pool.release(slots)
-        self._hold(entry.name, retain_s)
+        self._hold(block.name, retain_s)
 
     async def _make_room(self) -> bool:
         excess = len(self._groups) - self._room + 1
-        for number in self._groups.evict(min(max(0, excess), self._groups.idle)):
+        for number in self._groups.evict(min(max(0, excess), self._groups.evictable)):
             await self._remove(self._names.pop(number))
         return len(self._groups) < self._room
 
     def _hold(self, name: bytes, retain_s: float) -> int:
-        """Remember a group and keep it until `_use`. Returns its number."""
+        """Cache a group, pinned until `_use`. Returns its number."""
         number = self._groups.page_of(name)
         if number is None:
             number, now = next(self._numbers), self._clock()
             self._names[number] = name
-            self._groups.enter([number], [Entry(name, now, 0, b"")])
-        self._groups.take([number])
+            self._groups.restore([number], [CachedBlock(name, now, 0, b"")])
+        self._groups.pin([number])
         self._groups.retain([number], retain_s)
         return number
 
     def _use(self, names: Sequence[bytes]) -> None:
-        """Make a prompt's groups the last to be given up. Its last group goes before the others."""
+        """Make a prompt's groups the last to be evicted, its last group before its first."""
         held = [self._hold(name, 0.0) for name in names if self._groups.page_of(name) is not None]
-        self._groups.let_go(held[::-1])
+        self._groups.unpin(held[::-1])
         used = (self._names[number] for number in held)
         self._undated += [(name, self._retain_s(name) - n * _APART_S) for n, name in enumerate(used)]
         self._wake.set()
@@ -252,12 +251,12 @@ class StoreTier:
         try:
             await asyncio.to_thread(self._date, dates)
         except StoreError as error:
-            log.warning("a later worker will not know when K/V was used: %s", error)
+            log.warning("a later worker will not know when KV was used: %s", error)
 
     def _retain_s(self, name: bytes) -> float:
         number = self._groups.page_of(name)
-        entry = None if number is None else self._groups.get(number)
-        return 0.0 if entry is None else max(0.0, entry.until - self._clock())
+        block = None if number is None else self._groups.get(number)
+        return 0.0 if block is None else max(0.0, block.until - self._clock())
 
     def seconds(self, pages: int) -> float:
         """Return how long `pages` pages take to load; 0 while none was loaded."""
@@ -281,18 +280,18 @@ class StoreTier:
         """Return the slots of a group's last pages, back to the first page that host memory lacks."""
         slots: list[int] = []
         while name and len(slots) < GROUP_PAGES:
-            slot = self._host.pool.entries.page_of(name)
+            slot = self._host.pool.prefix_cache.page_of(name)
             if slot is None:
                 break
             slots.append(slot)
-            name = self._host.pool.entries[slot].before
+            name = self._host.pool.prefix_cache[slot].before
         return slots[::-1]
 
     async def _forget(self, name: bytes) -> None:
         self.lost += 1
         number = self._groups.page_of(name)
         if number is not None:
-            self._groups.take([number])
+            self._groups.pin([number])
             self._groups.drop([number])
             del self._names[number]
         await self._remove(name)
@@ -301,4 +300,4 @@ class StoreTier:
         try:
             await self._stored("remove", name, ())
         except StoreError as error:
-            log.warning("K/V stays on disk: %s", error)
+            log.warning("KV stays on disk: %s", error)

@@ -49,14 +49,13 @@ def seconds_until_room(
 
 
 class ReservationTime:
-    """The mean time, in seconds, for which reservations hold pages. Each new one makes older ones count a
-    tenth less."""
+    """The mean time, in seconds, for which reservations hold pages. Each new one weighs older ones by 0.9."""
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._weight = 0.0
 
-    def ended(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         self._sum = 0.9 * self._sum + seconds
         self._weight = 0.9 * self._weight + 1.0
 
@@ -65,7 +64,7 @@ class ReservationTime:
         return self._sum / self._weight if self._weight else None
 
     def left(self, elapsed: float) -> float:
-        """Estimate the seconds that a reservation still goes on; for a late one a quarter of the mean."""
+        """Estimate a reservation's remaining seconds: at least a quarter of the mean."""
         mean = self.mean or 0.0
         return max(mean - elapsed, mean / 4)
 
@@ -85,7 +84,8 @@ class ReservationQueue:
 
     Args:
         take: Reserves pages, or says why not. Its number counts the reservations before this one.
-        expected: Seconds until a number of pages is free behind reservations of given pages; None: unknown.
+        expected: Given a number of pages and those of each reservation before it, returns the seconds until
+            they are free. None: unknown.
         max_wait_s: The longest wait. A request that is expected to wait longer is refused at once.
         wall: Seconds since the epoch.
     """

@@ -1,8 +1,8 @@
-"""Entries: full pages of K/V that are remembered after their requests, found by a prompt's root and chain.
+"""The prefix cache: full pages of KV that outlive their requests, found by a prompt's root and hash chain.
 
-A page that nobody holds is given up when its place is needed, the least recently used first. A prompt's last
-page goes first, so that the pages left are still a beginning. Retained pages go after all others. Pure
-accounting on the event loop's thread.
+A page without references is evicted when its place is needed, the least recently used first. A prompt's last
+page is evicted before its first, so that the rest is still a prefix. Retained pages are evicted after all
+others. Pure accounting on the event loop's thread.
 """
 
 from collections import OrderedDict
@@ -14,12 +14,12 @@ from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, links_of
 
 
 @dataclass(slots=True)
-class Entry:
+class CachedBlock:
     """A remembered page, the same object in each tier that has it.
 
     Attributes:
         name: The prompt's root and the page's link.
-        until: When its retention ends, by the clock of `Entries`.
+        until: When its retention ends, by the clock of `PrefixCache`.
         place: The page's index in the prompt.
         before: The name of the page before it; empty for the first.
     """
@@ -30,38 +30,38 @@ class Entry:
     before: bytes
 
 
-class Entries:
-    """The remembered pages of a pool. `clock` returns seconds."""
+class PrefixCache:
+    """The cached pages of a pool. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pages: dict[bytes, int] = {}
-        self._entries: dict[int, Entry] = {}
+        self._blocks: dict[int, CachedBlock] = {}
         self._idle: OrderedDict[int, float] = OrderedDict()
-        """Pages that nobody holds, in the order in which they are given up, and when each was let go."""
+        """Evictable pages in the order of eviction, and when each was unpinned."""
         self._retained: OrderedDict[int, float] = OrderedDict()
-        """The same for pages that are still retained."""
+        """The same, of pages that are still retained."""
         self._soonest = float("inf")
         """The earliest end of a retention in `_retained`."""
         self.evicted = 0
         self.evicted_retained = 0
-        """Evicted pages that were still retained: all others were gone or held."""
+        """Evicted pages that were still retained, because all others were gone or pinned."""
         self.evicted_age_s = 0.0
-        self.on_idle: Callable[[Sequence[int]], None] = lambda _pages: None
-        """Called with pages that nobody holds any more, in the order in which they are given up."""
+        self.on_evictable: Callable[[Sequence[int]], None] = lambda _pages: None
+        """Called with pages that have become evictable, in the order of eviction."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._blocks)
 
     def __contains__(self, page: int) -> bool:
-        return page in self._entries
+        return page in self._blocks
 
     @property
-    def idle(self) -> int:
+    def evictable(self) -> int:
         return len(self._idle) + len(self._retained)
 
     def find(self, key: PromptKey, first: int = 0) -> tuple[tuple[int, ...], bool]:
-        """Return the pages of a prompt's longest remembered beginning, from page `first` on.
+        """Return the pages of a prompt's longest cached prefix, from page `first` on.
 
         A page of the prompt's own method is preferred to one of dense attention.
 
@@ -84,8 +84,8 @@ class Entries:
     def add(
         self, root: bytes, chain: bytes, pages: Sequence[int], retain_s: float, first: int = 0
     ) -> Iterable[int]:
-        """Remember held pages, from the chain's link `first` on. Names and pages that are already here stay
-        as they are.
+        """Cache pinned pages, from the chain's link `first` on. Names and pages that are cached stay as they
+        are.
 
         Returns:
             The pages that are new.
@@ -95,95 +95,96 @@ class Entries:
         links = links_of(chain[first * LINK_BYTES :])
         for place, (link, page) in enumerate(zip(links, islice(pages, first, None), strict=False), first):
             name = root + link
-            if name not in self._pages and page not in self._entries:
-                self._pages[name], self._entries[page] = page, Entry(name, now + retain_s, place, before)
+            if name not in self._pages and page not in self._blocks:
+                self._pages[name], self._blocks[page] = page, CachedBlock(name, now + retain_s, place, before)
                 new.append(page)
             before = name
         return new
 
-    def enter(self, pages: Iterable[int], entries: Iterable[Entry]) -> None:
-        """Remember held pages under entries of another tier. Names and pages that are already here stay as
-        they are."""
-        for page, entry in zip(pages, entries, strict=True):
-            if entry.name not in self._pages and page not in self._entries:
-                self._pages[entry.name], self._entries[page] = page, entry
+    def restore(self, pages: Iterable[int], blocks: Iterable[CachedBlock]) -> None:
+        """Cache pinned pages under blocks of another tier. Names and pages that are cached already
+        stay as they are."""
+        for page, block in zip(pages, blocks, strict=True):
+            if block.name not in self._pages and page not in self._blocks:
+                self._pages[block.name], self._blocks[page] = page, block
 
-    def __getitem__(self, page: int) -> Entry:
-        return self._entries[page]
+    def __getitem__(self, page: int) -> CachedBlock:
+        return self._blocks[page]
 
-    def get(self, page: int) -> Entry | None:
-        return self._entries.get(page)
+    def get(self, page: int) -> CachedBlock | None:
+        return self._blocks.get(page)
 
     def page_of(self, name: bytes) -> int | None:
         return self._pages.get(name)
 
     def retain(self, pages: Iterable[int], seconds: float) -> None:
+        """Evict these pages after all others for so long. A page keeps the longest such time."""
         until = self._clock() + seconds
         for page in pages:
-            if page in self._entries:
-                self._entries[page].until = max(self._entries[page].until, until)
+            if page in self._blocks:
+                self._blocks[page].until = max(self._blocks[page].until, until)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Forget held pages, so that nobody finds them any more."""
+        """Forget pinned pages. No prompt finds them any more."""
         for page in pages:
-            if page in self._entries:
-                del self._pages[self._entries.pop(page).name]
+            if page in self._blocks:
+                del self._pages[self._blocks.pop(page).name]
 
-    def let_go(self, pages: Iterable[int]) -> list[int]:
-        """Note that nobody holds these pages any more. The first is given up first.
+    def unpin(self, pages: Iterable[int]) -> list[int]:
+        """Make cached pages evictable. The first is evicted first.
 
         Returns:
-            The pages that are not remembered.
+            The pages that are not cached.
         """
         now, idle, others = self._clock(), list[int](), list[int]()
         for page in pages:
-            entry = self._entries.get(page)
-            if entry is None:
+            block = self._blocks.get(page)
+            if block is None:
                 others.append(page)
                 continue
             idle.append(page)
-            if entry.until > now:
+            if block.until > now:
                 self._retained[page] = now
-                self._soonest = min(self._soonest, entry.until)
+                self._soonest = min(self._soonest, block.until)
             else:
                 self._idle[page] = now
-        self.on_idle(idle)
+        self.on_evictable(idle)
         return others
 
-    def take(self, pages: Iterable[int]) -> None:
-        """Note that somebody holds these pages again."""
+    def pin(self, pages: Iterable[int]) -> None:
+        """Keep these pages from eviction until `unpin`."""
         for page in pages:
             self._idle.pop(page, None)
             self._retained.pop(page, None)
 
     def evict(self, count: int) -> list[int]:
-        """Give up and forget `count` pages that nobody holds."""
+        """Evict `count` evictable pages, and return them."""
         self._end_retention()
         unretained = min(count, len(self._idle))
-        given_up = [self._idle.popitem(last=False) for _ in range(unretained)]
-        given_up += [self._retained.popitem(last=False) for _ in range(count - unretained)]
-        gone = [page for page, _let_go in given_up]
+        evicted = [self._idle.popitem(last=False) for _ in range(unretained)]
+        evicted += [self._retained.popitem(last=False) for _ in range(count - unretained)]
+        gone = [page for page, _unpinned in evicted]
         self.evicted += count
         self.evicted_retained += count - unretained
-        self.evicted_age_s += count * self._clock() - sum(let_go for _page, let_go in given_up)
+        self.evicted_age_s += count * self._clock() - sum(unpinned for _page, unpinned in evicted)
         self.drop(gone)
         return gone
 
     def clear(self) -> list[int]:
-        """Forget everything, and return the pages that nobody holds."""
+        """Forget all pages, and return the evictable ones."""
         gone = [*self._idle, *self._retained]
         self._idle.clear()
         self._retained.clear()
         self._pages.clear()
-        self._entries.clear()
+        self._blocks.clear()
         return gone
 
     def _end_retention(self) -> None:
         now = self._clock()
         if now < self._soonest:
             return
-        over = [page for page in self._retained if self._entries[page].until <= now]
+        over = [page for page in self._retained if self._blocks[page].until <= now]
         idle = [*self._idle.items(), *((page, self._retained.pop(page)) for page in over)]
         self._idle = OrderedDict(sorted(idle, key=lambda one: one[1]))
-        left = (self._entries[page].until for page in self._retained)
+        left = (self._blocks[page].until for page in self._retained)
         self._soonest = min(left, default=float("inf"))

@@ -1,4 +1,4 @@
-"""Entries: what is found, what is given up first, and who holds what; against a cache that looks at all of
+"""The prefix cache: what is found, evicted first, and held; against a cache that looks at all of
 it."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltafront.workers.kv.pages.entries import Entries
 from deltafront.workers.kv.pages.leases import Leases
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages, PagePool
+from deltafront.workers.kv.pages.prefix_cache import PrefixCache
 from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.prompts import LINK_BYTES
@@ -26,7 +26,7 @@ STREAMING = method_spec("streaming", {"min_tokens": 0})
 
 def manager(pages: int) -> tuple[PageManager, Clock]:
     clock = Clock()
-    pool = PagePool(pages, entries=Entries(clock))
+    pool = PagePool(pages, prefix_cache=PrefixCache(clock))
     return PageManager(pool, Leases("w", pool, 1e9), 1 << 20), clock
 
 
@@ -49,12 +49,12 @@ def reserve(manager: PageManager, letters: str, found: int = 0, **more: Any) -> 
 def read(manager: PageManager, letters: str, **more: Any) -> None:
     pages = reserve(manager, letters, **more)
     assert isinstance(pages, RequestPages)
-    pages.remember(len(spell(letters)))
+    pages.cache_prefix(len(spell(letters)))
     pages.end()
 
 
 def found(manager: PageManager, letters: str, **more: Any) -> int:
-    return len(manager.pool.entries.find(key_of(spell(letters), **more))[0])
+    return len(manager.pool.prefix_cache.find(key_of(spell(letters), **more))[0])
 
 
 def test_prefix_is_found_only_by_its_own_tokens() -> None:
@@ -71,11 +71,11 @@ def test_sparse_blocks_serve_their_own_method_marked_as_sparse() -> None:
     read(pages, "a" * 16, method=STREAMING)
     assert found(pages, "a" * 16) == 0
     own = key_of(spell("a" * 16), method=STREAMING)
-    found_pages, exact = pages.pool.entries.find(own)
+    found_pages, exact = pages.pool.prefix_cache.find(own)
     assert len(found_pages) == 16 and not exact
     read(pages, "a" * 16)
-    assert pages.pool.entries.find(own) == (found_pages, False), "its own come first"
-    assert pages.pool.entries.find(key_of(spell("a" * 16)))[1]
+    assert pages.pool.prefix_cache.find(own) == (found_pages, False), "its own come first"
+    assert pages.pool.prefix_cache.find(key_of(spell("a" * 16)))[1]
 
 
 def test_evicts_the_least_recently_used_prompt_from_its_end() -> None:
@@ -92,7 +92,7 @@ def test_evicts_the_least_recently_used_prompt_from_its_end() -> None:
     assert (found(pages, "abc"), found(pages, "xyz")) == (3, 1)
     more = pages.pool.allocate(2)
     assert (found(pages, "abc"), found(pages, "xyz")) == (2, 0)
-    assert (pages.pool.entries.evicted, pages.pool.entries.evicted_age_s) == (4, 3 * 2.0 + 1.0)
+    assert (pages.pool.prefix_cache.evicted, pages.pool.prefix_cache.evicted_age_s) == (4, 3 * 2.0 + 1.0)
     pages.pool.release((*taken, *more))
 
 
@@ -111,11 +111,11 @@ def test_retained_blocks_are_evicted_last_until_they_expire() -> None:
     held = pages.pool.allocate(4)
     assert (found(pages, "ab"), found(pages, "xy")) == (0, 2), "the older, now that its time is over"
     pages.pool.release(held)
-    entries = pages.pool.entries
+    cache = pages.pool.prefix_cache
     read(pages, "ab", retain_s=10.0)
-    assert (entries.evicted, entries.evicted_retained) == (4, 0)
+    assert (cache.evicted, cache.evicted_retained) == (4, 0)
     pages.pool.release(pages.pool.allocate(6))
-    assert (entries.evicted, entries.evicted_retained) == (8, 2), "nothing else was left"
+    assert (cache.evicted, cache.evicted_retained) == (8, 2), "nothing else was left"
 
 
 def test_request_never_evicts_its_own_prefix() -> None:
@@ -144,7 +144,7 @@ def test_failed_request_caches_nothing_and_evicts_nothing_cached() -> None:
     read(pages, "ab")
     failed = reserve(pages, "abcd", found=2)
     assert isinstance(failed, RequestPages)
-    failed.remember(64)
+    failed.cache_prefix(64)
     sharing = reserve(pages, "abcdx", found=4)
     assert isinstance(sharing, RequestPages)
     failed.end(failed=True)
@@ -156,14 +156,14 @@ def test_failed_request_caches_nothing_and_evicts_nothing_cached() -> None:
 def test_opted_out_request_caches_nothing() -> None:
     pages, _ = manager(6)
     read(pages, "abcd", remembers=False)
-    assert found(pages, "abcd") == len(pages.pool.entries) == 0
+    assert found(pages, "abcd") == len(pages.pool.prefix_cache) == 0
 
 
 def test_session_pages_are_held_and_stay_cached_after_it_ends() -> None:
     pages, _ = manager(5)
     made = reserve(pages, "abc")
     assert isinstance(made, RequestPages)
-    made.remember(48)
+    made.cache_prefix(48)
     lease = pages.keep_session(made, 40, "me", 10.0, now=0.0)
     made.end()
     assert (pages.pool.free, len(lease.pages)) == (2, 3)
@@ -171,7 +171,7 @@ def test_session_pages_are_held_and_stay_cached_after_it_ends() -> None:
         pages.pool.allocate(3)
     assert pages.leases.expire(10.0) == 1
     assert (pages.pool.free, found(pages, "abc")) == (5, 3)
-    pages.pool.forget_entries()
+    pages.pool.clear_prefix_cache()
     assert (pages.pool.free, found(pages, "abc"), len(pages.pool.allocate(5))) == (5, 0, 5)
 
 
@@ -239,7 +239,7 @@ class Both:
 
     def read(self, letters: str, retain_s: float) -> None:
         brute, held = self.brute, self.brute.found(letters)
-        assert list(self.pages.pool.entries.find(key_of(spell(letters)))[0]) == held
+        assert list(self.pages.pool.prefix_cache.find(key_of(spell(letters)))[0]) == held
         use = min(len(held), len(letters) - 1)
         needed = len(letters) + 1 - use
         room = brute.free() - sum(not brute.held(page) for page in held[:use])
@@ -252,8 +252,8 @@ class Both:
             assert answer.table[:use] == tuple(held[:use])
             self.live.append(Run(letters, answer, retain_s, use))
 
-    def remember(self, run: Run) -> None:
-        run.pages.remember(len(spell(run.letters)))
+    def cache_prefix(self, run: Run) -> None:
+        run.pages.cache_prefix(len(spell(run.letters)))
         remembered, now = self.brute.remembered, self.clock.now
         for end in range(1, len(run.letters) + 1):
             name, page = run.letters[:end], run.pages.table[end - 1]
@@ -265,7 +265,7 @@ class Both:
         run.offered = len(run.letters)
 
     def end(self, run: Run, failed: bool) -> None:
-        table, made = run.pages.table, run.pages._entered if failed else ()
+        table, made = run.pages.table, run.pages._cached if failed else ()
         run.pages.end(failed=failed)
         brute = self.brute
         brute.remembered = {k: v for k, v in brute.remembered.items() if v[0] not in made}
@@ -279,7 +279,7 @@ class Both:
         pool, brute = self.pages.pool, self.brute
         assert pool.free == brute.free()
         assert pool._references == [brute.held(page) for page in range(10)]
-        names = {entry.name for entry in pool.entries._entries.values()}
+        names = {entry.name for entry in pool.prefix_cache._blocks.values()}
         keys = [key_of(spell(name)) for name in brute.remembered]
         assert names == {key.root + key.chain[-LINK_BYTES:] for key in keys}
 
@@ -296,7 +296,7 @@ def test_any_order_of_operations_agrees_with_brute_force(data: st.DataObject) ->
             both.read(letters, data.draw(st.sampled_from([0.0, 0.0, 5.0])))
         elif both.live:
             run = data.draw(st.sampled_from(both.live))
-            both.remember(run) if kind == "remember" else both.end(run, kind == "fail")
+            both.cache_prefix(run) if kind == "remember" else both.end(run, kind == "fail")
         both.agree()
     for run in list(both.live):
         both.end(run, failed=False)
