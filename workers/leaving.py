@@ -10,8 +10,8 @@ log = logging.getLogger(__name__)
 class Leaving(ABC):
     """Base of actors that doors call and that may drain.
 
-    Doors see `draining` and send new prompts to other workers; requests under way are served. Doors that know
-    no other worker go on, and show it by renewing.
+    Doors see `draining` and send new prompts to other workers. Running requests are served. A door that knows
+    no other worker still sends prompts, and renews.
     """
 
     hosted: Any
@@ -34,8 +34,8 @@ class Leaving(ABC):
     async def drain(self, within_s: float) -> None:
         """Return when nothing runs, waits or is kept, pages are free, and no door renews.
 
-        It returns after within_s seconds at the latest, and says what is left then; and at once if the worker
-        is broken.
+        It returns after within_s seconds at the latest and says what is left, or at once if the worker is
+        broken.
         """
         self.draining, left = True, "it has not said what"
         clock = asyncio.get_running_loop().time
@@ -53,10 +53,10 @@ class Leaving(ABC):
             log.warning("not drained after %g s, this is left: %s", within_s, left or "nothing, for a moment")
 
     async def _left(self) -> str:
-        """Say what is still there; nothing if the worker is idle."""
+        """Say what still runs; empty if the worker is idle."""
         renewed, self._renewed = self._renewed, False
         state = vars(await self.stats())
         counts = {name: state.get(name) for name in ("running", "waiting", "sessions")}
-        counts["pages in use"] = state["pages_total"] - state["pages_free"]  # K/V may still be handed over
+        counts["pages in use"] = state["pages_total"] - state["pages_free"]  # KV may still be handed over
         left = [f"{name}: {count}" for name, count in counts.items() if count]
         return ", ".join([*left, *["a door that renews"] * renewed])

@@ -2,7 +2,7 @@
 
 
 class Recent:
-    """A rate of tokens. Each new piece of work makes older ones count a tenth less."""
+    """A rate of tokens, in which each new piece of work weighs older ones by 0.9."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

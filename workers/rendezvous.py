@@ -1,4 +1,4 @@
-"""Lets processes that compute one model together find one another, before torch.distributed links them."""
+"""The rendezvous of the processes of one model, before torch.distributed links them."""
 
 import secrets
 import socket

@@ -46,7 +46,7 @@ class Replica:
         self._began = 0.0
 
     def _build(self) -> None:
-        """Start every missing actor, `head` last. Runs on a thread of its own."""
+        """Start every missing actor, `head` last. Runs on a separate thread."""
         raise NotImplementedError
 
     async def check_health(self) -> None:

@@ -8,7 +8,7 @@ travel:
 - `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in order.
 - `def … -> Deferred`: a command of two parts. The first runs as other commands do and returns a function,
   which waits for the result beside the commands that follow.
-- `def … -> None`: a notice. It overtakes commands, and nobody hears how it ended.
+- `def … -> None`: a notice. It overtakes commands, and its caller does not learn whether it failed.
 """
 
 import inspect
@@ -37,7 +37,7 @@ class Stage(Protocol):
     """
 
     def open(self, request: stages.OpenRequest) -> Answer[None]:
-        """Prepare for a request's chunks. For a resumed one, fetch the K/V of earlier chunks back."""
+        """Prepare for a request's chunks. For a resumed one, fetch the KV of earlier chunks back."""
 
     def run_chunk(self, command: stages.ChunkCommand) -> Deferred[stages.ChunkReport]:
         """Run a chunk. The first part ends when everything is launched, so that the next chunk's launches
@@ -73,12 +73,12 @@ class Leased(Protocol):
 
 class Group(Leased, Protocol):
     def prefill(self, job: requests.PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Read a prompt: yield ChunkRead for each chunk, then one PrefillDone; or one Refused.
+        """Prefill a prompt: yield ChunkRead for each chunk, then one PrefillDone; or one Refused.
 
         The stream ends when every stage has freed the request's pages.
 
         Raises:
-            PrefillFailed, PrefillCancelled: The prompt was not read.
+            PrefillFailed, PrefillCancelled: The prompt was not prefilled.
         """
 
     async def queue_refusal(self, tokens: int) -> requests.Refused | None:
@@ -97,7 +97,7 @@ class KVReceiver(Protocol):
     async def first_logits(self, message: stages.FirstLogits) -> None: ...
 
     async def kv(self, wanted: stages.KVRange) -> stages.HostKV:
-        """Return K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed."""
+        """Return KV that has arrived, for a stage that resumes where another died. Raises DecodeFailed."""
 
     async def open_pages(self, writer: stages.PageWriter) -> tuple[int, ...]:
         """Return the request's page table, and keep its pages until the stage closes them or ends. Raises
@@ -116,10 +116,10 @@ class Rank(Protocol):
     async def read(
         self, announcement: stages.KVAnnouncement, layers: Sequence[int], pages: Sequence[int]
     ) -> int:
-        """Read this rank's heads of announced K/V into its pages. Returns bytes. Raises HandoffError."""
+        """Read this rank's heads of announced KV into its pages. Returns bytes. Raises HandoffError."""
 
     async def kv(self, wanted: stages.KVRange, pages: Sequence[int]) -> stages.HostKV:
-        """Return this rank's heads of K/V that has arrived."""
+        """Return this rank's heads of KV that has arrived."""
 
     async def move(self, runs: Sequence[tuple[int, int, int]], layers: range, back: bool) -> None:
         """Copy pages of some layers to slots of host memory, or slots to pages if `back`, as
@@ -135,31 +135,31 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
     async def reserve(self, reservation: requests.Reservation) -> requests.Reserved | requests.Refused: ...
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """Begin another attempt to read a prompt whose group is gone. K/V after the returned point is
-        forgotten, and only the new attempt's messages are taken.
+        """Begin another attempt at a prompt whose group is gone. KV after the returned point is dropped, and
+        only the new attempt's messages are taken.
 
         Returns:
-            The last of these points, in tokens, before which all K/V is here; the number of held tokens if
+            The last of these points, in tokens, before which all KV is here; the number of held tokens if
                 there is none.
         Raises:
-            DecodeFailed: The request's prompt is not being read.
+            DecodeFailed: The request's prompt is not being prefilled.
         """
 
     def generate(self, job: requests.GenerateJob) -> AsyncIterator[GenerateEvent]:
         """Yield one FirstTokenTimings, each Token, and one FinishEvent."""
 
     async def keep(self, job: requests.KeepSession) -> events.SessionKept | requests.Refused:
-        """Turn a prefilled request into a session once all its K/V is here.
+        """Turn a prefilled request into a session once all its KV is here.
 
         Returns:
             Refused if the request is unknown or cancelled, or its deadline has passed.
         Raises:
-            HandoffFailed: K/V cannot come any more.
+            HandoffFailed: KV is lost.
             ValueError: The ids are those of another prompt.
         """
 
     async def find_prefix(self, key: prompts.PromptKey) -> events.Prefix | None:
-        """Return how much of a prompt is remembered here; None if that is less than a page."""
+        """Return the prompt's prefix hit here; None if that is less than a page."""
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         """End a session. Returns False if the owner has no such session."""
@@ -179,7 +179,7 @@ class Form(Enum):
 
 
 def forms(role: Callable[..., object]) -> Mapping[str, Form]:
-    """Map the names of a role's methods to their `Form`s."""
+    """Return the `Form` of each method of a role, by name."""
     methods = inspect.getmembers(role, inspect.isfunction)
     return {name: _form(method) for name, method in methods if not name.startswith("_")}
 

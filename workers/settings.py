@@ -21,7 +21,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Room = Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)]
-"""The tokens whose K/V a worker has room for, in whole pages."""
+"""The tokens whose KV a worker has room for, in whole pages."""
 Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
 """The tokens of a prefill chunk, in whole attention tiles."""
 MAX_RECOMPUTE_BLOCKS = 64
@@ -218,7 +218,7 @@ class DecodeConfig(WorkerConfig):
         if self.recency > self.page_budget:
             yield f"recency: {self.recency} exceeds page_budget ({self.page_budget})"
         if self.store and not self.host_cache_gib:
-            yield "store: it needs host_cache_gib, from where K/V is saved"
+            yield "store: it needs host_cache_gib, from where KV is saved"
         if both := sorted({*self.full_layers} & {*self.delta_layers}):
             yield f"full_layers and delta_layers share {both}"
 
@@ -251,7 +251,7 @@ class HandoffConfig:
 
 
 def pairing(model: ModelSpec, handoff: HandoffConfig, kv_dtype: KVDtype | None) -> str:
-    """Name the form of K/V and its transport.
+    """Name the form of KV and its transport.
 
     While one configuration replaces another, groups and decode workers with equal names can serve a prompt
     together.

@@ -84,7 +84,12 @@ class Span:
             span.end(self._moment(end))
 
     def end(self, finish: str, error: str = "", **attributes: Any) -> None:
-        """End the span. `finish` says how, in a word, and `error` what the service failed in, in a line."""
+        """End the span.
+
+        Args:
+            finish: The finish reason, one word.
+            error: The error message, one line.
+        """
         if self._span is not None:
             self._span.set_attributes(_named({"finish": finish, **attributes}))
             if error:

@@ -1,4 +1,4 @@
-"""Waits that say what they wait for when they take long."""
+"""Logs what a slow close waits for."""
 
 import logging
 import threading
@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SLOW_S = 30.0
-"""No close should take so long: a chunk or a decode step is over in seconds."""
+"""Longer than any close should take: a chunk or a decode step takes seconds."""
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def said_when_slow(what: Callable[[], str], after_s: float | None = None) -> Iterator[None]:
-    """Log what the block waits for each time that `after_s` seconds have passed.
+    """Log what the block waits for every `after_s` seconds.
 
     Args:
-        what: Returns what is waited for, as it follows "waits for". It is called on another thread, since the
-            block may keep its own.
+        what: Returns the words after "waits for". It is called on another thread, since the block may occupy
+            its own.
         after_s: Seconds; None: SLOW_S.
     """
     over, seconds = threading.Event(), SLOW_S if after_s is None else after_s
@@ -34,4 +34,4 @@ def said_when_slow(what: Callable[[], str], after_s: float | None = None) -> Ite
         yield
     finally:
         over.set()
-        thread.join()  # it keeps alive what `what` looks at
+        thread.join()  # else the timer keeps the objects of `what` alive

@@ -77,7 +77,7 @@ class InProcessStream:
             payload=payload,
             attempt=self._to.attempt,
         )
-        with self._noting("K/V"):
+        with self._noting("KV"):
             self._receiver.announce(announcement)
         return sum(x.nbytes for x in sides_T)
 
@@ -167,7 +167,7 @@ class QueueActivations:
 
     def send(self, hidden_TC: torch.Tensor) -> None:
         if self._after is None:
-            raise LinkClosed("the last stage has nobody to send to")
+            raise LinkClosed("the last stage cannot send: no stage is after it")
         self._after.put(hidden_TC)
 
     def abort(self) -> None:

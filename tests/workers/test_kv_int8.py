@@ -177,7 +177,7 @@ async def test_stage_and_worker_of_different_kv_fail_the_request(
     await run.reserve("a", TOKENS, SAMPLING.max_tokens)
     line = Line(run.engine)
     async with group(tiny_llama, line, kv_dtype=stage) as controller:
-        with pytest.raises(Exception, match=r"did not take K/V.*tensors as expected"):
+        with pytest.raises(Exception, match=r"did not take KV.*tensors as expected"):
             await read(controller, job_of("a", DENSE))
     answer = await run.collect(GenerateJob(request_id="a", sampling=SAMPLING))
     assert not answer.ids and "did not arrive" in answer.finish.message

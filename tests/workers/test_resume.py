@@ -59,7 +59,7 @@ class Line:
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
         for one in wanted:
             if self.broken:
-                raise HandoffError(f"{decode_worker} gave no K/V back")
+                raise HandoffError(f"{decode_worker} gave no KV back")
             self.fetched.append(one)
             yield one, self._ask(self.engine.kv(one))
 
@@ -163,7 +163,7 @@ async def test_lost_kv_fails_the_resumed_request_and_not_the_group(
         await read(controller, job_of("a", METHODS[0]), until=4 * CHUNK)
         line.broken = True
         start = await run.engine.resume("a", [2 * CHUNK, 4 * CHUNK], 1)
-        with pytest.raises(PrefillFailed, match="gave no K/V back"):
+        with pytest.raises(PrefillFailed, match="gave no KV back"):
             await read(controller, job_of("a", METHODS[0], start=start, attempt=1))
         assert await controller.stage_pages() == [0, 0]
         line.broken = False

@@ -1,8 +1,8 @@
 """Measures what sparse prefill loses in each head: density and output error at each quota.
 
 At sampled query blocks of one dense pass, attention over the tiles that a quota keeps is compared with
-attention over all. The comparison is made behind the output projection, where heads and layers are
-comparable. Rows with facts count apart: they are few, and answers depend on them alone.
+attention over all. The comparison is made after the output projection, where heads and layers are
+comparable. Rows with facts are averaged separately: they are few, and answers depend on them alone.
 
 Shape suffixes also: I quotas, R rows of a query block; N, M query and key blocks.
 """

@@ -1,9 +1,9 @@
 """Searches Δ-layers by the effect of page selection on answers.
 
 Layers of equal losses (`delta_layers.py`) cost answers very differently, so those choices only begin a
-search. Each document is read densely once. Then the rows that a decode step computes for answers go through
-the layers again, with the pages that a choice of Δ-layers selects. Their predictions are compared with dense
-ones.
+search. Each document is prefilled densely once. Then the rows that a decode step computes for answers go
+through the layers again, with the pages that a choice of Δ-layers selects. Their predictions are compared
+with dense ones.
 
 Shape suffixes also: R rows, J = H / G.
 """
@@ -56,11 +56,11 @@ class DecodedRows:
 
     @torch.inference_mode()
     def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
-        """Return the rows' mean KL(dense | selected pages) of next-token distributions, over dense K/V of
+        """Return the rows' mean KL(dense | selected pages) of next-token distributions, over dense KV of
         earlier tokens.
 
         Args:
-            dense: Further layers behind the first Δ-layer that attend to everything.
+            dense: Further layers after the first Δ-layer that attend to everything.
             budget, recency: Pages.
         """
         first = delta_layers[0]
@@ -88,7 +88,7 @@ class DecodedRows:
         v_RGD: torch.Tensor,
         selected_RS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out_RHD and weights_GJRS over the text's keys, with each row's own K/V in its place."""
+        """Return out_RHD and weights_GJRS over the text's keys, with each row's own KV in its place."""
         k_GSD, v_GSD = self._kv[layer]
         rows, heads, dim = q_RHD.shape
         groups = k_GSD.shape[0]
@@ -113,7 +113,7 @@ class DecodedRows:
 def refine(
     stack: LayerStack, texts: Sequence[Document], calibration: Calibration, dense_layers: int, **options: Any
 ) -> Calibration:
-    """Replace Δ-layers by those of a `search` with these options. All texts' K/V stays on the device.
+    """Replace Δ-layers by those of a `search` with these options. All texts' KV stays on the device.
 
     `dense_layers` does not count layers with windows.
     """
@@ -135,7 +135,7 @@ def search(
     tell: Callable[[str], None] = lambda _what: None,
 ) -> tuple[Layers, float]:
     """Search Δ-layers that leave `dense_layers` layers dense: those before the first Δ-layer, the Δ-layers,
-    and `full_layers` behind it.
+    and `full_layers` after it.
 
     Each first Δ-layer has a start (`choose`). From the best start, one Δ-layer at a time moves to the least
     divergence, until no move helps.

@@ -1,4 +1,4 @@
-"""Chooses Δ-layers: layers whose page selection serves the layers behind them best.
+"""Chooses Δ-layers: layers whose page selection serves the layers after them best.
 
 A sparse layer reads the pages that the Δ-layer before it has selected, and loses the attention outside them.
 One dense pass gives all layers' page scores, and so each layer's loss for each layer that may select. Dynamic
@@ -142,7 +142,7 @@ def choose(
     """Return the `count` layers that lose least if each selects for sparse layers up to the next.
 
     Layers before the first are dense, so the first is `first`, or in the first quarter of the candidates. The
-    last layer is never chosen: nothing behind it would use its selection.
+    last layer is never chosen: no layer after it would use its selection.
     """
     layers = loss_LL.shape[0]
     candidates = [layer for layer in range(layers - 1) if layer not in full_layers]

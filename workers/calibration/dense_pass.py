@@ -1,4 +1,4 @@
-"""Reads a text densely, in one piece, and shows each layer's attention to a hook."""
+"""Prefills a text densely, in one chunk, and calls a hook with each layer's attention."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +21,7 @@ def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
 def read_densely(
     stack: LayerStack, hidden_TC: torch.Tensor, hook: AttentionHook, layers: range | None = None
 ) -> torch.Tensor:
-    """Return hidden_TC behind `layers` (None: all), from hidden_TC before them. Layers with windows keep to
+    """Return hidden_TC after `layers` (None: all), from hidden_TC before them. Layers with windows keep to
     them."""
     dense = build(method_spec("dense"), windows=stack.config.windows)
 

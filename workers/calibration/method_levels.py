@@ -80,7 +80,7 @@ def method_levels(
 
 
 def placed(thresholds: Sequence[tuple[float, ...]], stack: LayerStack) -> tuple[tuple[float, ...], ...]:
-    """Insert rows of ones, which nobody reads, for layers with windows."""
+    """Insert unused rows of ones for layers with windows."""
     config, rest = stack.config, iter(thresholds)
     unread = (1.0,) * config.q_heads
     return tuple(unread if layer in config.window_layers else next(rest) for layer in range(config.layers))

@@ -80,7 +80,7 @@ def _value(kind: str, rng: random.Random) -> str:
 
 
 def hide(text: str, needles: list[Needle], seed: int) -> str:
-    """Put each needle behind a sentence, evenly spread with seeded jitter."""
+    """Put each needle after a sentence, evenly spread with seeded jitter."""
     rng = random.Random(seed)
     ends = [match.end() for match in re.finditer(r"[.!?]\s", text)] or [len(text)]
     spacing = len(ends) / max(1, len(needles))

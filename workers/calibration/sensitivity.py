@@ -1,5 +1,4 @@
-"""Measures what a layer's error costs in predictions: one layer after the other is read sparsely, the rest
-densely.
+"""Measures the effect of each layer's error on predictions: one layer at a time is sparse, the rest dense.
 
 Errors of heads (`curves.py`) are weighted by it: in SmolLM2-135M two of 30 layers make more than half of the
 divergence.
@@ -38,8 +37,8 @@ class LayerCosts:
 
 @torch.inference_mode()
 def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerCosts:
-    """Return what each layer's sparse reading of the document costs. Questions and answers behind it are read
-    densely."""
+    """Return the cost of sparse prefill of the document in each layer. Questions and answers after it are
+    prefilled densely."""
     ids, answers = with_answers(probe)
     tokens = len(probe.ids)
 

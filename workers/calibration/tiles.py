@@ -27,14 +27,14 @@ from deltafront.workers.settings import ModelSpec
 
 @dataclass(frozen=True)
 class TilesRead:
-    """The tiles that were read. read_LHNM is bool, with nothing above the diagonal."""
+    """The tiles that were computed. read_LHNM is bool, with nothing above the diagonal."""
 
     read_LHNM: np.ndarray[Any, Any]
     tokens: int
 
     @property
     def density_LH(self) -> np.ndarray[Any, Any]:
-        """The share of causal tiles that was read, float64."""
+        """The share of causal tiles that was computed, float64."""
         blocks = self.read_LHNM.shape[-1]
         density_LH: np.ndarray[Any, Any] = self.read_LHNM.sum((-1, -2)) / (blocks * (blocks + 1) / 2)
         return density_LH
@@ -50,7 +50,7 @@ def tiles_read(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] = lambda _tokens: None,
 ) -> TilesRead:
-    """Read a prompt in chunks, as a prefill stage does.
+    """Prefill a prompt in chunks, as a stage does.
 
     Args:
         chunk_tokens: A multiple of 128.
@@ -87,7 +87,7 @@ def tiles_read(
         seen = k_LBGSD[layer, :, :, :end], v_LBGSD[layer, :, :, :end]
         x = AttentionInput.of(q_THD.transpose(0, 1)[None], *seen, q_start=start, prompt_tokens=tokens)
         out_BHTD, _coverage = method.attend(x, states[layer])
-        if recorder is not None and recorder.mask is not None:  # else all causal tiles are read
+        if recorder is not None and recorder.mask is not None:  # else all causal tiles are computed
             rows = slice(x.first_block, x.first_block + x.query_blocks)
             read_LHNM[layer, :, rows] = _listed(recorder.mask, blocks)
             recorder.mask = None

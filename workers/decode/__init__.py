@@ -1,4 +1,4 @@
-"""A decode worker: receives a prompt's K/V into pages and makes the answer's tokens from them.
+"""A decode worker: receives a prompt's KV into pages and decodes the answer.
 
 Start at `worker` (its Ray actor) and `engine`, which finds a `request` in the `request_table` and plans its
 `reads`. `scheduler` batches requests; `runner` lays them out as `step_rows` and computes steps with

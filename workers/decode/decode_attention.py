@@ -1,4 +1,4 @@
-"""The attention of a decode step, by DELTA (Algorithm 2), which chooses the pages that a layer reads.
+"""The attention of a decode step, with DELTA's page selection (Algorithm 2).
 
 A Δ-layer attends to all pages and scores them: a token's score is its largest attention weight over heads, a
 page's the sum over its tokens. Sparse layers up to the next Δ-layer read the K best pages, the last L among
@@ -146,7 +146,7 @@ class StepAttention:
         v_PSGD: torch.Tensor,
         scales: Scales | None = None,
     ) -> torch.Tensor:
-        """Compute out_RHD of one layer. The pages must already hold the step's own K/V.
+        """Compute out_RHD of one layer. The pages must already hold the step's own KV.
 
         Args:
             scales: The pages' scales, in 8 bits.

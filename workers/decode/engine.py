@@ -1,7 +1,7 @@
 """A decode worker's engine, which needs no Ray.
 
 The event loop's thread owns all bookkeeping. A compute thread runs the tensor work of `scheduler` and
-`runner`, and a hand-off thread writes received K/V. So renewing and cancelling wait for neither.
+`runner`, and a hand-off thread writes received KV. So renewing and cancelling wait for neither.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class DecodeEngine:
         name: The actor's name (`decode:<id>`).
         stack: Rank 0's part of the model.
         ranks: The other ranks.
-        digest: The model's digest, under which a store saves K/V.
+        digest: The model's content digest, part of the names of saved files.
         wall: Seconds since the epoch.
     Raises:
         PageSelectionError, ValueError: The configuration does not fit the model.
@@ -164,10 +164,10 @@ class DecodeEngine:
             task.cancel()
         with self._closing("copies to host memory and disk"):
             await asyncio.gather(*self._tasks[1:], return_exceptions=True)
-        with self._closing("K/V that is being received"):
-            await self._receiving.cancel()  # late writes do no harm: nobody else gets these pages
+        with self._closing("KV that is being received"):
+            await self._receiving.cancel()  # late writes do no harm: no other request gets these pages
         if self._tiers is not None:
-            with self._closing("K/V that is being loaded from disk"):
+            with self._closing("KV that is being loaded from disk"):
                 await self._tiers.close()
         with self._closing("its threads"):
             for thread in self._threads:
@@ -224,15 +224,15 @@ class DecodeEngine:
         return await self._requests.reserve(reservation)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """Read announced K/V into the request's pages. Unknown requests, other attempts and exact repetitions
+        """Read announced KV into the request's pages. Unknown requests, other attempts and exact repetitions
         are ignored.
 
         An error also stops the sending stage. The request fails, unless it is resumed before its job comes:
-        no answer is made from incomplete K/V.
+        no answer is made from incomplete KV.
 
         Raises:
-            HandoffError: The K/V could not be read.
-            ArrivalError: The request has no such K/V.
+            HandoffError: The KV could not be read.
+            ArrivalError: The request has no such KV.
         """
         request = self._expecting(announcement)
         if request is None:
@@ -240,7 +240,7 @@ class DecodeEngine:
         await asyncio.shield(self._receiving.begin(self._receive(request.inbox, request.times, announcement)))
 
     async def _receive(self, inbox: KVInbox, times: RequestTimes, announcement: KVAnnouncement) -> None:
-        with times.handing_over(self._clock):
+        with times.receiving_kv(self._clock):
             moved = await inbox.receive(announcement, self._reader)
         times.handoff_bytes += moved
 
@@ -289,7 +289,7 @@ class DecodeEngine:
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         """See `DecodeWorker.resume`.
 
-        Running writes end first, and later ones are dropped. So none overwrites K/V that is read again.
+        Running writes end first, and later ones are dropped. So none overwrites KV of the next attempt.
         """
         self._check_available()
         await self._being_read(request_id).pages.unused()
@@ -351,7 +351,7 @@ class DecodeEngine:
         request.job, request.renewed = job, self._clock()
         request.deadline, request.times.job = options.deadline, self._clock()
         request.span = self._tracer.begin("decode", options.trace, self._clock, request.times.job)
-        if request.ended is not None:  # it failed before anybody listened
+        if request.ended is not None:  # it failed before its caller listened
             request.end_span()
             request.send_finish()
             return
@@ -388,7 +388,7 @@ class DecodeEngine:
                 owner,
                 request.options.keep_ttl_s,
                 self._wall(),
-                ids=request.known_ids.tobytes(),
+                token_ids=request.known_ids.tobytes(),
             )
             request.session, session = kept, kept.message
         request.events.put_nowait(

@@ -1,9 +1,9 @@
-"""The ranks of a decode worker (tensor parallelism). Each has a share of the heads, their K/V, and its part
-of every layer's matrices; the embedding and the router of experts are whole.
+"""The ranks of a decode worker (tensor parallelism). Each has a share of the heads, their KV cache, and its
+part of every layer's matrices. The embedding and the router of experts are whole.
 
 Rank 0 is the worker. It schedules, and sends each piece of work to the other ranks before it begins its own.
 So all ranks make the same calls in the same order, and meet in the collectives of each layer. A page has the
-same number on all ranks. A hand-off goes to each rank apart: the rank reads the heads that it keeps.
+same number on all ranks. In a hand-off each rank reads only its own heads.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
 def device_of_rank(config: DecodeConfig, rank: int) -> str:
     """Return the device of a rank.
 
-    Ray shows all GPUs to a process that asks for none. Each rank then takes that of its number.
+    Ray shows all GPUs to a process that asks for none. Rank i then takes GPU i.
     """
     shared = config.device == "cuda" and config.gpus == 0 and config.tensor_parallel > 1
     return f"cuda:{rank}" if shared else config.device
@@ -69,7 +69,7 @@ def make_threads(config: DecodeConfig, rank: int = 0) -> tuple[ThreadPoolExecuto
 
 
 def runner_sizes(config: DecodeConfig, model: ModelConfig) -> dict[str, Any]:
-    """Return `DecodeRunner`'s sizes and dtype of K/V, which are the same on every rank."""
+    """Return `DecodeRunner`'s sizes and KV dtype, which are the same on every rank."""
     pages = config.cache_tokens // PAGE_TOKENS
     return {
         "pages": pages,
@@ -150,7 +150,7 @@ class FollowerRank:
     """A `Rank` other than 0.
 
     Args:
-        reader: Makes the reader of the K/V transport.
+        reader: Makes the reader of the KV transport.
         digest: The model's, for a store.
     """
 
@@ -215,7 +215,7 @@ class FollowerRank:
 
 
 class InOrder:
-    """Passes numbered calls on in the order of their numbers. Each number comes once, from 0 on."""
+    """Forwards numbered calls in the order of their numbers. Each number comes once, from 0 on."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -285,7 +285,7 @@ def load_rank(
 
 
 def store_digest(model: ModelSpec, config: DecodeConfig) -> str:
-    """Return the digest of the model's weights if K/V is saved to a store; otherwise an empty string."""
+    """Return the digest of the model's weights if KV is saved to a store; otherwise an empty string."""
     return content_digest(model) if config.store else ""
 
 

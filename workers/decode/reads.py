@@ -1,8 +1,8 @@
-"""Plans what a decode worker itself reads before a request's first token. Pure.
+"""Plans a decode worker's own prefill before a request's first token. Pure.
 
-It reads appended text in chunks. After sparse prefill, the question's end selects the blocks that it attends
-to most. They are computed again, and then the question's end is read again over them. Without appended text,
-the prompt's last tokens count as the question.
+It prefills appended text in chunks. After sparse prefill, the end of the question selects the blocks that it
+attends to most. They are recomputed, and then the end of the question is prefilled again over them. Without
+appended text, the prompt's last tokens count as the question.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deltafront.workers.messages.requests import TAIL_TOKENS, GenerateJob, Reser
 
 @dataclass(frozen=True)
 class Read:
-    """Read these ids from position `start` on.
+    """Prefill these ids from position `start` on.
 
     Attributes:
         select_blocks: How many blocks to select for `Recompute`; 0: none.
@@ -39,7 +39,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Compute the blocks again that the step before has selected."""
+    """Recompute the blocks that the step before has selected."""
 
 
 Step = Read | Recompute
@@ -58,12 +58,12 @@ def plan_reads(
     """Plan the reads of one request.
 
     Args:
-        kv_tokens: Tokens whose K/V is in the pages.
-        known_ids: Their ids; empty if no block is computed again.
+        kv_tokens: Tokens whose KV is in the pages.
+        known_ids: Their ids; empty if no block is recomputed.
         extend_ids: Ids after them. The last `answered` belong to the answer.
-        chunk: The most tokens of one read.
-        blocks: How many blocks to compute again. If all appended text is kept, none is.
-        keep_tokens: Tokens of the session to keep. They are read once, so that it depends on no question.
+        chunk: The most tokens of one `Read`.
+        blocks: How many blocks to recompute. If all appended text is kept, none is.
+        keep_tokens: Tokens of the session to keep. They are not recomputed, so no question changes it.
     """
     asked = len(extend_ids) - answered
     answer = _chunks(kv_tokens + asked, extend_ids[asked:], chunk)
@@ -75,19 +75,19 @@ def plan_reads(
     first = _chunks(kv_tokens, extend_ids[:before], chunk)
     looking = replace(
         end, select_blocks=blocks, select_among=min(kv_tokens, end.start)
-    )  # later tokens were read densely, and need no recomputing
+    )  # later tokens were prefilled densely, and need no recomputing
     return [*first, looking, Recompute(), end, *answer]
 
 
 def next_layers(read: int, here: int, layers: int) -> range:
-    """Choose the layers that a read computes next, while K/V comes layer by layer; none if too few have come.
+    """Choose the layers that a read computes next, while KV comes layer by layer; none if too few have come.
 
     They are at least half of the layers left, and both of the last two, so that a read has few parts and ends
-    soon after the last layer has come. Other requests' tokens pay for each part.
+    soon after the last layer has come. Each part delays other requests' tokens.
 
     Args:
         read: Layers that are computed.
-        here: Layers whose K/V has come.
+        here: Layers whose KV has come.
         layers: The model's layers.
     """
     left = layers - read

@@ -31,7 +31,7 @@ class DecodeRequest:
     Attributes:
         serial: Its unique number. An id may be used again.
         reserved, renewed: Seconds of the engine's clock.
-        length: Tokens whose K/V is in the pages.
+        length: Tokens whose KV is in the pages.
         token: The last chosen token, not in the pages yet.
         logits: Set before the first token only.
         inbox: The last attempt's.
@@ -53,7 +53,7 @@ class DecodeRequest:
     layers_read: int = 0
     """Layers of the first of `reads` that are computed."""
     known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
-    """Ids of all tokens before the answer; empty if no block may be computed again."""
+    """Ids of all tokens before the answer; empty if no block may be recomputed."""
     blocks: Sequence[int] = ()
     selects_pages: bool = False
     logits: Any = None
@@ -83,11 +83,11 @@ class DecodeRequest:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens whose K/V the request finds in its pages before its own reads."""
+        """Tokens whose KV is in its pages before its own reads."""
         return self.pages.held_tokens if self.reservation.reads else self.prompt_tokens
 
     def plan_reads(self, extend_ids: array[int], chunk: int) -> None:
-        """Plan its reads, given the ids behind its K/V. Raises ValueError if `answered_tokens` does not fit
+        """Plan its reads, given the ids after its KV. Raises ValueError if `answered_tokens` does not fit
         them."""
         assert self.job is not None
         answered, asked = self.job.answered_tokens, self.reservation.reads
@@ -109,9 +109,9 @@ class DecodeRequest:
             self.known_ids += extend_ids[:prompt_end]
 
     def cache_prefix(self) -> None:
-        """Let other prompts find its K/V. Recomputed K/V depends on the question, and is left out.
+        """Put its full pages into the prefix cache, except recomputed ones, which depend on the question.
 
-        After sparse prefill, only the first `lasting_tokens` of its key are remembered.
+        After sparse prefill, only the first `lasting_tokens` of its key are cached.
         """
         key, tokens = self.reservation.key, self.length
         if key is None:
@@ -123,7 +123,7 @@ class DecodeRequest:
         self.pages.cache_prefix(tokens, self.answer_ids.tobytes())
 
     def prepare(self, step: Step) -> None:
-        """Give the request pages of its own if the step overwrites pages that others may share."""
+        """Give the request unshared pages if the step overwrites pages that other requests may share."""
         size, known_tokens = PAGE_TOKENS, self.known_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
@@ -139,15 +139,15 @@ class DecodeRequest:
 
     @property
     def layers_to_read(self) -> range:
-        """The layers that the first of `reads` computes next; none while their K/V is coming."""
+        """The layers that the first of `reads` computes next; none while their KV is coming."""
         return next_layers(self.layers_read, self.layers - self.pages.layers_coming, self.layers)
 
     @property
     def has_kv(self) -> bool:
-        """Whether its K/V suffices to begin.
+        """Whether enough of its KV is there to begin.
 
         A request that reads may begin while its last layers are still coming. One that only answers needs all
-        K/V.
+        KV.
         """
         if self.reservation.reads:
             return bool(self.layers_to_read)
@@ -180,7 +180,7 @@ class DecodeRequest:
             await waited.settled()
 
     def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
-        """Begin the next attempt, and return the position from which K/V must be sent again."""
+        """Begin the next attempt, and return the position from which KV must be sent again."""
         tokens, self.inbox = self.inbox.resumed(points, attempt)
         self.renewed = now
         self.times.logits = self.times.complete = None

@@ -1,4 +1,4 @@
-"""A decode worker's requests: who holds which pages, who waits, and which requests are given up.
+"""A decode worker's requests: their pages, those that wait, and those whose lease has expired.
 
 Only the event loop's thread uses it. It computes and receives nothing.
 """
@@ -78,7 +78,7 @@ class DecodeRequests:
             del self._requests[request.request_id]
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve pages. Raises DecodeFailed after `close`: its prefix may have been loading since."""
+        """Reserve pages. Raises DecodeFailed after `close`, which may come while its prefix is loading."""
         if self._closed:
             raise DecodeFailed(self._closed)
         if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
@@ -87,8 +87,8 @@ class DecodeRequests:
             )
         return await self.queue.reserve(reservation)
 
-    def _take(self, reservation: Reservation, behind: int) -> Reserved | Refused:
-        pages = self.manager.reserve(reservation, self._wall(), behind)
+    def _take(self, reservation: Reservation, waiting: int) -> Reserved | Refused:
+        pages = self.manager.reserve(reservation, self._wall(), waiting)
         if isinstance(pages, Refused):
             return pages
         began = self._clock()
@@ -174,7 +174,7 @@ class DecodeRequests:
                 request.close(FinishReason.DEADLINE, "the deadline passed")
 
     def _abandon(self, request: DecodeRequest) -> None:
-        request.close(FinishReason.CANCELLED, "nobody renewed the request")
+        request.close(FinishReason.CANCELLED, "no door renewed the request")
         if request.session is not None:
             self.manager.leases.release(request.session.session_id, request.session.owner, self._wall())
         self.forget(request)

@@ -1,4 +1,4 @@
-"""A decode worker's tensor work, on one thread: append prefill, first tokens, batched decode steps.
+"""A decode worker's tensor work, on one thread: prefill of appended text, first tokens, decode steps.
 
 A step's inputs lie at fixed addresses and its launches depend on the batch's shape alone. So on a GPU a
 step's forward pass is a CUDA graph.
@@ -34,7 +34,7 @@ _RAGGED = 77
 _AGAIN = 2
 """Blocks that warm-up recomputes. More would compile no further kernel."""
 _ROOM = 64
-"""Least rows of pinned memory: memory of one size is reused."""
+"""The fewest rows of pinned memory. Memory of one size is reused."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,12 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class ReadResult:
-    """logits_V: after the last token that was read, if asked for. blocks: those attended to most,
-    ascending."""
+    """The result of a `Read`.
+
+    Attributes:
+        logits_V: After its last token, if asked for.
+        blocks: The blocks that its last tokens attend to most, ascending.
+    """
 
     logits_V: torch.Tensor | None = None
     blocks: Sequence[int] = ()
@@ -58,8 +62,7 @@ class ReadResult:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """Some layers of a read, behind those before. key: of this read alone, from its first layer to its
-    last."""
+    """Some layers of a `Read`. The parts of one read come in order and share a unique `key`."""
 
     key: int
     layers: range
@@ -69,7 +72,7 @@ class ReadPart:
 class _Begun:
     """A read whose last layers are still to come.
 
-    Its tensors stay on the device, since an upload may wait there behind K/V from host memory.
+    Its tensors stay on the device, since an upload may wait for copies of KV from host memory.
 
     Attributes:
         table_N: The page table.
@@ -89,7 +92,7 @@ class LaunchedStep:
         self._read, rows = read, len(read)
         self._written: Any = None
         if ids_R.is_cuda:
-            # This memory may be used again while a step that was given up still writes to it. The next step
+            # This memory may be used again while an abandoned step still writes to it. The next step
             # writes later, since both are on one stream.
             self._chosen_R2 = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)[:rows]
             choices_to_host(ids_R, logprob_R, self._chosen_R2)
@@ -107,11 +110,17 @@ class LaunchedStep:
 
 
 class StepGraphs:
-    """A CUDA graph for each of `batches`, which must be all shapes that occur. forward: returns a batch's
-    logits_RV.
+    """A CUDA graph for each batch shape.
 
-    Make it where nothing else uses the GPU from this thread. Each shape is computed before its capture, so
-    that kernels are loaded. Raises RuntimeError where a capture fails.
+    While it is made, nothing else may use the GPU from this thread. Each shape is computed before its
+    capture, so that kernels are loaded.
+
+    Args:
+        batches: One of every shape that occurs.
+        forward: Returns a batch's logits_RV.
+
+    Raises:
+        RuntimeError: A capture failed.
     """
 
     def __init__(self, forward: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]) -> None:
@@ -120,7 +129,7 @@ class StepGraphs:
         for batch in sorted(batches, key=lambda batch: batch.shape.cells, reverse=True):
             forward(batch)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on allocating: they are not part of the graph.
+            # Other threads may allocate meanwhile: they are not part of the graph.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits_RV = forward(batch)
             self._graphs[batch.shape] = graph, logits_RV
@@ -136,11 +145,15 @@ class StepGraphs:
 
 
 class DecodeRunner:
-    """A whole model, or one rank's part of it, over `pages` pages of K/V. It waits only for each step's
-    tokens. max_batch: most rows of a step. max_pages: most pages of a request. scratch_page: for what is
-    computed for no request.
+    """Runs a model, or one rank's part of it, over a KV cache of `pages` pages.
 
-    Ranks make the same calls in the same order. Each samples every token from the same logits.
+    It waits for the device only to get a step's tokens. Ranks make the same calls in the same order. Each
+    samples every token from the same logits.
+
+    Args:
+        max_batch: The most rows of a step.
+        max_pages: The most pages of a request.
+        scratch_page: The page of padding rows and warm-up.
     """
 
     def __init__(
@@ -157,7 +170,7 @@ class DecodeRunner:
         self.stack = stack
         self.max_batch = max_batch
         self.asynchronous = stack.device.type == "cuda"
-        """Whether the device computes a launched step while the caller goes on."""
+        """Whether a launched step runs while the caller continues."""
         self.scratch_page = pages
         self.cache = PagedKVCache(
             range(model.layers),
@@ -179,14 +192,14 @@ class DecodeRunner:
 
     @property
     def batch_sizes(self) -> Sequence[int]:
-        """Rows that batches are padded to, ascending."""
+        """Numbers of rows that batches are padded to, ascending."""
         return self._rows.sizes
 
     @torch.inference_mode()
     def first_tokens(
         self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
     ) -> list[SampledToken]:
-        """logits: float32 [V] for each row. Also copies the pages of `copies`."""
+        """Sample each row's first token from its logits, float32 [V], and copy the pages of `copies`."""
         if copies:
             self.copy_pages(copies)
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
@@ -198,7 +211,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Ranks wait for each other: the pages may get other K/V once rank 0 goes on."""
+        """Copy pages on every rank, and wait for all ranks: rank 0 may then reuse the source pages."""
         for source, target in copies:
             self.cache.copy_page(source, target)
         if self.stack.collectives.ranks == 1:
@@ -215,13 +228,13 @@ class DecodeRunner:
         copy: PageCopy | None = None,
         part: ReadPart | None = None,
     ) -> ReadResult:
-        """Read the step's tokens over the K/V before them.
+        """Prefill the step's tokens over the KV before them.
 
         Args:
-            last: whether to return the last logits.
-            copy: pages to copy first.
-            part: the layers to read; None: all. Hidden states are kept here between parts, and the last
-                part gives the result.
+            last: Whether to return the last token's logits.
+            copy: A page to copy first.
+            part: The layers to compute; None: all. Hidden states are kept here between parts, and the last
+                part returns the result.
         """
         cache, start, windows = self.cache, step.start, self.stack.config.windows
         layers = self.stack.layers if part is None else part.layers
@@ -258,12 +271,12 @@ class DecodeRunner:
         return ReadResult(logits_V, blocks)
 
     def forget_read(self, key: int) -> None:
-        """Give up a read that was begun; an unknown one is fine."""
+        """Forget a read that was begun. Unknown keys are ignored."""
         self._begun.pop(key, None)
 
     def _begin(self, pages: Sequence[int], step: Read) -> _Begun:
         packed = torch.tensor([*pages, *step.ids], dtype=torch.int32, device=self.stack.device)
-        both = packed.to(torch.int64)  # half the bytes on a link that copies may hold
+        both = packed.to(torch.int64)  # int32 halves the bytes on a link that copies may occupy
         table_N, ids_T = both[: len(pages)], both[len(pages) :]
         select_blocks = None
         if step.select_blocks:
@@ -273,7 +286,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
-        """Compute whole blocks (ascending) again with dense attention. ids: their tokens."""
+        """Recompute whole blocks (ascending) with dense attention. `ids` are their tokens."""
         if not blocks:
             return ReadResult()
         cache, device, per_block = self.cache, self.stack.device, BLOCK // PAGE_TOKENS
@@ -310,12 +323,13 @@ class DecodeRunner:
         return out_BHTD[0].transpose(0, 1).to(q_THD.dtype)
 
     def decode(self, rows: Sequence[Row]) -> list[SampledToken]:
-        """Rows do not depend on each other."""
+        """Run one decode step. Rows do not depend on each other."""
         return self.launch(rows).chosen()
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[Row]) -> LaunchedStep:
-        """The next step may be launched behind it without the tokens of rows that stay."""
+        """Launch a step. The next one may be launched before this one's tokens are known, if its rows
+        stay."""
         batch, count = self._rows.batch(rows), len(rows)
         logits_RV = self._forward(batch) if self._graphs is None else self._graphs.replay(batch)
         lengths_R = batch.lengths_R[:count].add_(1)
@@ -345,8 +359,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Compile products of many rows, and on a GPU capture steps. It takes seconds, and no step may be
-        under way."""
+        """Compile prefill's GEMMs, and on a GPU capture the steps. Takes seconds; no step may be running."""
         self.stack.compile_gemms()
         if not self.asynchronous:
             return
@@ -356,7 +369,7 @@ class DecodeRunner:
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     """Compile what a GPU compiles at first use, and capture steps, before the first request.
 
-    It uses the scratch page. selects_pages: whether the worker has Δ-layers.
+    It uses the scratch page. `selects_pages` says whether the worker has Δ-layers.
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]

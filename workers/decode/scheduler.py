@@ -84,7 +84,7 @@ class DecodeScheduler:
         self._wake.set()
 
     def wake(self) -> None:
-        """Look again for work, since K/V has come that a read may wait for."""
+        """Look for work again: KV has come for which a read may wait."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -155,8 +155,8 @@ class DecodeScheduler:
                 self._deliver(request, choice)
 
     async def _read(self, request: DecodeRequest) -> None:
-        """Compute some layers of a request's next read, mostly all. After the last read, sample the first
-        token."""
+        """Compute all layers of a request's next read, or those whose KV has come. After the last read,
+        sample the first token."""
         self._appending.remove(request)
         self._appending.append(request)
         step, last, layers = request.reads[0], len(request.reads) == 1, request.layers_to_read
@@ -231,11 +231,11 @@ class DecodeScheduler:
         live = [pair for pair in zip(requests, chosen, strict=False) if pair[0].ended is None]
         for request, choice in live:
             request.length += 1
-            request.times.stepped(choice.pages_attended, choice.pages_held, len(live))
+            request.times.record_step(choice.pages_attended, choice.pages_held, len(live))
             self._deliver(request, choice)
 
     def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Whether the next step has the same rows, as far as is known. An end token shows only later."""
+        """Whether the next step should have the same rows. An end token is seen only later."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
             return False
         if list(requests) != self._running:

@@ -23,7 +23,7 @@ class Row:
 
     Attributes:
         key: Unique to the request.
-        token: The last chosen one, at position `length`. The step adds its K/V.
+        token: The last chosen one, at position `length`. The step adds its KV.
     """
 
     key: int
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """All that a step's launches depend on. `columns` are the page table's."""
+    """Everything that a step's launches depend on. `columns` are the page table's."""
 
     rows: int
     columns: int
@@ -121,7 +121,7 @@ class StepRows:
             return
         self.table_RP[first:end] = self._scratch_page
         for index, row in enumerate(rows, first):
-            # A copy of at most 64 KiB does not wait behind K/V that comes from host memory.
+            # A copy of at most 64 KiB does not wait for copies of KV from host memory.
             self.table_RP[index, : len(row.pages)].copy_(torch.tensor(row.pages, dtype=torch.int32))
         none = [0] * (end - first - len(rows))
         for target, values in (

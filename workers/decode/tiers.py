@@ -1,7 +1,7 @@
-"""The K/V that a decode worker remembers outside its pages: in host memory, and on disk.
+"""KV offloading: a decode worker's prefix cache in host memory and on disk.
 
-A reservation that builds on such K/V is answered once it is in host memory. From there it comes into the
-request's pages layer by layer, and readers of a layer wait for it (`RequestPages.come`).
+A reservation that needs such KV is answered once it is in host memory. From there it is copied into the
+request's pages layer by layer, and each layer's attention waits for it (`RequestPages.come`).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _Loading = asyncio.Task[tuple[list[int], int]]
 
 
 class KeptTasks:
-    """Keeps tasks running when their callers give up."""
+    """Keeps tasks running when their callers are cancelled."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -39,7 +39,7 @@ class KeptTasks:
         return task
 
     async def cancel(self) -> None:
-        """Cancel all tasks, those too that begin meanwhile, and wait for their ends."""
+        """Cancel all tasks, also those that begin meanwhile, and wait until they end."""
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()
@@ -74,7 +74,7 @@ class Tiers:
         requests.manager.host = self.host
         self.under_way = KeptTasks()
         self._loading: set[str] = set()
-        """Requests whose prefix is being loaded from disk and that nobody has cancelled."""
+        """Requests whose prefix is being loaded from disk, unless cancelled."""
 
     def runs(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loops that copy and save in the background until they are cancelled."""
@@ -89,7 +89,7 @@ class Tiers:
         return tuple(tier.stats(self._memory.page_bytes) for tier in tiers if tier is not None)
 
     def find(self, key: PromptKey) -> Prefix | None:
-        """Find a prompt's longest beginning: first in pages, continued in host memory, then on disk."""
+        """Find a prompt's longest cached prefix: in pages, continued in host memory, then on disk."""
         pages, slots, exact = self._requests.manager.find(key)
         near, on_disk, seconds = len(pages) + len(slots), 0, 0.0
         if self.store is not None:
@@ -109,7 +109,7 @@ class Tiers:
         them.
 
         Raises:
-            DecodeFailed: The request was cancelled while it waited, or K/V did not come back.
+            DecodeFailed: The request was cancelled while it waited, or KV did not come back.
         """
         loaded, loaded_tokens = await self._load(reservation)
         try:
@@ -128,7 +128,7 @@ class Tiers:
         self._loading.discard(request_id)
 
     async def _load(self, reservation: Reservation) -> tuple[list[int], int]:
-        """Load the K/V that a reservation builds on from disk into host memory.
+        """Load a reservation's prefix from disk into host memory.
 
         Returns:
             Slots, with a reference each, and how many tokens were loaded.

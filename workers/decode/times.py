@@ -10,11 +10,11 @@ class RequestTimes:
     """When a request reached each point, in seconds of one monotonic clock; None: not yet.
 
     Attributes:
-        complete: The last K/V was in the pages.
-        ready: Nothing was missing.
-        admitted: The scheduler took it.
-        blocks_selected: Appended text was read and blocks were selected.
-        read: The logits were there.
+        complete: The last KV was written to the pages.
+        ready: The job, the KV and the logits were there.
+        admitted: The scheduler admitted it.
+        blocks_selected: Appended text was prefilled and blocks were selected.
+        read: The logits were computed.
         first: The first token was sampled.
     """
 
@@ -28,7 +28,7 @@ class RequestTimes:
     first: float | None = None
     handoff_bytes: int = 0
     handoff_seconds: float = 0.0
-    """Time during which any of its K/V was being received."""
+    """Seconds during which some of its KV was being received."""
     pages_attended: int = 0
     pages_held: int = 0
     steps: int = 0
@@ -38,7 +38,7 @@ class RequestTimes:
     _since: float = 0.0
 
     @contextmanager
-    def handing_over(self, clock: Callable[[], float]) -> Iterator[None]:
+    def receiving_kv(self, clock: Callable[[], float]) -> Iterator[None]:
         if not self._under_way:
             self._since = clock()
         self._under_way += 1
@@ -49,7 +49,7 @@ class RequestTimes:
             if not self._under_way:
                 self.handoff_seconds += clock() - self._since
 
-    def stepped(self, pages_attended: int, pages_held: int, batch: int) -> None:
+    def record_step(self, pages_attended: int, pages_held: int, batch: int) -> None:
         self.pages_attended += pages_attended
         self.pages_held += pages_held
         self.steps += 1

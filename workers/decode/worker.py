@@ -78,7 +78,7 @@ class DecodeActor(Leaving):
             await self._join()
         await self.hosted.start()
         gc.collect()
-        gc.freeze()  # so that no collection between two tokens looks through long-lived objects
+        gc.freeze()  # so that garbage collection between two tokens skips long-lived objects
         self._compilations.ready = True
 
     async def _join(self) -> None:

@@ -1,1 +1,1 @@
-"""Keys and values: the pages they live in, and their way from a stage to a decode worker."""
+"""The KV cache: its pages, and the hand-off from a stage to a decode worker."""

@@ -1,4 +1,4 @@
-"""Accounts for one prompt's K/V: which ranges were announced, and which are written.
+"""Tracks which ranges of one prompt's KV were announced, and which are written.
 
 A range is half-open: tokens [start, stop) of one layer. Pure.
 """
@@ -15,10 +15,10 @@ class ArrivalError(ValueError):
 class KVArrival:
     """Records a prompt's ranges: claimed when announced, written once read.
 
-    So a repeated announcement is recognised while the first one is still being read.
+    This recognises a repeated announcement while the first one is still being read.
 
     Args:
-        held: Number of first tokens whose K/V is there from the start. Nobody writes to them.
+        held: Number of first tokens whose KV is there from the start. They are never written.
     """
 
     def __init__(self, layers: int, tokens: int, held: int = 0) -> None:
@@ -46,11 +46,11 @@ class KVArrival:
             ArrivalError: The range is outside the prompt or overlaps another one.
         """
         if not 0 <= layer < self._layers:
-            raise ArrivalError(f"K/V announced for layer {layer} of a model with {self._layers} layers")
+            raise ArrivalError(f"KV announced for layer {layer} of a model with {self._layers} layers")
         stop = start + tokens
         if tokens < 1 or start < 0 or stop > self._tokens:
             raise ArrivalError(
-                f"K/V announced for tokens {start} .. {stop - 1} of a prompt of {self._tokens} tokens"
+                f"KV announced for tokens {start} .. {stop - 1} of a prompt of {self._tokens} tokens"
             )
         claimed = self._claimed[layer]
         if claimed.get(start) == stop:
@@ -58,7 +58,7 @@ class KVArrival:
         for other, end in claimed.items():
             if other < stop and start < end:
                 raise ArrivalError(
-                    f"K/V of layer {layer}, tokens {start} .. {stop - 1} overlaps {other} .. {end - 1}"
+                    f"KV of layer {layer}, tokens {start} .. {stop - 1} overlaps {other} .. {end - 1}"
                 )
         claimed[start] = stop
         return True
@@ -68,7 +68,7 @@ class KVArrival:
         self._count += tokens
 
     def resume_point(self, points: Iterable[int]) -> int:
-        """Return the largest of `points` before which every layer's K/V is complete; `held` if there is none.
+        """Return the largest of `points` before which every layer's KV is complete; `held` if there is none.
 
         A point counts only where a written range of every layer ends.
         """
@@ -76,7 +76,7 @@ class KVArrival:
         return max(set(points).intersection(*ends), default=self._held)
 
     def until(self, tokens: int) -> KVArrival:
-        """Make an account of the ranges written before a resume point."""
+        """Return an account of the ranges that were written before a resume point."""
         rest = KVArrival(self._layers, self._tokens, self._held)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():

@@ -1,9 +1,9 @@
-"""The paged K/V cache of a range of layers.
+"""The paged KV cache of a range of layers.
 
 A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout. Decode kernels read it
-in place. In 8 bits (`kernels.layers.kv_int8`) each row of head_dim channels has a scale, which is kept in a
-tensor of its own. So K/V has two sides (k, v) or four (k, v, k's scales, v's scales). Whoever moves K/V moves
-all of them unchanged. Shape suffixes also: R slots of all pages.
+in place. In 8 bits (`kernels.layers.kv_int8`) each row of head_dim channels has a scale, kept in another
+tensor. So KV has two sides (k, v) or four (k, v, k's scales, v's scales). A copy of KV copies every side
+unchanged. Shape suffixes also: R slots of all pages.
 """
 
 import secrets
@@ -29,13 +29,13 @@ class KVCacheError(ValueError):
 
 
 class PagedKVCache:
-    """The K/V of a range of layers. It starts as zeros, so unwritten slots are finite.
+    """The KV cache of a range of layers. It starts as zeros, so unwritten slots are finite.
 
     Args:
         layers: By the model's numbers.
         kv_heads: Key/value heads of this rank.
         dtype: The model's.
-        int8: Whether K/V is kept in 8 bits.
+        int8: Whether the cache has 8 bits.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PagedKVCache:
 
     @property
     def sides(self) -> Sides:
-        """All memory, one tensor [layers, pages, page_tokens, …] for each side."""
+        """The memory: one tensor [layers, pages, page_tokens, …] for each side."""
         if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return self.k_LPSGD, self.v_LPSGD
         return self.k_LPSGD, self.v_LPSGD, self.k_scale_LPSG, self.v_scale_LPSG
@@ -110,8 +110,8 @@ class PagedKVCache:
         return self.k_LPSGD[index], self.v_LPSGD[index]
 
     def scales(self, layer: int) -> Scales | None:
-        """Return a layer's scales as views [pages, page_tokens, kv_heads]; None unless K/V is kept in 8
-        bits."""
+        """Return a layer's scales as views [pages, page_tokens, kv_heads]; None unless the cache has
+        8 bits."""
         if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return None
         index = self._index(layer)
@@ -168,7 +168,7 @@ class PagedKVCache:
         return _dense(k_PSGD, table_N, tokens), _dense(v_PSGD, table_N, tokens)
 
     def gather_rows(self, layer: int, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather`, for 8-bit K/V. The rows are the same in all layers."""
+        """Like `gather`, for 8-bit KV. The rows are the same in all layers."""
         k_RGD, v_RGD, k_RG, v_RG = self.rows(layer)
         return gather_int8((k_RGD, v_RGD), Scales(k_RG, v_RG), rows_S, self.model_dtype)
 
@@ -188,7 +188,7 @@ class PagedKVCache:
     ) -> None:
         """Store received sides of one or more layers, from token `start` on. Returns once they are written.
 
-        K/V may lie on the host. Contiguous pages take plain copies by a GPU's copy engine, which interrupt no
+        KV may lie on the host. Contiguous pages take plain copies by a GPU's copy engine, which interrupt no
         other process.
 
         Args:
@@ -240,7 +240,7 @@ class PagedKVCache:
 
     @contextmanager
     def moving(self, after: Any = None) -> Iterator[None]:
-        """Run the block's copies on a stream beside computation, and wait for them at the block's end.
+        """Run the block's copies on another stream than computation, and wait for them at the end.
 
         Args:
             after: A CUDA event to wait for first.
@@ -271,7 +271,7 @@ class PagedKVCache:
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every layer.
 
-        A GPU only queues the copy, so both pages must keep their holders until the copy was waited for.
+        A GPU only queues the copy, so both pages must keep a reference until the copy is complete.
         """
         for side in self.sides:
             side[:, target].copy_(side[:, source])
@@ -298,7 +298,7 @@ class PagedKVCache:
 
 
 def row_forms(kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return a token's shape and dtype in each side of a cache that keeps K/V in `dtype`."""
+    """Return a token's shape and dtype in each side of a cache that keeps KV in `dtype`."""
     forms: list[tuple[tuple[int, ...], torch.dtype]] = [((kv_heads, head_dim), dtype)] * 2
     return [*forms, *[((kv_heads,), BYTES)] * 2] if dtype == BYTES else forms
 
@@ -314,7 +314,7 @@ def _dense(x_PSGD: torch.Tensor, table_N: torch.Tensor, tokens: int) -> torch.Te
 
 
 def _arrivals(device: torch.device) -> Any:
-    """Make the CUDA stream on which received K/V is copied, so that it does not queue behind computation."""
+    """Make the CUDA stream that copies received KV, so that copies do not wait for computation."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Reads K/V back from a decode worker's pages, for a stage that goes on where another died.
+"""Fetches KV from a decode worker's pages, for a stage that resumes where another died.
 
 It travels as host arrays with every transport, in pieces of bounded size.
 """
@@ -22,7 +22,7 @@ _AHEAD = 3
 
 class KVSource(Protocol):
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
-        """Yield each piece with its K/V, in order. Raises HandoffError."""
+        """Yield each piece with its KV, in order. Raises HandoffError."""
 
 
 def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRange]:
@@ -43,19 +43,19 @@ def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostK
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> Sides:
-    """Return a fetched piece as host tensors, perhaps read-only. Raises HandoffError for K/V of another
+    """Return a fetched piece as host tensors, perhaps read-only. Raises HandoffError for KV of another
     model."""
     forms = row_forms(cache.kv_heads, cache.head_dim, cache.dtype)
     arrays = kv.k, kv.v, *kv.scales
     if len(arrays) != len(forms):
-        raise HandoffError(f"K/V of {wanted.request_id} came back as {len(arrays)} arrays, not {len(forms)}")
+        raise HandoffError(f"KV of {wanted.request_id} came back as {len(arrays)} arrays, not {len(forms)}")
     try:
         return tuple(
             as_tensor(array, (wanted.tokens, *shape), kind)
             for array, (shape, kind) in zip(arrays, forms, strict=True)
         )
     except ValueError as error:
-        raise HandoffError(f"K/V of {wanted.request_id} came back as {error}") from None
+        raise HandoffError(f"KV of {wanted.request_id} came back as {error}") from None
 
 
 class RayKVSource:
@@ -76,7 +76,7 @@ class RayKVSource:
             while coming:
                 yield self._first(coming)
         except Exception as error:
-            raise HandoffError(f"{decode_worker} gave no K/V back: {plain(error)}") from error
+            raise HandoffError(f"{decode_worker} gave no KV back: {plain(error)}") from error
 
     def _first(self, coming: deque[tuple[KVRange, Any]]) -> tuple[KVRange, HostKV]:
         piece, reply = coming.popleft()
@@ -85,4 +85,4 @@ class RayKVSource:
 
 class NoKVSource:
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
-        raise HandoffError(f"{decode_worker} gives no K/V back to this group")
+        raise HandoffError(f"{decode_worker} gives no KV back to this group")

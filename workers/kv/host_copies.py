@@ -1,4 +1,4 @@
-"""Copies K/V to host memory, from which an outbox sends it."""
+"""Copies KV to host memory, from which an outbox sends it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGE_BYTES = 4 << 20
 
 
 class HostCopies:
-    """A `stream.KVExporter` and, at once, the export of every request.
+    """A `stream.KVExporter`, and also the export of every request.
 
     A message carries each layer's sides as host arrays. On CUDA a side stream copies them into pinned memory
     while the layer computes.
@@ -56,7 +56,7 @@ class HostCopies:
         return tuple(as_numpy(x) for sides_T in layers for x in sides_T)
 
     def revoke(self) -> bool:
-        """Return True: nobody reads the pages themselves."""
+        """Return True: decode workers read copies, never these pages."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Host memory for pages of K/V, and copies between its slots and the cache's pages."""
+"""Host memory for the KV cache: slots, each of one page, and copies between slots and pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +22,7 @@ class HostMemory:
     """One rank's slots in host memory: [layers, slots, page_tokens, …] for each side of its cache.
 
     The memory is pinned, because a GPU's copy engines read and write it directly. Pinning some tens of GiB
-    takes seconds. `files` is where slots are saved, if anywhere.
+    takes seconds. `files` saves slots to disk; None: nothing is saved.
     """
 
     def __init__(self, cache: PagedKVCache, slots: int, files: KVFiles | None = None) -> None:
@@ -35,7 +35,7 @@ class HostMemory:
         """Copy pages of some layers to slots, or slots to pages if `back`. Returns when all copies are
         complete.
 
-        Each run is one copy a layer and side, on the stream of received K/V.
+        Each run is one copy for each layer and side, on the stream of received KV.
         """
         with self._cache.moving():
             for layer in layers:
@@ -77,7 +77,7 @@ class RanksMemory:
     """The host memory of all ranks of a worker.
 
     Args:
-        own: Rank 0's part.
+        own: Rank 0's host memory.
         thread: Runs rank 0's copies.
         lose: Called with the error if a rank is gone.
     """
@@ -115,7 +115,7 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
     """Make a rank's part of a worker's host memory; None if there is none.
 
     Args:
-        digest: The model's, under which K/V is saved.
+        digest: The model's content digest, part of saved files' names.
     Raises:
         ValueError: `host_cache_gib` is too small.
     """
@@ -132,7 +132,7 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
 
 
 def kv_form(cache: PagedKVCache, digest: str) -> str:
-    """Name all that a rank's K/V depends on but prompt and key."""
+    """Name everything that a rank's KV depends on, except the prompt and its key."""
     shapes = [(tuple(side.shape[2:]), str(side.dtype)) for side in cache.sides]
     return repr((digest, str(cache.model_dtype), cache.layers, shapes, cache.heads, cache.model_heads))
 

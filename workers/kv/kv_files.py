@@ -1,10 +1,11 @@
 """Saves groups of pages as safetensors files, one for each group and rank.
 
-A file is written under another name first, so it is complete or not there. It names the form of its K/V and
+A file is written under another name first, so it is complete or not there. It names the form of its KV and
 has a checksum of each tensor. All workers of one model and configuration may share a directory.
 
-A group's name follows from the prompt's tokens, so that who can list the folder could find out whether a text
-was sent. A file is therefore called by the name's HMAC with the directory's secret, and holds the name.
+A group's name follows from the prompt's tokens, so a user who can list the folder could test whether a text
+was sent. So the file name is an HMAC of the group's name with the directory's secret, and the file holds the
+name.
 """
 
 import contextlib
@@ -34,7 +35,8 @@ _OURS = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
 _SECRET, _SECRET_BYTES = ".secret", 32
 _LONGEST_HEADER = 1 << 20
 _BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
-"""Errors of reading a file that is gone, cut short or something else. RuntimeError: too deep JSON, too."""
+"""Errors of reading a file that is gone, truncated or of another kind. RuntimeError: JSON nests too
+deeply."""
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
 _UNFINISHED_S = 3600.0
 """The age after which an unfinished file belongs to a worker that died."""
@@ -46,7 +48,7 @@ class KVFiles:
     """One rank's files in a directory.
 
     Args:
-        form: The form of its K/V, as `host_memory.kv_form` names it.
+        form: The form of its KV, as `host_memory.kv_form` names it.
     Raises:
         StoreError: The directory cannot be used.
     """
@@ -70,7 +72,7 @@ class KVFiles:
         """Return each group's name and its date, in seconds from now, the earliest first.
 
         A future date says until when the group is retained. A past one says when it was last used. Files of
-        others, and files that another worker removes meanwhile, are left out.
+        another form, and files that another worker removes meanwhile, are left out.
         """
         now, found = time.time(), []
         for path in self._folder.glob(f"*{_SUFFIX}"):
@@ -125,7 +127,7 @@ class KVFiles:
         """Return a group's sides, in memory that the thread's next call overwrites.
 
         Raises:
-            StoreError: The file is gone, cut short, changed, or of another form.
+            StoreError: The file is gone, truncated, changed, or of another form.
         """
         path = self._path(name)
         try:
@@ -137,7 +139,7 @@ class KVFiles:
         except _BROKEN as error:
             raise StoreError(f"{path}: {error}") from error
         if metadata.get("form") != self._form:
-            raise StoreError(f"{path}: it is of other K/V: {metadata.get('form')}")
+            raise StoreError(f"{path}: it is of other KV: {metadata.get('form')}")
         if any(metadata.get(str(n)) != str(_checksum(side)) for n, side in enumerate(sides)):
             raise StoreError(f"{path}: it has changed since it was written")
         return sides

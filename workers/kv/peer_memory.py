@@ -1,7 +1,7 @@
 """Shares memory between processes of one host: by CUDA IPC on a GPU, by shared memory on a CPU.
 
-A process sees mapped memory as its own device's, whichever GPUs Ray shows it. Mapped memory outlives its
-owner until it is unmapped.
+Mapped memory appears on the process's own device, whichever GPUs Ray shows it. It outlives its owner until it
+is unmapped.
 """
 
 import asyncio

@@ -39,7 +39,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport:
-    """The time and the tiles that a prompt took.
+    """The time and the tiles of one prompt's prefill.
 
     Attributes:
         queue: Seconds from arrival to the first chunk's start.
@@ -63,7 +63,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """A chunk was read. `so_far` is the report up to its end."""
+    """A chunk was prefilled. `so_far` is the report up to its end."""
 
     tokens_done: int
     tokens_total: int
@@ -108,7 +108,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A prompt whose K/V a decode worker keeps. expires: seconds since the epoch."""
+    """A pinned prompt: a decode worker keeps its KV cache until `expires`, in seconds since the epoch."""
 
     session_id: str
     expires: float
@@ -117,7 +117,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """A prompt's first `tokens` tokens, whose K/V a decode worker remembers.
+    """A prefix hit: a prompt's first `tokens` tokens, which a decode worker has in its prefix cache.
 
     Attributes:
         exact: Whether dense attention made all of it.
@@ -136,7 +136,7 @@ class Usage:
     """The tokens of a request.
 
     Attributes:
-        cached_tokens: Prompt tokens that were not read again.
+        cached_tokens: Prompt tokens that were not prefilled again.
         host_tokens, disk_tokens: How many of these came back from host memory, or from disk.
     """
 
@@ -152,14 +152,14 @@ class DecodeReport:
     """Decode's share of TTFT, in seconds, and its page use.
 
     Attributes:
-        handoff_exposed: From the job's or the logits' arrival, whichever is later, to the last K/V's.
+        handoff_exposed: From the job's or the logits' arrival, whichever is later, to the last KV's.
         decode_wait: Until the scheduler took it.
-        append_prefill: Reading appended tokens.
-        recompute: Computing blocks and the question again.
+        append_prefill: Prefilling appended tokens.
+        recompute: Recomputing blocks and the question.
         first_step: Sampling the first token.
         pages_attended, pages_held: Summed over sparse layers and steps.
         own_steps: The sum over steps of 1 / the requests in the step.
-        recomputed_tokens: Tokens of the blocks computed again.
+        recomputed_tokens: Tokens of the recomputed blocks.
     """
 
     handoff_exposed: float = 0.0

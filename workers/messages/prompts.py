@@ -1,7 +1,7 @@
-"""Names the K/V of a prompt, so that it can be found again: by roots, and a chain of hashes over pages.
+"""Prefix-cache keys: a hash chain over a prompt's pages, under a root (owner, salt, model, method).
 
-A link is a hash of the link before and its page's token ids, so equal links have equal prefixes. The chain
-does not say whose K/V it is. So an entry is found by a root and a link.
+A link is a hash of the link before and its page's token ids, so equal links have equal prefixes. A cached
+page's name is its root and its link.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ PAGE_BYTES = PAGE_TOKENS * 4
 
 
 def root_of(*about: object) -> bytes:
-    """Return a hash that only equal values share. Their `repr` must show them completely."""
+    """Return a hash of these values, whose `repr` must show them completely."""
     return hashlib.sha256(repr(about).encode()).digest()[:LINK_BYTES]
 
 
@@ -38,17 +38,17 @@ def links_of(chain: bytes) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptKey:
-    """The key under which a prompt's K/V is found, and its request's K/V is remembered.
+    """The key by which a prompt finds cached pages, and under which its own pages are cached.
 
     Attributes:
-        root: Hash of owner, salt, model and the method that reads the prompt.
-        exact_root: The root for dense attention, whose K/V serves every method; equal to `root` if the method
-            reads this prompt exactly.
-        lasting_tokens: Number of first tokens that get the same K/V from a prefill group in a longer prompt.
+        root: Hash of owner, salt, model and the method that prefills the prompt.
+        exact_root: The root for dense attention, whose KV serves every method; equal to `root` if the method
+            prefills this prompt densely.
+        lasting_tokens: Number of first tokens that get the same KV from a prefill group in a longer prompt.
         chain: Links of the full pages.
-        tail: Packed ids behind them.
-        remembers: Whether the request's K/V is remembered when it ends.
-        retain_s: How long it is kept rather than other K/V.
+        tail: Packed ids after them.
+        remembers: Whether the request's pages are cached when it ends.
+        retain_s: Seconds for which its pages are evicted after all others.
     """
 
     root: bytes
@@ -64,5 +64,5 @@ class PromptKey:
         return self.root == self.exact_root
 
     def longer(self, ids: bytes) -> bytes:
-        """Return the chain of the prompt and `ids` (packed) behind it."""
+        """Return the chain of the prompt followed by `ids` (packed)."""
         return self.chain + chain_of(self.tail + ids, self.chain[-LINK_BYTES:])

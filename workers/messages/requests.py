@@ -74,7 +74,7 @@ class Reservation:
         prefix_tokens: Tokens of the remembered prefix that it builds on, in whole pages.
         reads_rest: Whether the worker itself reads the tokens behind the prefix; otherwise a prefill group
             does.
-        key: Finds the prefix, and makes the request's K/V findable; None: neither.
+        key: Finds the prefix, and makes the request's KV findable; None: neither.
         keep_tokens: As in the GenerateJob.
         options: Pages for recomputed blocks are reserved, and an impossible page selection is refused, before
             prefill.
@@ -173,8 +173,8 @@ class PrefillJob:
 
     Attributes:
         token_ids: Little-endian uint32.
-        decode_worker: The actor that reserved pages and gets the K/V.
-        start: Number of first tokens, a multiple of BLOCK, whose K/V is fetched from there instead of
+        decode_worker: The actor that reserved pages and gets the KV.
+        start: Number of first tokens, a multiple of BLOCK, whose KV is fetched from there instead of
             computed.
         attempt: How many attempts came before.
         trace: The W3C `traceparent` above this work; empty: not recorded.

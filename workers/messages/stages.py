@@ -11,7 +11,7 @@ from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
 class Rendezvous(NamedTuple):
     """The address at which a group's stages or a decode worker's ranks meet.
 
-    Whoever reaches the store and has the secret can use it, so the secret travels by Ray.
+    A process that reaches the store and has the secret can use it, so the secret travels by Ray.
     """
 
     address: str
@@ -20,7 +20,7 @@ class Rendezvous(NamedTuple):
 
 
 class RequestFailed(Exception):
-    """One request cannot go on at a stage. The stage and its other requests can."""
+    """One request has failed at a stage. The stage and its other requests continue."""
 
 
 class OtherMemory(DecodeFailed):
@@ -37,7 +37,7 @@ class OpenRequest:
     Attributes:
         pages: The request's pages on every stage.
         serial: Its unique number, which `abandon` names. An id may be used again.
-        start: Tokens whose K/V the decode worker has.
+        start: Tokens whose KV the decode worker has.
         attempt: As in `PrefillJob`.
     """
 
@@ -87,7 +87,7 @@ class ChunkReport:
 
 @dataclass(frozen=True, kw_only=True)
 class KVAnnouncement:
-    """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1 can be read.
+    """KV of layers layer .. layer+layers-1 for tokens start .. start+tokens-1 can be read.
 
     Only the transport's two ends know `payload`.
     """
@@ -103,7 +103,7 @@ class KVAnnouncement:
 
 @dataclass(frozen=True, kw_only=True)
 class PageWriter:
-    """A stage that writes one attempt's K/V into the decode worker's own pages.
+    """A stage that writes one attempt's KV into the decode worker's own pages.
 
     Attributes:
         home: Its host, as `peer_memory.home` names it.
@@ -119,7 +119,7 @@ class PageWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class KVRange:
-    """The K/V of one layer for tokens start .. start+tokens-1, which a stage wants back."""
+    """The KV of one layer for tokens start .. start+tokens-1, which a resuming stage fetches."""
 
     request_id: str
     layer: int
@@ -129,7 +129,7 @@ class KVRange:
 
 @dataclass(frozen=True, kw_only=True)
 class HostKV:
-    """The K/V of a KVRange as host arrays k and v, [tokens, kv_heads, head_dim], in 8 bits with their
+    """The KV of a KVRange as host arrays k and v, [tokens, kv_heads, head_dim], in 8 bits with their
     scales."""
 
     k: Any = field(repr=False)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from deltafront.workers.messages.methods import PAGE_TOKENS
 
 RATE_LASTS_S = 60.0
-"""How long a group's rate stays valid while it reads nothing."""
+"""How long a group's rate stays valid while it is idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class GroupStats(WorkerStats):
         tokens_per_second: The recent rate of prefill; 0: unknown.
         nodes, compilations: Those of all stages.
         max_waiting: The most waiting requests; None: unknown.
-        idle_s: Seconds since it last read.
-        fetched_tokens_per_second: The recent rate of K/V fetched back from decode workers; 0: unknown.
+        idle_s: Seconds since its last prefill.
+        fetched_tokens_per_second: The recent rate of KV fetched back from decode workers; 0: unknown.
     """
 
     waiting_tokens: int
@@ -56,15 +56,15 @@ class GroupStats(WorkerStats):
     def rate(self) -> float:
         """tokens_per_second if it is recent enough to refuse by, otherwise 0.
 
-        Only reading corrects a rate. One that includes compilations must not keep all prompts out.
+        Only prefill corrects a rate. One that includes compilations must not keep all prompts out.
         """
         return self.tokens_per_second if self.idle_s < RATE_LASTS_S else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerUse:
-    """An owner's requests at a decode worker through one door, and their tokens of K/V. Without a door: in
-    sessions."""
+    """An owner's requests at a decode worker through one door, and their tokens of KV cache. An empty door
+    stands for sessions."""
 
     owner: str
     door: str
@@ -79,11 +79,11 @@ class TierStats:
     Attributes:
         room: The most pages that it holds.
         pages: Pages in it now.
-        evicted: Pages given up for others so far.
+        evicted: Pages evicted so far.
         evicted_retained: How many of these were still retained.
         evicted_age_s: The sum of seconds since their last uses.
-        missed: Pages that were gone before they were copied there, or not readable.
-        back, back_s: Pages brought back, and the seconds that it took.
+        missed: Pages that were evicted before they were copied there, or not readable.
+        back, back_s: Pages copied back, and the seconds that it took.
     """
 
     tier: str
@@ -103,13 +103,13 @@ class DecodeStats(WorkerStats):
     """A decode worker.
 
     Attributes:
-        pages_free: Remembered pages without a holder included.
-        waiting: Requests whose prompt is being read included.
+        pages_free: Free pages, evictable ones of the prefix cache included.
+        waiting: Waiting requests, those in prefill included.
         decoding: Requests that run, or wait only for a place in the batch.
         draining: Its sessions are still served.
         append_tokens_per_second: The recent rate of long appended text; 0: unknown.
         page_bytes: Bytes of a page on all ranks.
-        pages_remembered: Entries, held or not.
+        pages_remembered: Pages of the prefix cache, in use or not.
         pages_evicted, pages_evicted_retained, evicted_age_s: As in `TierStats`, of the pages.
     """
 

@@ -1,4 +1,4 @@
-"""Reads what a PEFT LoRA adapter's files say, and refuses what would be applied wrongly, in milliseconds and
+"""Reads a PEFT LoRA adapter's files and refuses adapters that would be applied wrongly, in milliseconds and
 without torch.
 
 Source: LoRA (Hu et al. 2021), section 4.1: W + B·A·alpha/r; rsLoRA (Kalajdzievski 2023): alpha/sqrt(r).
@@ -48,8 +48,8 @@ class AdapterFiles:
 
     @classmethod
     def read(cls, directory: str | Path, model: ModelConfig) -> AdapterFiles:
-        """Read the files. Raises ModelError if one is broken, or asks for something that is not supported or
-        that the model does not have."""
+        """Read the files. Raises ModelError if one is broken, needs an unsupported feature, or does not fit
+        the model."""
         config = _read_config(Path(directory) / "adapter_config.json")
         path = Path(directory) / "adapter_model.safetensors"
         if not path.exists():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
-_REMEMBERED = 512
+_CACHE_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class LayerShare:
     mlps: range
 
 
-@lru_cache(_REMEMBERED)
+@lru_cache(_CACHE_SIZE)
 def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
-    """Share out halves so that the dearest share is cheapest, each with an attention. Among such shares, cut
-    the fewest layers in two, and then share most evenly.
+    """Split the halves so that the most expensive share costs least. Each share has an attention. Ties go to
+    the split that cuts the fewest layers in two, then to the most even one.
 
     Args:
         costs: Of attention, MLP, attention, …

@@ -1,4 +1,4 @@
-"""Reads prompts: `group` decides which chunk runs next, and `stage` computes it.
+"""Chunked prefill: `group` decides which chunk runs next, and `stage` computes it.
 
 `group` imports from `stage`, never the other way round.
 """

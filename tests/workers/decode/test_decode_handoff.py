@@ -164,12 +164,12 @@ def test_hand_off_time_of_parts_sent_together_counts_once() -> None:
     def clock() -> float:
         return now[0]
 
-    with times.handing_over(clock):
+    with times.receiving_kv(clock):
         now[0] = 1.0
-        with times.handing_over(clock):
+        with times.receiving_kv(clock):
             now[0] = 3.0
     now[0] = 10.0
-    with pytest.raises(OSError), times.handing_over(clock):
+    with pytest.raises(OSError), times.receiving_kv(clock):
         now[0] = 10.5
         raise OSError
     assert times.handoff_seconds == 3.5

@@ -142,7 +142,7 @@ async def test_cancel_deadline_lease_and_bound_end_a_wait(bench: Any) -> None:
         await run.engine.renew(["all", "patient", "last"])
         await asyncio.sleep(0.25)
     assert (await late).reason is RefusalReason.DEADLINE
-    with pytest.raises(DecodeFailed, match="nobody renewed"):
+    with pytest.raises(DecodeFailed, match="no door renewed"):
         await lost  # once it was looked at a few times
     assert not patient.done() and not last.done()
     await run.engine.cancel("all")

@@ -285,7 +285,7 @@ def test_refuses_files_of_another_kv_cache(tmp_path: Path) -> None:
     assert all(map(torch.equal, ours.load(name), sides))
     assert ([name for name, _ in ours.saved()], theirs.saved()) == ([name], [])
     theirs._path(name).write_bytes(ours._path(name).read_bytes())
-    with pytest.raises(StoreError, match="of other K/V: a model"):
+    with pytest.raises(StoreError, match="of other KV: a model"):
         theirs.load(name)
     ours.remove(name)
     with pytest.raises(StoreError, match="No such file"):

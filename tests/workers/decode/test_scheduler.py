@@ -108,7 +108,7 @@ class Scene:
 
     def cancel_begun(self) -> None:
         self.begins.close(FinishReason.CANCELLED, "its client has left")
-        self.back.moved(0, "it is not needed any more")
+        self.back.record_layers(0, "it is not needed any more")
 
     def all_over(self) -> bool:
         return all(request.ended for request in self.all) and not self.runner.begun
@@ -187,7 +187,7 @@ async def test_kv_that_arrives_at_any_time_is_used() -> None:
         scene.runner.after_part = lambda: None
 
         def come() -> None:
-            scene.back.moved(2)
+            scene.back.record_layers(2)
             scene.scheduler.wake()
 
         acting = Acting(scene.scheduler.run(), number, come)

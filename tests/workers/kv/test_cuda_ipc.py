@@ -29,7 +29,7 @@ async def test_kv_copied_after_its_lease_ended_is_discarded() -> None:
     bench.announce(range(4), 0, 32)
     (message,) = bench.ray.sent
     bench.clock.now += 30.0
-    with pytest.raises(HandoffError, match=r"K/V of r, layers 3 \.\. 5 at 0 was read too late"):
+    with pytest.raises(HandoffError, match=r"KV of r, layers 3 \.\. 5 at 0 was read too late"):
         await bench.deliver(message, range(2))
     assert not bench.in_use("r"), "the same clock says so on both sides"
 

@@ -119,13 +119,13 @@ def test_pages_are_freed_when_a_decode_worker_dies_or_its_lease_ends(way: Way) -
     bench.ray.errors[0] = RuntimeError("the actor died")
     bench.ray.answered.add(0)
     dead, silent = bench.streams["dead"], bench.streams["silent"]
-    with pytest.raises(HandoffError, match=r"decode:x did not take K/V: RuntimeError: the actor died"):
+    with pytest.raises(HandoffError, match=r"decode:x did not take KV: RuntimeError: the actor died"):
         dead.end_chunk()()
     assert not bench.in_use("dead")
     bench.clock.now += 29.9
     assert bench.in_use("silent")
     bench.clock.now += 0.2
-    with pytest.raises(HandoffError, match="decode:x did not take K/V"):
+    with pytest.raises(HandoffError, match="decode:x did not take KV"):
         silent.end_chunk()()
     assert not bench.in_use("silent")
 
@@ -141,7 +141,7 @@ async def test_kv_copied_after_its_pages_were_reused_is_discarded(way: Way) -> N
     bench.clock.now += 30.0
     assert not bench.in_use("r")
     bench.announce(range(4), 0, 32, "next")
-    with pytest.raises(HandoffError, match=r"K/V of r, layers 3 \.\. 5 at 0 was read too late"):
+    with pytest.raises(HandoffError, match=r"KV of r, layers 3 \.\. 5 at 0 was read too late"):
         await bench.deliver(late, range(2))
     await bench.deliver(bench.ray.sent[-1], range(2))
 

@@ -132,7 +132,7 @@ def test_decode_worker_that_dies_mid_copy_fails_only_its_own_request(
     ray.kill(readers["dies"])
     until(streams["dies"].close)
     assert not streams["lives"].close()
-    with pytest.raises(HandoffError, match="decode:dies did not take K/V"):
+    with pytest.raises(HandoffError, match="decode:dies did not take KV"):
         ends["dies"]()
     stage.write(LAYERS.start, torch.arange(4), 0, *torch.full((2, TOKENS, HEADS, DIM), torch.nan))
 

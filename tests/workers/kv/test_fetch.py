@@ -49,7 +49,7 @@ def test_kv_copied_to_the_host_comes_back_bit_for_bit(dtype: torch.dtype) -> Non
 )
 def test_refuses_kv_of_another_shape_or_dtype(array: Any) -> None:
     good = np.zeros((3, 2, 8), np.float32)
-    with pytest.raises(HandoffError, match="K/V of a came back as"):
+    with pytest.raises(HandoffError, match="KV of a came back as"):
         from_host(HostKV(k=good, v=array), KVRange(request_id="a", layer=2, start=0, tokens=3), cache_of())
 
 
@@ -61,7 +61,7 @@ def test_8_bit_kv_without_its_scales_is_refused(scales: tuple[Any, ...]) -> None
         HostKV(k=numbers, v=numbers, scales=scales),
         KVRange(request_id="a", layer=2, start=0, tokens=3),
     )
-    with pytest.raises(HandoffError, match="K/V of a came back as"):
+    with pytest.raises(HandoffError, match="KV of a came back as"):
         from_host(kv, wanted, cache)
     with pytest.raises(HandoffError, match="came back as 4 arrays, not 2"):
         from_host(HostKV(k=numbers, v=numbers, scales=(numbers,) * 2), wanted, cache_of())
@@ -111,11 +111,11 @@ def test_pieces_come_in_order_with_some_under_way() -> None:
 def test_a_decode_worker_that_dies_fails_the_request_in_one_line() -> None:
     wanted = [KVRange(request_id="a", layer=layer, start=0, tokens=9) for layer in range(8)]
     source, _ray = source_of(n3=RuntimeError("The actor died\nand so on"))
-    with pytest.raises(HandoffError, match=r"decode:x gave no K/V back: RuntimeError: The actor died$"):
+    with pytest.raises(HandoffError, match=r"decode:x gave no KV back: RuntimeError: The actor died$"):
         list(source.fetch("decode:x", iter(wanted)))
     with pytest.raises(
-        HandoffError, match=r"decode:gone gave no K/V back: ValueError: Failed to look up actor$"
+        HandoffError, match=r"decode:gone gave no KV back: ValueError: Failed to look up actor$"
     ):
         list(source.fetch("decode:gone", iter(wanted)))
-    with pytest.raises(HandoffError, match="gives no K/V back to this group"):
+    with pytest.raises(HandoffError, match="gives no KV back to this group"):
         list(NoKVSource().fetch("decode:x", iter(wanted)))

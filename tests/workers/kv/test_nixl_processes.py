@@ -182,7 +182,7 @@ async def test_stage_that_dies_mid_transfer_does_not_block_other_transfers(
     await reader.read(good, LAYERS, use_pages)
     assert not reading.done() and rows_that_differ(cache) == 0, "nobody waits for the stage that hangs"
     dying.end()
-    with pytest.raises(HandoffError, match=r"K/V of r, layers 2 \.\. 5 at 0 could not be read: nixl"):
+    with pytest.raises(HandoffError, match=r"KV of r, layers 2 \.\. 5 at 0 could not be read: nixl"):
         await reading
     await reader.read(good, LAYERS, use_pages)
 

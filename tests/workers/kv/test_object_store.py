@@ -141,7 +141,7 @@ async def test_awaits_an_object_reference_and_names_its_loss() -> None:
         KVAnnouncement(request_id="r", layer=0, start=0, tokens=2, payload=arrives()), 3, 8, torch.float32
     )
     assert bool((v == 1).all())
-    with pytest.raises(HandoffError, match=r"K/V of r, layer 0 at 0 is lost: RuntimeError: the owner died$"):
+    with pytest.raises(HandoffError, match=r"KV of r, layer 0 at 0 is lost: RuntimeError: the owner died$"):
         await pull(
             KVAnnouncement(request_id="r", layer=0, start=0, tokens=2, payload=lost()), 3, 8, torch.float32
         )
@@ -173,7 +173,7 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", WRONG)
 async def test_a_wrong_payload_is_refused(case: str) -> None:
-    with pytest.raises(HandoffError, match="K/V of r, layer 1 at 16"):
+    with pytest.raises(HandoffError, match="KV of r, layer 1 at 16"):
         await pull(
             KVAnnouncement(request_id="r", layer=1, start=16, tokens=2, payload=WRONG[case]),
             3,
@@ -323,7 +323,7 @@ def test_a_failed_answer_fails_its_request_once_and_only_it() -> None:
     fake.errors[0] = RuntimeError("page table too short\ntraceback")
     fake.answered |= {0, 1}
     outbox.check(b)
-    with pytest.raises(HandoffError, match=r"decode:x did not take K/V: RuntimeError: page table too short$"):
+    with pytest.raises(HandoffError, match=r"decode:x did not take KV: RuntimeError: page table too short$"):
         outbox.check(a)
     outbox.send_kv(a, announcement("a"))
     assert len(fake.sent) == 2, "nothing more is sent for a lost request"
@@ -340,7 +340,7 @@ def test_full_object_store_fails_only_the_request_that_filled_it() -> None:
 
     fake.put = full  # type: ignore[method-assign]
     outbox.send_kv(a, announcement("a"))
-    with pytest.raises(HandoffError, match=r"the object store did not take K/V: MemoryError: no room .*s$"):
+    with pytest.raises(HandoffError, match=r"the object store did not take KV: MemoryError: no room .*s$"):
         outbox.check(a)
     fake.put = put  # type: ignore[method-assign]
     outbox.send_kv(b, announcement("b"))

@@ -250,7 +250,7 @@ def test_in_process_sender_copies_tensors_and_fails_at_end_of_chunk() -> None:
     assert all(map(torch.equal, payload.sides_T, (k_before, v_before)))
     assert logits.dtype == "float32"
     streams["other"].end_chunk()()
-    with pytest.raises(HandoffError, match=r"^decode:x did not take K/V: not here$"):
+    with pytest.raises(HandoffError, match=r"^decode:x did not take KV: not here$"):
         streams["refused"].end_chunk()()
     assert streams["refused"].close()
     with pytest.raises(HandoffError, match="cannot hand over"):
@@ -261,7 +261,7 @@ def test_in_process_sender_copies_tensors_and_fails_at_end_of_chunk() -> None:
 async def test_kv_that_differs_from_its_announcement_fails_the_request(bench: Any, payload: Any) -> None:
     run = await bench(reader=InProcessReader)
     await run.reserve("a", 70, 8)
-    with pytest.raises(HandoffError, match="K/V of a, layer 0 at 0 is not 2 tensors as expected"):
+    with pytest.raises(HandoffError, match="KV of a, layer 0 at 0 is not 2 tensors as expected"):
         await run.engine.announce(
             KVAnnouncement(request_id="a", layer=0, start=0, tokens=32, payload=payload)
         )

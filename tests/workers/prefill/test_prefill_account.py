@@ -35,9 +35,11 @@ def test_account_separates_two_requests_on_the_last_stage() -> None:
     account.other_chunk(1.0, 6.0)
     account.began = 9.0
     account.other_chunk(5.0, 12.0)
-    account.own_chunk([report(0, 3.0, projection=2.5), report(1, 4.0, projection=3.0, activation_wait=0.5)])
+    account.record_chunk(
+        [report(0, 3.0, projection=2.5), report(1, 4.0, projection=3.0, activation_wait=0.5)]
+    )
     account.other_chunk(1.0, 17.0)
-    account.own_chunk([report(0, 2.0, projection=1.5), report(1, 2.0, projection=1.0, attention=0.75)])
+    account.record_chunk([report(0, 2.0, projection=1.5), report(1, 2.0, projection=1.0, attention=0.75)])
     done = account.report(19.5)
     assert (done.queue, done.wall) == (4.0, 10.5)
     assert done.critical == {
@@ -54,11 +56,11 @@ def test_gpu_that_finishes_with_the_last_launch_is_launch_bound() -> None:
     """Soon is in the chunk's own time, without its waiting for the stage before; a CPU has no lead."""
     account = Account(stages=2, method=method_spec("dense"), arrived=0.0)
     account.began = 0.0
-    account.own_chunk(
+    account.record_chunk(
         [report(0, 3.0, 0.59, projection=3.0), report(1, 6.0, 0.61, projection=3.0, activation_wait=3.0)]
     )
-    account.own_chunk([report(0, 1.0, 1.5, projection=1.0), report(1, 1.0, 0.0, attention=1.0)])
-    account.own_chunk([report(0, 8.0, projection=8.0), report(1, 8.0, projection=8.0)])
+    account.record_chunk([report(0, 1.0, 1.5, projection=1.0), report(1, 1.0, 0.0, attention=1.0)])
+    account.record_chunk([report(0, 8.0, projection=8.0), report(1, 8.0, projection=8.0)])
     assert account.report(15.0).launch_bound == (3.0, 1.0)
 
 
@@ -69,7 +71,7 @@ def test_critical_always_adds_up_to_wall(chunks: list[tuple[bool, float, float]]
     for own, wall, used in chunks:
         now += wall
         if own:
-            account.own_chunk([report(0, wall, projection=wall * used)])
+            account.record_chunk([report(0, wall, projection=wall * used)])
         else:
             account.other_chunk(wall, now)
     done = account.report(now + gap)
@@ -80,21 +82,21 @@ def test_critical_always_adds_up_to_wall(chunks: list[tuple[bool, float, float]]
 def test_throughput_ignores_idle_time_and_forgets() -> None:
     throughput = Throughput()
     assert throughput.tokens_per_second == 0.0
-    throughput.chunk(500, sent=0.0, ended=1.0)
-    throughput.chunk(500, sent=0.5, ended=2.0)
+    throughput.record_chunk(500, sent=0.0, ended=1.0)
+    throughput.record_chunk(500, sent=0.5, ended=2.0)
     assert throughput.tokens_per_second == pytest.approx(500.0)
-    throughput.chunk(500, sent=1000.0, ended=1001.0)
+    throughput.record_chunk(500, sent=1000.0, ended=1001.0)
     assert throughput.tokens_per_second == pytest.approx(500.0), "nobody waited from 2 to 1000"
     for k in range(60):
-        throughput.chunk(500, sent=2000.0 + 5 * k, ended=2005.0 + 5 * k)
+        throughput.record_chunk(500, sent=2000.0 + 5 * k, ended=2005.0 + 5 * k)
     assert throughput.tokens_per_second == pytest.approx(100.0, rel=0.02)
 
 
 def test_throughput_forgets_rates_from_before_an_idle_minute() -> None:
     throughput = Throughput()
     assert throughput.idle(5.0) == math.inf
-    throughput.chunk(500, sent=0.0, ended=60.0)
-    throughput.chunk(500, sent=119.0, ended=120.0)
+    throughput.record_chunk(500, sent=0.0, ended=60.0)
+    throughput.record_chunk(500, sent=119.0, ended=120.0)
     assert throughput.tokens_per_second < 20 and throughput.idle(150.0) == 30.0
-    throughput.chunk(500, sent=180.0, ended=181.0)
+    throughput.record_chunk(500, sent=180.0, ended=181.0)
     assert throughput.tokens_per_second == pytest.approx(500.0)

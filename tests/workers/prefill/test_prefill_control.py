@@ -247,7 +247,7 @@ async def test_deadline_and_lease_end_a_request() -> None:
     controller, fakes = make(pause=lambda: 0.01, lease=0.06)
     events = await collect(controller, job("late", 1000, deadline=time.time() + 0.03))
     assert isinstance(events[-1], Refused) and events[-1].reason is RefusalReason.DEADLINE
-    with pytest.raises(PrefillCancelled, match="nobody has asked"):
+    with pytest.raises(PrefillCancelled, match="no door has renewed"):
         await collect(controller, job("lost", 1000))
     renewing = asyncio.create_task(collect(controller, job("kept", 1000)))
     while not renewing.done():

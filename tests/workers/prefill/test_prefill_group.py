@@ -208,7 +208,7 @@ async def test_a_reader_that_is_cancelled_takes_its_request_along(group: Prefill
 async def test_a_lost_decode_worker_fails_one_request_and_not_the_group(
     group: PrefillGroup, decode: Any
 ) -> None:
-    with pytest.raises(PrefillFailed, match="decode:nobody did not take K/V"):
+    with pytest.raises(PrefillFailed, match="decode:nobody did not take KV"):
         async for _ in events_of(
             group,
             PrefillJob(

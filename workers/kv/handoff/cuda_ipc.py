@@ -1,8 +1,8 @@
 """The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
 
-A stage announces K/V only after it is computed: a stream that waits for another process's events hangs when
+A stage announces KV only after it is computed: a stream that waits for another process's events hangs when
 that process dies. The stage reuses pages when the worker has answered or died, or when its time is over. Both
-read one clock, and the worker drops K/V that it read later.
+read one clock, and the worker drops KV that it read later.
 """
 
 from __future__ import annotations

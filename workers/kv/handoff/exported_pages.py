@@ -59,7 +59,7 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Return an announcement's payload. Raises HandoffError unless it is K/V of this model that the stage
+    """Return an announcement's payload. Raises HandoffError unless it is KV of this model that the stage
     holds."""
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):

@@ -1,4 +1,4 @@
-"""A decode worker's side of a hand-off: the K/V that has arrived of one attempt to read a prompt.
+"""A decode worker's side of a hand-off: the KV that one attempt at a prompt has delivered.
 
 A resumed prompt gets a new inbox, so a late message finds nothing to write to. Used on the event loop's
 thread.
@@ -19,9 +19,9 @@ from deltafront.workers.messages.stages import KVAnnouncement
 
 
 class KVInbox:
-    """Receives one attempt's K/V and logits, and ends complete, lost or closed.
+    """Receives one attempt's KV and logits, and ends complete, lost or closed.
 
-    `changed` is called when the K/V is complete or lost, and when the logits have come.
+    `changed` is called when the KV is complete or lost, and when the logits have come.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class KVInbox:
         self.logits_V: np.ndarray | None = None
         """As in `FirstLogits`."""
         self.lost = ""
-        """Why K/V did not arrive; empty if nothing is known to have failed."""
+        """Why KV did not arrive; empty unless something has failed."""
         self._arrival, self._pages, self._changed = arrival, pages, changed
         self._settled = asyncio.Event()
         self._closed = False
@@ -41,12 +41,12 @@ class KVInbox:
         return self._arrival.complete
 
     async def receive(self, announcement: KVAnnouncement, reader: KVReader) -> int:
-        """Read announced K/V into the pages. An exact repetition is ignored.
+        """Read announced KV into the pages. An exact repetition is ignored.
 
         Returns:
             Bytes moved; 0 if nothing was written.
         Raises:
-            HandoffError, ArrivalError: The K/V cannot be read, or is not the prompt's. The inbox is lost.
+            HandoffError, ArrivalError: The KV cannot be read, or is not the prompt's. The inbox is lost.
         """
         first, start, tokens = announcement.layer, announcement.start, announcement.tokens
         layers = range(first, first + announcement.layers)
@@ -78,14 +78,14 @@ class KVInbox:
 
     def lose(self, error: Exception) -> None:
         if not self._closed:
-            self.lost = f"the prompt's K/V did not arrive: {error}"
+            self.lost = f"the prompt's KV did not arrive: {error}"
             self._settle()
 
     def resumed(self, points: Sequence[int], attempt: int) -> tuple[int, KVInbox]:
         """Close this inbox and make the next attempt's.
 
         Returns:
-            The resume point, and the inbox for all K/V after it.
+            The resume point, and the inbox for all KV after it.
         """
         tokens = self._arrival.resume_point(points)
         self.close()

@@ -1,5 +1,5 @@
-"""The hand-off without copies on one GPU: a stage maps the decode worker's pages and writes a prompt's K/V
-there. An announcement only says that K/V is complete.
+"""The hand-off without copies on one GPU: a stage maps the decode worker's pages and writes a prompt's KV
+there. An announcement only says that KV is complete.
 
 The decode worker owns the memory. It keeps a request's pages until the stage has closed them, which it does
 once its device writes no more, or until the stage's process is gone. A stage ends together with the decode
@@ -33,7 +33,7 @@ class MappedSender:
         outbox: Asks decode workers for pages.
         background: As in `MessageSender`.
         end: Ends this process. Called if another decode worker has replaced the one whose memory is mapped:
-            K/V would be written to the wrong memory.
+            KV would be written to the wrong memory.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MappedSender:
 
 
 class MappedExport:
-    """A request's `stream.KVExport`. `mark` is `PeerMemory.mark`, and `close` gives the pages back."""
+    """A request's `stream.KVExport`. `mark` is `PeerMemory.mark`, and `close` releases the pages."""
 
     def __init__(self, mark: Callable[[], Any], close: Callable[[], None]) -> None:
         self._mark, self._close = mark, close
@@ -99,7 +99,7 @@ class MappedExport:
 
 
 class MappedReader:
-    """A `KVReader` that copies nothing, because the K/V is already in the request's pages."""
+    """A `KVReader` that copies nothing, because the KV is already in the request's pages."""
 
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages

@@ -1,6 +1,6 @@
 """The hand-off across hosts: a decode worker reads a stage's pages straight into its own, by NIXL.
 
-A stage registers its cache and announces where a chunk's K/V lies. The decode worker posts READs, and RDMA
+A stage registers its cache and announces where a chunk's KV lies. The decode worker posts READs, and RDMA
 serves them without the stage's process.
 
 Two hosts have two clocks. So a stage exports a word with the pages, the lease, and clears it before the pages
@@ -151,7 +151,7 @@ class NixlReader:
         self._reading: Counter[str] = Counter()
         """Announcements that are being read, by the stage's agent."""
         self._lost: set[str] = set()
-        """Agents whose connection has failed. It is made anew once no read uses it."""
+        """Agents whose connection has failed. It is replaced once no read uses it."""
 
     async def read(
         self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages
@@ -196,7 +196,7 @@ class NixlReader:
         """Yield (address at the stage, address here, bytes)."""
         cache, theirs = self._cache, kv.cache
         runs = list(paired_runs(kv.rows, ours))
-        if cache.model_heads != cache.kv_heads:  # a part of a row's heads: each row is a piece of its own
+        if cache.model_heads != cache.kv_heads:  # only some heads of a row: each row is a separate piece
             runs = [(a + n, b + n, 1) for a, b, count in runs for n in range(count)]
         for layer in layers:
             their_start = (layer - theirs.layers.start) * theirs.shape[1] * PAGE_TOKENS
@@ -231,7 +231,7 @@ class NixlReader:
         remote = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
         local = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
         handle = self._agent.initialize_xfer("READ", local, remote, stage)
-        self._agent.transfer(handle)  # `_ended` tells how it went
+        self._agent.transfer(handle)  # `_ended` tells whether it failed
         return handle
 
     def _ended(self, handle: Any) -> bool:

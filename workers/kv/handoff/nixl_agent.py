@@ -44,7 +44,7 @@ class Agent(Protocol):
     def transfer(self, handle: Any) -> str: ...
     def check_xfer_state(self, handle: Any) -> str: ...
     def release_xfer_handle(self, handle: Any) -> None:
-        """Forget the handle. A running transfer goes on (seen with 1.5.1)."""
+        """Forget the handle. A running transfer continues (seen with 1.5.1)."""
 
 
 def new_agent() -> Agent:

@@ -30,7 +30,7 @@ class ObjectStoreOutbox(ActorOutbox):
         try:
             reference = self._ray.put(announcement.payload)
         except Exception as error:  # a full store fails this request, not the group
-            delivery.fail(f"the object store did not take K/V: {plain(error)}")
+            delivery.fail(f"the object store did not take KV: {plain(error)}")
             return
         self._call(KVReceiver.announce, delivery, replace(announcement, payload=reference), size)
 
@@ -91,8 +91,8 @@ async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    """Make a stage's sender. With a GPU, a thread of its own sends. On a CPU, whose cores all compute, the
-    stage's thread does."""
+    """Make a stage's sender. On a GPU a separate thread sends. On a CPU, whose cores all compute, the stage's
+    thread does."""
     outbox = ObjectStoreOutbox(MAX_UNANSWERED_BYTES, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 

@@ -18,7 +18,7 @@ from deltafront.workers.roles import KVReceiver, sent
 M = TypeVar("M", KVAnnouncement, FirstLogits)
 
 MAX_UNANSWERED_BYTES = 256 << 20
-"""Copies that decode workers have not taken yet; a stage with more waits."""
+"""The most bytes of copies that decode workers have not taken yet. A stage with more waits."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Outbox(Protocol):
         """Raise HandoffError if a message is known to have failed."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """Whether the decode worker owes an answer, so that it may still read."""
+        """Whether an answer is missing, so that the decode worker may still read."""
 
 
 class PageOpener(Outbox, Protocol):
@@ -97,7 +97,7 @@ class ActorOutbox:
             raise HandoffError(f"{decode_worker} did not open its pages: {plain(error)}") from error
 
     def close_pages(self, decode_worker: str, writer: PageWriter) -> None:
-        """Give the pages back. A dead worker needs no message."""
+        """Release the pages. A dead worker needs no message."""
         with contextlib.suppress(Exception):
             sent(self._actor(decode_worker), KVReceiver.close_pages, writer)
 
@@ -169,4 +169,4 @@ class ActorOutbox:
 
     def _not_taken(self, delivery: Delivery, error: Exception) -> None:
         self._actors.pop(delivery.decode_worker, None)
-        delivery.fail(f"{delivery.decode_worker} did not take K/V: {plain(error)}")
+        delivery.fail(f"{delivery.decode_worker} did not take KV: {plain(error)}")

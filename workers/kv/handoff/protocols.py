@@ -17,12 +17,12 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class HandoffError(Exception):
-    """K/V could not be handed over, or it is not what was announced."""
+    """KV could not be handed over, or it is not what was announced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where one attempt's K/V goes. `pages` are the request's in the stage's cache, in token order."""
+    """Where one attempt's KV goes. `pages` are the request's in the stage's cache, in token order."""
 
     request_id: str
     decode_worker: str
@@ -31,11 +31,11 @@ class Destination:
 
 
 class KVStream(Protocol):
-    """One request's K/V on its way out of a stage.
+    """One request's KV on its way out of a stage.
 
     The stage's thread calls `put`, `end_chunk` and `close`. The reporting thread calls `put_logits` and the
-    function that `end_chunk` returns. A failure shows only when a chunk is reported, so that the stage keeps
-    in step with its peers.
+    function that `end_chunk` returns. A failure is raised only when a chunk is reported, so that the
+    stage stays in step with its peers.
     """
 
     pages: Sequence[int]
@@ -48,16 +48,16 @@ class KVStream(Protocol):
 
         Args:
             start: Position of the chunk's first token.
-            sides_T: `cache.Sides`, as the stage's pages hold them. Nobody may write to them before the last
-                chunk is handed over.
+            sides_T: `cache.Sides`, as the stage's pages hold them. They must not change before the last chunk
+                is handed over.
         Returns:
             Bytes that will move.
         Raises:
-            HandoffError: The tensors are not K/V.
+            HandoffError: The tensors are not KV.
         """
 
     def end_chunk(self) -> Callable[[], None]:
-        """Send what is left of a chunk.
+        """Send the rest of a chunk.
 
         Returns:
             A function to call once the device has computed the chunk. It returns when all of the chunk was
@@ -96,7 +96,7 @@ class KVReader(Protocol):
         Returns:
             Bytes written, once all later work sees them; None if the request was over.
         Raises:
-            HandoffError: The K/V is lost, or another request's.
+            HandoffError: The KV is lost, or another request's.
         """
 
 
@@ -118,7 +118,7 @@ def check_kv(*sides_T: torch.Tensor) -> None:
 def described(announcement: KVAnnouncement) -> str:
     last = announcement.layer + announcement.layers - 1
     layers = f"layer {last}" if announcement.layers == 1 else f"layers {announcement.layer} .. {last}"
-    return f"K/V of {announcement.request_id}, {layers} at {announcement.start}"
+    return f"KV of {announcement.request_id}, {layers} at {announcement.start}"
 
 
 def plain(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A stage's side of a hand-off by messages, which say which layers of a chunk can be read, and where.
+"""A stage's side of a hand-off. Its messages say which layers of a chunk can be read, and where.
 
 Small layers share a message, since each message costs every process some hundred microseconds.
 """
@@ -20,7 +20,7 @@ from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
 class KVExport(Protocol):
-    """One request's K/V, described so that a decode worker can read it."""
+    """One request's KV, described so that a decode worker can read it."""
 
     def layer(self, start: int, sides_T: Sides) -> tuple[Any, Any]:
         """Describe one layer's chunk.
@@ -44,7 +44,7 @@ class KVExporter(Protocol):
     """Describes a stage's pages in one transport's way."""
 
     message_bytes: int
-    """A message is sent once it stands for this much K/V, or when its chunk ends."""
+    """A message is sent once it stands for this much KV, or when its chunk ends."""
     in_place: bool
     """Whether decode workers read the stage's own pages."""
 
@@ -62,8 +62,8 @@ class _Layer:
 
 
 class MessageSender:
-    """A `KVSender`. With `background`, a thread of its own waits for the layers and sends, so that the
-    stage's launches do not wait."""
+    """A `KVSender`. With `background`, another thread waits for the layers and sends, so that the stage's
+    launches do not wait."""
 
     def __init__(self, exporter: KVExporter, outbox: Outbox, *, background: bool) -> None:
         self._exporter, self._outbox = exporter, outbox
@@ -82,10 +82,10 @@ class MessageSender:
 
 
 class MessageStream:
-    """Sends one request's K/V.
+    """Sends one request's KV.
 
     Args:
-        message_bytes: As in `KVExporter`; None: no K/V moves, and a message ends a chunk.
+        message_bytes: As in `KVExporter`; None: no KV moves, and a message ends a chunk.
         in_place: As in `KVExporter`.
     """
 

@@ -39,5 +39,5 @@ def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> K
 
 def _named(name: str) -> Transport:
     if name not in TRANSPORTS:
-        raise ValueError(f"K/V transport {name!r} is unknown; known: {', '.join(TRANSPORTS)}")
+        raise ValueError(f"KV transport {name!r} is unknown; known: {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name]

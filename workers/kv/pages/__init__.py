@@ -1,1 +1,1 @@
-"""Pages of K/V and their holders: plain accounting, without tensors."""
+"""Pages of KV and their holders: plain accounting, without tensors."""

@@ -47,7 +47,8 @@ class PagesBack:
         """Call `changed` each time that layers have come or the copy has failed."""
         self._changed.append(changed)
 
-    def moved(self, layers: int, error: str = "") -> None:
+    def record_layers(self, layers: int, error: str = "") -> None:
+        """Record that further layers have come, or why the copy failed."""
         self.left, self.error = self.left - layers, error
         for changed in self._changed:
             changed()
@@ -143,14 +144,14 @@ class HostTier:
             self._end_back(coming, count)
         else:
             self._asked.append(coming)
-            coming.moved(count)
+            coming.record_layers(count)
 
     def _end_back(self, coming: PagesBack, count: int, error: str = "") -> None:
         for page in coming.pages:
             del self._coming[page]
         if error:
             self._on_gpu.drop(coming.pages)
-        coming.moved(count, error)
+        coming.record_layers(count, error)
         # Requests that waited for the layers resume first, since a prompt has thousands of slots.
         asyncio.get_running_loop().call_soon(self.pool.release, coming.slots)
 

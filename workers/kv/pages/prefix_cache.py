@@ -15,7 +15,7 @@ from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, links_of
 
 @dataclass(slots=True)
 class CachedBlock:
-    """A remembered page, the same object in each tier that has it.
+    """A cached page, the same object in each tier that has it.
 
     Attributes:
         name: The prompt's root and the page's link.

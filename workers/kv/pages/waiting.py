@@ -157,7 +157,7 @@ class ReservationQueue:
         for waiter in self._waiters:
             waiter.overdue = waiter.overdue + 1 if now - waiter.renewed > lease_s else 0
         lost = [waiter for waiter in self._waiters if waiter.overdue > OVERDUE_CHECKS]
-        self._fail(lost, "nobody renewed the request")
+        self._fail(lost, "no door renewed the request")
         for waiter in list(self._waiters):
             deadline = waiter.reservation.options.deadline
             if deadline is not None and wall >= deadline:

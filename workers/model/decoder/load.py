@@ -79,8 +79,8 @@ def torch_dtype(model: ModelSpec) -> torch.dtype:
 
 
 def set_up_compute_thread(threads: int, device: str) -> None:
-    """Set this thread's torch threads and GPU. On a CPU, lower its priority: a refusal must not wait for a
-    chunk's time slices."""
+    """Set this thread's torch threads and GPU. On a CPU, lower its priority, so that refusals do not wait
+    for a chunk."""
     torch.set_num_threads(threads)
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)

@@ -1,7 +1,7 @@
-"""Computes blocks of a sparsely read document again, densely, because a question attends to them.
+"""Recomputes blocks of a sparsely prefilled document densely, because a question attends to them.
 
-Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4), which replaces K/V by that of a
-dense reading (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
+Sources: selective recomputation (CacheBlend, Yao et al. 2024, section 4), which replaces KV by that of dense
+prefill (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
 
 Shape suffixes also: M blocks of BLOCK keys, J = H / G, X = J x T, P rows of B recomputed blocks.
 """
@@ -45,8 +45,8 @@ class BlockAttention:
     def most_attended(self, count: int) -> list[int]:
         """Return at most `count` complete blocks, ascending.
 
-        Block 0 is never among them: its rows saw everything. The last block ranks last: heads that attend
-        nearby give it most.
+        Block 0 is never among them: its rows attended to everything. The last block ranks last, since local
+        heads give it most of their mass.
         """
         complete = self._tokens // BLOCK
         if self._mass_M is None or complete < 2:
@@ -116,7 +116,7 @@ def recompute(
 def _attend_to_windows(
     q_PHD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, blocks: Sequence[int], window: int
 ) -> torch.Tensor:
-    """Attend block by block, to its window's keys and its own. Its own stand behind the last block's
+    """Attend block by block, to the block's window and its new keys, which are placed after the last block's
     start."""
     parts, backend, last = [], DenseBackend(window=window), blocks[-1]
     for n, (block, q_THD) in enumerate(zip(blocks, torch.split(q_PHD, BLOCK), strict=True)):
@@ -131,12 +131,12 @@ def _attend_to_windows(
 
 
 def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:
-    """Let the n-th block read all blocks before it, and its own keys, which stand n blocks behind the last
+    """Let the n-th block attend to all blocks before it, and to its new keys, placed n blocks after the last
     block's start."""
-    behind = blocks[-1]
-    index_BM = torch.arange(behind + len(blocks), dtype=torch.int16).repeat(len(blocks), 1)
+    last = blocks[-1]
+    index_BM = torch.arange(last + len(blocks), dtype=torch.int16).repeat(len(blocks), 1)
     for n, block in enumerate(blocks):
-        index_BM[n, block] = behind + n
+        index_BM[n, block] = last + n
     count_B = torch.tensor(blocks, dtype=torch.int32) + 1
     index_BHNM = index_BM.to(device).expand(1, heads, -1, -1).contiguous()
     return TileMask(index_BHNM, count_B.to(device).expand(1, heads, -1).contiguous())

@@ -1,7 +1,7 @@
 """The decoder, for any contiguous part of its layers.
 
-The caller computes attention (`LayerAttention`), since it knows where K/V is. So one loop serves prefill,
-decode and calibration. Each step between matrix products is one kernel, and nothing waits for the device.
+The caller computes attention (`LayerAttention`), since it knows where the KV cache is. So one loop serves
+prefill, decode and calibration. Each step between GEMMs is one kernel, and nothing waits for the device.
 
 Shape suffixes also: X = H + 2 G.
 """
@@ -30,7 +30,7 @@ from deltafront.workers.model.weights.stack_weights import (
 )
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for callers that keep no K/V. q and k are rotated."""
+"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for callers without a KV cache. q and k are rotated."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -242,8 +242,8 @@ class LayerStack:
     def forward(
         self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend, layers: range | None = None
     ) -> torch.Tensor:
-        """Run layers like `run`, for a caller that keeps no K/V: `attend` gets each layer's rotated q, k and
-        v."""
+        """Run layers like `run`, for a caller without a KV cache: `attend` gets each layer's rotated q, k
+        and v."""
         shape = len(hidden_TC), self.config.kv_heads, self.config.head_dim
         rows_T = torch.arange(len(hidden_TC), device=self.device)
         fresh: dict[int, KVRows] = {}

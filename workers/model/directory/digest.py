@@ -1,8 +1,8 @@
 """A model's digests, which change with the values that the model computes.
 
 `model_digest` covers the decoder's shape with overrides, and name, type, shape and first bytes of each
-tensor, an adapter's too. Profiles are known by it. `content_digest` covers every byte of the weights. K/V on
-disk is kept under it, since of another model it would make wrong answers.
+tensor, an adapter's too. A profile names it. `content_digest` covers every byte of the weights. Files of
+cached KV name it, since KV of another model would make wrong answers.
 """
 
 import contextlib
@@ -101,7 +101,7 @@ def _cache() -> Path:
 
 def _file_digest(path: Path, cache: Path) -> str:
     """Return a file's digest from the cache, or compute it while other processes wait. A cache that cannot be
-    written is done without."""
+    written is not used."""
     kept = cache / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
         try:

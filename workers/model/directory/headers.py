@@ -37,9 +37,9 @@ _SCALES = tuple("_scale _scale_inv _scales _zero_point qweight qzeros g_idx _pac
 _DERIVED = ".rotary_emb.inv_freq"
 """A tensor of old checkpoints, which is not needed."""
 _LONGEST_HEADER = 100_000_000
-"""Bytes. The library reads no longer ones."""
+"""Bytes of the longest header that the safetensors library reads."""
 _MOST_VALUES = 1 << 23
-"""Of a GGUF file. Each is read apart, and a large vocabulary has two millions."""
+"""The most metadata values of a GGUF file. Each is read separately. A large vocabulary has two million."""
 _OF_ANOTHER = "take weights and config.json of one model"
 
 
@@ -174,7 +174,7 @@ def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:
         )
     if has_kv_scales(stored):
         yield (
-            f"{directory} holds scales of K/V, which nothing uses: K/V has 16 bits, or with decode.kv_dtype: "
+            f"{directory} holds scales of KV, which nothing uses: KV has 16 bits, or with decode.kv_dtype: "
             "int8 a scale of its own for each row"
         )
 

@@ -61,7 +61,7 @@ takes."""
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder's sizes and features. The fields after `eos_ids` cost families without them nothing.
+    """A decoder's sizes and features. The fields after `eos_ids` have defaults for families without them.
 
     Args:
         intermediate: Width of an MLP, or of each expert.
@@ -475,7 +475,7 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
 
 
 def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    """Refuse attention by chunks, unless one chunk reaches over all positions: then it is plain attention."""
+    """Refuse attention by chunks, unless one chunk covers all positions, which is plain attention."""
     chunks = raw.get("dual_chunk_attention_config")
     if not chunks:
         return

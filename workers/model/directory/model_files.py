@@ -16,7 +16,7 @@ _GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 _LFS_POINTER = b"version https://git-lfs.github.com/"
 _MOST = 10_000
-"""More layers or experts no model has, and each costs time before weights are compared."""
+"""No model has more layers or experts. Each costs time before weights are compared."""
 UNFORESEEN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, MemoryError)
 """Errors of readers whose files hold something that they do not expect."""
 
@@ -38,9 +38,9 @@ def broken(path: Path) -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is no file, and a pointer to one. Raises OSError if it is not there, or ModelError.
+    """Refuse a folder, pipe, device or Git LFS pointer. Raises ModelError, or OSError if the file is missing.
 
-    A pipe would be waited for, and a device may never end.
+    Reading a pipe would block, and a device may never end.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise ModelError(f"{path} is a folder, pipe or device: a file is needed")

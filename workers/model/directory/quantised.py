@@ -1,7 +1,7 @@
 """Describes quantised checkpoints: how config.json names their form, and which tensors a matrix is made of.
 
-It needs no torch; `weights/dequantise.py` computes the values. Scales of activations and K/V are not needed:
-activations are quantised as they come, and K/V has 16 bits or scales of its own (decision 0022).
+It needs no torch; `weights/dequantise.py` computes the values. Stored scales of activations and KV are not
+used: activations are quantised dynamically, and KV has 16 bits or scales for each row (decision 0022).
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -122,7 +122,7 @@ def refuse_unscaled(overrides: Mapping[str, Any], known: int) -> None:
 def resolved(rope: RopeConfig, raw: Mapping[str, Any], positions: int) -> RopeConfig:
     """Choose LongRoPE's factors (Ding et al. 2024, section 3.3) once for all prompts, as vLLM does.
 
-    K/V that is kept must not depend on how long a prompt becomes. `positions` are those that are served.
+    KV that is kept must not depend on how long a prompt becomes. `positions` are those that are served.
     """
     if rope.kind != "longrope":
         return rope

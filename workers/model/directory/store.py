@@ -131,7 +131,7 @@ def embedded_gguf() -> Path:
 
 
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
-    """Convert a GGUF file unless the cache has it, and remove conversions that nobody reads any more. Raises
+    """Convert a GGUF file unless the cache has it, and remove old conversions that are no longer read. Raises
     ModelError.
 
     An atomic rename publishes a conversion, so many processes may convert at once.
@@ -166,7 +166,7 @@ def _sweep(root: Path) -> None:
         for path in root.iterdir():
             if _is_old(path.name) and time.time() - _last_read(path) > _UNREAD_S:
                 gone = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
-                path.rename(gone)  # atomic, so that nobody finds half of it
+                path.rename(gone)  # atomic, so that no process finds half of it
                 shutil.rmtree(gone)
 
 

@@ -9,8 +9,8 @@ from deltafront.workers.model.families.family import Family
 from deltafront.workers.model.family_registry import family_of, wrapped_architectures
 
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""How names of the language model's tensors begin in a multimodal checkpoint → in one of its own.
-transformers 4 and 5 write different ones."""
+"""Prefixes of the language model's tensors in a multimodal checkpoint → in a plain one. transformers 4 and 5
+write different ones."""
 
 
 def is_wrapped(config: Mapping[str, Any]) -> bool:
@@ -34,7 +34,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
     """Map our names of the language model's tensors to those in a checkpoint.
 
-    Tensors for images are left out, and so are layers behind the model's that predict further tokens.
+    Tensors for images are left out, and so are layers after the model's that predict further tokens.
     `config` is config.json.
     """
     text = text_config(config)
@@ -48,7 +48,7 @@ def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]
 
 
 def further_layers(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return the name prefixes of layers behind the model's, which predict further tokens (DeepSeek-V3, arXiv
+    """Return the name prefixes of layers after the model's, which predict further tokens (DeepSeek-V3, arXiv
     2412.19437, section 2.2).
 
     `raw` is config.json by our keys.

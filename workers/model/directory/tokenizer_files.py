@@ -173,7 +173,7 @@ def _added(
 def end_tokens(directory: Path) -> tuple[int, ...]:
     """Return the ids of tokens that end an answer. Raises ModelError.
 
-    They are `eos_token`, and the token behind an assistant's message in the chat template. ChatML's
+    They are `eos_token`, and the token after an assistant's message in the chat template. ChatML's
     `<|im_end|>` may be only there.
     """
     path = directory / TOKENIZER

@@ -127,7 +127,7 @@ class GgufSource:
 
     @property
     def _layers(self) -> int:
-        """The model's layers. Those behind them, which predict further tokens, do not count."""
+        """The model's layers. Layers after them, which predict further tokens, do not count."""
         return int(self.model_field("block_count")) - self._predicting
 
     @property
@@ -400,7 +400,7 @@ def convert_gguf(path: Path, work: Path) -> None:
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(source, work)
     check_chat_template(work)
-    read_config(work)  # refuse a model before the long part
+    read_config(work)  # refuse a model before converting its weights
     _write_weights(source, work)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers: all matrix products with weights, in decoder and output head. A new form of weights changes
+"""Linear layers: all GEMMs with weights, in decoder and output head. A new form of weights changes
 this file and `stack_weights`.
 
 Shape suffixes also: I input width, O output width.
@@ -46,7 +46,7 @@ class Linear:
         return squared_relu(self(x_TI), fp8=False)
 
     def compile(self) -> None:
-        """Compile the kernels for many rows."""
+        """Compile the kernels for prefill's large M."""
         compile_gemms(self.weight_OI)
 
 
@@ -86,7 +86,7 @@ class Fp8Linear:
         return squared_relu(self(x_TI), fp8=True)
 
     def compile(self) -> None:
-        """Compile nothing: many rows use the kernels of few."""
+        """Compile nothing: every M has the same kernels."""
 
 
 def _plain(x_TI: LinearInput) -> torch.Tensor:

@@ -85,7 +85,7 @@ class QuantisedSource:
 
 
 def open_weights(directory: str | Path) -> WeightSource:
-    """Open a model's weights, whatever their files. Raises ModelError."""
+    """Open a model's weights: safetensors, quantised or not, or GGUF. Raises ModelError."""
     root = Path(directory)
     files = weight_index(root)
     if files is None:

@@ -234,8 +234,8 @@ def rotary_order(config: ModelConfig) -> torch.Tensor | None:
         return None
     rotated, still = torch.arange(turned), torch.arange(turned, dim)
     first, second = (rotated[::2], rotated[1::2]) if config.interleaved_rope else rotated.chunk(2)
-    before, behind = torch.split(still, [(dim - turned) // 2] * 2)
-    return torch.cat([first, before, second, behind])
+    before, after = torch.split(still, [(dim - turned) // 2] * 2)
+    return torch.cat([first, before, second, after])
 
 
 def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:

@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 )
 """Messages as of version 7 of Mistral's tokenizers, without tools."""
 _PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}
-"""Bytes that stand for themselves in a byte-level vocabulary. The others follow behind 255."""
+"""Bytes that stand for themselves in a byte-level vocabulary. The others follow after 255."""
 
 
 def tekken_of(directory: Path) -> Tekken:

@@ -1,4 +1,4 @@
-"""Adds up stages' chunk reports: into a `PrefillReport`, and into rates. Pure.
+"""Sums stages' chunk reports into a `PrefillReport` and into rates. Pure.
 
 Times are seconds of the controller's clock. A chunk whose report came at `ended` counts as run in [ended -
 wall, ended].
@@ -38,8 +38,8 @@ class Account:
         self._phases = [defaultdict(float) for _ in range(self.stages)]
         self._launch_bound = [0.0] * self.stages
 
-    def own_chunk(self, reports: Sequence[ChunkReport]) -> None:
-        """Add a chunk of this request that has left the last stage."""
+    def record_chunk(self, reports: Sequence[ChunkReport]) -> None:
+        """Record a chunk of this request that has left the last stage."""
         for report in reports:
             for name, seconds in report.phases.items():
                 self._phases[report.stage][name] += seconds
@@ -54,8 +54,7 @@ class Account:
             self._others += max(0.0, ended - max(ended - wall, self.began))
 
     def report(self, ended: float) -> PrefillReport:
-        """Make the report. `critical` adds up to `wall`; `group_overhead` is the time that no stage accounts
-        for."""
+        """Make the report. `critical` adds up to `wall`; `group_overhead` is the rest of the time."""
         began = self.arrived if self.began is None else self.began
         wall = ended - began
         critical = dict(self._phases[-1])
@@ -90,7 +89,7 @@ def _launch_bound(report: ChunkReport) -> float:
 class Pace:
     """Estimates the time that a chunk may take before its stage is asked for a sign of life.
 
-    That is slack_s plus twice what the request's last chunk took per token, since attention grows. A first
+    That is slack_s plus twice the time per token of the request's last chunk, since attention grows. A first
     chunk is compared with the last first chunk of its method.
     """
 
@@ -98,8 +97,9 @@ class Pace:
         self._slack_s = slack_s
         self._first: dict[str, float] = {}
 
-    def chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
-        """Return a finished chunk's seconds per token on the slowest stage, without its waits for others."""
+    def record_chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
+        """Record a finished chunk. Returns its seconds per token on the slowest stage, without waits for
+        others."""
         pace = max(report.wall - waited(report) for report in reports) / tokens
         if start == 0:
             self._first[method] = pace
@@ -119,7 +119,7 @@ class Throughput:
         self._seconds = 0.0
         self._last = float("-inf")
 
-    def chunk(self, tokens: int, sent: float, ended: float) -> None:
+    def record_chunk(self, tokens: int, sent: float, ended: float) -> None:
         worked = ended - max(sent, self._last)
         decay = math.exp(-worked / _MEMORY_S) if self.idle(sent) < RATE_LASTS_S else 0.0
         self._tokens = decay * self._tokens + tokens

@@ -1,10 +1,10 @@
-"""Cuts a prompt into chunks. Few chunks keep their fixed cost small; short ones keep stages' waits for the
-first and the last small. Costs are in multiply-adds (`ModelWork`). Pure, and free of torch.
+"""Cuts a prompt into chunks. Few chunks keep fixed costs small. Short ones keep the pipeline's bubbles at the
+first and last chunk small. Costs are in multiply-adds (`ModelWork`). Pure, and free of torch.
 
 Equal stages form a proportionate flow shop: it takes the sum of the chunks' times and (stages - 1) times the
-longest, so chunks should take equally long. Attention makes later tokens dearer, so later chunks have fewer.
-If later stages are faster, chunks should grow shorter, so that the last wait is short. If they are slower,
-chunks should grow longer, so that the last stage begins sooner.
+longest, so chunks should take equally long. Attention makes later tokens cost more, so later chunks have
+fewer. If later stages are faster, chunks should grow shorter, so that the last wait is short. If they are
+slower, chunks should grow longer, so that the last stage begins sooner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.workers.messages.methods import MethodSpec
 from deltafront.workers.model.directory.model_config import ModelConfig
 
-_REMEMBERED = 64
+_CACHE_SIZE = 64
 _TRIES = 8
 _HALVINGS = 5
 _GROWTHS = (0.88, 0.93, 0.96, 0.98, 1.02, 1.05)
@@ -32,8 +32,8 @@ _MANY = 1000
 overflow."""
 
 _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
-"""Operations per second that matrix products of an 8B model reach on an H200, overheads included. A
-multiply-add counts as two."""
+"""Operations per second that GEMMs of an 8B model reach on an H200, overheads included. A multiply-add counts
+as two."""
 _CHUNK_S, _LAYER_S = 3e-3, 100e-6
 """A chunk's fixed cost on a stage, and in each layer: launches, ends of kernels, activations. Other numbers
 of chunks than these give make no difference (docs/log/2026-11-25.md at 4fe709c6)."""
@@ -46,7 +46,7 @@ _SPARSE = 0.087
 
 @dataclass(frozen=True)
 class StageCost:
-    """A chunk's cost on one stage. The unit is the cost of a token's matrix products on a mean stage.
+    """A chunk's cost on one stage. The unit is the cost of a token's GEMMs on a mean stage.
 
     Attributes:
         per_pair: For each query and each key up to it.
@@ -114,7 +114,7 @@ class StageWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """A model's work by stage. `quantised` says whether its products are in 8 bits."""
+    """A model's work by stage. `quantised` says whether its GEMMs are in 8 bits."""
 
     stages: tuple[StageWork, ...]
     quantised: bool = False
@@ -170,7 +170,7 @@ def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
     return (largest,) * full + (rest,) * (rest > 0)
 
 
-@lru_cache(_REMEMBERED)
+@lru_cache(_CACHE_SIZE)
 def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
     """Return the sizes of the chunks of tokens start .. tokens-1, at most `largest` each. All but the last
     are multiples of a block.
@@ -221,7 +221,9 @@ def _shortest(
 ) -> tuple[int, ...]:
     first = max(1.0, growth ** (1 - count))  # then the cheapest chunk costs 1 part
     together = sum(first * growth**n for n in range(count))
-    low = (cost.of(start, tokens - start) + (count - 1) * cost.mean.per_chunk) / together  # if cut anywhere
+    low = (
+        cost.of(start, tokens - start) + (count - 1) * cost.mean.per_chunk
+    ) / together  # if the prompt could be cut anywhere
     step, best = cost.of(max(start, tokens - BLOCK), BLOCK) - cost.mean.per_chunk, None
     enough = max(cost.of(max(start, tokens - largest), largest), cost.of(start, min(largest, tokens - start)))
     while best is None and low < enough:

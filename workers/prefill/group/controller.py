@@ -3,7 +3,7 @@
 It decides without awaiting, and then tells all stages (`pipeline`), so all get the same commands in the same
 order. Cancelling is safe only because of that: tensors travel between stages without headers.
 
-A request takes no pages before its first turn (`schedule`). Once it was ended, its chunks in flight stop
+A request takes no pages before its first turn (`schedule`). When it ends, its chunks in flight stop
 within a layer's time.
 """
 
@@ -153,10 +153,10 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
-        """End the request if its lease runs out. It is checked twice, because a process that stood still
-        hears renewals late."""
+        """End the request if its lease expires. It is checked twice, because a paused process hears renewals
+        late."""
         lease = self._config.stream_lease_s
-        lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
+        lost = PrefillCancelled(f"no door has renewed {request.job.request_id} for {lease:g} s")
         grace = _LEASE_GRACE * lease
         last_check = partial(request.after, grace, "lease", lambda: self._end(request, lost))
         request.after(lease, "lease", last_check)
@@ -234,7 +234,7 @@ class PrefillController:
     # --- endings --------------------------------------------------------------------------------------
 
     def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
-        """End a request, once, with this event. The close command goes to all stages at once, behind the
+        """End a request, once, with this event. The close command goes to all stages at once, after the
         chunks in flight.
 
         Returns:
@@ -257,7 +257,7 @@ class PrefillController:
         try:
             while not all(await asyncio.gather(*closed)):
                 await asyncio.sleep(_ASK_AGAIN_S)
-                if self.failure:  # else a stage that is gone for good would be asked
+                if self.failure:  # else a dead stage would be asked
                     break
                 closed = self._pipeline.close(request.job.request_id)
         except Exception as error:

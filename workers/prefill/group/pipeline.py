@@ -1,7 +1,7 @@
 """A group's stages, as one object that takes chunks.
 
-At most one chunk for each stage is in flight, and one more waits at the first stage, so that it never waits
-for a report. So few chunks of others precede a new request.
+At most one chunk for each stage is in flight, and one more waits at the first stage, so that this stage never
+waits for a report. So a new request waits for few chunks of other requests.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from deltafront.workers.waits import said_when_slow
 T = TypeVar("T")
 
 _AHEAD = 1
-"""Chunks that wait at a stage behind the one that it computes."""
+"""Chunks that wait at the first stage while it computes another."""
 
 
 class Pipeline:
@@ -51,7 +51,7 @@ class Pipeline:
 
         Args:
             opening: Sent before a request's first chunk.
-            allowed: Returns the seconds that a stage may take for the chunk, as known now.
+            allowed: Returns the seconds that a stage may take for the chunk.
         Returns:
             A task that ends with the stages' reports, after those of all earlier chunks. It raises what
                 `Stage` raises.
@@ -101,7 +101,7 @@ class Pipeline:
         return task
 
     async def idle(self) -> None:
-        """Wait for all answers that stages still owe, then stop watching them."""
+        """Wait for all missing answers of stages, then stop watching them."""
         with said_when_slow(lambda: f"answers that stages owe: {'; '.join(self._watch.owed)}"):
             while self._tasks:
                 await asyncio.gather(*self._tasks, return_exceptions=True)

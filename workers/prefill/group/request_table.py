@@ -1,4 +1,4 @@
-"""A prefill group's requests: who waits, who runs, whose pages are whose, and who is refused.
+"""A prefill group's requests: the waiting and the running ones, their pages, and refusals.
 
 It sends no command and ends no request. Only the event loop's thread uses it.
 """
@@ -34,13 +34,13 @@ _LONGEST_TURN_S = 60.0
 
 
 class Request:
-    """One prompt that the group reads. `arrived` is in seconds of the controller's clock."""
+    """One prompt in prefill. `arrived` is in seconds of the controller's clock."""
 
     def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
         self.job = job
         self.serial = serial
         self.pages: tuple[int, ...] = ()
-        """The same on every stage, taken for its first chunk."""
+        """Its pages, the same on every stage, taken for its first chunk."""
         left, pages = job.tokens - job.start, pages_for(job.tokens)
         self.waiting = schedule.arrival(job.request_id, left, arrived, pages)
         self.account = Account(stages=stages, method=job.method, arrived=arrived)
@@ -84,7 +84,7 @@ class Request:
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
         """Make the command for the next chunk, and count its tokens as sent.
 
-        A resumed prompt is cut as from its beginning, so that the same bits come out.
+        A resumed prompt is cut as if from its beginning, so that the results are bitwise the same.
         """
         method, start, total = self.job.method, self.sent, self.job.tokens
         if not self._next_sizes:
@@ -211,12 +211,14 @@ class PrefillRequests:
         fetched_s = max(report.phases.get("kv_fetch", 0.0) for report in reports)
         if fetched_s:
             self._fetched.add(command.start, fetched_s)
-        self._throughput.chunk(command.tokens, min(now, sent + fetched_s), now)
+        self._throughput.record_chunk(command.tokens, min(now, sent + fetched_s), now)
         for other in self:
             if other is not request:
                 other.account.other_chunk(reports[-1].wall, now)
-        request.account.own_chunk(reports)
-        request.pace = self._pace.chunk(request.job.method.name, command.start, command.tokens, reports)
+        request.account.record_chunk(reports)
+        request.pace = self._pace.record_chunk(
+            request.job.method.name, command.start, command.tokens, reports
+        )
         request.done = command.start + command.tokens
 
     def stats(self, name: str, now: float) -> GroupStats:
@@ -241,7 +243,7 @@ class PrefillRequests:
     def _next_turn(self, now: float) -> float | None:
         """Return the seconds until a refused prompt should come back; None while the rate is unknown.
 
-        It comes after the one refused before, by the mean time in which a prompt here is read.
+        It is later than the last refused prompt's, by the mean time of a prompt's prefill here.
         """
         rate = self._throughput.tokens_per_second
         if rate <= 0:

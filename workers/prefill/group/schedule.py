@@ -3,9 +3,9 @@
 A question of 256 tokens overtakes a document of 512K between two chunks. While no chunk of the document runs,
 it earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk of t tokens costs 2t of
 credit: since `remaining` falls by t, too, the document's rank worsens by t. It takes t / ageing seconds to
-earn that back, so an aged document goes on at about `ageing` tokens a second.
+earn that back, so an aged document proceeds at about `ageing` tokens a second.
 
-A prompt that is too big for the free pages holds back those behind it, but not those that have their pages.
+A prompt that is too big for the free pages holds back those after it, but not those that have their pages.
 """
 
 from collections.abc import Iterable
@@ -48,9 +48,9 @@ def next_request(waiting: Iterable[Waiting], now: float, ageing: float, free: in
     """Choose the request with the fewest remaining tokens less credit. Earlier arrivals win ties, then ids.
 
     Args:
-        free: Number of pages that nobody holds.
+        free: Number of free pages.
     Returns:
-        Its id; None if nobody may run.
+        Its id; None if no request may run.
     """
 
     def rank(entry: Waiting) -> tuple[float, float, str]:

@@ -1,4 +1,4 @@
-"""Finds a stage that hangs: it owes an answer for too long and gives no sign of life.
+"""Finds a stage that hangs: its answer is late and it gives no sign of life.
 
 A stage works through its commands in order, so only the oldest can be late. A late stage is asked for a sign
 of life, which it gives while it computes, compiles or waits. If it answers, it is asked again later, for
@@ -47,7 +47,7 @@ class ExpectedAnswer:
 
 
 class StageWatch:
-    """Watches stages while they owe answers.
+    """Watches stages while answers of theirs are missing.
 
     Args:
         pulse: Asks a stage for a sign of life.
@@ -87,7 +87,7 @@ class StageWatch:
 
     @property
     def owed(self) -> list[str]:
-        """What each stage still has to answer."""
+        """The commands that each stage has still to answer."""
         owed = (one for waiting in self._expected for one in tuple(waiting))
         return [f"{one.command} (stage {one.stage})" for one in owed]
 
@@ -133,7 +133,7 @@ class StageWatch:
             expected.asking.add_done_callback(self._asking.discard)
 
     async def _ask(self, expected: ExpectedAnswer) -> None:
-        """Ask for a sign of life. A dead stage does not hang: the answers that it owes become errors."""
+        """Ask for a sign of life. A dead stage does not hang: its missing answers become errors."""
         with contextlib.suppress(Exception):
             await self._pulse(expected.stage)
         expected.asking, expected.silent, expected.asked_again = None, 0.0, expected.waited + ASK_AGAIN_S

@@ -1,5 +1,5 @@
-"""One stage of a prefill group: a chunk passes through its layers, and its K/V leaves for a decode worker.
+"""One stage of a prefill group: runs a chunk through its layers and sends its KV to a decode worker.
 
 Start at `stage` (`load_stage`: model, `warm_up`, pages). It computes a `chunk`, times it with `phases`, and
-passes it on by `activations`.
+sends hidden states to the next stage by `activations`.
 """

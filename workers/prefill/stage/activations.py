@@ -2,7 +2,7 @@
 from the commands.
 
 Between GPUs of one host (`PeerActivations`) the next stage copies them from a ring in this stage's memory, by
-copy engines: NCCL would take multiprocessors from the products. Processes only tell each other how many
+copy engines: NCCL would take multiprocessors from the GEMMs. Processes only tell each other how many
 chunks were written and copied. A thread that waits for its own device sends these counts, so no stream waits
 for another process, and a neighbour's death shows at once.
 
@@ -36,7 +36,7 @@ SLOTS = 3
 
 
 class LinkClosed(Exception):
-    """The group is being taken down, so nothing will arrive any more."""
+    """The group is shutting down, so nothing more will arrive."""
 
 
 class Activations(Protocol):
@@ -46,7 +46,7 @@ class Activations(Protocol):
         """Return the next chunk's hidden_TC. On CUDA the stream waits for it, not the host."""
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Send hidden_TC, and return before it has arrived. Nobody may write to it afterwards."""
+        """Send hidden_TC, and return before it has arrived. The caller must not write to it afterwards."""
 
     def abort(self) -> None:
         """Close the links at once. Chunks on their way are lost, and a stage that waits for one gets an
@@ -55,10 +55,10 @@ class Activations(Protocol):
 
 class NoActivations:
     def receive(self, tokens: int) -> torch.Tensor:
-        raise LinkClosed(f"a single stage has nobody to receive {tokens} rows from")
+        raise LinkClosed(f"a single stage cannot receive {tokens} rows: it has no neighbour")
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        raise LinkClosed(f"a single stage has nobody to send {hidden_TC.shape[0]} rows to")
+        raise LinkClosed(f"a single stage cannot send {hidden_TC.shape[0]} rows: it has no neighbour")
 
     def abort(self) -> None: ...
 
@@ -115,8 +115,7 @@ class _Link:
     """The link to one neighbour, with the ring between the two stages.
 
     Args:
-        mark: Records an event after what the device was given so far. A count is sent once the event is
-            reached.
+        mark: Records an event after everything launched so far. A count is sent once the event is reached.
         timeout_s: The longest wait for a count.
     """
 
@@ -197,7 +196,7 @@ class PeerActivations:
         """Return the next chunk, once its copy is launched."""
         link = self._before
         if link is None:
-            raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
+            raise LinkClosed(f"the first stage cannot receive {tokens} rows: no stage is before it")
         number = link.receive_count()
         if number != link.copied + 1:
             raise LinkClosed(f"stages out of step: chunk {number} came, {link.copied + 1} was expected")
@@ -211,7 +210,7 @@ class PeerActivations:
         """Wait for a free slot, and launch the copy into it."""
         link = self._after
         if link is None:
-            raise LinkClosed("the last stage has nobody to send to")
+            raise LinkClosed("the last stage cannot send: no stage is after it")
         while link.written - link.copied >= SLOTS:
             link.copied = link.receive_count()
         link.ring_NTC[link.written % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)

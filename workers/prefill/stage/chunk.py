@@ -1,7 +1,7 @@
-"""A chunk on its way through a stage.
+"""One chunk in one stage.
 
-`ChunkAttention` writes K/V into the prompt's pages, hands it off and attends, in each layer. `ChunkWork` adds
-up what the chunk does.
+In each layer `ChunkAttention` writes KV into the prompt's pages, hands it off and attends. `ChunkWork`
+collects the chunk's results and counters.
 """
 
 import time
@@ -23,13 +23,13 @@ from deltafront.workers.prefill.stage.phases import PhaseTimer
 
 @dataclass(kw_only=True)
 class ChunkWork:
-    """Adds up what one chunk does on its way through a stage.
+    """Collects one chunk's results and counters.
 
     `seal` launches the copies of results to the host. After `wait` any thread can read them while the device
     computes the next chunk.
 
     Attributes:
-        fetch_s: Seconds for which the prompt's first chunk waited for K/V fetched from the decode worker.
+        fetch_s: Seconds for which the prompt's first chunk waited for KV fetched from the decode worker.
     """
 
     command: ChunkCommand
@@ -40,7 +40,7 @@ class ChunkWork:
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
     logits_V: torch.Tensor | None = None
-    """Float32, after the prompt's last token; None if nobody wants them."""
+    """Float32, after the prompt's last token; None if they are not needed."""
     launched: float = 0.0
     through: float = 0.0
     """When the host had launched the chunk, and when the device had computed it (perf_counter)."""
@@ -96,10 +96,10 @@ class ChunkWork:
 
 @dataclass(kw_only=True)
 class OpenPrompt:
-    """A prompt that a stage reads.
+    """A prompt in prefill on this stage.
 
     Attributes:
-        states: What the method remembers between chunks, by layer, unless it has skipped queries there.
+        states: The method's state between chunks, by layer, unless it has skipped queries there.
         first_page: The first of pages_N if they are contiguous, else None.
         fetch_s: As in `ChunkWork`.
     """
@@ -132,7 +132,7 @@ class ChunkAttention:
         with work.timer.phase("projection"):
             self._rows_T = self._rows(self._start, work.command.tokens)
             self._seen_S = self._rows(0, self._end) if cache.int8 else None
-            """Rows of all tokens so far, if K/V in 8 bits must be brought back into the model's dtype."""
+            """Rows of all tokens so far, if 8-bit KV must be dequantised to the model's dtype."""
 
     def _rows(self, start: int, tokens: int) -> torch.Tensor:
         if self._prompt.first_page is None:
@@ -140,7 +140,7 @@ class ChunkAttention:
         return self._cache.rows_of_run(self._prompt.first_page, start, tokens)
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Return where the chunk's K/V goes. Raises RequestFailed if the request was abandoned."""
+        """Return where the chunk's KV goes. Raises RequestFailed if the request was abandoned."""
         if self._abandoned():
             raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
         return self._cache.kv_rows(layer, self._rows_T)
@@ -149,7 +149,7 @@ class ChunkAttention:
         work, prompt, phase = self._work, self._prompt, self._work.timer.phase
         with phase("kv_gather"):
             k_GSD, v_GSD = self._context(layer)
-        with phase("handoff"):  # before attention, so that K/V travels meanwhile
+        with phase("handoff"):  # before attention, so that the transfer overlaps it
             sides_T = self._chunk(layer, k_GSD, v_GSD)
             work.handoff_bytes += prompt.stream.put(layer, self._start, *sides_T)
         first = self._first_needed(layer)

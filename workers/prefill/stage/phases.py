@@ -17,7 +17,7 @@ _Key = tuple[str, int | None]
 
 
 class PhaseTimer:
-    """Times one chunk, by wall-clock time of the calling thread. `phase` fits `kernels.interface.Phase`."""
+    """Times one chunk by the wall clock of the calling thread. `phase` fits `kernels.interface.Phase`."""
 
     def __init__(self) -> None:
         self.layer: int | None = None

@@ -1,7 +1,7 @@
 """A stage of a prefill group.
 
-Stages must stay in step, so a stage receives once and sends once for every chunk. If a request fails, zeros
-travel on, and `RequestFailed` is reported at the chunk's end. Any other exception ends the group.
+Stages must stay in step, so a stage receives once and sends once for every chunk. If a request fails, the
+stage sends zeros and reports `RequestFailed` at the chunk's end. Any other exception ends the group.
 """
 
 import time
@@ -86,7 +86,7 @@ class PrefillStage:
         self._activations = activations
 
     def leave(self) -> None:
-        """Leave a lost group, but keep the model. Returns when nobody reads any page.
+        """Leave a lost group, but keep the model. Returns when no decode worker reads a page.
 
         Raises the device's error, if that ended the group.
         """
@@ -308,7 +308,7 @@ def load_stage(
         sender: Makes the hand-off's end for the stage's cache.
         memory: The decode worker's weights and pages, to use instead of its own.
         kv_dtype: As in `DecodeConfig`.
-        source: Fetches K/V of resumed prompts; None if none is resumed.
+        source: Fetches KV of resumed prompts; None if none is resumed.
     """
     for module in config.method_modules:
         load_methods(module)

@@ -32,7 +32,7 @@ def warm_up(
     longest: int = 0,
     tell: Tell = silent,
 ) -> None:
-    """Read a few prompts in chunks with each method. Layers that run the same kernels are run once.
+    """Prefill a few prompts in chunks with each method. Layers that run the same kernels are run once.
 
     Args:
         longest: On a GPU, also compile for all classes of length up to it; 0: for none.
@@ -59,7 +59,7 @@ def warm_up(
 
 @torch.inference_mode()
 def warm_up_kv(stack: LayerStack) -> None:
-    """Write K/V in 8 bits to a page and read it back. The page is not the stage's own, which may be a decode
+    """Write KV in 8 bits to a page and read it back. The page is not the stage's own, which may be a decode
     worker's."""
     layers, config = stack.layers[:1], stack.config
     heads = config.kv_heads, config.head_dim
@@ -84,7 +84,7 @@ def first_of_kinds(stack: LayerStack) -> list[int]:
 
 
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
-    """Return a length of whole chunks and a ragged one, which the method reads itself, and one of at most
+    """Return a length of whole chunks and a ragged one, which the method computes itself, and one of at most
     `shortest` tokens, which it leaves to another method."""
     several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
     return [several_chunks + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]

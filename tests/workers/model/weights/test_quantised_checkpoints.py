@@ -226,7 +226,7 @@ def test_notes_say_how_quantised_weights_are_held(tmp_path: Path) -> None:
         "model.quantisation: fp8 holds 8 bits"
     )
     assert scales == (
-        f"{tmp_path} holds scales of K/V, which nothing uses: K/V has 16 bits, or with decode.kv_dtype: "
+        f"{tmp_path} holds scales of KV, which nothing uses: KV has 16 bits, or with decode.kv_dtype: "
         "int8 a scale of its own for each row"
     )
     assert next(iter(quantisation_notes(tmp_path, "fp8"))).endswith("they are dequantised and held in fp8")
