@@ -229,7 +229,7 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
 
 def _calls(max_requests: int) -> int:
     """Return the calls that a door takes: requests that run, and twice as many that arrive. More calls wait:
-    Serve refuses nobody who comes through HAProxy."""
+    Serve refuses no request that comes through HAProxy."""
     return 3 * max_requests + _OTHER_CALLS
 
 

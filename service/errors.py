@@ -32,7 +32,7 @@ class Code(StrEnum):
 
 
 class DeltafrontError(Exception):
-    """An error that clients see. retry_after_s is None if a retry never helps, or nobody knows when."""
+    """An error that clients see. retry_after_s is None if a retry never helps, or the time is unknown."""
 
     code: ClassVar[Code]
 

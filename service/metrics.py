@@ -40,7 +40,7 @@ _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K")
 
 
 class CachedIn(StrEnum):
-    """Where the K/V of a prompt's first tokens was."""
+    """Where the KV cache of a prompt's first tokens was."""
 
     SESSION = "session"
     ENTRIES = "entries"
@@ -113,7 +113,9 @@ class Metrics:
     def _declare_tokens(self) -> None:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _PROMPT_TOKENS)
         self._answer = self._histogram("request_generation_tokens", "Tokens of an answer", _ANSWER_TOKENS)
-        self._cached = self._counter("cached_tokens_total", "Prompt tokens whose K/V was there", "source")
+        self._cached = self._counter(
+            "cached_tokens_total", "Prompt tokens whose KV cache was there", "source"
+        )
         self._generated = self._counter("generation_tokens_total", "Tokens generated")
         self._steps = self._counter("decode_steps_total", "Decode steps, of answers that ended well")
         self._rows = self._counter("decode_rows_total", "Requests in these steps: the batch sizes' sum")
@@ -153,10 +155,12 @@ class Metrics:
             "Time of the stages with chunks in which GPUs waited for their hosts' launches",
             "stage method",
         )
-        self._handoff_bytes = self._counter("handoff_bytes_total", "K/V handed to decode workers")
-        self._handoff_seconds = self._histogram("handoff_seconds", "Pulling one prompt's K/V", _SECONDS)
+        self._handoff_bytes = self._counter("handoff_bytes_total", "KV handed to decode workers")
+        self._handoff_seconds = self._histogram(
+            "handoff_seconds", "Transfer of one prompt's KV cache", _SECONDS
+        )
         self._handoff_failures = self._counter(
-            "handoff_failures_total", "Attempts that ended because K/V did not arrive"
+            "handoff_failures_total", "Attempts that ended because KV did not arrive"
         )
 
     def _declare_outcomes(self) -> None:
@@ -183,26 +187,26 @@ class Metrics:
         """Show when a certificate ends, in seconds since the epoch."""
         self._certificates.labels(name).set(ends)
 
-    def replayed(self) -> None:
+    def count_replay(self) -> None:
         self._replays.inc()
 
-    def handoff_failed(self) -> None:
+    def count_handoff_failure(self) -> None:
         self._handoff_failures.inc()
 
-    def read_again(self, tokens: int) -> None:
+    def count_prefilled_again(self, tokens: int) -> None:
         self._again.inc(tokens)
 
-    def first_token(self, parts: Sequence[tuple[str, float]], prefill_tokens: int) -> None:
+    def observe_first_token(self, parts: Sequence[tuple[str, float]], prefill_tokens: int) -> None:
         """Observe the time to first token and its `parts`. prefill_tokens: without cached ones."""
         prompt = next((name for bound, name in _LENGTHS if prefill_tokens <= bound), "more")
         self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
         for part, seconds in parts:
             self._parts.labels(part, prompt).inc(seconds)
 
-    def next_token(self, seconds: float) -> None:
+    def observe_next_token(self, seconds: float) -> None:
         self._between.observe(seconds)
 
-    def prompted(self, usage: Usage, *, in_session: bool = False) -> None:
+    def observe_usage(self, usage: Usage, *, in_session: bool = False) -> None:
         """Count prompt tokens. in_session: a session held the cached ones."""
         self._prompt.observe(usage.prompt_tokens)
         below = usage.host_tokens + usage.disk_tokens
@@ -212,7 +216,7 @@ class Metrics:
         self._cached.labels(CachedIn.HOST).inc(usage.host_tokens)
         self._cached.labels(CachedIn.DISK).inc(usage.disk_tokens)
 
-    def answered(self, reason: FinishReason, tokens: int, per_token: float | None) -> None:
+    def observe_answer(self, reason: FinishReason, tokens: int, per_token: float | None) -> None:
         """Count an answer. per_token: mean seconds between tokens."""
         self._reasons.labels(reason).inc()
         self._answer.observe(tokens)
@@ -220,7 +224,7 @@ class Metrics:
         if per_token is not None:
             self._per_token.observe(per_token)
 
-    def prefilled(self, report: PrefillReport, tokens: int) -> None:
+    def observe_prefill(self, report: PrefillReport, tokens: int) -> None:
         self._queue.observe(report.queue)
         self._prefill.observe(report.wall)
         self._prompts.labels(report.method).inc()
@@ -240,10 +244,10 @@ class Metrics:
         for stage, seconds in enumerate(report.launch_bound):
             self._launch_bound.labels(stage, report.method).inc(seconds)
 
-    def pulled(self, report: DecodeReport) -> None:
+    def observe_handoff(self, report: DecodeReport) -> None:
         self._handoff_seconds.observe(report.handoff_seconds)
 
-    def decoded(self, reports: Sequence[DecodeReport]) -> None:
+    def observe_decode(self, reports: Sequence[DecodeReport]) -> None:
         """Count the decode steps and pages of all attempts at an answer."""
         for report in reports:
             self._attended.inc(report.pages_attended)
@@ -296,9 +300,11 @@ class WorkerGauges:
         self._gauge = gauge
         self._known: set[str] = set()
         self._gauges = [  # in the order of WorkerState
-            self._gauge("kv_cache_usage_ratio", "K/V pages in use", "worker"),
-            self._gauge("kv_pages_free", "K/V pages that nobody holds, remembered ones included", "worker"),
-            self._gauge("kv_pages", "K/V pages, held or not", "worker"),
+            self._gauge("kv_cache_usage_ratio", "KV pages in use", "worker"),
+            self._gauge(
+                "kv_pages_free", "KV pages that no request or session holds, cached ones included", "worker"
+            ),
+            self._gauge("kv_pages", "KV pages, held or not", "worker"),
             self._gauge("num_requests_running", "Requests that a worker computes", "worker"),
             self._gauge("num_requests_waiting", "Requests that wait in a worker", "worker"),
             self._gauge("sessions", "Sessions that a decode worker holds", "worker"),
@@ -306,24 +312,22 @@ class WorkerGauges:
             self._gauge("prefill_tokens_per_second", "How fast a prefill group reads, lately", "worker"),
             self._gauge("worker_up", "1 for a worker that answers, 0 for one that did", "worker"),
             self._gauge("worker_draining", "1 for a worker that ends what it has and goes", "worker"),
-            self._gauge("kv_pages_remembered", "K/V pages that other prompts can find", "worker"),
-            self._gauge("kv_pages_evicted", "Remembered pages given up for others since the start", "worker"),
+            self._gauge("kv_pages_remembered", "KV pages in the prefix cache", "worker"),
+            self._gauge("kv_pages_evicted", "Pages evicted from the prefix cache since the start", "worker"),
             self._gauge("kv_pages_evicted_retained", "Those that were still to be retained", "worker"),
             self._gauge("kv_page_bytes", "Bytes of a page of a decode worker", "worker"),
             self._gauge("kv_evicted_age_seconds", "Their ages since their last use, added up", "worker"),
             self._gauge(
                 "append_tokens_per_second", "How fast a decode worker reads a rest, lately", "worker"
             ),
-            self._gauge("kv_fetch_tokens_per_second", "How fast K/V came back to stages, lately", "worker"),
+            self._gauge("kv_fetch_tokens_per_second", "How fast KV came back to stages, lately", "worker"),
         ]
         tier = "worker tier"
         self._known_tiers: set[tuple[str, str]] = set()
         self._tiers = {
             "room": self._gauge("kv_tier_room_pages", "Pages that a tier below the GPU holds at most", tier),
-            "pages": self._gauge("kv_tier_pages", "Pages that it remembers", tier),
-            "evicted": self._gauge(
-                "kv_tier_evicted_pages", "Pages given up for others since the start", tier
-            ),
+            "pages": self._gauge("kv_tier_pages", "Cached pages", tier),
+            "evicted": self._gauge("kv_tier_evicted_pages", "Pages evicted since the start", tier),
             "evicted_retained": self._gauge(
                 "kv_tier_evicted_retained_pages", "Those that were still to be retained", tier
             ),

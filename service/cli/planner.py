@@ -81,7 +81,7 @@ class HostPlan:
 
     Attributes:
         prefill_tokens, decode_tokens: `cache_tokens` of both.
-        stage_bytes, rank_bytes: With that K/V, but without what the stage maps.
+        stage_bytes, rank_bytes: With that KV cache, but without what the stage maps.
     """
 
     use: HostUse

@@ -1,6 +1,6 @@
 """Computes the GPUs and memory that a model takes at given context lengths.
 
-Weights and K/V are counted as workers allocate them. All else is a flat reserve per process.
+Weights and KV cache are counted as workers allocate them. Everything else is a flat reserve per process.
 """
 
 import math
@@ -50,7 +50,7 @@ class Sizing:
         stage_bytes, decode_bytes: Bytes of a GPU.
         contexts_per_worker: 0 if its GPUs cannot hold the weights and one context.
         host_cache_gib: Host memory of a decode worker (decode.host_cache_gib); 0: none.
-        host_tokens: Tokens whose K/V it holds.
+        host_tokens: Tokens whose KV cache host memory holds.
     """
 
     model: str
@@ -118,7 +118,7 @@ def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | 
 
 
 def brought_back_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """Count the bytes of the copy in `dtype` that a stage makes of one layer's 8-bit K/V to attend to."""
+    """Count the bytes of a stage's copy in `dtype` of one layer's 8-bit KV cache, which it attends to."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     return 0 if kv_dtype is None else tokens * kv_bytes(model, 1, dtype)
 
@@ -131,7 +131,7 @@ def stage_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Count the fullest stage's weights and K/V. Raises ModelError for more stages than layers."""
+    """Count the fullest stage's weights and KV cache. Raises ModelError for more stages than layers."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     brought_back = brought_back_bytes(model, cache_tokens, dtype, kv_dtype)
     sizes = []
@@ -151,7 +151,7 @@ def rank_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Count the weights and K/V of a decode worker's rank: its part of the layers and of the head, the whole
+    """Count the weights and KV cache of a decode worker's rank: its part of layers and head, the whole
     embedding. Raises ModelError if the ranks cannot share the model equally."""
     part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
     kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.layers, dtype, kv_dtype)
@@ -230,7 +230,7 @@ def sizing(
 
 
 def host_tokens(model: ModelConfig, gib: float, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """Count the tokens whose K/V host memory holds, in whole pages of all ranks."""
+    """Count the tokens whose KV cache host memory holds, in whole pages of all ranks."""
     return int(gib * GIB) // (PAGE_TOKENS * kv_bytes(model, model.layers, dtype, kv_dtype)) * PAGE_TOKENS
 
 

@@ -62,7 +62,7 @@ class TokenFile:
             self._stamp = stamp
         except OSError as error:
             if self._callers:
-                log.error("the token file cannot be read, so nobody may call: %s", error)
+                log.error("the token file cannot be read, so no caller is let in: %s", error)
             self._callers, self._stamp = (), (0, 0, 0)
             return
         for problem in problems:

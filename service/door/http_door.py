@@ -148,9 +148,9 @@ class _Completions:
                     opening = await asyncio.to_thread(self.requests.generation_prompt, generate)
                     reply = replace(reply, reasoning=ReasoningSplitter(is_open(opening)))
                 events = self.requests.run(accepted, generate)
-                del body, generate  # the text is let go once it is tokenised
+                del body, generate  # free the text once it is tokenised
                 watched = until_disconnect(events, receive, self.keep_alive_s)
-                with contextlib.suppress(ClientDisconnect):  # nobody is there to be told
+                with contextlib.suppress(ClientDisconnect):  # there is no client to tell
                     async with contextlib.aclosing(watched):
                         if options is not None:
                             stream = EventStream(send, options.include_progress)
@@ -159,7 +159,7 @@ class _Completions:
                             await JSONResponse(await _answer(reply, watched))(scope, receive, send)
         except DeltafrontError as error:
             response = _error_response(error, self.endpoint.source, positions)
-            if not arrived:  # nobody waits for the rest of the body
+            if not arrived:  # no client waits for the rest
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
 

@@ -183,7 +183,7 @@ _STATUSES: Mapping[Code, tuple[int, str, str | None]] = {
     Code.UNAVAILABLE: (503, _SERVER_ERROR, "unavailable"),
     Code.DEADLINE_EXCEEDED: (504, _SERVER_ERROR, "deadline_exceeded"),
 }
-"""Code → HTTP status, OpenAI's type and code. Nobody sees nginx's 499, because the client has left."""
+"""Code → HTTP status, OpenAI's type and code. No client sees nginx's 499, because it has left."""
 
 _FIELD_NAMES = (
     (re.compile(r"^sampling\."), ""),

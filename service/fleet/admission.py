@@ -1,7 +1,7 @@
 """Decides where a prompt may go, and whether there is time. Pure.
 
 States may be a second old. So they order the candidates, and only refuse what no worker could ever hold.
-Workers themselves say that they are full. Nobody is refused for time without a recent rate.
+Workers themselves say that they are full. Without a recent rate, no request is refused for its deadline.
 """
 
 import math

@@ -36,7 +36,7 @@ class FleetView:
 
     @property
     def last_resort(self) -> set[str]:
-        """Draining workers that must go on, since all of their role drain."""
+        """Draining workers that must keep serving, since all of their role drain."""
         roles: list[Mapping[str, GroupStats | DecodeStats]] = [self.groups, self.workers]
         return {name for role in roles if all(state.draining for state in role.values()) for name in role}
 

@@ -36,7 +36,7 @@ def service_folder(terminal: int | None = None, last_words: str = "") -> Iterato
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     with (folder / _UNLOCKED).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / _UNLOCKED).rename(folder / _LOCK)  # nobody can see the file unlocked
+        (folder / _UNLOCKED).rename(folder / _LOCK)  # no process can see the file unlocked
         command = [sys.executable, "-I", "-S", __file__, str(folder), last_words]
         silent = subprocess.DEVNULL
         words = silent if terminal is None else terminal

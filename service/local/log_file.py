@@ -54,7 +54,7 @@ def _opened(path: Path) -> int:
     if stat.S_ISREG(status.st_mode):
         if not _is_log(path, status):
             raise ConfigError(f"--log: {path} is no log of deltafront serve: name another file, or remove it")
-        path.unlink()  # somebody may still read the last start's log
+        path.unlink()  # a reader may still have the last start's log open
         return _new(path)
     kind = path.stat().st_mode
     if not (stat.S_ISCHR(kind) or stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) or not _is_trusted(status):

@@ -18,7 +18,7 @@ Say = Callable[[str], object]
 
 
 class Troubles:
-    """Watches in threads of its own while a `with` block runs.
+    """Watches in its threads while a `with` block runs.
 
     Args:
         log: The file that Ray's lines go to.

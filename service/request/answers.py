@@ -39,7 +39,7 @@ class PrefillFinished:
 
 @dataclass(frozen=True)
 class GenerateFinished:
-    """The last event of an answer. `density` has no method if no group read the prompt. `page_share` is
+    """The last event of an answer. `density` has no method if no group prefilled the prompt. `page_share` is
     attended ÷ held pages of sparse layers."""
 
     reason: FinishReason

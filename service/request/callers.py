@@ -15,14 +15,14 @@ from deltafront.workers.messages.states import OwnerUse
 ANYONE = ""
 """The owner of every request where no tokens are configured."""
 RETRY_S = 1.0
-"""When a caller over its quota should come back: a guess, since nobody knows when requests end."""
+"""When a caller over its quota should come back: a guess, since the end of running requests is unknown."""
 
 
 def fits_share(owner: str, mine: int, everyone: int, most: int) -> bool:
     """Say whether an owner may hold `mine`, where all owners together then hold `everyone` of `most`.
 
     An owner may hold as much as is left free: the first one half, the next one half of the rest. So a
-    newcomer finds room. Without tokens everybody is one owner, who may hold all.
+    newcomer finds room. Without tokens all callers are one owner, who may hold all.
     """
     return everyone <= most and (owner == ANYONE or mine <= most - everyone)
 
@@ -32,7 +32,7 @@ class Quota:
     """Limits of a caller's use at any moment. None is no limit.
 
     Args:
-        tokens: Tokens of K/V, in sessions too. A request counts its prompt and its longest answer.
+        tokens: Tokens of KV cache, sessions included. A request counts its prompt and its longest answer.
     """
 
     requests: int | None = None
@@ -71,7 +71,7 @@ class RequestUse:
         self._callers.end(self)
 
     async def set_tokens(self, tokens: int) -> None:
-        """Count the request's tokens of K/V. Raises Overloaded if its caller may not hold that many."""
+        """Count the request's tokens of KV cache. Raises Overloaded if its caller may not hold that many."""
         owner, callers, limit = self.caller.owner, self._callers, self.caller.quota.tokens
         if limit is not None:
             if tokens > limit:
@@ -102,7 +102,7 @@ class Callers:
     _accepted: set[RequestUse] = field(default_factory=set, init=False)
 
     async def request(self, caller: Caller) -> RequestUse:
-        """Count a request until its block ends, before anything of it is read. Raises Overloaded."""
+        """Count a request until its block ends, before its message is received. Raises Overloaded."""
         limit = caller.quota.requests
         if limit is not None:
             if self.requests(caller.owner, elsewhere=False) < limit:

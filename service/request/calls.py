@@ -16,7 +16,7 @@ Messages = tuple[Mapping[str, str], ...]
 
 
 class SpecialTokens(StrEnum):
-    """How a text that spells control tokens is read."""
+    """How a text that spells control tokens is tokenised."""
 
     TEXT = "text"
     PARSE = "parse"
@@ -64,12 +64,13 @@ class AttentionMethod:
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """A request to read a prompt and keep it as a session.
+    """A request to prefill a prompt and keep it as a session.
 
     Args:
         session_ttl: Seconds.
         deadline: Seconds since the epoch.
-        retain_s: 0: do not remember the prompt. None: remember it, without preference.
+        retain_s: Seconds to retain the prompt in the prefix cache; 0: do not cache it; None: cache it,
+            evictable at once.
     """
 
     prompt: Prompt | None = None
@@ -102,9 +103,9 @@ class Call:
         sampling: A Prefill has `max_tokens` 0.
         fit_max_tokens: Shrink the default `max_tokens` to the positions that are left.
         options: With a `keep_ttl_s` of 0 the prompt makes no session.
-        remembers: Whether the prompt is remembered when the request ends.
-        retain_s: Seconds for which it is kept rather than others.
-        skip_cache: Read all of the prompt, whatever is remembered.
+        remembers: Whether the prompt enters the prefix cache when the request ends.
+        retain_s: Seconds during which other cached blocks are evicted first.
+        skip_cache: Prefill all of the prompt, whatever the prefix cache has.
     """
 
     request_id: str

@@ -13,7 +13,7 @@ from deltafront.service.request.audit import Audit
 from deltafront.service.request.callers import Caller, Callers, RequestUse
 from deltafront.service.request.text.text_budget import HeldText
 from deltafront.service.request.text.tokenizer import TextTokenizer
-from deltafront.service.request.timings import TtftClock
+from deltafront.service.request.ttft_clock import TtftClock
 from deltafront.service.tracing import Trace, Tracing
 from deltafront.workers.model.calibrated.profile import Profile
 

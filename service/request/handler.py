@@ -36,7 +36,7 @@ from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.request_run import RequestRun
 from deltafront.service.request.text.text_budget import TextBudget
 from deltafront.service.request.text.tokenizer import TemplateError
-from deltafront.service.request.timings import TtftClock
+from deltafront.service.request.ttft_clock import TtftClock
 from deltafront.workers.waits import said_when_slow
 
 log = logging.getLogger(__name__)

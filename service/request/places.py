@@ -72,7 +72,7 @@ class ReceiveLimit:
         return fits_share(owner, mine + 1, len(self._held) + 1, self._places)
 
     def _shorten(self) -> None:
-        """Let the oldest message of the owner with the most of them arrive soon, or give up its place."""
+        """Let the oldest message of the owner with the most of them arrive soon, or lose its place."""
         counts = collections.Counter(place.owner for place in self._held)
         for place in sorted(self._held, key=lambda place: -counts[place.owner]):
             end = max(place.since + _KEPT_S, _now())

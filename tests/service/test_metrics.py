@@ -108,7 +108,7 @@ def test_hand_offs_that_fail_are_counted(
 def test_scoring_to_attention_ratio_has_buckets_above_1(tmp_path: Path) -> None:
     """Panels say what to do where it did; without buckets above 1, no quantile would be above 1."""
     metrics, stage = Metrics(tmp_path), {"attention": 1.0, "scoring": 2.5}
-    metrics.prefilled(
+    metrics.observe_prefill(
         PrefillReport(
             queue=0.0,
             wall=3.5,
@@ -141,7 +141,7 @@ def test_launch_bound_time_is_exported_by_stage_and_method(tmp_path: Path) -> No
         launch_bound=(0.5, 0.25),
     )
     for _ in range(2):
-        metrics.prefilled(report, 1000)
+        metrics.observe_prefill(report, 1000)
     samples = [s for m in metrics.registry().collect() for s in m.samples]
     name = "deltafront_stage_launch_bound_seconds_total"
     told = {(s.labels["stage"], s.labels["method"]): s.value for s in samples if s.name == name}
@@ -175,7 +175,7 @@ def test_promtool_accepts_a_doors_metrics(house: House, client: DeltafrontClient
         handoff_bytes=0,
         launch_bound=(0.5,),
     )
-    house.metrics.prefilled(on_a_gpu, 1000)
+    house.metrics.observe_prefill(on_a_gpu, 1000)
     house.metrics.workers.update({"decode:x": WorkerState(usage=0.5, up=1)})
     house.metrics.workers.compiled("decode:x", (("warm_up", 40),))
     tier = TierStats(

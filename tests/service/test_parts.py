@@ -39,7 +39,7 @@ from deltafront.service.metrics import Metrics, WorkerState
 from deltafront.service.request.callers import Caller, Quota
 from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run.plan import plan_answer
-from deltafront.service.request.timings import REPLAY, TtftClock
+from deltafront.service.request.ttft_clock import REPLAY, TtftClock
 from deltafront.service.tracing import Interval
 from deltafront.workers.messages.states import TierStats
 
@@ -267,7 +267,7 @@ def test_ttft_part_metrics_sum_exactly_to_ttft(tmp_path: Path) -> None:
         for part in ("tokenize", "admission"):
             now[0] += rng.random()
             clock.lap(part)
-        metrics.first_token(tuple(clock.parts().items()), prefill_tokens=rng.choice((10, 1 << 20)))
+        metrics.observe_first_token(tuple(clock.parts().items()), prefill_tokens=rng.choice((10, 1 << 20)))
         total += sum(clock.parts().values())
     seen = samples(metrics)
     sums = [v for k, v in seen.items() if k.startswith("deltafront_time_to_first_token_seconds_sum")]
@@ -298,12 +298,12 @@ def test_counters_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> No
     child = os.fork()
     if child == 0:
         dying = Metrics(tmp_path)
-        dying.replayed()
+        dying.count_replay()
         dying.workers.update({"decode:x": WorkerState(0.75, running=3, waiting=2, sessions=1)})
         os._exit(0)
     os.waitpid(child, 0)
     metrics = Metrics(tmp_path)
-    metrics.replayed()
+    metrics.count_replay()
     seen = samples(metrics)
     assert seen["deltafront_replays_total"] == 2
     assert 'deltafront_kv_cache_usage_ratio{worker="decode:x"}' not in seen
@@ -382,7 +382,7 @@ def test_another_exporter_takes_the_port_over(
     first, second = (Exporter(Metrics(tmp_path / name), host, port) for name in ("a", "b"))
     for metrics, times in ((first._metrics, 1), (second._metrics, 2)):
         for _ in range(times):
-            metrics.replayed()
+            metrics.count_replay()
 
     def scrape() -> float:
         until = time.monotonic() + HANG_S

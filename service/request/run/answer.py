@@ -10,7 +10,7 @@ from deltafront.service.request.answers import Density, GenerateFinished, Prefil
 from deltafront.service.request.calls import Call
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.text.detokenize import AnswerText, Match
-from deltafront.service.request.timings import decode_parts
+from deltafront.service.request.ttft_clock import decode_parts
 from deltafront.workers.messages import events, requests
 
 
@@ -18,10 +18,10 @@ class Answer:
     """Emits a request's events, and measures it.
 
     Attributes:
-        new_tokens: Tokens of the prompt and of the append.
+        new_tokens: Tokens of the prompt and of the appended text.
         session_tokens: Tokens of the session before them.
-        cached_tokens: Tokens of both whose K/V was there.
-        host_tokens, disk_tokens: Cached tokens from host memory and disk.
+        cached_tokens: Tokens of both that a session or the prefix cache had.
+        host_tokens, disk_tokens: Cached tokens that came from host memory and disk.
         decoded: Reports of all attempts.
     """
 
@@ -39,7 +39,7 @@ class Answer:
         self.host_tokens = self.disk_tokens = 0
         self.session: events.Session | None = None
 
-    def held(self, reserved: requests.Reserved) -> None:
+    def record_reserved(self, reserved: requests.Reserved) -> None:
         self.cached_tokens = reserved.held_tokens
         self.host_tokens, self.disk_tokens = reserved.host_tokens, reserved.disk_tokens
 
@@ -63,12 +63,12 @@ class Answer:
         return events.FinishReason.LENGTH if tokens_left <= 0 else None
 
     def progress(self, event: events.Progress) -> None:
-        """Emit progress, but never go back when a replay reads again."""
+        """Emit progress, unless a replay prefills tokens that were reported before."""
         if event.tokens_done > self._tokens_shown and not self.ids:
             self._tokens_shown = event.tokens_done
             self._accepted.events.put_nowait(event)
 
-    def prompt_read(self, report: events.PrefillReport) -> None:
+    def record_prefill(self, report: events.PrefillReport) -> None:
         if not self.ids:
             self._prefill = report
 
@@ -79,12 +79,14 @@ class Answer:
             clock = self._accepted.clock
             clock.span(decode_parts(report))
             clock.stop()
-            self._metrics.first_token(tuple(clock.parts().items()), self.prompt_tokens - self.cached_tokens)
+            self._metrics.observe_first_token(
+                tuple(clock.parts().items()), self.prompt_tokens - self.cached_tokens
+            )
             self._measure_prefill(report)
             self._accepted.events.put_nowait(self._usage())
         else:
             self._gaps.append(now - self._last_token_at)
-            self._metrics.next_token(self._gaps[-1])
+            self._metrics.observe_next_token(self._gaps[-1])
         self._last_token_at = now
         match = self._text.push(event.token_id)
         self._accepted.events.put_nowait(replace(event, index=index, text=match.text))
@@ -92,8 +94,8 @@ class Answer:
 
     def _measure_prefill(self, report: events.DecodeReport) -> None:
         if self._prefill is not None:
-            self._metrics.prefilled(self._prefill, self.prompt_tokens - self.cached_tokens)
-            self._metrics.pulled(report)
+            self._metrics.observe_prefill(self._prefill, self.prompt_tokens - self.cached_tokens)
+            self._metrics.observe_handoff(report)
 
     def finish(self, reason: events.FinishReason, report: events.DecodeReport) -> None:
         """Emit the last event. The held-back text may complete a stop string."""
@@ -102,8 +104,8 @@ class Answer:
         self.decoded.append(report)
         held = sum(report.pages_held for report in self.decoded)
         metrics, gaps = self._metrics, self._gaps
-        metrics.answered(reason, len(self.ids), sum(gaps) / len(gaps) if gaps else None)
-        metrics.decoded(self.decoded)
+        metrics.observe_answer(reason, len(self.ids), sum(gaps) / len(gaps) if gaps else None)
+        metrics.observe_decode(self.decoded)
         finished = GenerateFinished(
             reason=reason,
             text=rest.text,
@@ -131,7 +133,7 @@ class Answer:
     def _report(self) -> dict[str, Any]:
         accepted, prompt, parts = self._accepted, self._prefill, self._accepted.clock.parts()
         usage = self._usage()
-        self._metrics.prompted(usage, in_session=bool(self.session_tokens))
+        self._metrics.observe_usage(usage, in_session=bool(self.session_tokens))
         return {
             "usage": usage,
             "timings": Timings(

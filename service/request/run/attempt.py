@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from deltafront.service.errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.request.context import Resources
-from deltafront.service.request.timings import REPLAY, TtftClock
+from deltafront.service.request.ttft_clock import REPLAY, TtftClock
 from deltafront.workers.roles import Leased
 
 log = logging.getLogger(__name__)
@@ -78,16 +78,16 @@ class Replays:
         fleet, tries = self.resources.fleet, self.resources.settings.replays + 1
         fleet.forget(error.worker)
         if isinstance(error, WorkerHandoffFailed):
-            self.resources.metrics.handoff_failed()
+            self.resources.metrics.count_handoff_failure()
         self.failures += 1
         if self.failures >= tries:
             raise Unavailable(
                 f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
             ) from error
         log.warning("try %d of %d failed: %s", self.failures, tries, error.message)
-        self.resources.metrics.replayed()
+        self.resources.metrics.count_replay()
         if not fleet.view.ready:
             await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self.failures - 1))
-            with contextlib.suppress(Unavailable):  # the door goes on looking, and the next attempt waits
+            with contextlib.suppress(Unavailable):  # the door keeps looking, and the next attempt waits
                 await fleet.refresh()
         self.clock.lap(REPLAY)

@@ -48,7 +48,7 @@ async def place(
     Unavailable.
 
     Args:
-        hit: A remembered beginning. A group reads on from it if its worker has room.
+        hit: A prefix hit. A group continues from it if its worker has room.
     """
     fleet = resources.fleet
     await fleet.wait_until_ready(resources.settings.worker_wait_s)

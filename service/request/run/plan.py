@@ -1,6 +1,7 @@
 """Plans what one attempt has to prefill, and how many tokens it may still generate.
 
-A decode worker reads what was streamed before, because a sparse prefill would make other K/V of it.
+A decode worker prefills the tokens that were streamed before, because sparse prefill would compute another KV
+cache of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ async def tokenize(
     """Tokenise a prompt as little-endian uint32.
 
     Args:
-        appended: Nothing is written before it.
+        appended: It follows a session or prompt, so nothing such as BOS precedes it.
         answer: Messages end with the generation prompt.
 
     Raises:
@@ -66,12 +67,12 @@ class Plan:
     """One attempt. Ids are little-endian uint32.
 
     Args:
-        prefill_ids: The prompt and what is appended; for a session, what is appended and what was streamed.
+        prefill_ids: The prompt and appended text; for a session, appended text and streamed tokens.
         max_tokens: Tokens that may still be generated.
         keep_tokens: The number of first tokens that become a session.
         answered_ids: Tokens that were streamed after a prompt.
         session_id: The attempt continues this session.
-        prefix_tokens: The attempt continues this number of remembered tokens.
+        prefix_tokens: Tokens of the prefix hit that the attempt continues.
         worker_prefills: A decode worker prefills `prefill_ids` after session or prefix. Otherwise a group
             prefills what follows the first `prefix_tokens` of `prefill_ids`.
     """
@@ -108,7 +109,7 @@ class Plan:
         return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.prefill_tokens, appended=False)
 
     def inexact_ids(self, method: MethodSpec) -> bytes:
-        """Return the tokens whose K/V is not that of exact attention: `prefill_ids`, or none."""
+        """Return the tokens whose KV cache is not that of exact attention: `prefill_ids`, or none."""
         return b"" if is_exact(method, self.prefill_tokens) else self.prefill_ids
 
 

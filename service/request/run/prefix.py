@@ -1,8 +1,8 @@
-"""Finds prompts whose beginning is remembered, and decides who reads the rest.
+"""Finds a prompt's prefix in the decode workers' prefix caches, and decides which worker prefills the rest.
 
-K/V is found by a root and a chain (`workers/messages/prompts.py`). The root names the owner, the salt, the
-model and the method with its options, so prompts share K/V only if all of these agree. K/V of dense attention
-serves every method.
+The key is a root and a chain of hashes (`workers/messages/prompts.py`). The root names the owner, the salt,
+the model and the method with its options, so prompts share a KV cache only if all of these agree. The KV
+cache of dense attention serves every method.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.roles import DecodeWorker
 
 _MIN_TOKENS = 128
-"""A shorter prefix is read as fast as it is found."""
+"""A shorter prefix is prefilled as fast as it is found."""
 _MOST_REST = 2048
-"""Tokens after a cached prefix that a decode worker reads at most, while the workers' rates are unknown."""
+"""The most tokens after a prefix that a decode worker prefills while the workers' rates are unknown."""
 _ANSWER_WAIT_S = 0.5
-"""Slow workers are left out, because the prompt can be read."""
+"""The longest wait for a worker's answer, since the prompt can be prefilled instead."""
 _MUCH_FULLER = 0.5
 """A worker is passed over if its share of pages in use exceeds another one's by this."""
 
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """A worker that remembers a prompt's first tokens. `group_prefills`: a prefill group reads the rest."""
+    """A worker whose prefix cache has a prompt's beginning. `group_prefills`: a group prefills the rest."""
 
     worker: DecodeWorker
     prefix: Prefix
@@ -42,17 +42,17 @@ class PrefixHit:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast workers read. Rates are tokens a second, 0 where unknown.
+    """How fast workers prefill. Rates are tokens a second, 0 where unknown.
 
     Attributes:
-        append: A decode worker reads after a prefix.
-        read: A prefill group reads.
-        fetch: The group's stages fetch K/V back.
-        queued: Tokens that the group reads first.
+        extend: A decode worker's rate after a prefix.
+        prefill: A prefill group's.
+        fetch: The rate at which the group's stages fetch a prefix's KV cache from the decode worker.
+        queued: Tokens that the group prefills first.
     """
 
-    append: float = 0.0
-    read: float = 0.0
+    extend: float = 0.0
+    prefill: float = 0.0
     fetch: float = 0.0
     queued: int = 0
 
@@ -68,11 +68,11 @@ def prompt_key(
     remembers: bool,
     retain_s: float,
 ) -> PromptKey:
-    """Make the key by which a prompt's K/V is found.
+    """Make the key of a prompt in the prefix cache.
 
     Args:
         ids: Little-endian uint32.
-        owner: Empty where all callers share what is remembered.
+        owner: Empty where all callers share the prefix cache.
     """
     tokens = len(ids) // ID_BYTES
     exact_root = root_of(owner, salt, model, "dense")
@@ -107,38 +107,39 @@ def resume_at(found: int, tokens: int, method: MethodSpec) -> int:
 
 
 def rest_is_long(prefix: int, start: int, tokens: int, rates: Rates) -> bool:
-    """Say whether a prefill group would read the rest of a prompt sooner than a decode worker.
+    """Say whether a group would prefill the rest of a prompt sooner than a decode worker.
 
     Args:
         prefix: Tokens that the decode worker would skip.
         start: Tokens that the group would skip.
     """
     rest = tokens - prefix
-    if not (rates.append and rates.read):
+    if not (rates.extend and rates.prefill):
         return rest > min(prefix, _MOST_REST)
-    return group_seconds(start, tokens, rates) < rest / rates.append
+    return group_seconds(start, tokens, rates) < rest / rates.extend
 
 
 def group_seconds(start: int, tokens: int, rates: Rates) -> float:
-    """Predict how long a group reads a prompt from `start` on. Fetching counts if its rate is known."""
+    """Predict the seconds until a group has prefilled a prompt from `start` on.
+
+    Fetching the tokens before `start` counts if its rate is known."""
     fetching = start / rates.fetch if rates.fetch else 0.0
-    return (rates.queued + tokens - start) / rates.read + fetching
+    return (rates.queued + tokens - start) / rates.prefill + fetching
 
 
 def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
-    """Leave out the tokens on disk if a group reads them sooner than the disk brings them back."""
-    if not rates.read or prefix.disk_s <= prefix.disk_tokens / rates.read:
+    """Leave out the tokens on disk if a group prefills them sooner than the disk loads them."""
+    if not rates.prefill or prefix.disk_s <= prefix.disk_tokens / rates.prefill:
         return prefix
     return replace(prefix, tokens=prefix.tokens - prefix.disk_tokens, disk_tokens=0, disk_s=0.0)
 
 
 def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
-    """Order the workers that remember a prompt by how much of it, without those that are much fuller than
-    another one.
+    """Sort the workers with a prefix hit by its length. Leave out workers much fuller than another one.
 
     Args:
-        found: Worker → tokens.
-        workers: All that may serve it.
+        found: Worker → tokens of its hit.
+        workers: All that may serve the prompt.
         tokens: Tokens of the prompt and its answer.
     """
     in_use = {w.name: 1 - w.pages_free / w.pages_total for w in workers if w.pages_total}
@@ -160,9 +161,9 @@ def _fits(worker: DecodeStats, tokens: int) -> bool:
 async def find_prefix(
     fleet: Fleet, key: PromptKey, method: MethodSpec, *, tokens: int, answer_tokens: int
 ) -> PrefixHit | None:
-    """Return where to continue a prompt of `tokens` tokens; None: nowhere.
+    """Return the prefix hit to continue from; None: there is none, or a group had better prefill all.
 
-    Draining workers are left out, because what is made there would be lost.
+    Draining workers are left out, because a KV cache made there would be lost.
     """
     if tokens <= _MIN_TOKENS:
         return None
@@ -182,12 +183,12 @@ async def find_prefix(
 
 
 def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> PrefixHit | None:
-    """Say who reads the rest of a prompt; None: a group had better read all of it."""
+    """Choose the worker for the rest of a prompt; None: a group had better prefill all of it."""
     prefix = usable_prefix(hit.prefix.tokens, tokens)
     start = resume_at(hit.prefix.tokens, tokens, method)
     if not rest_is_long(prefix, start, tokens, rates):
         return replace(hit, prefix=replace(hit.prefix, tokens=prefix))
-    anew = bool(rates.read) and group_seconds(0, tokens, rates) <= group_seconds(start, tokens, rates)
+    anew = bool(rates.prefill) and group_seconds(0, tokens, rates) <= group_seconds(start, tokens, rates)
     if not start or anew:
         return None
     return replace(hit, prefix=replace(hit.prefix, tokens=start), group_prefills=True)
@@ -196,13 +197,13 @@ def _shared(hit: PrefixHit, method: MethodSpec, tokens: int, rates: Rates) -> Pr
 def _rates(fleet: Fleet, worker: str) -> Rates:
     groups: Sequence[GroupStats] = not_draining(tuple(fleet.view.groups.values()))
     state = fleet.view.workers.get(worker)
-    append = state.append_tokens_per_second if state is not None else 0.0
+    extend = state.append_tokens_per_second if state is not None else 0.0
     if not groups:
-        return Rates(append=append)
+        return Rates(extend=extend)
     first = min(groups, key=lambda g: g.waiting_tokens / g.tokens_per_second if g.tokens_per_second else 0.0)
     return Rates(
-        append=append,
-        read=first.tokens_per_second,
+        extend=extend,
+        prefill=first.tokens_per_second,
         fetch=first.fetched_tokens_per_second,
         queued=first.waiting_tokens,
     )

@@ -1,6 +1,6 @@
-"""Has a prefill group read a prompt while its K/V goes to a decode worker.
+"""Prefills a prompt on a group while its KV cache streams to a decode worker.
 
-If the group dies, the next one goes on after the last chunk that arrived. If the method cannot go on, it
+If the group dies, the next one resumes after the last chunk that arrived. If the method cannot resume, it
 starts over.
 """
 
@@ -16,7 +16,7 @@ from deltafront.service.request.context import Resources
 from deltafront.service.request.run.attempt import Attempt, Replays
 from deltafront.service.request.run.placement import RETRY_ELSEWHERE, admit, refusal_error, soonest
 from deltafront.service.request.run.plan import Plan
-from deltafront.service.request.timings import REPLAY, prefill_parts
+from deltafront.service.request.ttft_clock import REPLAY, prefill_parts
 from deltafront.workers.messages.events import (
     ChunkRead,
     PrefillDone,
@@ -33,7 +33,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PromptReader:
-    """Reads one prompt. groups: in the order to ask them. worker: has the pages."""
+    """Prefills one prompt.
+
+    Args:
+        groups: Names of prefill groups, in the order to ask them.
+        worker: The decode worker that reserved the pages.
+    """
 
     resources: Resources
     attempt: Attempt
@@ -56,10 +61,10 @@ class PromptReader:
             trace=self.call.options.trace,
         )
         self._reports: dict[int, tuple[PrefillReport, PrefillReport]] = {}
-        """Tokens read → reports, without lost work, of the group that read the last and of all groups."""
+        """Prefilled tokens → two reports, without lost work: the last group's, and all groups' together."""
 
     async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
-        """Read the prompt. Raises DeltafrontError, or WorkerError if the reservation is lost."""
+        """Prefill the prompt. Raises DeltafrontError, or WorkerError if the reservation is lost."""
         fleet, settings = self.resources.fleet, self.resources.settings
         while True:
             try:
@@ -75,7 +80,7 @@ class PromptReader:
                 return self._of_all_groups(report)
 
     async def _resume(self, error: WorkerError) -> None:
-        """Have the next group read what the decode worker lacks.
+        """Have the next group prefill what the decode worker lacks.
 
         The decode worker is asked first: if it died, the group is not to blame.
         """
@@ -86,10 +91,10 @@ class PromptReader:
         try:
             start = await self.worker.resume(self._job.request_id, points, self._job.attempt + 1)
         except WorkerError:
-            self.resources.metrics.read_again(read)
+            self.resources.metrics.count_prefilled_again(read)
             raise
-        self.resources.metrics.read_again(read - start)
-        log.warning("%s: %s; going on at token %d", self._job.request_id, error.message, start)
+        self.resources.metrics.count_prefilled_again(read - start)
+        log.warning("%s: %s; resuming at token %d", self._job.request_id, error.message, start)
         parts = prefill_parts(self._reports[start][0]) if start > self._job.start else {}
         self.replays.clock.span(parts, REPLAY)  # the time that the group did not report is lost
         await self.replays.back_off(error)
@@ -101,7 +106,7 @@ class PromptReader:
         self.resources.fleet.charge(Charge(group, tokens, self.worker.name, 0))
 
     async def _read_on_any(self, progress: Callable[[Progress], None]) -> PrefillReport:
-        """Read on the first group that accepts. If none does, raise the error of the soonest retry."""
+        """Prefill on the first group that accepts. If none does, raise the error with the soonest retry."""
         refused: list[Refused] = []
         for name in self.groups:
             if refused:
@@ -119,7 +124,7 @@ class PromptReader:
         raise refusal_error(soonest(refused))
 
     async def _read_on(self, group: Group, progress: Callable[[Progress], None]) -> PrefillReport | Refused:
-        """Read on one group. A group that fails has ended the request, or does so when nobody renews it."""
+        """Prefill on one group. A failing group has ended the request, or ends it when its lease expires."""
         self.attempt.add(group)
         try:
             async for event in group.prefill(self._job):

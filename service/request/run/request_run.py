@@ -1,8 +1,8 @@
 """One request, from its checked call to its last event.
 
-The K/V of its prompt has one of three sources: a prefill group reads the prompt, perhaps behind a beginning
-that a decode worker remembers; such a worker reads a short rest itself; or the request continues a session.
-Then a decode worker answers, or keeps the K/V as a session for a Prefill (`max_tokens` 0).
+The KV cache of its prompt comes from one of three sources. A prefill group prefills the prompt, or what
+follows a prefix hit. A decode worker with a prefix hit prefills a short rest itself. Or the request extends a
+session. Then a decode worker answers, or keeps the KV cache as a session for a Prefill (`max_tokens` 0).
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _WorkerEvents = AsyncIterator[events.FirstTokenTimings | events.Token | events.F
 
 
 class RequestRun:
-    """Runs a request. It keeps what outlives an attempt, so that a replay goes on from what was streamed."""
+    """Runs a request. Its state outlives an attempt, so that a replay resumes after the streamed tokens."""
 
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
         self._resources = resources
@@ -133,10 +133,10 @@ class RequestRun:
             lap = self._accepted.clock.lap
             placed = await place(resources, attempt, plan, self._reservation, hit, lap)
             plan = placed.plan
-            self._answer.held(placed.reserved)
+            self._answer.record_reserved(placed.reserved)
             worker = placed.worker
             reader = PromptReader(resources, attempt, placed.groups, worker, plan, self._call, self._replays)
-            self._answer.prompt_read(await reader.run(self._answer.progress))
+            self._answer.record_prefill(await reader.run(self._answer.progress))
             if self._call.prefill_only:
                 await self._keep(attempt, worker, plan)
             else:
@@ -156,10 +156,10 @@ class RequestRun:
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
     ) -> bool:
-        """Answer from a remembered prefix. Returns False if the worker no longer remembers it, or has no
-        room.
+        """Answer from a prefix hit whose worker prefills the rest. Returns False if the prefix was evicted
+        meanwhile, or the worker has no room.
 
-        A worker makes a session only on the way to an answer, so a Prefill asks for one token.
+        Such a worker makes a session only with a first token, so a Prefill asks for one token.
         """
         worker, prefix = hit.worker, hit.prefix
         ids, start = plan.prefill_ids, prefix.tokens * requests.ID_BYTES
@@ -177,7 +177,7 @@ class RequestRun:
             reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
             if isinstance(reserved, requests.Refused):
                 return False
-            self._answer.held(reserved)
+            self._answer.record_reserved(reserved)
             self._accepted.clock.lap("admission")
             job = self._job(attempt, plan)
             if not prefix.exact and (plan.recompute_blocks or plan.keep_tokens):
@@ -209,7 +209,7 @@ class RequestRun:
                         reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(reserved, requests.Refused):
                     raise refusal_error(reserved)
-                answer.held(reserved)
+                answer.record_reserved(reserved)
                 answer.session_tokens = reserved.held_tokens
                 self._accepted.clock.lap("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan), timeout)
@@ -220,7 +220,7 @@ class RequestRun:
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
     async def _session_tokens(self) -> int:
-        """Ask for the session's length, for a complete answer's usage; 0 if the worker is silent."""
+        """Ask for the session's length, for a complete answer's usage; 0 if the worker does not answer."""
         fleet, call = self._resources.fleet, self._call
         try:
             with Attempt(fleet, call.request_id) as attempt:

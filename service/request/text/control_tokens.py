@@ -1,6 +1,6 @@
 """Keeps messages from spelling control tokens.
 
-Control tokens mark turns and ends. A message that spells one must not speak as somebody else, so only those
+Control tokens mark turns and ends. A message that spells one must not speak in another role, so only those
 that the template wrote may stay control tokens. The tokenizer needs one text, because words merge across the
 borders of messages. So an alias tokenizer reads control tokens as text, and knows a secret alias for each,
 which replaces the template's.

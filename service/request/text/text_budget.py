@@ -81,7 +81,7 @@ class TextBudget:
             )
 
     async def work(self, size: int, call: Callable[[Callable[[], bool]], _T]) -> _T:
-        """Run `call` in a thread. Its argument tells whether nobody waits any more."""
+        """Run `call` in a thread. Its argument tells whether the request has ended."""
         abandoned = threading.Event()
         loop, pool = asyncio.get_running_loop(), self._long if size > SHORT_BYTES else None
         try:

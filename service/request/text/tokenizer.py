@@ -66,7 +66,7 @@ class TokenizationStopped(Exception): ...
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """When to give up: above `tokens` tokens, or when `stopped` says so."""
+    """When to stop: above `tokens` tokens, or when `stopped` says so."""
 
     tokens: int = 1 << 62
     stopped: Callable[[], bool] = bool
@@ -206,7 +206,7 @@ class TextTokenizer:
         add_generation_prompt: bool,
         add_bos: bool = False,
     ) -> bytes:
-        """Encode messages behind earlier ones. Only the template's control tokens stay control tokens."""
+        """Encode messages that follow `before`. Only the template's control tokens stay control tokens."""
         rendered, harmless = self._render_after(before, messages, add_generation_prompt)
         control = self._control
         own_tokens = control.find(harmless)

@@ -140,7 +140,7 @@ def test_without_rates_a_decode_worker_prefills_a_short_rest() -> None:
 def test_faster_of_worker_and_group_prefills_the_rest(
     prefix_blocks: int, rest: int, append: float, read: float, fetch: float, queued: int
 ) -> None:
-    prefix, rates = 128 * prefix_blocks, Rates(append=append, read=read, fetch=fetch, queued=queued)
+    prefix, rates = 128 * prefix_blocks, Rates(extend=append, prefill=read, fetch=fetch, queued=queued)
     worker_s, group_s = rest / append, queued / read + rest / read + prefix / fetch
     if worker_s != pytest.approx(group_s):
         assert rest_is_long(prefix, prefix, prefix + rest, rates) == (group_s < worker_s)
@@ -165,9 +165,9 @@ def test_worker_with_the_longest_prefix_is_asked_unless_much_fuller() -> None:
 
 def test_leaves_blocks_on_disk_that_a_group_prefills_sooner() -> None:
     slow = Prefix(tokens=8192, disk_tokens=4096, disk_s=2.0)
-    reads = Rates(read=4096.0)
+    reads = Rates(prefill=4096.0)
     assert worth_loading(slow, reads) == Prefix(tokens=4096)
-    for sooner in (Rates(read=2000.0), Rates()):
+    for sooner in (Rates(prefill=2000.0), Rates()):
         assert worth_loading(slow, sooner) == slow
     unknown = Prefix(tokens=8192, disk_tokens=4096)
     assert worth_loading(unknown, reads) == unknown
