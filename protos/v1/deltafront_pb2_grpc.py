@@ -69,14 +69,14 @@ class DeltafrontServiceServicer:
     """
 
     def Prefill(self, request, context):
-        """Reads a prompt and keeps its K/V as a session: zero or more `progress`, then one `result`.
+        """Prefills a prompt and keeps its KV cache as a session: zero or more `progress`, then one `result`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Answers a prompt or a session: `progress` while it is read, `token` by token, then one `finish`.
+        """Answers a prompt or a session: `progress` of its prefill, then `token` by token, then one `finish`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
