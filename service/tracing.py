@@ -47,7 +47,7 @@ class Trace(Span):
         self.trace_id = trace_id
 
     def conclude(self, facts: Mapping[str, Any], outcome: str, intervals: Sequence[Interval]) -> None:
-        """End the span. facts: values for `_ATTRIBUTES`, and `finish`. outcome: `finished` or a code."""
+        """End the span. facts: values for `_ATTRIBUTES`, and `finish`. outcome: `finished` or error code."""
         if self._span is None:
             return
         for interval in intervals:

@@ -28,7 +28,7 @@ _WATCHES_PER_CONNECTION = 4
 
 
 def ends(certificate: Path) -> float:
-    """Return when a PEM file's first certificate ends, in seconds since the epoch. Raises OSError or
+    """Return when a PEM file's first certificate expires, in seconds since the epoch. Raises OSError or
     ValueError."""
     try:
         decoded = ssl._ssl._test_decode_cert(str(certificate))  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ class TlsFiles:
 
 
 class Certificates:
-    """When the certificates of this process end.
+    """Knows when the certificates of this process expire.
 
     Args:
         door: Read again when it changes, as the door does.
@@ -78,7 +78,7 @@ class Certificates:
         self._stamps: dict[str, int] = {}
 
     def changed(self) -> Iterator[tuple[str, float]]:
-        """Yield name and end, in seconds since the epoch, of those that are new since the last call."""
+        """Yield name and expiry, in seconds since the epoch, of certificates new since the last call."""
         for name, path in self._paths.items():
             if name == "ray" and name in self._stamps:
                 continue

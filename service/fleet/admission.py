@@ -27,8 +27,13 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Need:
-    """A request's needs. recompute_tokens: extra room for recomputed K/V. found_tokens: prompt tokens that
-    are not read again."""
+    """The tokens that a request needs.
+
+    Attributes:
+        prefill_tokens: The whole prompt's.
+        found_tokens: Those of them in a prefix hit.
+        recompute_tokens: Room for recomputed blocks.
+    """
 
     prefill_tokens: int
     answer_tokens: int = 0
@@ -87,7 +92,7 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
-    """Predict the seconds to read the prompt after all that waits; None without a recent rate."""
+    """Predict the seconds until the queue and the prompt are prefilled; None without a recent rate."""
     if group.rate <= 0:
         return None
     return (group.waiting_tokens + need.new_tokens) / group.rate
@@ -119,7 +124,7 @@ def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bo
 
 
 def _group_rank(group: GroupStats) -> tuple[float, int, int, str]:
-    """Rank the shortest wait first. Without any rate a group reads one token a second."""
+    """Rank the shortest wait first. A group without a rate counts as one token a second."""
     rate = group.tokens_per_second  # an old rate will do
     wait = group.waiting_tokens / rate if rate > 0 else float(group.waiting_tokens)
     return wait, group.waiting_tokens, group.running + group.waiting, group.name

@@ -1,4 +1,4 @@
-"""A door's view of the workers, and its requests on them. Free of Ray."""
+"""Polls the workers for a door, and renews and cancels its requests on them. Imports no Ray."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,7 @@ class Fleet:
         self._renew_s = renew_s
         self._pairing = pairing
         self._others: bool | None = None
-        """Whether other configurations have workers. None before the first poll."""
+        """True if workers of other configurations exist; None before the first poll."""
         self._handles = WorkerHandles({}, {})
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -225,11 +225,11 @@ class Fleet:
         self._notify(worker.cancel(request_id), f"cancel {request_id} on {worker.name}")
 
     def confirm(self, worker: Leased, request_id: str) -> None:
-        """Let the worker keep the session, since the door knows how the request ended."""
+        """Confirm that the door knows how the request ended, so that the worker keeps its session."""
         self._notify(worker.renew((request_id,)), f"confirm {request_id} on {worker.name}")
 
     def release(self, worker: DecodeWorker, session_id: str, owner: str) -> None:
-        """Drop a session that no client knows of."""
+        """Drop a session whose id no client has."""
         self._notify(worker.release_session(session_id, owner), f"release a session on {worker.name}")
 
     def _notify(self, call: Awaitable[Any], description: str) -> None:
@@ -295,8 +295,11 @@ async def _log_errors(call: Awaitable[Any], description: str) -> None:
 
 
 class SingleFlight:
-    """Lets all who wait for some work share one run of it. start: starts a task and keeps a reference to
-    it."""
+    """Shares one run of some work among concurrent callers.
+
+    Args:
+        start: Starts a task and keeps a reference to it.
+    """
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class Load:
 
 
 def groups_wanted(groups: Sequence[Backlog], current: int, backlog_s: float) -> int:
-    """Return the fewest groups that read the queues within backlog_s."""
+    """Return the fewest groups that prefill their queues within backlog_s."""
     rates = [group.tokens_per_second for group in groups if group.tokens_per_second > 0]
     if not rates:
         return current

@@ -109,7 +109,7 @@ class RequestHandler:
         return self._resources.settings.reasoning == "think"
 
     def owner(self, rpc: str, headers: Headers) -> str:
-        """Return a caller's owner, before anything of its request is read. A stranger's request ends here.
+        """Return a caller's owner before its message is received. An unknown caller's request ends here.
 
         Any thread may call it. Raises Unauthenticated.
         """
@@ -236,7 +236,7 @@ class RequestHandler:
         )
 
     async def stop(self) -> None:
-        """Cancel all requests, and refuse those that come from now on."""
+        """Cancel all requests, and refuse new ones."""
         self._stopping = True
         with said_when_slow(lambda: f"{len(self._tasks)} requests that were cancelled"):
             while self._tasks:

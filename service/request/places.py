@@ -14,7 +14,7 @@ from deltafront.service.request.callers import RETRY_S, fits_share
 
 _T = TypeVar("_T")
 _RECEIVING_BYTES = 256 << 20
-"""Room for all messages that are received at once, if all are as long as they may be."""
+"""Bytes of all messages that are received at once, each counted at its longest."""
 _ROOM_TIMEOUT_S = 10.0
 _RECEIVE_TIMEOUT_S = 60.0
 _KEPT_S = 5.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Progress
-from deltafront.service.request.run import prompt_reader
+from deltafront.service.request.run import prompt_prefill
 from deltafront.workers.messages.events import LayerDensity, PrefillReport
 from deltafront.workers.messages.requests import PrefillJob, RefusalReason, Refused
 
@@ -156,7 +156,7 @@ def test_delta_correction_resumes_where_a_dense_row_begins_a_chunk(
 def test_method_that_cannot_resume_restarts_in_its_reservation(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_reader, "resume_step", lambda _method: 0)
+    monkeypatch.setattr(prompt_prefill, "resume_step", lambda _method: 0)
     _, spare = dying_and_spare(house, 4)
     text, _, finish, progress = collect(client.generate(PROMPT, max_tokens=5))
     assert text == expected(ids(PROMPT), 5)
@@ -201,7 +201,7 @@ def report(read: int, computed: float, **more: Any) -> PrefillReport:
 
 
 def test_merges_reports_of_two_attempts() -> None:
-    both = prompt_reader.merge_reports(
+    both = prompt_prefill.merge_reports(
         report(100, 50.0),
         report(
             300,
@@ -217,7 +217,7 @@ def test_merges_reports_of_two_attempts() -> None:
         ),
     )
     assert both.launch_bound == (0.25, 0.5), "of the group before nothing is known"
-    twice = prompt_reader.merge_reports(both, replace(both, launch_bound=(1.0, 2.0, 4.0)))
+    twice = prompt_prefill.merge_reports(both, replace(both, launch_bound=(1.0, 2.0, 4.0)))
     assert twice.launch_bound == (1.25, 2.5, 4.0)
     assert (both.queue, both.wall, both.handoff_bytes) == (2.0, 4.0, 400)
     assert both.critical == {"attention": 2.5, "group_overhead": 0.5, "queue_of_others": 1.0}

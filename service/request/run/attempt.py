@@ -25,10 +25,11 @@ BUSY_RETRY_S = 5.0
 
 
 class Attempt:
-    """A request's place on workers. Used by `with`: workers are renewed inside, and cancelled at the end.
+    """One attempt's leases on workers. As a context manager it renews them, and cancels the attempt on these
+    workers at the end.
 
-    Leaving never waits, so it works while the task is being cancelled. Workers know the attempt by an id of
-    its own, which begins with the request's and so is found in logs by it.
+    The end never waits, so it works while the task is being cancelled. Workers know the attempt by
+    `request_id`, which begins with the request's id, so that logs show both.
     """
 
     def __init__(self, fleet: Fleet, request_id: str) -> None:

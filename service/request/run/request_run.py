@@ -28,7 +28,7 @@ from deltafront.service.request.run.attempt import Attempt, Replays, deadline_ti
 from deltafront.service.request.run.placement import READ_TOO_LATE, place, refusal_error, reserve
 from deltafront.service.request.run.plan import Plan, plan_answer, tokenize
 from deltafront.service.request.run.prefix import PrefixHit, find_prefix, prompt_key
-from deltafront.service.request.run.prompt_reader import PromptReader
+from deltafront.service.request.run.prompt_prefill import PromptPrefill
 from deltafront.workers.messages import events, prompts, requests
 from deltafront.workers.messages.methods import is_exact
 from deltafront.workers.roles import DecodeWorker
@@ -135,8 +135,10 @@ class RequestRun:
             plan = placed.plan
             self._answer.record_reserved(placed.reserved)
             worker = placed.worker
-            reader = PromptReader(resources, attempt, placed.groups, worker, plan, self._call, self._replays)
-            self._answer.record_prefill(await reader.run(self._answer.progress))
+            prefill = PromptPrefill(
+                resources, attempt, placed.groups, worker, plan, self._call, self._replays
+            )
+            self._answer.record_prefill(await prefill.run(self._answer.progress))
             if self._call.prefill_only:
                 await self._keep(attempt, worker, plan)
             else:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class PromptReader:
+class PromptPrefill:
     """Prefills one prompt.
 
     Args:
@@ -68,7 +68,7 @@ class PromptReader:
         fleet, settings = self.resources.fleet, self.resources.settings
         while True:
             try:
-                report = await self._read_on_any(progress)
+                report = await self._prefill_on_any(progress)
             except WorkerError as error:
                 await self._resume(error)
                 await fleet.wait_until_ready(settings.worker_wait_s)
@@ -105,17 +105,17 @@ class PromptReader:
         tokens = self.plan.prefill_tokens - self._job.start
         self.resources.fleet.charge(Charge(group, tokens, self.worker.name, 0))
 
-    async def _read_on_any(self, progress: Callable[[Progress], None]) -> PrefillReport:
+    async def _prefill_on_any(self, progress: Callable[[Progress], None]) -> PrefillReport:
         """Prefill on the first group that accepts. If none does, raise the error with the soonest retry."""
         refused: list[Refused] = []
         for name in self.groups:
             if refused:
                 self._charge(name)
             group = self.resources.fleet.group(name)
-            outcome = await self._read_on(group, progress)
+            outcome = await self._prefill_on(group, progress)
             if isinstance(outcome, Refused) and outcome.reason is RefusalReason.DUPLICATE:
                 await group.cancel(self._job.request_id)  # the group was unreachable, and kept the request
-                outcome = await self._read_on(group, progress)
+                outcome = await self._prefill_on(group, progress)
             if isinstance(outcome, PrefillReport):
                 return outcome
             refused.append(outcome)
@@ -123,7 +123,9 @@ class PromptReader:
                 raise refusal_error(outcome)
         raise refusal_error(soonest(refused))
 
-    async def _read_on(self, group: Group, progress: Callable[[Progress], None]) -> PrefillReport | Refused:
+    async def _prefill_on(
+        self, group: Group, progress: Callable[[Progress], None]
+    ) -> PrefillReport | Refused:
         """Prefill on one group. A failing group has ended the request, or ends it when its lease expires."""
         self.attempt.add(group)
         try:
