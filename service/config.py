@@ -339,7 +339,7 @@ class ServiceConfig(BaseModel):
         token = model.kv_bytes(model.layers, number, self.decode.kv_dtype is not None)
         if 0 < gib < (least := BATCH_PAGES * PAGE_TOKENS * token / 2**30):
             problems.append(f"decode.host_cache_gib = {gib:g}: must be 0, or at least {least + 5e-4:.3f}")
-        # A decode worker reads appended text with prefill's kernels.
+        # A decode worker prefills appended text with prefill's kernels.
         heads = methods.PREFILL_HEAD_DIMS
         both = tuple(dim for dim in methods.DECODE_HEAD_DIMS if dim in heads)
         for key, part, dims in (("prefill", self.prefill, heads), ("decode", self.decode, both)):

@@ -266,7 +266,7 @@ class Metrics:
 
 
 class WorkerState(NamedTuple):
-    """A worker's gauges. usage: share of pages in use. queue_tokens: prompt tokens not yet read."""
+    """A worker's gauges. usage: share of pages in use. queue_tokens: prompt tokens not yet prefilled."""
 
     usage: float = 0.0
     pages_free: int = 0

@@ -91,7 +91,7 @@ def calibrate_command(
     profile: Annotated[Path | None, typer.Option(help="Write a profile here (model.profile).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
-    """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
+    """Choose Δ-layers for sparse decoding, and with --density each head's thresholds of sparse prefill."""
     _check_options(context, profile)
     pages: dict[str, Any] = {"budget": budget, "recency": recency, "full_layers": full_layer}
     served = {"page_budget": budget, "recency": recency, "full_layers": full_layer}

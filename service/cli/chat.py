@@ -96,7 +96,7 @@ class Conversation:
                     bar.show(event)
 
     def ask(self, question: str) -> None:
-        """Print the answer. If the session is gone, read the document again first."""
+        """Print the answer. If the session is gone, prefill the document again first."""
         turns = [*self.turns, _message("user", question)]
         try:
             text = self._answer(turns)

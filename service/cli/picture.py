@@ -40,7 +40,7 @@ def picture_command(
     token: Bearer = "",
     tls: Tls = False,
 ) -> None:
-    """Draw which tiles of attention a prompt reads and, with --ask, where its time to first token went."""
+    """Draw the attention tiles that a prompt computes and, with --ask, where its time to first token went."""
     _require_pillow()
     options = terminal.read_options(option)
     text = terminal.read_text(file)

@@ -163,7 +163,7 @@ def cache_tokens(tokens: int) -> int:
 
 
 def recomputed_tokens(tokens: int) -> int:
-    """Count a context's room for the blocks that its question attends to. Short prompts are read densely."""
+    """Count the tokens of room for recomputed blocks. Short prompts are prefilled densely."""
     dense = tokens <= UNMEASURED.options["min_tokens"]
     return 0 if dense else PAGE_TOKENS * recompute_pages(RECOMPUTED, tokens, appended=False)
 

@@ -135,6 +135,6 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def check_count(name: str, messages: int) -> None:
-    """Check the number of messages; edges do so before they read them. Raises InvalidArgument."""
+    """Check the number of messages; edges do so before they parse them. Raises InvalidArgument."""
     if messages > MAX_MESSAGES:
         raise InvalidArgument(name, f"{messages} are too many: at most {MAX_MESSAGES}")

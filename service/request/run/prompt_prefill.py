@@ -131,7 +131,7 @@ class PromptPrefill:
         try:
             async for event in group.prefill(self._job):
                 if isinstance(event, ChunkRead):
-                    if event.tokens_done < event.tokens_total:  # the last is always read, for its logits
+                    if event.tokens_done < event.tokens_total:  # the last is always computed
                         self._reports[event.tokens_done] = event.so_far, self._of_all_groups(event.so_far)
                     progress(Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total))
                 else:

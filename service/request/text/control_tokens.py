@@ -140,7 +140,7 @@ class ControlTokens:
 
     @cached_property
     def alias_tokenizer(self) -> Tokenizer:
-        """A tokenizer that reads control tokens as text, and aliases as control tokens."""
+        """A tokenizer that encodes control tokens as text, and aliases as control tokens."""
         state = json.loads(self._state)
         for token in state["added_tokens"]:
             token["special"] = token["content"] in self._tokens
