@@ -8,7 +8,7 @@ the event loop's thread.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from deltafront.workers.kv.pages.host_tier import HostTier, PagesBack
@@ -27,83 +27,84 @@ PageCopy = tuple[int, int]
 """(source page, target page)."""
 
 
-@dataclass(eq=False, kw_only=True)
 class RequestPages:
     """The page table of one request, and its other pages.
 
     A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and a copy from
     host memory counts as a use. The pages return to the pool after `end` and the last use.
 
-    Attributes:
-        table: The page table.
+    Args:
+        table: The pages in the order of the request's tokens.
         held_tokens: Tokens whose KV is there from the start, or once `coming` is over.
         key: The prefix-cache key of its prompt. None: its pages are not cached.
         exact: Whether dense attention makes all of its KV.
         spare: A page for the partly filled last page of a kept session.
         copy_in: A session's partly filled page and its copy in the table, made before the first new token.
-        copy_out: The table's partly filled page and its copy in `spare`, made once the prompt is complete.
         session_token_ids: Token ids of the session, little-endian uint32. Empty if unknown.
         own: Unused pages for `divert`.
         coming: Copies from host memory into the table's pages, begun for this request or another.
         host_tokens: Tokens copied from host memory for this request.
+
+    Attributes:
+        copy_out: The table's partly filled page and its copy in `spare`, made once the prompt is complete.
+        original_table: The table before `divert`. Sessions and cached blocks are made of it.
         on_free: Called once, when the pages return to the pool.
         on_coming: Called when layers have come from host memory, or a copy has failed.
         freed: Set when the pages have returned to the pool.
     """
 
-    pool: PagePool
-    table: tuple[int, ...]
-    held_tokens: int
-    key: PromptKey | None = None
-    exact: bool = True
-    spare: tuple[int, ...] = ()
-    copy_in: PageCopy | None = None
-    copy_out: PageCopy | None = None
-    session_token_ids: bytes = field(repr=False, default=b"")
-    own: tuple[int, ...] = ()
-    coming: tuple[PagesBack, ...] = ()
-    host_tokens: int = 0
-    on_free: Callable[[], None] = lambda: None
-    on_coming: Callable[[], None] = lambda: None
-    freed: asyncio.Event = field(default_factory=asyncio.Event)
-    _aside: tuple[int, ...] = ()
-    """Pages that `divert` has taken out of the table."""
-    _cached: list[int] = field(default_factory=list)
-    """Pages that `cache_prefix` has put into the prefix cache."""
-    _looked: int = 0
-    """Number of first pages that are cached or were offered."""
-    _ended: bool = False
-    _users: int = 0
-    _unused: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self._looked = self.held_tokens // PAGE_TOKENS
-        self.original_table = self.table
-        """The table before `divert`. Sessions and cached blocks are made of it."""
-        self._came = asyncio.Event()
-        for coming in self.coming:
-            self._users += 1
-            coming.watch(partial(self._has_come, coming))
+    def __init__(
+        self,
+        pool: PagePool,
+        table: tuple[int, ...],
+        held_tokens: int,
+        *,
+        key: PromptKey | None = None,
+        exact: bool = True,
+        spare: tuple[int, ...] = (),
+        copy_in: PageCopy | None = None,
+        session_token_ids: bytes = b"",
+        own: tuple[int, ...] = (),
+        coming: tuple[PagesBack, ...] = (),
+        host_tokens: int = 0,
+    ) -> None:
+        self._pool, self._key, self._exact = pool, key, exact
+        self.table = self.original_table = table
+        self.held_tokens, self.host_tokens = held_tokens, host_tokens
+        self.session_token_ids = session_token_ids
+        self.spare, self.copy_in, self._coming = spare, copy_in, coming
+        self.copy_out: PageCopy | None = None
+        self.on_free: Callable[[], None] = lambda: None
+        self.on_coming: Callable[[], None] = lambda: None
+        self.freed = asyncio.Event()
+        self._own = own
+        self._aside: tuple[int, ...] = ()  # pages that `divert` has taken out of the table
+        self._cached: list[int] = []  # pages that it has put into the prefix cache
+        self._offered = held_tokens // PAGE_TOKENS  # number of first pages that are cached or were offered
+        self._ended, self._users = False, len(coming)
+        self._unused, self._came = asyncio.Event(), asyncio.Event()
+        for copy in coming:
+            copy.watch(partial(self._has_come, copy))
 
     @property
     def count(self) -> int:
-        return len(self.table) + len(self.spare) + len(self.own) + len(self._aside)
+        return len(self.table) + len(self.spare) + len(self._own) + len(self._aside)
 
     @property
     def every_page(self) -> tuple[int, ...]:
         """Its pages, and the session's page from which `copy_in` copies."""
         source = () if self.copy_in is None else self.copy_in[:1]
-        return (*self.table, *self.spare, *self.own, *self._aside, *source)
+        return (*self.table, *self.spare, *self._own, *self._aside, *source)
 
     @property
     def layers_coming(self) -> int:
         """The number of the model's last layers whose KV is missing in some page."""
-        return max((coming.left for coming in self.coming), default=0)
+        return max((coming.left for coming in self._coming), default=0)
 
     @property
     def lost(self) -> str:
         """The error of a failed copy from host memory; empty if none has failed."""
-        why = next((coming.error for coming in self.coming if coming.error), "")
+        why = next((coming.error for coming in self._coming if coming.error), "")
         return why and f"KV did not come back from host memory: {why}"
 
     async def come(self, left: int = 0) -> None:
@@ -132,13 +133,13 @@ class RequestPages:
         Raises:
             ValueError: There are too few own pages.
         """
-        if len(places) > len(self.own):
-            raise ValueError(f"{len(places)} places of the table, but {len(self.own)} own pages")
-        table, used = list(self.table), self.own[: len(places)]
+        if len(places) > len(self._own):
+            raise ValueError(f"{len(places)} places of the table, but {len(self._own)} own pages")
+        table, used = list(self.table), self._own[: len(places)]
         for place, page in zip(places, used, strict=True):
             self._aside += (table[place],)
             table[place] = page
-        self.table, self.own = tuple(table), self.own[len(places) :]
+        self.table, self._own = tuple(table), self._own[len(places) :]
 
     @contextmanager
     def use(self) -> Iterator[tuple[int, ...] | None]:
@@ -169,28 +170,28 @@ class RequestPages:
         Args:
             answer_ids: Token ids after the prompt, little-endian uint32.
         """
-        if self.key is None or not self.key.remembers or self._ended:
+        if self._key is None or not self._key.remembers or self._ended:
             return
-        chain = self.key.longer(answer_ids) if answer_ids else self.key.chain
-        root = self.key.exact_root if self.exact else self.key.root
-        pages, cache = self.original_table[: tokens // PAGE_TOKENS], self.pool.prefix_cache
-        self._cached += cache.add(root, chain, pages, self.key.retain_s, self._looked)
-        if self.key.retain_s:
-            cache.retain(pages, self.key.retain_s)
-        self._looked = len(pages)
+        chain = self._key.longer(answer_ids) if answer_ids else self._key.chain
+        root = self._key.exact_root if self._exact else self._key.root
+        pages, cache = self.original_table[: tokens // PAGE_TOKENS], self._pool.prefix_cache
+        self._cached += cache.add(root, chain, pages, self._key.retain_s, self._offered)
+        if self._key.retain_s:
+            cache.retain(pages, self._key.retain_s)
+        self._offered = len(pages)
 
     def end(self, *, failed: bool = False) -> None:
         """End the request. If it failed, drop its pages from the prefix cache."""
         if failed:
-            self.pool.prefix_cache.drop(self._cached)
+            self._pool.prefix_cache.drop(self._cached)
         self._ended = True
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:
         if self._ended and self._users == 0 and not self.freed.is_set():
             # In the order of the tokens, since the last page that is released is evicted first.
-            self.pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
-            self.table, self.spare, self.own, self._aside = (), (), (), ()
+            self._pool.release(dict.fromkeys((*self.original_table, *self.every_page)))
+            self.table, self.spare, self._own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
             self.freed.set()
             self.on_free()
