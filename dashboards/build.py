@@ -2,7 +2,7 @@
 
 Every query names a metric that the service declares (a test checks it), and every query of every panel is
 asked of a real Prometheus that scrapes the real service (tests/e2e/test_dashboards.py), so that no panel
-stays empty for want of a metric.
+stays empty because a metric is missing.
 """
 
 from __future__ import annotations

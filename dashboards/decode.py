@@ -1,4 +1,4 @@
-"""Decode: pace, batches, answers; sessions, what is remembered, and the pages of both."""
+"""Decode: pace, batches, answers; sessions, the prefix cache, and the pages of both."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PACE = Row(
     (
         Panel(
             "Between two tokens",
-            "As the door sees them leave a worker. A high 99%: reading appended text or first tokens stand "
-            "in between.",
+            "As the door sees them leave a worker. A high 99%: prefill of appended text or first tokens "
+            "come in between.",
             "s",
             [Query(quantile(q, "inter_token_latency_seconds"), f"{q:.0%}") for q in (0.5, 0.95, 0.99)],
         ),
@@ -96,15 +96,15 @@ SESSIONS = Row(
     (
         Panel(
             "Sessions held",
-            "By decode worker. Each keeps a document's K/V until its lease ends.",
+            "By decode worker. Each keeps a document's KV cache until its lease ends.",
             "short",
             [Query(by_worker("sessions", DECODERS), "{{worker}}")],
             stacked=True,
         ),
         Panel(
-            "K/V pages in use",
-            "By decode worker: documents that are read, answered, or held by sessions. What is only "
-            "remembered is free.",
+            "KV cache pages in use",
+            "By decode worker: pages of requests and sessions. Pages that only the prefix cache has count as "
+            "free.",
             "percentunit",
             [Query(by_worker("kv_cache_usage_ratio", DECODERS), "{{worker}}")],
             levels=((0.8, "orange"), (0.95, "red")),
@@ -118,9 +118,8 @@ SESSIONS = Row(
             levels=((0.0, "red"), (2048.0, "orange"), (8192.0, "green")),
         ),
         Panel(
-            "Prompt tokens that were held",
-            "Share of all prompt tokens that nobody had to read, since a session held them or they were "
-            "remembered.",
+            "Prompt tokens from cache",
+            "Share of all prompt tokens that needed no prefill: held by a session, or prefix hits.",
             "percentunit",
             [
                 Query(
@@ -132,8 +131,8 @@ SESSIONS = Row(
             stacked=True,
         ),
         Panel(
-            "Remembered in pages",
-            "By decode worker: what other prompts can find. What nobody holds is given up for new documents.",
+            "Prefix cache",
+            "By decode worker: bytes that other prompts can hit. New documents evict what no request holds.",
             "bytes",
             [
                 Query(
@@ -143,9 +142,9 @@ SESSIONS = Row(
             ],
         ),
         Panel(
-            "Remembered pages given up",
-            "By decode worker, since its start: for others' documents, the least recently used first. Those "
-            "to be retained (`retain_s`) go only where nothing else is left.",
+            "Pages evicted",
+            "By decode worker, since its start, the least recently used first. Retained pages "
+            "(`retain_s`) are evicted only when nothing else is left.",
             "short",
             [
                 Query(by_worker("kv_pages_evicted", DECODERS), "{{worker}}"),
@@ -153,9 +152,9 @@ SESSIONS = Row(
             ],
         ),
         Panel(
-            "Age of remembered pages when they are given up",
-            "By decode worker: mean time since their last use. Where people come back later than that, there "
-            "is too little room to remember.",
+            "Age of evicted pages",
+            "By decode worker: mean time since their last use. Where clients come back later than that, "
+            "the prefix cache is too small.",
             "s",
             [
                 Query(
@@ -166,15 +165,15 @@ SESSIONS = Row(
             ],
         ),
         Panel(
-            "Reading what is appended",
-            "Mean seconds of a first token that a decode worker read a question or the rest of a prompt.",
+            "Prefill of appended text",
+            "Mean seconds of a first token: prefill of a question or a prompt's rest by a decode worker.",
             "s",
             [Query(f"{rate('ttft_part_seconds_total', where=_APPEND)} / {rate(_TTFT)}", "read")],
         ),
         Panel(
-            "How fast the rest of a known prompt is read",
-            "Tokens a second, lately: by decode workers, and K/V that comes back to stages that read a long "
-            "rest. Doors choose by both.",
+            "Prefill speed after a prefix hit",
+            "Recent tokens a second: prefill by decode workers, and KV cache that returns to stages that "
+            "prefill a long rest. Doors choose by both.",
             "short",
             [
                 Query(by_worker("append_tokens_per_second", DECODERS), "{{worker}} reads"),
@@ -182,15 +181,15 @@ SESSIONS = Row(
             ],
         ),
         Panel(
-            "Prompt tokens computed again",
-            "Mean of an answer: in blocks that the question looks at, of what was read with a sparse method. "
-            "0: nobody asks for it (`decode.recompute_blocks`).",
+            "Prompt tokens recomputed",
+            "Mean of an answer: tokens of a sparsely prefilled prompt, in blocks that the question "
+            "attends to. 0: no request asks for it (`decode.recompute_blocks`).",
             "short",
             [Query(ratio("recomputed_tokens_total", "request_generation_tokens_count"), "computed again")],
         ),
         Panel(
             "Requests in decode workers",
-            "Computed now, and waiting for pages, K/V or a place.",
+            "Running, and waiting for pages, KV cache or a place in the batch.",
             "short",
             [
                 Query(f"sum({by_worker('num_requests_running', DECODERS)})", "running"),
@@ -221,14 +220,14 @@ TIERS = Row(
     "Host memory and disk",
     (
         Panel(
-            "Remembered below the GPU",
-            "By decode worker and tier (`decode.host_cache_gib`, `decode.store`). What is found is under "
-            "*Prompt tokens that were held*.",
+            "KV cache in host memory and on disk",
+            "By decode worker and tier (`decode.host_cache_gib`, `decode.store`). Its hits are in "
+            "*Prompt tokens from cache*.",
             "bytes",
             [Query(f"{_tier('pages')} * {_tier('page_bytes')}", _LEGEND)],
         ),
         Panel(
-            "Room below the GPU that is used",
+            "Host memory and disk in use",
             "Share of a tier's pages. One that is full and from which nothing comes back does nothing.",
             "percentunit",
             [Query(f"{_tier('pages')} / {_tier('room_pages')}", _LEGEND)],
@@ -247,8 +246,8 @@ TIERS = Row(
             ],
         ),
         Panel(
-            "Pages given up below the GPU",
-            "Since the worker's start, for others that were used later. Those to be retained go only where "
+            "Pages evicted from host memory and disk",
+            "Since the worker's start, the least recently used first. Retained pages are evicted only when "
             "nothing else is left.",
             "short",
             [
@@ -257,15 +256,15 @@ TIERS = Row(
             ],
         ),
         Panel(
-            "Pages missed below the GPU",
+            "Pages missed in host memory and on disk",
             "Since the worker's start: gone before they were copied to host memory, or not saved or not "
             "readable on disk.",
             "short",
             [Query(_tier("missed_pages"), _LEGEND)],
         ),
         Panel(
-            "Age when given up below the GPU",
-            "Mean time since the last use. Where people come back later than that, the tier is too small.",
+            "Age when evicted from host memory and disk",
+            "Mean time since the last use. Where clients come back later than that, the tier is too small.",
             "s",
             [
                 Query(
@@ -279,6 +278,6 @@ TIERS = Row(
 DASHBOARD = Dashboard(
     "decode",
     "Decode and sessions",
-    "Pace, batches and answers; sessions, what is remembered, and the pages of both.",
+    "Pace, batches and answers; sessions, the prefix cache, and the pages of both.",
     (PACE, ANSWERS, SESSIONS, TIERS),
 )

@@ -10,7 +10,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAG = "deltafront"
 _WIDTH = 24
 _BARS = 200
-"""At most so many of a gauge; Grafana's own limit is 25."""
+"""The most bars of a bar gauge; Grafana's default is 25."""
 _VARIABLES = (
     ("namespace", "Namespace", "label_values(deltafront_requests_total, namespace)"),
     ("model", "Model", 'label_values(deltafront_requests_total{namespace=~"$namespace"}, model_name)'),
@@ -19,12 +19,17 @@ _VARIABLES = (
 Json = dict[str, Any]
 Kind = Literal["timeseries", "stat", "bargauge", "heatmap", "table"]
 Level = tuple[float, str]
-"""From this value on, this colour."""
+"""A threshold and the colour from it on."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """legend: of each series, or, in a table, the column's title. unit, levels: of that column."""
+    """One PromQL query of a panel.
+
+    Attributes:
+        legend: Legend of each series; in a table, the column's title.
+        unit, levels: Of that column.
+    """
 
     expr: str
     legend: str = ""
@@ -34,10 +39,18 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """help: what it means and what to do about it. unit: one of Grafana's unit ids. levels: thresholds, above
-    a green ground. columns: of 24. tall: twice as high. key: a label of all queries, a table's first column
-    or what a bar gauge's bars are called; it sorts them. cumulative: of a heat map whose series are buckets
-    of a histogram. signed: values may be below 0."""
+    """One panel.
+
+    Attributes:
+        help: What the panel shows and what to do about it.
+        unit: A unit id of Grafana.
+        levels: Thresholds; below the first the colour is green.
+        columns: Width, of 24.
+        tall: Double the height.
+        key: The label that names and sorts a table's rows or a bar gauge's bars.
+        cumulative: A heat map's series are a histogram's cumulative buckets.
+        signed: Values may be negative.
+    """
 
     title: str
     help: str
@@ -54,7 +67,7 @@ class Panel:
 
     @property
     def instant(self) -> bool:
-        """Whether it shows one moment."""
+        """Say whether the panel shows one moment instead of a range."""
         return self.kind in ("stat", "bargauge", "table")
 
     @property
@@ -70,8 +83,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """name: of its file, and, after `deltafront-`, its id. variables: beside namespace and model, as (name,
-    title, query)."""
+    """One dashboard, and one JSON file.
+
+    Attributes:
+        name: Name of the file; with `deltafront-` before it, the dashboard's uid.
+        variables: Variables besides namespace and model, as (name, title, query).
+    """
 
     name: str
     title: str
@@ -100,7 +117,7 @@ class Dashboard:
         }
 
     def _placed(self) -> Iterator[Json]:
-        """Rows below each other; a panel that does not fit beside the one before starts a new line."""
+        """Place the panels row by row; one that does not fit in the line starts a new one."""
         y = number = 0
         for row in self.rows:
             number += 1

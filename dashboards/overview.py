@@ -1,4 +1,4 @@
-"""Is it well? Objectives, traffic, errors, saturation."""
+"""Overview: objectives, traffic, errors, saturation."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ TRAFFIC = Row(
         ),
         Panel(
             "Tokens",
-            "In: of prompts; held: of these, what a session held or was remembered; out: generated.",
+            "In: of prompts; held: of these, from a session or the prefix cache; out: generated.",
             "short",
             [
                 Query(rate("request_prompt_tokens_sum"), "in, a second"),
@@ -175,7 +175,7 @@ ERRORS = Row(
         Panel(
             "Attempts repeated, hand-offs failed",
             "In an hour. A worker died or failed under a request, which was tried again elsewhere: look at "
-            "pods that restart. A hand-off fails when K/V does not reach its decode worker.",
+            "pods that restart. A hand-off fails when KV cache does not reach its decode worker.",
             "short",
             [
                 Query(increase("replays_total", window="1h"), "attempts repeated"),
@@ -195,7 +195,7 @@ SATURATION = Row(
     "Saturation",
     (
         Panel(
-            "K/V pages in use",
+            "KV cache pages in use",
             "By worker. A full decode worker takes no new documents: shorter leases, or more workers.",
             "percentunit",
             [Query(by_worker("kv_cache_usage_ratio"), "{{worker}}")],
@@ -203,7 +203,7 @@ SATURATION = Row(
         ),
         Panel(
             "Time that the queue takes",
-            "Tokens that a prefill group has yet to read, over how fast it reads them lately. Long: more "
+            "Tokens that wait for prefill in a group, over its recent tokens a second. Long: more "
             "groups, more stages, or a sparser method.",
             "s",
             [
@@ -216,7 +216,7 @@ SATURATION = Row(
         ),
         Panel(
             "Requests in the workers",
-            "Computed now, and waiting there.",
+            "Running, and waiting there.",
             "short",
             [
                 Query(f"sum({by_worker('num_requests_running')})", "running"),

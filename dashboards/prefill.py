@@ -29,15 +29,15 @@ GROUP = Row(
         ),
         Panel(
             "Queue in tokens",
-            "Admitted to a group and not yet read. Autoscaling adds groups by this over the rate beside. The "
-            "lines are one and four documents of 512K; how long that takes is on the overview.",
+            "Admitted to a group and not yet prefilled. Autoscaling adds groups by this over the rate. "
+            "The lines are one and four documents of 512K; how long that takes is on the overview.",
             "short",
             [Query(by_worker("queue_tokens", GROUPS), "{{worker}}")],
             levels=((524_288.0, "orange"), (2_097_152.0, "red")),
         ),
         Panel(
             "Prompts in the groups",
-            "Being read, and waiting for pages or for their turn.",
+            "In prefill, and waiting for pages or for their turn.",
             "short",
             [
                 Query(f"sum({by_worker('num_requests_running', GROUPS)})", "read"),
@@ -117,7 +117,7 @@ STAGES = Row(
         ),
         Panel(
             "Between a prompt's chunks",
-            "Mean seconds of a first token that its prompt's last stage waited, ran somebody else's chunks, "
+            "Mean seconds of a first token that its prompt's last stage waited, ran other requests' chunks, "
             "or that no stage accounts for.",
             "s",
             [
@@ -144,14 +144,14 @@ HANDOFF = Row(
     "Hand-off",
     (
         Panel(
-            "K/V handed over",
+            "KV cache handed over",
             "Bytes a second, from stages to decode workers.",
             "Bps",
             [Query(rate("handoff_bytes_total"), "bytes a second")],
         ),
         Panel(
-            "Pulling one prompt's K/V",
-            "On its decode worker, from the first announcement taken to the last, while prefill goes on.",
+            "Pulling one prompt's KV cache",
+            "On its decode worker, from the first announcement taken to the last, while prefill continues.",
             "s",
             [Query(quantile(q, "handoff_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
         ),
@@ -162,8 +162,8 @@ HANDOFF = Row(
             [Query(f"{rate('handoff_bytes_total')} / {rate('handoff_seconds_sum')}", "bytes a second")],
         ),
         Panel(
-            "Not hidden behind prefill",
-            "Mean seconds of a first token that was waited for K/V after prefill's end. Near 0 unless the "
+            "Not hidden by prefill",
+            "Mean seconds that a first token waited for KV cache after prefill's end. Near 0 unless the "
             "link is slower than prefill.",
             "s",
             [Query(f"{rate('ttft_part_seconds_total', where=_EXPOSED)} / {rate(_TTFT)}", "exposed")],
@@ -171,7 +171,7 @@ HANDOFF = Row(
         ),
         Panel(
             "What stages spend on it",
-            "Seconds a second: writing K/V into pages, gathering it from them, and announcing it.",
+            "Seconds a second: writing KV cache into pages, gathering it from them, and announcing it.",
             "short",
             [Query(rate(_SECONDS, "phase", _HANDOFF), "{{phase}}")],
             stacked=True,
@@ -189,6 +189,6 @@ HANDOFF = Row(
 DASHBOARD = Dashboard(
     "prefill",
     "Prefill pipeline",
-    "Groups and their queues, stages and bubbles, and the hand-off of K/V to decode.",
+    "Groups and their queues, stages and bubbles, and the KV hand-off to decode.",
     (GROUP, STAGES, HANDOFF),
 )

@@ -6,23 +6,23 @@ PREFIX = "deltafront_"
 SELECTOR = 'namespace=~"$namespace",model_name=~"$model"'
 NAMESPACE = 'namespace=~"$namespace"'
 NOW = "$__rate_interval"
-"""Of a panel that shows how something went: as short as the scrapes allow."""
+"""Window of a panel over time: as short as the scrape interval allows."""
 RANGE = "$__range"
-"""Of a panel that shows one number: all that is on the screen."""
+"""Window of a panel with one number: the dashboard's whole time range."""
 
 
 def series(name: str, where: str = "") -> str:
-    """where: further matchers, as `part="queue"`."""
+    """Select a series. where: further matchers, such as `part="queue"`."""
     return f"{PREFIX}{name}{{{SELECTOR}{',' * bool(where)}{where}}}"
 
 
 def recorded(name: str) -> str:
-    """One of the recording rules of deploy/kubernetes/monitoring/rules.yaml."""
+    """Select a recording rule of deploy/kubernetes/monitoring/rules.yaml."""
     return f"deltafront:{name}{{{SELECTOR}}}"
 
 
 def of_serve(name: str) -> str:
-    """A series of Ray Serve's own, which knows no model."""
+    """Select a series of Ray Serve, which has no label of the model."""
     return f"ray_serve_{name}{{{NAMESPACE}}}"
 
 
@@ -32,7 +32,7 @@ def _over(function: str, name: str, by: str, where: str, window: str) -> str:
 
 
 def rate(name: str, by: str = "", where: str = "", window: str = NOW) -> str:
-    """A second, of all doors."""
+    """Sum the rate per second over all doors."""
     return _over("rate", name, by, where, window)
 
 
@@ -41,24 +41,23 @@ def increase(name: str, by: str = "", where: str = "", window: str = NOW) -> str
 
 
 def ratio(above: str, below: str, by: str = "", where: str = "", window: str = NOW) -> str:
-    """Of two counters."""
+    """Divide the rates of two counters."""
     return f"{rate(above, by, where, window)} / {rate(below, by, where, window)}"
 
 
 def mean(name: str, by: str = "", where: str = "", window: str = NOW) -> str:
-    """Of what a histogram observed."""
+    """Compute a histogram's mean."""
     return ratio(f"{name}_sum", f"{name}_count", by, where, window)
 
 
 def quantile(q: float, name: str, by: str = "", where: str = "", window: str = NOW) -> str:
-    """Of a histogram."""
+    """Compute a histogram's quantile."""
     labels = ", ".join(filter(None, ("le", by)))
     return f"histogram_quantile({q}, {rate(name + '_bucket', labels, where, window)})"
 
 
 def in_order(expr: str, label: str, digits: int = 3) -> str:
-    """With the numbers that a label's values begin with filled up to so many digits: whoever sorts by the
-    label sorts by number."""
+    """Pad the number that a label's values begin with to `digits` digits, so that they sort by number."""
     for missing in range(1, digits):
         number = f"([0-9]{{{digits - missing}}}[^0-9]*)"
         expr = f'label_replace({expr}, "{label}", "{"0" * missing}$1", "{label}", "{number}")'
@@ -66,7 +65,7 @@ def in_order(expr: str, label: str, digits: int = 3) -> str:
 
 
 def by_worker(gauge: str, where: str = "", also: str = "") -> str:
-    """One value for each worker, and each value of the label `also`, however many doors tell of it."""
+    """Return one value per worker and value of the label `also`, though several doors report it."""
     labels = ", ".join(filter(None, ("worker", also)))
     return f"max by ({labels}) ({series(gauge, where)})"
 

@@ -101,16 +101,16 @@ PARTS = Row(
         Panel(
             "Prefill",
             "Along the critical path. `activation_wait`: the last stage waits for the one before; "
-            "`other_requests`: somebody else's chunks in between.",
+            "`other_requests`: chunks of other requests in between.",
             "s",
             [Query(_parts('part=~"queue|prefill.+"'), "{{part}}")],
             stacked=True,
         ),
         Panel(
             "Decode",
-            "`handoff_exposed`: K/V that was not there when prefill ended, or comes from host memory. "
-            "`decode_wait`: no place in the batch. `append_prefill`: reading a question on a session. "
-            "`recompute`: reading again what the question looks at, with dense attention.",
+            "`handoff_exposed`: KV cache that came after prefill's end, or from host memory. "
+            "`decode_wait`: no place in the batch. `append_prefill`: prefill of a question on a session. "
+            "`recompute`: dense prefill of the blocks that the question attends to.",
             "s",
             [Query(_parts(_DECODE), "{{part}}")],
             stacked=True,
@@ -171,8 +171,8 @@ WAITS = Row(
             [Query(quantile(q, "request_prefill_time_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
         ),
         Panel(
-            "Pulling the K/V",
-            "Of one prompt, on its decode worker; most of it while prefill still runs.",
+            "Pulling the KV cache",
+            "Of one prompt, on its decode worker; most of it during prefill.",
             "s",
             [Query(quantile(q, "handoff_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
         ),

@@ -56,7 +56,7 @@ LATELY = Row(
     (
         Panel(
             "Workers that answer",
-            "Steps down are deaths or scaling; who is gone for a moment only was replaced.",
+            "Steps down are deaths or scaling; a short dip is a worker that was replaced.",
             "short",
             [
                 Query(f"sum({by_worker('worker_up', GROUPS)})", "prefill groups"),
@@ -86,7 +86,7 @@ LATELY = Row(
             [Query(by_worker("kernel_compilations", also="phase"), "{{worker}} {{phase}}")],
         ),
         Panel(
-            "K/V pages in use",
+            "KV cache pages in use",
             "By worker, groups and decode workers.",
             "percentunit",
             [Query(by_worker("kv_cache_usage_ratio"), "{{worker}}")],
@@ -101,7 +101,7 @@ LATELY = Row(
         ),
         Panel(
             "Waiting",
-            "Requests that wait in a worker: for pages, K/V, or their turn.",
+            "Requests that wait in a worker: for pages, KV cache, or their turn.",
             "short",
             [Query(by_worker("num_requests_waiting"), "{{worker}}")],
             stacked=True,

@@ -164,7 +164,7 @@ LIMITED = {
         "First tokens within 30 s", "Requests without an error of the service", "Prefill groups that serve",
         "Decode workers that serve", "Budget burnt by slow first tokens", "Budget burnt by errors",
         "Time to first token", "Share that fails or is refused", "Attempts repeated, hand-offs failed",
-        "K/V pages in use", "Time that the queue takes",
+        "KV cache pages in use", "Time that the queue takes",
     },
     "ttft": {
         "Quantiles and mean", "Share within", "Time to first token, 95%", "Waiting for a prefill group",
@@ -175,10 +175,10 @@ LIMITED = {
     },
     "prefill": {
         "Queue in tokens", "Waiting for a group", "Tokens read again", "Bubbles", "Unevenness",
-        "Launch-bound", "Not hidden behind prefill", "Hand-offs that failed",
+        "Launch-bound", "Not hidden by prefill", "Hand-offs that failed",
     },
-    "decode": {"Waiting for a place in the batch", "K/V pages in use", "Pages free"},
-    "workers": {"Workers that answer", "Draining", "Doors", "K/V pages in use", "Replicas healthy"},
+    "decode": {"Waiting for a place in the batch", "KV cache pages in use", "Pages free"},
+    "workers": {"Workers that answer", "Draining", "Doors", "KV cache pages in use", "Replicas healthy"},
 }  # fmt: skip
 """Panels whose values are good or bad whatever the model and the machine."""
 
