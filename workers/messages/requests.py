@@ -46,7 +46,7 @@ class RequestOptions:
 
     Attributes:
         page_selection: The pages that each step of the answer attends to.
-        recompute_blocks: Blocks of the prompt that are computed again, densely, before the first token.
+        recompute_blocks: Blocks of the prompt to recompute densely before the first token.
         keep_ttl_s: Seconds for which a session of the prompt is kept.
         deadline: Seconds since the epoch.
         trace: The W3C `traceparent` above the request; empty: not recorded.
@@ -63,7 +63,7 @@ class RequestOptions:
 class Reservation:
     """Asks a decode worker for the pages of a request.
 
-    It builds on held tokens, whose pages are shared: a session's, or a remembered prefix's.
+    It builds on held tokens, whose pages are shared: a session's, or a cached prefix's.
 
     Attributes:
         owner: A digest of who may use the session; empty without authentication.
@@ -71,8 +71,8 @@ class Reservation:
             appended text counts.
         max_tokens: Tokens of the answer still to come; 0: prefill only.
         session_id: The session that it builds on.
-        prefix_tokens: Tokens of the remembered prefix that it builds on, in whole pages.
-        reads_rest: Whether the worker itself reads the tokens behind the prefix; otherwise a prefill group
+        prefix_tokens: Tokens of the cached prefix that it starts with, in whole pages.
+        reads_rest: Whether the worker itself prefills the tokens after the prefix; otherwise a prefill group
             does.
         key: Finds the prefix, and makes the request's KV findable; None: neither.
         keep_tokens: As in the GenerateJob.
@@ -105,8 +105,8 @@ class Reservation:
 
 
 def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
-    """Count the pages that a request needs to compute `blocks` blocks of `tokens` tokens again. Others may
-    share the old pages.
+    """Count the pages for recomputing `blocks` blocks of `tokens` tokens. Other requests may share the old
+    pages.
 
     Without appended text, the prompt's last tokens need new pages, too.
     """
@@ -125,7 +125,7 @@ class RefusalReason(StrEnum):
     NO_SESSION = "no_session"
     """The session is unknown, expired, or another owner's."""
     NO_PREFIX = "no_prefix"
-    """The prompt's beginning is not remembered any more."""
+    """The prompt's prefix is no longer cached."""
     POSITIONS = "positions"
     """The request needs more positions than the model has."""
     SELECTION = "selection"
@@ -169,7 +169,7 @@ class Reserved:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillJob:
-    """Asks a prefill group to read a prompt.
+    """Asks a prefill group to prefill a prompt.
 
     Attributes:
         token_ids: Little-endian uint32.
@@ -203,7 +203,7 @@ class GenerateJob:
         extend_ids: Packed ids of the tokens that the worker prefills itself: text after a session or prefix,
             and tokens of the answer that were streamed before.
         keep_tokens: Number of first prompt tokens that become a session when the first token is out.
-        prompt_ids: Ids of the tokens before the appended ones; empty unless blocks may be computed again, now
+        prompt_ids: Ids of the tokens before the appended ones; empty unless blocks may be recomputed, now
             or for the session.
         answered_tokens: Number of last `extend_ids` that belong to the answer.
     """
