@@ -1,6 +1,6 @@
-"""The backends' and the correction's cases, beside torch's own attention.
+"""Cases of the attention backends and the correction, beside torch's attention.
 
-Work is counted as the products really made: two matrix products of 2·128·128·D operations per tile.
+Operations counted are those computed: two GEMMs of 2·128·128·D operations per tile.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def cases(config: BenchConfig) -> list[Case]:
 
 
 def _narrowed(x: PagedInput) -> PagedInput:
-    """Over K/V in 8 bits."""
+    """Over an int8 KV cache."""
     (k_PSGD, k_PSG), (v_PSGD, v_PSG) = quantise(x.k_PSGD), quantise(x.v_PSGD)
     return replace(x, k_PSGD=k_PSGD, v_PSGD=v_PSGD, scales=Scales(k_PSG, v_PSG))
 
@@ -187,7 +187,7 @@ def _in_8_bits(config: BenchConfig, what: str | int) -> Timed:
 
 
 def _check_8_bits(config: BenchConfig) -> None:
-    """Like `_check`, over K/V in 8 bits."""
+    """Like `_check`, over an int8 KV cache."""
     x = _narrowed(_input(config, [8192, 8191, 4097, 1]))
     exact = replace(x, q_RHD=x.q_RHD.float())
     how: dict[str, Any] = {"scale": x.scale, "scales": x.scales}

@@ -24,8 +24,9 @@ _SHOWN = (
 
 
 def times(engine_of_8b: Result) -> dict[str, Row]:
-    """Return the rows of time that the table shows, by case. K/V has 16 bits. `mapped …` has one copy of
-    weights and K/V, others two; `long …` is the longest prompt, on as many GPUs as were measured."""
+    """Return the rows of time that the table shows, by case. The KV cache has 16 bits. `mapped …` has one
+    copy of weights and KV cache, others two; `long …` is the longest prompt, on as many GPUs as were
+    measured."""
     ours = [row for row in engine_of_8b["rows"] if "kv_dtype" not in row and "shape" not in row]
     alone = [row for row in ours if (row["tokens"], row["gpus"]) == (TOKENS, 1)]
     longest = [row for row in ours if row["tokens"] == LONGEST]

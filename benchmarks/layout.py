@@ -69,7 +69,7 @@ class Fit:
 def fit(
     layout: Layout, name: str, model: ModelConfig, tokens: int, quantisation: Quantisation | None = None
 ) -> Fit:
-    """With weights and K/V of bfloat16. Raises ModelError for more stages than the model has layers, and
+    """With weights and KV cache in bfloat16. Raises ModelError for more stages than the model has layers, and
     ValueError for GPUs without memory."""
 
     def sized(contexts: int, gpu_gib: float, stages: int | None, reserve_gib: float = RESERVE_GIB) -> Sizing:

@@ -150,7 +150,7 @@ def rows() -> list[list[str]]:
 
 
 def row(overlay: Overlay) -> list[str]:
-    """The overlay as it is. GiB: weights and K/V of the fullest stage, of a decode worker's rank."""
+    """The overlay as it is. GiB: weights and KV cache of the fullest stage, of a decode worker's rank."""
     prefill, decode, model = overlay.config.prefill, overlay.config.decode, overlay.config.model
     how = model.dtype, model.quantisation, decode.kv_dtype
     stages, workers = str(prefill.groups * prefill.stages), str(decode.workers)

@@ -84,7 +84,7 @@ class Reader:
         more tokens than the model has positions.
 
         after: a multiple of BLOCK; the first `after` tokens were read before, with the same method, and what
-        comes back is of those behind them alone.
+        comes back is of those after them alone.
         """
         config, named = self.stack.config, parse_method(method)
         if len(ids) > config.positions:

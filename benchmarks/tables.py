@@ -93,7 +93,7 @@ _EARLIER = ("313a2b3", "3c7fe4a", "7c54588")
 
 
 def engine(result: Result) -> str:
-    """First tokens and further tokens; K/V has 16 bits unless the row says otherwise."""
+    """First tokens and further tokens; the KV cache has 16 bits unless the row says otherwise."""
     header = ("case", "tokens", "prefill GPUs", "density", "value", "decode on", "commit")
     rows = [
         [
@@ -184,7 +184,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
 
 
 def render(document: str) -> str:
-    """The document with every marked table replaced. Raises KeyError for a table nobody makes."""
+    """The document with every marked table replaced. Raises KeyError for an unknown table."""
 
     def fill(match: re.Match[str]) -> str:
         make, sources = TABLES[match[1]]

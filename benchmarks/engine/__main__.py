@@ -4,21 +4,21 @@
 
 Random weights attend evenly, so `dpxa` gets its density as a share of each row's tiles; the selector scores
 and ranks as ever. Every start is a row (`ready_cold` where the kernel cache was empty, else `ready_warm`).
-`--decode-gpu last` decodes on a stage's GPU, `mapped` there with one copy of weights and K/V, `own` on one
-more, `none` on the host's processors (for first tokens alone). gpus in the rows counts those of prefill.
+`--decode-gpu last` decodes on a stage's GPU, `mapped` there with one copy of weights and KV cache, `own` on
+one more, `none` on the host's processors (for first tokens alone). gpus in the rows counts those of prefill.
 
 Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
-(the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
+(the linear layers' GEMMs alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
 --prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one),
 questions (first token of a question to a session of --decode-tokens, with --recompute blocks computed again),
 asked (the same of a prompt of --tokens that ends in its question), cached (first
-token of prompts that are remembered, in a service of its own: another question, the last quarter new, and a
+token of cached prompts, in a separate service: another question, the last quarter new, and a
 conversation of 43 turns that grows to --turn-tokens), tiers (prompts that come back from --host-gib of host
 memory and from a directory, a decode worker having room for one; `tiers.py`).
 --files 16 fp8: everything is asked of a service of each kind of files, 16 bits and compressed-tensors' FP8;
 cases of the latter end with _files. With --quantisation fp8 both are held alike.
---kv-dtypes 16 int8: everything is asked of one service with each kind of K/V, in this order; rows of int8 say
-so (`kv_dtype`).
+--kv-dtypes 16 int8: every case runs on one service with each dtype of the KV cache, in this order; rows of
+int8 say so (`kv_dtype`).
 Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
 fill one file. On a CPU:
 
@@ -265,7 +265,7 @@ class Run:
             self.keep({**one, "tokens": tokens}, setup)
 
     def cached(self, setup: Setup) -> None:
-        """In a service that remembers prompts, as others of the benchmark do not."""
+        """In a service with a prefix cache, which the benchmark's other services lack."""
         given, gpus = self.given, setup.gpus
 
         def made(tokens: int, seed: int) -> list[int]:
@@ -280,7 +280,7 @@ class Run:
             self.keep(cached.turns(client, made, given.turn_tokens, options, gpus), setup)
 
     def tiers(self, stages: int, kv_dtype: KVDtype | None, files: str) -> None:
-        """In services of their own, which share a directory."""
+        """In separate services that share a directory."""
         given, tokens = self.given, self.given.tokens[0]
 
         def made(tokens: int, seed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""First tokens of prompts whose beginning a decode worker remembers. Each row checks that it was."""
+"""Time to first token of prompts with a prefix hit. Each row checks that there was one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TURNS, GROWTH = 43, 444
 def question_again(
     client: DeltafrontClient, made: Made, tokens: int, repeats: int, options: Mapping[str, float], gpus: int
 ) -> Row:
-    """`ttft_cached_gpu`: a prompt that was read before, with another question behind it."""
+    """`ttft_cached_gpu`: a cached prompt, followed by another question."""
     document = made(tokens, 1)
     measure.first_token(client, document, "dpxa", options)
     results = [
@@ -32,7 +32,8 @@ def question_again(
 def long_rest(
     client: DeltafrontClient, made: Made, tokens: int, repeats: int, options: Mapping[str, float], gpus: int
 ) -> Row:
-    """`ttft_long_rest`: three quarters of a prompt were read before. Its parts say who read the rest."""
+    """`ttft_long_rest`: three quarters of a prompt are cached. The parts say which worker prefilled the
+    rest."""
     results = []
     for n in range(repeats):
         prompt, known = made(tokens, 200 + n), tokens * 3 // 4

@@ -39,7 +39,7 @@ def random_ids(tokens: int, vocabulary: int, seed: int) -> list[int]:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Again, while the service is still busy with what was asked before."""
+    """Retry while the service is busy with earlier requests."""
     for _ in range(_TRIES):
         try:
             return call()
@@ -94,7 +94,7 @@ def ttft_row(case: str, results: Sequence[GenerateFinished], gpus: int) -> Row:
 def at_once(
     client: DeltafrontClient, prompts: Sequence[Sequence[int]], method: str, options: Mapping[str, float]
 ) -> list[GenerateFinished]:
-    """Several prompts together, as several groups read them."""
+    """Time several prompts sent together, one for each group."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         jobs = [pool.submit(first_token, client, ids, method, options) for ids in prompts]
         return [job.result() for job in jobs]
@@ -111,7 +111,7 @@ def prompts_per_s(
 
 @contextmanager
 def sessions(client: DeltafrontClient, prompts: Sequence[Sequence[int]], method: str) -> Iterator[list[str]]:
-    """Each prompt read into a session of its own, so that no two share pages."""
+    """Prefill each prompt into a separate session, so that no two share pages."""
 
     def read(ids: Sequence[int]) -> str:
         events = client.prefill(ids, method=method, session_ttl_s=_TTL_S)
@@ -128,8 +128,8 @@ def sessions(client: DeltafrontClient, prompts: Sequence[Sequence[int]], method:
 
 
 def token_ms(client: DeltafrontClient, asked: Sequence[str], selection: str, tokens: int) -> float:
-    """Milliseconds a token while all of the sessions are being answered at once. Asks again for longer
-    answers, twice, if they never are."""
+    """Return milliseconds per token while all sessions are decoded together. If they never overlap, ask twice
+    more for longer answers."""
     for longer in (1, 2, 4):
         arrivals = answers(client, asked, selection, longer * tokens)
         if spans := spans_together(arrivals):

@@ -1,4 +1,4 @@
-"""The linear products of a prompt alone: what projections would take if nothing were between them."""
+"""Times the linear layers' GEMMs of a prompt alone, with nothing between them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 def products_s(
     shape: ModelConfig, tokens: int, chunk: int, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> float:
-    """Median seconds of all layers' products for a prompt cut into chunks, with nothing between them; of the
-    last layer only the first product, but for the prompt's last block, as a stage has it.
+    """Return the median seconds of all layers' GEMMs for a prompt in chunks. The last layer has only its
+    first GEMM, except for the prompt's last block, as in a stage.
 
     One layer's weights serve all: they are several times what L2 holds. Random numbers, since a GPU
     multiplies zeros faster.
@@ -35,7 +35,7 @@ def products_s(
 
 
 def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:
-    """Rows, output and input width of each, in the order in which a stage has them."""
+    """Yield rows, output and input width of each GEMM, in a stage's order."""
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start)
         for layer in range(1, shape.layers + 1):
@@ -47,8 +47,8 @@ def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int,
 
 
 def matrices(shape: ModelConfig) -> list[tuple[int, int]]:
-    """Output and input widths of a layer's products: query, key and value; output; gate and up; down. A
-    token's experts count as one MLP of their widths together."""
+    """Return output and input widths of a layer's GEMMs: QKV; output; gate and up; down. A token's experts
+    count as one MLP of their total width."""
     inner, mixture = shape.intermediate, shape.mixture
     if mixture is not None:
         inner = inner * mixture.per_token + mixture.shared_width

@@ -3,11 +3,11 @@
     GLOO_SOCKET_IFNAME=lo python -m deltafront.benchmarks.engine.ranks_on_one_gpu --text FILE … --result FILE
 
 Ranks are threads that share one device and are linked by gloo, so that any number of them fits one GPU. What
-links ranks on GPUs of their own (NCCL, the one-shot sums) is compared by tests/kernels/layers.
+links ranks on separate GPUs (NCCL, the one-shot all-reduce) is compared by tests/kernels/layers.
 
 rows: a model of --shape, cut to --layers layers, with random weights. Prompts are appended and decoded by 1
 rank and by each of --ranks, which are given the same tokens. Prints the largest relative error of a row of
-K/V in the last layer, whose rows have every sum before them in them, and of the logits.
+the last layer's KV cache, which depends on every all-reduce before it, and of the logits.
 answers: the embedded model with the 128K adapter has three key/value heads, so 1 and 3 ranks. Each document
 is read once, and its needles are asked for with all pages and with selected ones. Prints how many tokens of
 the answers are equal, and how many answers are right. The adapter was trained on this form of questions.
@@ -93,7 +93,7 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def rows_of(spec: ModelSpec, ranks: int, ids: Sequence[int], chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Append all but the last tokens, and decode over those with the given tokens. Returns the last layer's
-    K and V of every token, a row each, and the logits behind the prompt."""
+    K and V of every token, a row each, and the logits after the prompt."""
     steps = 16
     config = decode_config(ranks, len(ids))
     with linked(spec, config) as lead:

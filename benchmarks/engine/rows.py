@@ -2,7 +2,7 @@
 
 A row is `case, tokens, gpus, density, value, unit`. gpus counts those of prefill; `parts` is where a time to
 first token went; `decode_gpu` says which GPU decoded, if any, and `alone` that no service did; `ranks` how
-many decoded together, if several; `kv_dtype` what K/V was kept in, if not 16 bits; `chunk` how many tokens
+many decoded together, if several; `kv_dtype` the KV cache's dtype, if not 16 bits; `chunk` how many tokens
 the longest chunk could have (older rows do not say: 8,192 of one GPU's); `commit` stands where a row is of
 another one than the file. What follows from other rows (`derived`) is made anew whenever the file is written.
 """
@@ -38,7 +38,7 @@ def throughput_row(method: str, rate: float, tokens: int, gpus: int, groups: int
 
 
 def key(one: Row) -> Key:
-    """Rows that measure the same have equal keys. The last part tells how K/V is held."""
+    """Rows that measure the same have equal keys. The last part is the KV cache's dtype."""
     held = [one["decode_gpu"]] if one.get("decode_gpu") == "mapped" else []
     held += [one[name] for name in ("kv_dtype", "shape") if name in one]
     return str(one["case"]), int(one["tokens"]), int(one["gpus"]), int(one.get("ranks", 1)), " ".join(held)
@@ -67,8 +67,8 @@ def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[s
 
 def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
     """What follows from the measured rows: efficiency of a pipeline against one GPU, the hand-off's share of
-    a time to first token, projections over their plain products, DELTA over full, several groups over one, a
-    token over 8-bit K/V over one over 16.
+    a time to first token, projections over their plain GEMMs, DELTA over full, several groups over one, a
+    token with an 8-bit KV cache over one with 16 bits.
     Only rows of one commit are compared."""
     for (case, tokens, gpus, ranks, held), one in rows.items():
         like: Row = {name: one[name] for name in ("ranks", "kv_dtype", "shape") if name in one}

@@ -26,9 +26,9 @@ class Setup:
     """One service. tokens: the longest prompt. sessions: of how many tokens each, for decoding.
 
     ranks: GPUs of the decode worker. decode_gpu: `own`, or `last` where the stages' GPUs have to do, or
-    `mapped`: that of the only stage, with one copy of weights and K/V, or `none`: then the decode worker
-    keeps K/V in the host's memory, which is enough for first tokens. more: keys of the configuration to set,
-    as `section.key` → value.
+    `mapped`: that of the only stage, with one copy of weights and KV cache, or `none`: then the decode worker
+    keeps its KV cache in host memory, which is enough for first tokens. more: keys of the configuration to
+    set, as `section.key` → value.
     """
 
     model: Path
@@ -126,7 +126,7 @@ class Setup:
         return path
 
     def fullest_gib(self, reserve_gib: float = RESERVE_GIB) -> float:
-        """Return the fullest GPU's weights and K/V, and a reserve for each process on it."""
+        """Return GiB of the fullest GPU: weights, KV cache, and a reserve for each process on it."""
         kind = self.more.get("model.quantisation")
         stage = stage_bytes(self.shape, self.stages, self.prefill_tokens, "bfloat16", kind, self.kv_dtype)
         decode = rank_bytes(self.shape, self.ranks, self.decode_tokens, "bfloat16", kind, self.kv_dtype)

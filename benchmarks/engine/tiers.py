@@ -1,4 +1,4 @@
-"""First tokens of prompts that come back from host memory and from disk, and what others' tokens pay for it.
+"""Time to first token of prompts loaded from host memory and disk, and how that slows other requests' tokens.
 
 The decode worker has room for one document and a short session. Two documents push each other out of it, so
 each question finds its document in host memory alone. A service that is started anew finds them on disk.
@@ -160,7 +160,7 @@ def _files(folder: Path) -> Sequence[Path]:
 
 
 def forget_pages(folder: Path) -> None:
-    """Make the system forget what it has cached of a folder's files, so that the disk is read."""
+    """Drop a folder's files from the page cache, so that they are read from disk."""
     for path in _files(folder):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -171,7 +171,7 @@ def forget_pages(folder: Path) -> None:
 
 
 def plain_read(files: Sequence[Path]) -> float:
-    """Read files by some threads and throw them away. Returns seconds."""
+    """Read files with several threads and discard the bytes. Returns seconds."""
 
     def read(path: Path) -> None:
         room = bytearray(_CHUNK)

@@ -2,7 +2,7 @@
 
     python -m deltafront.benchmarks.engine.vllm_peer --ranks 2 --model DIRECTORY
 
-vLLM runs in this process, with random weights of its own and as it comes (its FlashAttention, CUDA graphs and
+vLLM runs in this process, with random weights and its defaults (its FlashAttention, CUDA graphs and
 chunked prefill), but for the prompt's length. A token's time is that of a longer answer less a shorter one's,
 to prompts that its prefix cache holds. It needs vLLM, which this project does not install.
 """

@@ -1,4 +1,4 @@
-"""How far the difference of one dense row holds for the rows behind it: Δ Attention's premise on a model
+"""How far the difference of one dense row holds for the rows after it: Δ Attention's premise on a model
 (Willette et al. 2025, section 3, Figure 6b).
 
     python -m deltafront.benchmarks.paper_forms.delta_decay --text FILE [FILE …] --tokens 130900 --gamma 8 64
@@ -6,7 +6,7 @@
 One dense pass over each document with hidden facts. In each layer the method's output is taken off dense
 attention's: the difference that the correction carries from every γ-th row. For each γ:
 
-cosine: between that row's difference and those of the γ - 1 rows behind it, the mean over rows, heads and
+cosine: between that row's difference and those of the γ - 1 rows after it, the mean over rows, heads and
 layers.
 left: the squared difference that remains with the correction, over that without. Above 1 it does harm.
 left at facts: the same over rows of facts alone; few dense rows stand in facts that are shorter than γ.
@@ -39,7 +39,7 @@ from deltafront.workers.model.decoder.stack import LayerStack
 
 @dataclass
 class Held:
-    """Sums over rows of one γ, heads and layers. rows: behind dense rows."""
+    """Sums over rows of one γ, heads and layers. rows: those after dense rows."""
 
     cosine: float = 0.0
     rows: int = 0

@@ -65,7 +65,7 @@ def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> R
 
 
 class PhasedDeltaKV(ABC):
-    """A backend. Phase 1 attends to the anchors of safe packed blocks, phase 2 to every key behind their
+    """A backend. Phase 1 attends to the anchors of safe packed blocks, phase 2 to every key after their
     reach. A packed block with a key of the query block or a later one is not safe."""
 
     def __init__(self, options: PhaseOptions) -> None:

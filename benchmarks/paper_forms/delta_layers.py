@@ -6,7 +6,7 @@
 A layer's shift is 1 - cos between its attention and that of the layer before, the maps of all heads side by
 side, for the queries that give answers' tokens, as in decode. Layer 2 is the first Δ-layer. The paper takes
 layers of large shifts that are "well distributed across the network depth" and gives no rule for that: here
-the layers behind it are cut into equal parts, and each gives its largest.
+the layers after it are cut into equal parts, and each gives its largest.
 
 Shape suffixes as in `kernels.interface`; L layers, Q queries.
 """
@@ -53,8 +53,8 @@ def attention_shifts(stack: LayerStack, ids: Sequence[int], positions: Sequence[
 
 
 def shifted_layers(shift_L: Sequence[float], count: int) -> tuple[int, ...]:
-    """Layer 2, then of each of `count` - 1 equal parts behind it the layer of the largest shift. The last
-    layer is none: nothing behind it would use its pages. Raises ValueError."""
+    """Layer 2, then of each of `count` - 1 equal parts after it the layer of the largest shift. The last
+    layer is none: no layer after it would use its pages. Raises ValueError."""
     parts = _parts(len(shift_L), count)
     return FIRST, *(max(part, key=lambda layer: (shift_L[layer], -layer)) for part in parts)
 
@@ -73,7 +73,7 @@ def random_layers(layers: int, count: int, seed: int) -> tuple[int, ...]:
 
 
 def _parts(layers: int, count: int) -> list[range]:
-    """Cut the layers behind the first Δ-layer, without the last, into parts."""
+    """Cut the layers after the first Δ-layer, without the last, into parts."""
     behind = layers - 1 - (FIRST + 1)
     if not 1 <= count <= behind + 1:
         raise ValueError(f"{count} Δ-layers: a model of {layers} layers has 1 to {behind + 1}")

@@ -47,7 +47,7 @@ QUOTAS = tuple(START * FACTOR**count for count in MEASURED)
 
 class Performance:
     """One document. Each layer's inputs are kept from a pass with no head adjusted, so that a changed
-    head costs a pass through its own layer and those behind it.
+    head costs a pass through its layer and those after it.
 
     Raises ValueError for a document without questions.
     """

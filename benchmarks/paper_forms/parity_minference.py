@@ -64,7 +64,7 @@ class HostIndex:
     """Their kernel `convert_vertical_slash_indexes_kernel`, one thread after another on the host.
 
     Args:
-        source: Text of a .cu file. The text behind the kernel only launches it and is left out.
+        source: Text of a .cu file. The text after the kernel only launches it and is left out.
 
     Raises:
         FileNotFoundError: there is no g++.
