@@ -146,12 +146,14 @@ def launch_plain(
 ) -> None:
     q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
     batch, heads, count, _ = q.shape
-    runs, run_strides, run_sizes = (k, v, q, q), (0, 0, 0), (0, 1, 0, 0)
+    runs, run_sizes = (k, v, q, q), (0, 1, 0, 0)
+    run_strides: tuple[int, ...] = (0, 0, 0)
     if packed is not None:
         runs = packed.k_BGPD, packed.v_BGPD, packed.weight_BGP, packed.offset_BGC
         run_strides = packed.k_BGPD.stride()[:3]
         run_sizes = packed.critical, packed.chunk, packed.weight_BGP.shape[2], packed.offset_BGC.shape[2]
-    lists, list_strides = (q, q), (0, 0, 0)
+    lists = (q, q)
+    list_strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:
         lists, list_strides = (mask.index_BHNM, mask.count_BHN.contiguous()), mask.index_BHNM.stride()[:3]
     constants = tile_constants(q)
