@@ -31,6 +31,8 @@ from deltafront.workers.settings import DecodeConfig, ModelSpec
 from ..tiny_model import make_tiny_model
 
 NEW = 20
+FEW = 6
+"""Tokens of an answer by two ranks, which wait for each other in every layer: slow on busy cores."""
 HANG_S = 300.0
 """Longest wait for what must happen: a guard against hanging, never a measure."""
 
@@ -70,13 +72,13 @@ async def answer_of(cluster: Any, replica: Any, run: Any, request_id: str, ids: 
 
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
     await actor.reserve.remote(
-        Reservation(request_id=request_id, owner="me", new_tokens=len(ids), max_tokens=NEW)
+        Reservation(request_id=request_id, owner="me", new_tokens=len(ids), max_tokens=FEW)
     )
     outbox, prompt, delivery = ObjectStoreOutbox(256 << 20, 60.0), run.prefill(ids), Delivery(replica.name)
     for piece in run.pieces(request_id, prompt):
         outbox.send_kv(delivery, piece)
     outbox.send_logits(delivery, FirstLogits(request_id=request_id, logits=prompt.logits))
-    job = GenerateJob(request_id=request_id, sampling=Sampling(max_tokens=NEW, ignore_eos=True))
+    job = GenerateJob(request_id=request_id, sampling=Sampling(max_tokens=FEW, ignore_eos=True))
     events = [event async for event in stream(actor, job)]
     outbox.check(delivery)
     stats = await actor.stats.remote()
@@ -90,7 +92,7 @@ async def test_worker_of_two_ranks_is_replaced_when_either_rank_dies(
     """Each rank is killed once; requests at once, and one after the other."""
     run, replica = await bench(), replica_of_two
     prompts = [np.random.default_rng(n).integers(0, 198, 40 + 30 * n).tolist() for n in range(3)]
-    wanted = [(await run.ask("here", ids, Sampling(max_tokens=NEW, ignore_eos=True))).ids for ids in prompts]
+    wanted = [(await run.ask("here", ids, Sampling(max_tokens=FEW, ignore_eos=True))).ids for ids in prompts]
     for killed in ("rank 1", "rank 0", ""):
         for number, ids in enumerate(prompts):
             assert await answer_of(cluster, replica, run, f"r{number}", ids) == wanted[number]
@@ -162,7 +164,7 @@ async def test_a_rank_that_hangs_is_replaced_with_its_worker(
     monkeypatch.setattr(worker, "HEAD_PATIENCE_S", 1.0)
     run, replica = await bench(), replica_of_two
     ids = np.random.default_rng(1).integers(0, 198, 70).tolist()
-    wanted = (await run.ask("here", ids, Sampling(max_tokens=NEW, ignore_eos=True))).ids
+    wanted = (await run.ask("here", ids, Sampling(max_tokens=FEW, ignore_eos=True))).ids
     await replica.check_health()
     lost = replica.name
     children = psutil.Process().children(recursive=True)
