@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_NAME, LONGEST_SUBJECT = 65, 72
-SINCE = "886130fb"
+SINCE = "4fe709c6"
 """Subjects after this commit are checked."""
 _NO_BEHAVIOUR = re.compile(r"test_(of|what|where|whoever|whose|who|behind|as)_")
 _NOT_IMPERATIVE = re.compile(r"(\w+: )?(\w+(ed|ing)|a|an|the|of|what|where)\b", re.IGNORECASE)
