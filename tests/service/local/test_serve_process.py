@@ -98,8 +98,9 @@ def test_serve_prints_addresses_and_logs_requests_until_ray_dies(service: LocalS
     wait_until(lambda: "Ready. Ctrl-C stops." in lines(service), "it is not ready")
     start, *where, _ready = lines(service)
     assert start.startswith("Starting Ray and Deltafront; their log is ")
-    assert [line.split()[0] for line in where] == ["model", "gRPC", "OpenAI", "metrics", "open"]
-    assert where[1:] == [
+    names = [line.split()[0] for line in where]
+    assert names == ["model", "attention", "gRPC", "OpenAI", "metrics", "open"]
+    assert where[2:] == [
         "gRPC      127.0.0.1:9031",
         "OpenAI    http://127.0.0.1:8031/v1",
         "metrics   http://127.0.0.1:9531/metrics",
