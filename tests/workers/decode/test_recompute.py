@@ -238,7 +238,7 @@ async def test_pages_that_are_missing_fail_their_request_alone(
         patch.setattr(request_pages, "recompute_pages", lambda *_, **__: 3)
         answer = await sparse.ask("missing", DOCUMENT, 8)
     assert answer.finish.reason is FinishReason.FAILED
-    assert "places of the table, but 3 pages of its own" in answer.finish.message
+    assert "places of the table, but 3 own pages" in answer.finish.message
     assert (await sparse.ask("next", DOCUMENT, 8)).ids == await sparse.dense(DOCUMENT)
 
 
