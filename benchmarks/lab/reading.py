@@ -140,6 +140,7 @@ class Together:
             if layer in windows:
                 hidden_B11S = unseen_B11S | (back_B11S >= windows[layer])
             weights_BGJS = logits_BGJS.masked_fill_(hidden_B11S, float("-inf")).softmax(-1)
-            return (weights_BGJS.to(v_BGSD.dtype) @ v_BGSD).view(q_BHD.shape)
+            attended_BHD: torch.Tensor = (weights_BGJS.to(v_BGSD.dtype) @ v_BGSD).view(q_BHD.shape)
+            return attended_BHD
 
         return attend

@@ -86,7 +86,9 @@ def true_masses(x: AttentionInput) -> torch.Tensor:
     mass = (q @ k.mT * x.scale).masked_fill(future, -math.inf).softmax(-1)
     rows, columns = (-size % BLOCK for size in mass.shape[2:])
     padded = torch.nn.functional.pad(mass, (0, columns, 0, rows))
-    return padded.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5))
+    batch, heads, height, width = padded.shape
+    tiles = padded.view(batch, heads, height // BLOCK, BLOCK, width // BLOCK, BLOCK)
+    return tiles.sum((3, 5))
 
 
 def anchor_slots(
