@@ -70,7 +70,7 @@ class DefaultAttention:
 
 
 UNMEASURED = DefaultAttention("dpxa+delta", {"share": 0.4, "gamma": 16, "min_tokens": 32_768}, measured=False)
-"""What kept 0.97 of dense attention's score on two models that it was not made for, with RECOMPUTED blocks
+"""Kept 0.97 of dense attention's score on two models that it was not made for, with RECOMPUTED blocks
 (docs/experiments/0005). Up to min_tokens it took longer than dense attention there."""
 RECOMPUTED = 8
 """Blocks computed again where the default attention is sparse."""
@@ -95,7 +95,7 @@ class DoorConfig:
     client whose request breaks off goes on at another door.
     """
     cpus: NonNegative = 0.1
-    """What each door asks Ray for."""
+    """CPUs that each door asks Ray for."""
     host: Host = "127.0.0.1"
     """Where clients' ports listen. On a cluster `0.0.0.0`, since pods are reached at their own addresses.
     Other ports of `deltafront serve` are at loopback.

@@ -49,7 +49,7 @@ _BAD_REQUEST = (
 )
 _RETRY = "5"
 _REQUEST_ID = "^[!-~]{1,128}$"
-"""What a caller may send as `x-request-id` (`service/request/check.py`)."""
+"""The form of an `x-request-id` that a caller may send (`service/request/check.py`)."""
 _MARK = " # deltafront"
 
 

@@ -212,7 +212,7 @@ def test_third_party_packages_are_imported_only_where_allowed(module: str) -> No
 
 
 def missing(source: str, name: str) -> bool:
-    """Whether `from deltafront.SOURCE import NAME` names no module; names that a module defines pass."""
+    """Tell if `from deltafront.SOURCE import NAME` names no module; names that a module defines pass."""
     path = ROOT.joinpath(*source.split("."))
     if not path.is_dir():
         return not path.with_suffix(".py").is_file()

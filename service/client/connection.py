@@ -1,4 +1,4 @@
-"""What both clients have in common: the channel's options, the token, and errors in our own terms."""
+"""The parts that both clients share: channel options, token, and errors in our own terms."""
 
 from __future__ import annotations
 

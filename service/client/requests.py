@@ -1,4 +1,4 @@
-"""What a client sends: the arguments of both clients as messages of the contract."""
+"""Turns the arguments of both clients into messages of the contract."""
 
 from __future__ import annotations
 

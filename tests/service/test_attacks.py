@@ -1,4 +1,4 @@
-"""What a stranger, or one caller, sends to take the service from others, with a good client beside it.
+"""A stranger, or one caller, tries to take the service from others, with a good client beside it.
 
 Each attack is bounded in count and time. The good client's every call must be answered while it goes on. Its
 bound is far beyond what a busy machine needs; `-s` prints its worst waits.

@@ -20,7 +20,7 @@ from ..workers.tiny_model import write_weights
 from .inprocess import write_model
 
 CHOSEN = ("machine ", "context ")
-"""What `serve` says before it checks tokenizer and adapter."""
+"""Return what `serve` says before it checks tokenizer and adapter."""
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 497\n"
 
 

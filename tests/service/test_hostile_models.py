@@ -25,7 +25,7 @@ from ..workers.tiny_model import write_weights
 from .inprocess import write_model
 
 CHOSEN = ("machine ", "context ")
-"""What `serve` says before it checks tokenizer and adapter."""
+"""Return what `serve` says before it checks tokenizer and adapter."""
 DEEP = b'{"a":' * 200_000 + b"1" + b"}" * 200_000
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
 

@@ -144,7 +144,7 @@ class DecodeRequest:
 
     @property
     def has_kv(self) -> bool:
-        """Whether enough of its KV is there to begin.
+        """True if enough of its KV is there to begin.
 
         A request that reads may begin while its last layers are still coming. One that only answers needs all
         KV.

@@ -235,7 +235,7 @@ class DecodeScheduler:
             self._deliver(request, choice)
 
     def _may_launch_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Whether the next step should have the same rows. An end token is seen only later."""
+        """True if the next step should have the same rows. An end token is seen only later."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._next_to_read():
             return False
         if list(requests) != self._running:

@@ -100,7 +100,7 @@ class Reservation:
 
     @property
     def reads(self) -> bool:
-        """Whether the worker itself prefills the new tokens, which then come with the GenerateJob."""
+        """True if the worker itself prefills the new tokens, which then come with the GenerateJob."""
         return self.session_id is not None or self.reads_rest
 
 

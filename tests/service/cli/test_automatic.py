@@ -1,4 +1,4 @@
-"""What `serve` chooses without a file: the machine's GPUs as `size` would use them, or its CPUs."""
+"""`serve` without a file uses the machine's GPUs as `size` would, or its CPUs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .test_openai import lines
 
 PATH = "/v1/completions"
 Writes = list[bytes]
-"""What a server sends, as it writes it."""
+"""The server's lines as it writes them."""
 
 
 async def written(comments: bool, count: int = 3) -> Writes:

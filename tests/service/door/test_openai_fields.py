@@ -36,7 +36,7 @@ VLLM = {
     *"repetition_detection stream_interval thinking_token_budget include_reasoning".split(),
     *"prompt_embeds response_format reasoning_effort".split(),
 }
-"""What vLLM takes for completions and chats beside OpenAI's (main, November 2026)."""
+"""vLLM's fields of completions and chats beside OpenAI's (main, November 2026)."""
 DECIDED = {*openai_requests._NO_OP_VALUES, *openai_requests._LABELS}
 
 

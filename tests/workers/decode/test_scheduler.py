@@ -114,7 +114,7 @@ class Scene:
         return all(request.ended for request in self.all) and not self.runner.begun
 
     def stop(self) -> None:
-        """As a closing engine does."""
+        """Close all requests and stop, like an engine that closes."""
         for request in self.all:
             request.close(FinishReason.CANCELLED, "the worker is shutting down")
         self.scheduler.stop()

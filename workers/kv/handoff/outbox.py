@@ -43,7 +43,7 @@ class Outbox(Protocol):
         """Raise HandoffError if a message is known to have failed."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """Whether an answer is missing, so that the decode worker may still read."""
+        """True while an answer is missing, so that the decode worker may still read."""
 
 
 class PageOpener(Outbox, Protocol):

@@ -217,7 +217,7 @@ def asked(content: str, role: str = "user") -> list[dict[str, str]]:
 
 
 def harmless(content: str, role: str) -> str:
-    """Of an assistant's message the tokens around its reasoning stay."""
+    """The tokens around an assistant's reasoning stay tokens."""
     parts = re.split("(</?think>)", content) if role == "assistant" else [content]
     texts = ["Who is he" if part.strip() else part for part in parts[::2]]
     return "".join(itertools.chain(*itertools.zip_longest(texts, parts[1::2], fillvalue="")))

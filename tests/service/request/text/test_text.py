@@ -31,7 +31,7 @@ def bytewise() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama 2's: the first space is dropped, and what is in no token is spelt in bytes."""
+    """Drops the first space, and spells in bytes a text that no token has, like Llama 2's."""
     vocabulary = {piece: number for number, piece in enumerate(SENTENCEPIECE)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     tokenizer.add_special_tokens([END])
