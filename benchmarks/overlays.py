@@ -6,20 +6,16 @@ with what `kubectl kustomize` makes of them).
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from deltafront.benchmarks import layout as layouts
-from deltafront.benchmarks.layout import Layout, fit
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.service.config import ServiceConfig, load
-from deltafront.workers.settings import Quantisation
 
 KUBERNETES = Path(__file__).resolve().parent.parent / "deploy" / "kubernetes"
 _MEMORY = "nvidia.com/gpu.memory"
@@ -36,32 +32,27 @@ class Overlay:
     cluster: Mapping[str, Any]
 
     @property
-    def layout(self) -> Layout | None:
-        """None without GPUs. Raises ValueError where pods do not say what memory their GPUs have."""
-        prefill, decode = self.config.prefill, self.config.decode
-        if not prefill.gpus_per_stage and not decode.gpus:
-            return None
-        return Layout(
-            prefill.groups,
-            prefill.stages,
-            prefill.gpus_per_stage,
-            self._gpu_gib(dict(prefill.node_labels)),
-            decode.workers,
-            decode.tensor_parallel,
-            decode.gpus,
-            self._gpu_gib(dict(decode.node_labels)),
-            mapped=self.config.handoff.transport == "mapped",
-        )
+    def gpus(self) -> dict[float, float]:
+        """How many GPUs the pods have, by GiB of each.
 
-    def _gpu_gib(self, node_labels: Mapping[str, str]) -> float:
-        group = self.worker_groups[node_labels["ray.io/node-group"]]
-        affinity = group["template"]["spec"]["affinity"].get("nodeAffinity", {})
+        Raises:
+            ValueError: pods with GPUs do not say what memory they need.
+        """
+        found: dict[float, float] = {}
+        for name, group in self.worker_groups.items():
+            if count := group["replicas"] * _requested(group, "nvidia.com/gpu"):
+                gib = self._gpu_gib(name)
+                found[gib] = found.get(gib, 0.0) + count
+        return found
+
+    def _gpu_gib(self, group_name: str) -> float:
+        affinity = self.worker_groups[group_name]["template"]["spec"]["affinity"].get("nodeAffinity", {})
         required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
         for term in required.get("nodeSelectorTerms", ()):
             for asked in term["matchExpressions"]:
                 if asked["key"] == _MEMORY:
                     return int(asked["values"][0]) / 1024
-        raise ValueError(f"overlay {self.name}: the pods of {group['groupName']} ask for no {_MEMORY}")
+        raise ValueError(f"overlay {self.name}: the pods of {group_name} ask for no {_MEMORY}")
 
     @property
     def worker_groups(self) -> dict[str, Any]:
@@ -72,11 +63,12 @@ class Overlay:
         """Of `cpu`, `memory` (bytes) or `nvidia.com/gpu`, for all pods of the RayService together."""
         pods = [(self.cluster["headGroupSpec"], 1)]
         pods += [(group, group["replicas"]) for group in self.worker_groups.values()]
-        return sum(
-            count
-            * quantity(group["template"]["spec"]["containers"][0]["resources"]["requests"].get(resource, 0))
-            for group, count in pods
-        )
+        return sum(count * _requested(group, resource) for group, count in pods)
+
+
+def _requested(group: Mapping[str, Any], resource: str) -> float:
+    (container, *_) = group["template"]["spec"]["containers"]
+    return quantity(container["resources"]["requests"].get(resource, 0))
 
 
 def quantity(value: str | int) -> float:
@@ -167,41 +159,9 @@ def row(overlay: Overlay) -> list[str]:
     return [
         f"`{overlay.name}`",
         overlay.config.door.display_name,
-        _gpus(overlay.layout),
+        ", ".join(f"{count:g} × {gib:.0f} GiB" for gib, count in overlay.gpus.items()) or "none",
         stages,
         workers,
         f"{decode.workers * decode.cache_tokens:,} tokens",
         f"{overlay.requested('cpu'):g}, {overlay.requested('memory') / GIB:,.0f} GiB",
     ]
-
-
-def _gpus(layout: Layout | None) -> str:
-    if layout is None:
-        return "none"
-    found: dict[float, float] = {}
-    for count, gib in (
-        (layout.groups * layout.stages * layout.gpus_per_stage, layout.stage_gpu_gib),
-        (layout.workers * layout.ranks * layout.gpus_per_rank, layout.rank_gpu_gib),
-    ):
-        found[gib] = found.get(gib, 0.0) + count
-    return ", ".join(f"{count:g} × {gib:.0f} GiB" for gib, count in found.items())
-
-
-MODELS: tuple[tuple[str, Quantisation | None], ...] = (("8b", None), ("70b", None), ("70b", "fp8"))
-CONTEXTS = (131_072, 524_288)
-
-
-FITS_HEADER = ("overlay", *layouts.HEADER)
-
-
-def fits() -> Iterator[list[str]]:
-    """Lines under FITS_HEADER, computed, not measured: what the GPUs of overlays hold of 8B and 70B. Overlays
-    of the same layout stand there once."""
-    seen: list[Layout] = []
-    for overlay in map(read, names()):
-        layout = overlay.layout
-        if layout is not None and layout not in seen:
-            seen.append(layout)
-            for (model, kind), tokens in itertools.product(MODELS, CONTEXTS):
-                found = fit(layout, model, SHAPES[model], tokens, kind)
-                yield [f"`{overlay.name}`", *layouts.row(found)]

@@ -178,7 +178,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "families": (families, ()),
     "public_models": (public_models, ()),
     "overlays": (lambda: markdown(overlays.HEADER, overlays.rows()), ()),
-    "overlay_sizes": (lambda: markdown(overlays.FITS_HEADER, list(overlays.fits())), ()),
 }
 """What makes a table, and from which results."""
 

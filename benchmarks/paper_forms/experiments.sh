@@ -2,11 +2,10 @@
 # Runs docs/experiments/0001 to 0004 on one GPU, a part at a time:
 #   benchmarks/paper_forms/experiments.sh PART TEXTS OUT
 # PART of 0001: tiles, keys (untuned, 7,680 tokens), thresholds (before long-thresholds), long, long-thresholds
-# (130,500 tokens), decode, decay. PART of 0002: code, plays (untuned, 4,096 tokens; TEXTS of plays: a folder of
-# them), ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262, far-524, ideas-7680, ideas-130500. PART of
-# 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long, forms-decode, outputs (130,500 tokens). PART of
-# 0004: far-*, ruler-130500, decay and keys with more documents, fp8, outputs. PART of the log of 2026-11-27:
-# thresholds-12288 (behind thresholds).
+# (130,500 tokens), decode, thresholds-12288 (after thresholds). PART of 0002: code, plays (untuned, 4,096 tokens;
+# TEXTS of plays: a folder of them), ruler-8192, ruler-32768, ruler-130500, time, far-131, far-262, far-524. PART of
+# 0003: forms-keys, forms-tiles (untuned, 7,680 tokens), forms-long, forms-decode (130,500 tokens). PART of 0004:
+# far-*, ruler-130500, keys with more documents, fp8. The parts `ideas`, `decay` and `outputs` are at d79ddfbf.
 # TEXTS: a folder that the first command has written, of far-* the third. `thresholds` and `forms-decode`
 # calibrate on SymPy's sources, which are of set B:
 #   python -m deltafront.benchmarks.accuracy.sources TEXTS
@@ -42,10 +41,6 @@ one_shard() { # ARGUMENTS… SHARD
   "$python" -m "$here.accuracy" "${model[@]}" --text "$texts"/*.txt "${@:1:$#-1}" --minutes "${MINUTES:-4}" \
     --outcomes "$out/${part}_$shard.jsonl" --shard "$shard/$together" \
     --result "$out/${part}_$shard.json" > >(tee "$out/${part}_$shard.out") 2>&1
-}
-outputs_shard() { # SHARD
-  "$python" -m "$here.paper_forms.delta_outputs" "${model[@]}" --text "$texts"/*.txt --tokens 130500 \
-    --before 0 256 --minutes "${MINUTES:-4}" --shard "$1/$together" --out "$out/outputs_$1.jsonl"
 }
 
 untuned=(--no-adapter --documents 42x7680 --tasks copies:8 --seed 61 --chunk 7680)
@@ -86,16 +81,6 @@ short() { # COUNT TASK:COUNT: untuned, at 4,096 tokens
     "xattention:$some" "xattention:$some,stride=16" "naive:$some" "block_pool:$some" "dpxa_thesis:$some" \
     "dpxa:$some,window=128" streaming:min_tokens=0,window=768
 }
-ideas() { # SHARE MORE ARGUMENTS…: rivals have a hundredth of the share more, which is more than the ideas cost
-  local share=$1 more=$2
-  shift 2
-  shards --key-tokens 1024 "$@" --methods "xattention:min_tokens=0,share=$share" \
-    "xattention:min_tokens=0,share=$more" "mean_tiles:min_tokens=0,share=$share" \
-    "shared_masks:min_tokens=0,share=$share" "shared_masks:min_tokens=0,share=$share,every=4" \
-    "shared_masks:min_tokens=0,share=$share,together=1" "streaming:min_tokens=0,window=768" \
-    "streaming+delta:min_tokens=0,window=768,gamma=16" "changed_rows:min_tokens=0,window=768,gamma=16"
-}
-
 case $part in
   tiles)
     shards "${untuned[@]}" --methods "xattention:$some" \
@@ -141,10 +126,6 @@ case $part in
       --methods dense --decode quest:256 8,14,18,21:672 8,14,18,21:256 periodic:4:256 random:4:1:256 \
       8,14,18,21:256:4 8,14,18,21:256:16
     ;;
-  decay)
-    "$python" -m "$here.paper_forms.delta_decay" "${model[@]}" --text "$texts"/*.txt \
-      --tokens 130500 --questions 100 --gamma 2 8 16 64 256 | tee "$out/decay.out"
-    ;;
   ruler-8192 | ruler-32768)
     ruler "${part#ruler-}" 20 dpxa:$level dpxa xattention:share=0.1 streaming
     ;;
@@ -161,8 +142,6 @@ case $part in
   fp8) shards "${whole[@]}" "${shipped[@]}" --tasks needles:40 --quantisation fp8 --methods dpxa:$level ;;
   code) short 21 copies:8 ;;
   plays) short 37 names:8 ;;
-  ideas-7680) ideas 0.25 0.26 "${untuned[@]}" ;;
-  ideas-130500) ideas 0.06 0.07 "${whole[@]}" --tasks copies:16 needles:40 ;;
   forms-keys)
     thesis=delta_kv_thesis:min_tokens=0 anchors=delta_kv:min_tokens=0,means=0 packed=delta_xattention:$some,means
     shards "${untuned[@]}" --methods $thesis,cos=0.88 $thesis $thesis,cos={0.8,0.78} \
@@ -196,10 +175,6 @@ case $part in
     shards "${whole[@]}" --tasks needles:20 --decode-questions 20 --methods dense \
       --decode 8,14,18,21:{64,128,256,512,1024} "${shifted[0]}:256" "${shifted[1]}:256" periodic:3:256 \
       random:4:{1,2,3}:256 "${shifted[0]}:64:8"
-    ;;
-  outputs)
-    beside outputs_shard
-    "$python" -m "$here.paper_forms.delta_outputs" --tables "$out"/outputs_*.jsonl | tee "$out/outputs.out"
     ;;
   *) echo "no part $part" >&2 && exit 2 ;;
 esac

@@ -159,39 +159,6 @@ register(
 
 
 @dataclass(frozen=True)
-class SharedMasksOptions(AntidiagonalOptions):
-    """XAttention's tiles, shared by layers (experiment 0002)."""
-
-    every: int = option(2, 1, 64, "layers from one that scores to the next")
-    together: bool = option(False, 0, 1, "one mask for a layer's heads, by the sum of their scores")
-
-
-@dataclass(frozen=True)
-class MeanTilesOptions(AntidiagonalOptions):
-    """XAttention's tiles, the dropped ones by their means (experiment 0002)."""
-
-
-@dataclass(frozen=True)
-class ChangedRowsOptions(StreamingOptions):
-    """The Δ correction where queries change (experiment 0002)."""
-
-    gamma: int = option(16, 1, 512, "rows of a layer to one that is dense")
-
-
-_IDEAS, _SOURCE = f"{__package__}.ideas", "experiment 0002"
-_SELECTORS = "deltafront.kernels.selectors"
-register("shared_masks", SharedMasksOptions, f"{_IDEAS}:SharedMasksSelector", _SPARSE, source=_SOURCE)
-register(
-    "mean_tiles", MeanTilesOptions, f"{_SELECTORS}.grouped.antidiagonal:AntidiagonalSelector",
-    f"{_IDEAS}:MeanTilesBackend", source="FlashPrefill V2, its zero-order form", from_keys=True,
-)  # fmt: skip
-register(
-    "changed_rows", ChangedRowsOptions, f"{_SELECTORS}.streaming:StreamingSelector",
-    f"{_IDEAS}:ChangedRowsBackend", source=_SOURCE,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
 class StreamingSmoothedOptions(StreamingOptions):
     """The Δ correction with smoothed differences (Δ Attention, appendices C and J)."""
 
@@ -206,7 +173,8 @@ class StreamingSmoothedOptions(StreamingOptions):
 
 
 register(
-    "streaming_smoothed", StreamingSmoothedOptions, f"{_SELECTORS}.streaming:StreamingSelector",
+    "streaming_smoothed", StreamingSmoothedOptions,
+    "deltafront.kernels.selectors.streaming:StreamingSelector",
     f"{__package__}.delta_smoothed:SmoothedBackend", source="Δ Attention, appendices C and J",
     whole_prompt=True,
 )  # fmt: skip

@@ -128,43 +128,6 @@ def sparge_tiles(x: AttentionInput, tau: float, theta: float) -> list[list[set[i
     return found
 
 
-def mean_tiles(x: AttentionInput, kept_HNM: torch.Tensor) -> torch.Tensor:
-    """One softmax over the kept tiles' keys and, 128 times each, the mean key of every other tile before the
-    diagonal, which has the mean value. fp32."""
-    out_BHTD = torch.zeros(x.q_BHTD.shape)
-    for h in range(x.q_BHTD.shape[1]):
-        k, v = x.k_BGSD[0, h // x.group].double(), x.v_BGSD[0, h // x.group].double()
-        for row in range(x.q_BHTD.shape[2]):
-            position = x.q_start + row
-            keys, values = [], []
-            for m in range(position // BLOCK + 1):
-                tile = slice(m * BLOCK, min((m + 1) * BLOCK, position + 1))
-                if kept_HNM[h, row // BLOCK, m]:
-                    keys.append(k[tile])
-                    values.append(v[tile])
-                else:
-                    keys.append(k[tile].mean(0).expand(BLOCK, -1))
-                    values.append(v[tile].mean(0).expand(BLOCK, -1))
-            logit = torch.cat(keys) @ x.q_BHTD[0, h, row].double() * x.scale
-            out_BHTD[0, h, row] = (logit.softmax(0) @ torch.cat(values)).float()
-    return out_BHTD
-
-
-def corrected_rows(
-    sparse_HTD: torch.Tensor, dense_HTD: torch.Tensor, is_dense_HT: torch.Tensor
-) -> torch.Tensor:
-    """Δ Attention's equation 6 from given rows: each row's own sparse output and the last dense row's
-    difference."""
-    out_HTD = torch.zeros(sparse_HTD.shape)
-    for h in range(out_HTD.shape[0]):
-        difference = torch.zeros(out_HTD.shape[2])
-        for row in range(out_HTD.shape[1]):
-            if is_dense_HT[h, row]:
-                difference = dense_HTD[h, row].float() - sparse_HTD[h, row].float()
-            out_HTD[h, row] = sparse_HTD[h, row].float() + difference
-    return out_HTD
-
-
 def smoothed_rows(
     sparse_TD: torch.Tensor,
     dense_TD: torch.Tensor,

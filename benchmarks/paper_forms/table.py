@@ -1,7 +1,6 @@
-"""Forms of the papers and ours at 130,500 tokens, on the same 21 documents: docs/methods.md.
+"""Forms of the papers at 130,500 tokens, on the same 21 documents: docs/methods.md.
 
-The rows come from four files of results, of which each has dense attention of its own. What an idea is
-compared with is left out.
+The rows come from three files of results, of which each has dense attention of its own.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ SOURCES = (
     "accuracy_long_h100",
     "accuracy_long_thresholds_h200",
     "accuracy_forms_long_h100",
-    "accuracy_ideas_long_h200",
 )
-RUNS = ("0001 `long`", "0001 `long-thresholds`", "0003 `forms-long`", "0002 `ideas-130500`")
-LONG, THRESHOLDS, FORMS, IDEAS = range(4)
+RUNS = ("0001 `long`", "0001 `long-thresholds`", "0003 `forms-long`")
+LONG, THRESHOLDS, FORMS = range(3)
 _SEARCHED = "stride {}, the paper's search on one document of 12,288 tokens"
 _PAPER_CASE = "xattention_paper:stride={},density={}"
-_WINDOW = "min_tokens=0,window=768,gamma=16"
 ROWS: Sequence[tuple[str, str, int, str]] = (
     ("DPXA", "ours, as shipped", LONG, "dpxa:density=0.075"),
     ("DPXA", "the thesis's, a share of tiles", LONG, "dpxa_thesis:share=0.07"),
@@ -56,16 +53,11 @@ ROWS: Sequence[tuple[str, str, int, str]] = (
     ("MInference", "vertical-slash, lines of blocks", FORMS, "vertical_slash"),
     ("MInference", "A-shape for every head", FORMS, "streaming:sink=1024,window=4096"),
     ("FlexPrefill", "lines of blocks", FORMS, "flex"),
-    ("ours (0002)", "a mean for each dropped tile", IDEAS, "mean_tiles:min_tokens=0,share=0.06"),
-    ("ours (0002)", "masks of every 2nd layer", IDEAS, "shared_masks:min_tokens=0,share=0.06"),
-    ("ours (0002)", "masks of every 4th layer", IDEAS, "shared_masks:min_tokens=0,share=0.06,every=4"),
-    ("ours (0002)", "masks by heads' sums", IDEAS, "shared_masks:min_tokens=0,share=0.06,together=1"),
-    ("ours (0002)", "dense rows where queries change, window 768", IDEAS, f"changed_rows:{_WINDOW}"),
 )
 """Paper, form, which of SOURCES, and the row's case there."""
 CASES_TODAY = {"delta_xattention:share=0.07": "delta_xattention:share=0.07,means=1"}
 """The cases that ask for the same today, where a default has changed."""
-NO_KERNELS = ("xattention_paper", "streaming_smoothed", "mean_tiles", "shared_masks", "changed_rows")
+NO_KERNELS = ("xattention_paper", "streaming_smoothed")
 """Their times in the results are not those of a method with kernels of its own."""
 
 
