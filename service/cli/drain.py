@@ -18,7 +18,10 @@ from deltafront.service.cli.terminal import err, fail
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 30.0
-"""A head that takes longer is gone, as when the whole cluster ends."""
+"""A head that takes longer does not answer."""
+_HEAD_BACK_S = 90.0
+"""So long a head may be away, as when it is moved, too: without it nothing that leaves is replaced. One that
+stays away longer has ended with the whole cluster."""
 
 
 class DrainError(Exception):
@@ -35,19 +38,40 @@ def drain_command(
 ) -> None:
     """Have Ray move what runs on this node, and wait until nothing is left (a pod's preStop)."""
     from ray._private.services import find_node_ids
-    from ray.exceptions import RayError
 
     try:
         head = RayHead()
-        left = drain_node(head, {node_id} if node_id else set(find_node_ids()), deadline_s, _say)
+        nodes = {node_id} if node_id else set(find_node_ids())
+        left = drain_with_head(head, nodes, deadline_s, _say)
     except DrainError as error:
         fail(str(error))
-    except (RayError, TimeoutError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"Ray's head at {head.address} does not answer: {line}")
     if left:
         fail(f"not drained after {deadline_s} s: {_count_by_class(left)}")
     _say("Drained: nothing runs here any more.")
+
+
+def drain_with_head(
+    head: RayHead,
+    local: set[str],
+    deadline_s: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Sequence[str]:
+    """Drain a node as `drain_node` does, and wait for a head that is away. Raises DrainError."""
+    from ray.exceptions import RayError
+
+    began = clock()
+    while True:
+        try:
+            return drain_node(head, local, deadline_s - (clock() - began), say, clock, sleep)
+        except (RayError, TimeoutError) as error:
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = f"Ray's head at {head.address} does not answer: {line}"
+            if clock() - began >= min(deadline_s, _HEAD_BACK_S):
+                raise DrainError(reason) from None
+            say(f"{reason}; waits until it is back")
+            sleep(_PERIOD_S)
 
 
 def drain_node(

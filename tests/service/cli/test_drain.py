@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deltafront.service.cli import drain
-from deltafront.service.cli.drain import DrainError, drain_node
+from deltafront.service.cli.drain import DrainError, drain_node, drain_with_head
 from deltafront.service.cli.main import app
 
 GROUP, STAGE, WORKER = "ServeReplica:deltafront:PrefillGroup", "StageActor", "DecodeActor"
@@ -89,6 +89,40 @@ def test_a_refusal_is_an_error_with_its_reason() -> None:
         run(FakeHead([WORKER], refuses="it is busy"), "a")
 
 
+class AwayHead(FakeHead):
+    """away: so many answers are missing, each after 20 s."""
+
+    address = "10.0.0.1:6379"
+
+    def __init__(self, away: int) -> None:
+        super().__init__([WORKER], [])
+        self._away = away
+
+    def nodes(self) -> dict[str, bool]:
+        if self._away:
+            self._away -= 1
+            self.now += 20.0
+            raise TimeoutError("Deadline Exceeded")
+        return super().nodes()
+
+    def actors(self, node: str) -> list[str]:
+        return self._left.pop(0) if len(self._left) > 1 else self._left[0]
+
+
+def test_a_drain_waits_for_a_head_that_is_moved_too() -> None:
+    head, said = AwayHead(2), list[str]()
+    assert drain_with_head(head, {"a"}, 540, said.append, lambda: head.now, head.sleep) == []
+    assert head.asked == [("a", 540 - head.now + 1)], "what is left of the time that the pod has"
+    assert said[0] == "Ray's head at 10.0.0.1:6379 does not answer: Deadline Exceeded; waits until it is back"
+
+
+def test_a_drain_ends_where_the_head_stays_away() -> None:
+    head = AwayHead(1000)
+    with pytest.raises(DrainError, match=r"does not answer: Deadline Exceeded$"):
+        drain_with_head(head, {"a"}, 540, lambda _line: None, lambda: head.now, head.sleep)
+    assert 90 <= head.now <= 120 and head.asked == []
+
+
 def command(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["drain", *arguments])
     return done.exit_code, done.stderr
@@ -106,7 +140,7 @@ def test_drain_command_exits_with_its_status(
         return left
 
     monkeypatch.setattr(drain, "RayHead", FakeHead)
-    monkeypatch.setattr(drain, "drain_node", waited)
+    monkeypatch.setattr(drain, "drain_with_head", waited)
     status, output = command("--deadline-s", "60", "--node-id", "a")
     assert (status, says in output) == (code, True), output
 
