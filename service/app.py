@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
-from deltafront.service.config import ServiceConfig, parse
+from deltafront.service.config import ConfigError, ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
 from deltafront.service.door.http_door import HttpDoor
 from deltafront.service.door.registration import MESSAGE_SIZE_VARIABLE, open_door
@@ -30,13 +30,15 @@ from deltafront.service.listening import joined
 from deltafront.service.metrics import DIRECTORY_VARIABLE, Metrics
 from deltafront.service.wiring import (
     certificates,
-    local_model,
     make_tracing,
     observer,
     request_handler,
+    shared_model,
     span_sink,
     tls_files,
 )
+from deltafront.workers.model.directory.model_files import ModelError
+from deltafront.workers.replica import last_line_alone
 from deltafront.workers.settings import pairing
 from deltafront.workers.waits import said_when_slow
 
@@ -78,6 +80,10 @@ class DoorReplica(FrontDoor):
 
     async def __init__(self, config: dict[str, Any], metrics_directory: str, *_workers: Any) -> None:  # type: ignore[misc]
         logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+        with last_line_alone("FrontDoor", served=True):
+            await self._open(config, metrics_directory)
+
+    async def _open(self, config: dict[str, Any], metrics_directory: str) -> None:
         settings = parse(config)
         door = settings.door
         self._id = secrets.token_hex(4)
@@ -172,16 +178,24 @@ def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[st
 
 
 def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
-    """Build the application; Serve calls it by name. Raises ConfigError or ModelError."""
-    settings = config if isinstance(config, ServiceConfig) else parse(config)
-    return application(local_model(settings), Path(tempfile.gettempdir()))
+    """Build the application; Serve calls it by name.
+
+    Raises:
+        RayServeException: The configuration or the model cannot be used. Serve shows its text alone as the
+            application's message, and of any other error the whole traceback.
+    """
+    try:
+        settings = config if isinstance(config, ServiceConfig) else parse(config)
+        return application(shared_model(settings), Path(tempfile.gettempdir()))
+    except (ConfigError, ModelError, OSError) as error:
+        raise RayServeException(f"{type(error).__name__}: {error}") from error
 
 
 def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     """Make the Serve application with workers.
 
     Args:
-        settings: The model is a directory.
+        settings: From `wiring.local_model` where all processes share files, else from `shared_model`.
         scratch: Holds each node's metrics.
     """
     from deltafront.workers.decode import worker as decode_worker

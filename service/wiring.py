@@ -29,6 +29,7 @@ from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.states import DecodeStats, WorkerStats
 from deltafront.workers.model.adapter import AdapterFiles
 from deltafront.workers.model.calibrated.profile import Profile, load_profile
+from deltafront.workers.model.directory.digest import directory_of, model_digest
 from deltafront.workers.model.directory.headers import check_weights, quantisation_notes
 from deltafront.workers.model.directory.model_config import ModelConfig, lost_window_note, read_config
 from deltafront.workers.model.directory.model_files import ModelError, read_json_or_empty
@@ -50,6 +51,16 @@ def local_model(settings: ServiceConfig) -> ServiceConfig:
     local = local.model_copy(update={"door": _named(settings.door, shown_name(spec))})
     check_start(local)
     return local
+
+
+def shared_model(settings: ServiceConfig) -> ServiceConfig:
+    """Check everything here, for processes of any node. Raises ModelError or ConfigError.
+
+    The model keeps its configured name, so that each node finds it for itself, and gets its digest, so that
+    all of them find the same.
+    """
+    local, spec = local_model(settings), settings.model
+    return local.with_model(path=spec.path, adapter=spec.adapter, digest=model_digest(local.model))
 
 
 def _named(door: DoorConfig, name: str) -> DoorConfig:
@@ -78,9 +89,9 @@ def request_handler(
 ) -> RequestHandler:
     """Make the handler of a door's requests. door_id: tells this door from others. Raises ModelError,
     FileNotFoundError or ConfigError."""
-    directory, door = Path(settings.model.path), settings.door
+    directory, door = directory_of(settings.model), settings.door
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
-    tokenizer = _tokenizer(settings)
+    tokenizer = _tokenizer(settings, directory)
     callers = Callers(
         door_id,
         lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
@@ -101,14 +112,14 @@ def request_handler(
         tracing=tracing or Tracing(),
         profile=profile,
     )
-    limits = _limits(settings, model, profile, tokenizer.longest_token)
+    limits = _limits(settings, directory, model, profile, tokenizer.longest_token)
     about = _server_info(settings, model, profile, tokenizer.has_template, metrics_address)
     about = replace(about, default_sampling=SamplingParams(**vars(limits.default_sampling)))
     return RequestHandler(resources, limits, authenticator(door, gate).caller, about, cancel_at_other_doors)
 
 
 def _limits(
-    settings: ServiceConfig, model: ModelConfig, profile: Profile | None, longest_token: int
+    settings: ServiceConfig, directory: Path, model: ModelConfig, profile: Profile | None, longest_token: int
 ) -> Limits:
     door, decode = settings.door, settings.decode
     return Limits(
@@ -123,20 +134,20 @@ def _limits(
         longest_token=longest_token,
         delta_layers=bool(decode.delta_layers),
         default_recompute_blocks=settings.recompute_blocks,
-        default_sampling=_default_sampling(settings, model.positions),
+        default_sampling=_default_sampling(settings, directory, model.positions),
     )
 
 
-def _tokenizer(settings: ServiceConfig) -> TextTokenizer:
+def _tokenizer(settings: ServiceConfig, directory: Path) -> TextTokenizer:
     """Load the tokenizer. Raises ConfigError if `door.reasoning` could never see where reasoning ends."""
-    tokenizer = TextTokenizer.load(Path(settings.model.path))
+    tokenizer = TextTokenizer.load(directory)
     if settings.door.reasoning == "think" and not tokenizer.spells("</think>"):
         raise ConfigError("door.reasoning = think: </think> is a special token of this model, without text")
     return tokenizer
 
 
-def _default_sampling(settings: ServiceConfig, positions: int) -> Sampling:
-    door, file = settings.door, Path(settings.model.path) / "generation_config.json"
+def _default_sampling(settings: ServiceConfig, directory: Path, positions: int) -> Sampling:
+    door, file = settings.door, directory / "generation_config.json"
     neutral = Sampling(max_tokens=min(door.default_max_tokens, positions))
     if door.sampling_defaults == "neutral":
         return neutral
@@ -237,8 +248,8 @@ def check_start(settings: ServiceConfig) -> None:
     notes = [*quantisation_notes(directory, settings.model.quantisation or settings.model.dtype)]
     for note in filter(None, [*notes, lost_window_note(model)]):
         log.warning("%s", note)
-    _tokenizer(settings)
-    _default_sampling(settings, model.positions)
+    _tokenizer(settings, directory)
+    _default_sampling(settings, directory, model.positions)
     if not model.eos_ids:
         log.warning(
             "%s names no end token (eos_token_id, eos_token, or one after an assistant's message in its chat "

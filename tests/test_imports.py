@@ -77,7 +77,8 @@ ROOMS = {
     "service.entry": "service.cli",
     "service.haproxy": "service.listening service.haproxy_config",
     "service.haproxy_config": "",
-    "service.app": """workers.settings workers.waits workers.prefill.group.group workers.decode.worker
+    "service.app": """workers.settings workers.waits workers.replica workers.prefill.group.group
+        workers.decode.worker workers.model.directory.model_files
         service.config service.metrics service.exporter service.fleet service.door service.wiring
         service.listening""",
     "service.client": """workers.messages service.errors service.door.wire service.door.status

@@ -1,12 +1,17 @@
 import asyncio
+import builtins
 import contextlib
 import logging
+import pydoc
+import re
 import secrets
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -20,6 +25,13 @@ HEAD_PATIENCE_S = 10.0
 REBUILD_PATIENCE_S = 600.0
 """If replacing lost actors takes longer, Serve builds a new replica."""
 
+_LAST_LINE = re.compile(
+    r"^\s*(?P<kind>(?:\w+\.)*[A-Z]\w*(?:Error|Exception)): *(?P<message>\S.*)$", re.MULTILINE
+)
+"""The last line of a traceback, in a text."""
+_ASK_WHY_S = 10.0
+"""Ray may say for a moment only that an actor whose constructor failed cannot be reached."""
+
 
 class Replica:
     """Base of the Serve deployments that own actors. The actors die with it.
@@ -29,7 +41,7 @@ class Replica:
     fails does the check fail, and Serve builds a new replica.
 
     Deploy one with its module's `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The
-    constructor returns once all actors have loaded. It raises what loading raises, inside Ray's error.
+    constructor calls `_begin`, which returns once all actors have loaded, and raises what loading raises.
     Outside Serve, call `stop()` at the end.
     """
 
@@ -44,6 +56,28 @@ class Replica:
         self._actors: list[Any] = []
         self._rebuilding: asyncio.Future[None] | None = None
         self._began = 0.0
+
+    def _begin(self) -> None:
+        """Build for the first time. An actor's error is raised as itself, without Ray's around it."""
+        with last_line_alone(type(self).__name__, served=self._bundles is not None):
+            try:
+                self._build()
+            except RayActorError as error:
+                raise self._why(error) from error
+
+    def _why(self, error: RayActorError) -> RayActorError:
+        """Return the error of the actor whose constructor failed, if one did."""
+        deadline = time.monotonic() + _ASK_WHY_S
+        while not error.actor_init_failed and time.monotonic() < deadline:
+            for actor in self._actors:
+                try:
+                    ray.get(actor.__ray_ready__.remote(), timeout=1.0)
+                except RayActorError as found:
+                    error = found if found.actor_init_failed else error
+                except RayError:
+                    continue
+            time.sleep(0.1)
+        return error
 
     def _build(self) -> None:
         """Start every missing actor, `head` last. Runs on a separate thread."""
@@ -118,3 +152,35 @@ class Replica:
         if self._bundles is None:
             return {}
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle)}
+
+
+@contextlib.contextmanager
+def last_line_alone(name: str, *, served: bool) -> Iterator[None]:
+    """Raise the error of a constructor as what an actor raised, with its traceback in the log.
+
+    Args:
+        served: In a process of Serve's, which ends after the error. Serve takes the whole traceback for the
+            deployment's message, where operators look for a reason. So it gets the last line alone.
+    """
+    try:
+        yield
+    except Exception as error:
+        log.error("%s cannot start", name, exc_info=True)
+        if served:
+            sys.tracebacklimit = 0
+        raise cause_of(error) from None
+
+
+def cause_of(error: Exception) -> Exception:
+    """Return what an actor raised; `error` itself where Ray does not say."""
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, Exception) else error
+    found = [*_LAST_LINE.finditer(str(error))] if isinstance(error, RayActorError) else []
+    if not found:
+        return error
+    kind, message = found[-1]["kind"], found[-1]["message"]
+    known = pydoc.locate(kind) if kind.startswith("deltafront.") else getattr(builtins, kind, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        with contextlib.suppress(TypeError):  # it takes more than a message
+            return known(message)
+    return RuntimeError(f"{kind}: {message}")

@@ -57,6 +57,8 @@ class ModelSpec:
         family_modules: Modules outside the package that register families.
         rope_theta, max_position_embeddings: Replace the model's.
         profile: Its calibration file.
+        digest: The `model_digest` that every process compares with what it finds at `path`. Serve's
+            application sets it, so that all nodes serve the same model. None: nothing is compared.
         quantisation: `fp8` holds and multiplies the layers' matrices in 8 bits on GPUs, with a scale for each
             output channel and token. Output head, attention and KV cache stay in `dtype`.
     """
@@ -70,6 +72,7 @@ class ModelSpec:
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     max_position_embeddings: Count | None = None
     profile: str | None = None
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     quantisation: Quantisation | None = None
 
     @property

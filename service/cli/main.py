@@ -6,6 +6,7 @@ Only answers go to standard output. An error is one line that says what to do.
 import dataclasses
 import importlib
 import importlib.util
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -195,6 +196,21 @@ def info(address: Address = ADDRESS, token: Bearer = "", tls: Tls = False, json:
         print(terminal.as_json(server))
     else:
         terminal.show_info(Console(), server)
+
+
+@app.command()
+def verify(directory: Annotated[Path, typer.Argument(help="A model's directory.")]) -> None:
+    """Compare a model's files with their digests and mark it complete (the model's Job)."""
+    from deltafront.service.wiring import checked_config
+    from deltafront.workers.model.directory.digest import COMPLETE, mark_complete
+    from deltafront.workers.model.directory.model_files import ModelError
+
+    try:
+        checked_config(directory)
+        count = mark_complete(directory)
+    except (ModelError, OSError) as error:
+        fail(str(error))
+    err.print(f"{count} files of {directory} are as their digests say: {COMPLETE} is written", soft_wrap=True)
 
 
 def _uses_messages(client: DeltafrontClient, chat: bool | None) -> bool:

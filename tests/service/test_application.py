@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from ray.serve.exceptions import RayServeException
 
-from deltafront.service.app import _owner, assemble
+from deltafront.service.app import _owner, assemble, build
 from deltafront.service.config import parse
+from deltafront.service.fleet.fleet import Fleet
+from deltafront.service.metrics import Metrics
+from deltafront.service.wiring import request_handler, shared_model
 from deltafront.workers.decode import worker
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.prefill.group import group
 from deltafront.workers.settings import DecodeConfig, PrefillConfig
+
+from ..workers.model.directory.test_store import write_model
+from .directory import LocalDirectory
 
 
 @pytest.mark.parametrize("surge", [False, True])
@@ -38,3 +48,39 @@ def test_a_door_is_replaced_first_unless_its_node_takes_one_only(
     made = assemble(parse(content), Path("/nowhere"))._bound_deployment._deployment_config
     assert made.max_ongoing_requests > parse(content).door.max_requests, "the door refuses, Serve lets wait"
     assert (made.max_surge_percent, made.graceful_shutdown_timeout_s) == (surge, seconds)
+
+
+def test_each_node_finds_the_model_that_the_configuration_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The application is built on one node, whose cache others do not have. A file there may be another."""
+    path = tmp_path / "model.gguf"
+    write_model(path)
+    content = {"model": {"path": str(path)}, "decode": {"page_selection": "full"}}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "head"))
+    settings = shared_model(parse(content))
+    shutil.rmtree(tmp_path / "head")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    sent = parse(settings.model_dump(mode="json"))
+    assert sent.model.path == str(path) and sent.door.model_name == "model.gguf"
+    assert load_model(sent.model, "cpu").config.layers == 2
+    metrics = Metrics(tmp_path / "metrics", "m")
+    fleet = Fleet(LocalDirectory([], []), lambda _view: None, refresh_s=1.0, renew_s=1.0)
+    assert request_handler(sent, fleet, metrics, metrics_address="").positions == 256
+    write_model(path, seed=1)
+    with pytest.raises(ModelError, match="this node's files have the digest"):
+        load_model(sent.model, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"path": "/nowhere"}, "ModelError: no model '/nowhere'"),
+        ({"path": "x", "pathh": "x"}, "ConfigError: .*'model.pathh'"),
+    ],
+)
+def test_an_application_that_cannot_be_built_says_why_in_one_line(model: dict[str, Any], says: str) -> None:
+    """Serve shows the text of this exception alone, and of any other a whole traceback."""
+    with pytest.raises(RayServeException, match=says) as raised:
+        build({"model": model, "decode": {"page_selection": "full"}})
+    assert "\n" not in str(raised.value)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from deltafront.workers import replica as module
-from deltafront.workers.replica import Replica
+from deltafront.workers.model.directory.model_files import ModelError
+from deltafront.workers.replica import Replica, cause_of
 
 
 class Head:
@@ -137,3 +139,42 @@ async def test_a_replica_is_healthy_while_it_replaces_and_not_for_ever(
     assert owner._rebuilding is not None
     await owner._rebuilding
     await owner.check_health()
+
+
+def of_a_constructor(error: Exception) -> ActorDiedError:
+    """Ray's error of an actor whose constructor raised `error` in another process."""
+    try:
+        raise error
+    except Exception:
+        text = f"ray::DecodeActor.__init__() (pid=7)\n{traceback.format_exc()}"
+    return ActorDiedError(RayTaskError("__init__", text, error, actor_id="a", pid=7, ip="10.0.0.1"))
+
+
+@pytest.mark.parametrize("error", [ModelError("no model '/x': fetch it"), MemoryError("1 GiB is missing")])
+def test_start_raises_the_actors_error_even_if_ray_says_unavailable(error: Exception) -> None:
+    """Ray says at first that the actor cannot be reached, and why a moment later."""
+    errors = iter([ActorUnavailableError("RPC error", b"0" * 16), of_a_constructor(error)])
+
+    class Actor:
+        @property
+        def __ray_ready__(self) -> Actor:
+            return self
+
+        def remote(self) -> None:
+            raise next(errors)
+
+    def build() -> None:
+        raise ActorUnavailableError("RPC error", b"0" * 16)
+
+    owner = Owner(well, build)
+    owner._actors = [Actor()]
+    with pytest.raises(type(error)) as raised:
+        owner._begin()
+    assert str(raised.value) == str(error) and raised.value.__suppress_context__
+    said = traceback.format_exception_only(raised.value)
+    assert said[-1].endswith(f"{type(error).__name__}: {error}\n")
+
+
+def test_a_start_that_ray_does_not_explain_keeps_its_error() -> None:
+    died = ActorDiedError()
+    assert cause_of(died) is died

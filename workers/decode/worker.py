@@ -169,7 +169,7 @@ class DecodeReplica(Replica):
         super().__init__(DECODE_PREFIX, config.drain_s)
         self._arguments = model, config, handoff, spans
         self._ranks: list[Any] = []
-        self._build()
+        self._begin()
 
     def _build(self) -> None:
         _model, config, _handoff, _spans = self._arguments

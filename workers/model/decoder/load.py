@@ -7,8 +7,9 @@ import torch
 
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
 from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.digest import directory_of
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.directory.store import adapter_directory, config_of, model_directory
+from deltafront.workers.model.directory.store import adapter_directory, config_of
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 from deltafront.workers.progress import Tell, silent
 from deltafront.workers.settings import ModelSpec
@@ -40,8 +41,7 @@ def load_model(
         ValueError: The dtype is unknown.
     """
     _check_quantisation(model, torch.device(device))
-    config = config_of(model)
-    directory = model_directory(model.path)
+    config, directory = config_of(model), directory_of(model)
     share = config.split(stages)[stage]
     spec = StackSpec(
         config=config,

@@ -2,7 +2,8 @@
 
 `model_digest` covers the decoder's shape with overrides, and name, type, shape and first bytes of each
 tensor, an adapter's too. A profile names it. `content_digest` covers every byte of the weights. Files of
-cached KV name it, since KV of another model would make wrong answers.
+cached KV name it, since KV of another model would make wrong answers. `mark_complete` compares the files with
+digests that came with them.
 """
 
 import contextlib
@@ -44,6 +45,12 @@ _LEFT_OUT_AT_DEFAULT = """qk_norm_all_heads activation rotary_dim interleaved_ro
 """A new field of ModelConfig belongs here or above. Otherwise it would change every model's digest, and no
 profile would fit any more."""
 
+COMPLETE = ".complete"
+"""The mark of a directory that `mark_complete` has compared. Pods wait for it."""
+_SUMS, _HUB_NOTES = "SHA256SUMS", ".cache/huggingface/download"
+_COMPARED = ("*.json", "*.jinja", "*.safetensors", "*.gguf", "tokenizer.model")
+"""Files that must have a digest to be compared with."""
+
 _ADAPTER_SCALE = ("lora_alpha", "use_rslora")
 
 _PIECE_BYTES = 1 << 28
@@ -66,6 +73,21 @@ def model_digest(model: ModelSpec) -> str:
         scale = {key: config.get(key) or False for key in _ADAPTER_SCALE}
         _add(digest, scale, _safetensors(adapter / "adapter_model.safetensors"))
     return digest.hexdigest()
+
+
+def directory_of(model: ModelSpec) -> Path:
+    """Return the directory of the model on this node.
+
+    Raises:
+        ModelError: There is none, or its digest is not `model.digest`.
+    """
+    directory = model_directory(model.path)
+    if model.digest is not None and (found := model_digest(model)) != model.digest:
+        raise ModelError(
+            f"model.path = {model.path!r}: this node's files have the digest {found[:16]}…, the service was "
+            f"started with {model.digest[:16]}…: give every node the same files"
+        )
+    return directory
 
 
 def content_digest(model: ModelSpec, cache: Path | None = None) -> str:
@@ -190,3 +212,57 @@ def _gguf(path: Path) -> Iterator[Tensor]:
         for tensor in open_gguf(part).tensors:
             sample = tensor.data.reshape(-1).view("uint8")[:SAMPLE_BYTES].tobytes()
             yield tensor.name, tensor.tensor_type.name, [int(size) for size in tensor.shape], sample
+
+
+def mark_complete(directory: Path) -> int:
+    """Compare a model's files with their digests, and write the mark that pods wait for.
+
+    The digests are those of SHA256SUMS, beside the files, or else what the hub's client noted of its
+    downloads.
+
+    Returns:
+        The number of files compared.
+
+    Raises:
+        ModelError: A file differs, is missing or has no digest. The directory then has no mark.
+    """
+    mark = directory / COMPLETE
+    mark.unlink(missing_ok=True)
+    digests = _given_digests(directory)
+    present = {path.name for pattern in _COMPARED for path in directory.glob(pattern)}
+    if unlisted := sorted(present - digests.keys()):
+        raise ModelError(f"{directory}: no digest of {', '.join(unlisted)}: {_sums_advice(directory)}")
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        found = threads.map(lambda item: _differs(directory / item[0], item[1]), sorted(digests.items()))
+        if problems := [*filter(None, found)]:
+            raise ModelError(f"{'; '.join(problems)}: fetch or copy these files again")
+    mark.touch()
+    return len(digests)
+
+
+def _given_digests(directory: Path) -> dict[str, str]:
+    try:
+        if (sums := directory / _SUMS).is_file():
+            lines = (line.split(maxsplit=1) for line in sums.read_text().splitlines() if line.strip())
+            return {name.strip().lstrip("*"): digest for digest, name in lines}
+        notes = (directory / _HUB_NOTES).glob("*.metadata")
+        return {note.name.removesuffix(".metadata"): note.read_text().split()[1] for note in notes}
+    except (OSError, UnicodeDecodeError, ValueError, IndexError) as error:
+        raise ModelError(f"{directory}: its list of digests cannot be read: {error}") from None
+
+
+def _sums_advice(directory: Path) -> str:
+    return f"where you trust them, write it: cd {directory} && sha256sum * > {_SUMS}"
+
+
+def _differs(path: Path, expected: str) -> str:
+    """Compare a file with a sha256, or with the sha1 that git and the hub give small files. Empty: equal."""
+    if not path.is_file():
+        return f"{path} is missing"
+    with path.open("rb") as file:
+        if len(expected) == 40:
+            header = f"blob {path.stat().st_size}\0".encode()
+            digest = hashlib.sha1(header + file.read()).hexdigest()
+        else:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return "" if digest == expected else f"{path} has the digest {digest[:16]}…, not {expected[:16]}…"

@@ -245,7 +245,7 @@ class PrefillGroup(Replica):
         super().__init__(PREFILL_PREFIX, config.drain_s)
         self._arguments = model, config, handoff, spans, kv_dtype
         self._stages: dict[int, Any] = {}
-        self._build()
+        self._begin()
 
     def _build(self) -> None:
         model, config, handoff, spans, kv_dtype = self._arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,7 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import SHAPES
 from deltafront.workers.model.directory import digest as digests
-from deltafront.workers.model.directory.digest import _about, content_digest, model_digest
+from deltafront.workers.model.directory.digest import (
+    _about,
+    content_digest,
+    directory_of,
+    mark_complete,
+    model_digest,
+)
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.settings import ModelSpec
 
@@ -260,3 +267,55 @@ def test_digest_covers_every_byte_of_an_adapter(model: Path) -> None:
     plain, adapted = content(model), content(model, adapter=str(adapter))
     flip(adapter / "adapter_model.safetensors", -1)
     assert len({plain, adapted, content(model, adapter=str(adapter))}) == 3
+
+
+def listed(directory: Path) -> Path:
+    """SHA256SUMS, as `sha256sum *` writes it."""
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in directory.iterdir()]
+    (directory / "SHA256SUMS").write_text("".join(sums))
+    return directory
+
+
+def noted_by_the_hub(directory: Path) -> Path:
+    """What the hub's client leaves: a sha256 of large files, git's digest of small ones."""
+    notes = directory / ".cache" / "huggingface" / "download"
+    files = [path for path in directory.iterdir() if path.is_file()]
+    notes.mkdir(parents=True)
+    for path in files:
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if path.suffix == ".json":
+            digest = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+        (notes / f"{path.name}.metadata").write_text(f"{'c' * 40}\n{digest}\n1700000000.0\n")
+    return directory
+
+
+@pytest.mark.parametrize("having", [listed, noted_by_the_hub])
+def test_a_model_is_complete_once_every_file_has_its_digest(
+    model: Path, having: Callable[[Path], Path]
+) -> None:
+    files = {path.name for path in having(model).iterdir() if path.suffix in (".json", ".safetensors")}
+    assert mark_complete(model) == len(files) and (model / ".complete").exists()
+    flip(model / "model.safetensors", -1)
+    with pytest.raises(ModelError, match=r"model.safetensors has the digest .* fetch or copy"):
+        mark_complete(model)
+    assert not (model / ".complete").exists(), "the mark of what it was before"
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model.safetensors is missing"):
+        mark_complete(model)
+
+
+def test_a_file_without_a_digest_is_named_with_what_to_do(model: Path) -> None:
+    (listed(model) / "more.safetensors").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"no digest of more.safetensors: .*sha256sum"):
+        mark_complete(model)
+
+
+def test_a_node_with_other_files_under_the_same_name_is_refused(model: Path) -> None:
+    spec = ModelSpec(path=str(model), digest=digest(model))
+    assert directory_of(spec) == model.resolve()
+    edit(model / "config.json", rope_theta=1234.0)
+    with pytest.raises(
+        ModelError, match=r"this node's files have the digest .*: give every node the same files"
+    ):
+        directory_of(spec)
