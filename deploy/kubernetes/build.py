@@ -7,15 +7,19 @@ RayService carries it as one string. A test compares the files with what this ma
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from deltafront.service.app import serve_config
-from deltafront.service.config import ConfigError, parse
+from deltafront.service.config import ConfigError, ServiceConfig, parse
 from deltafront.service.listening import is_local
 
 OVERLAYS = Path(__file__).resolve().parent / "overlays"
+GROUP_LABEL = "ray.io/node-group"
 
 
 def overlays() -> list[Path]:
@@ -25,8 +29,14 @@ def overlays() -> list[Path]:
 def patch(overlay: Path) -> str:
     """The content of serve.yaml. Raises ConfigError for a configuration that cannot be used."""
     content = yaml.safe_load((overlay / "config.yaml").read_text(encoding="utf-8"))
-    if is_local(parse(content).door.host):
+    settings = parse(content)
+    if is_local(settings.door.host):
         raise ConfigError(f"{overlay}: door.host: must be 0.0.0.0, for a pod is reached at its own address")
+    if not settings.model.path.startswith("/"):
+        raise ConfigError(
+            f"{overlay}: model.path = {settings.model.path!r}: pods reach no hub: name a directory that each "
+            "of them has, in /models (the Job fetches it) or /opt/deltafront/models (in the image)"
+        )
     serve = yaml.safe_dump(serve_config(content), sort_keys=False)
     lines = "".join(f"    {line}\n" for line in serve.splitlines())
     return (
@@ -35,9 +45,51 @@ def patch(overlay: Path) -> str:
     )
 
 
+def check_labels(cluster: dict[str, Any], settings: ServiceConfig, source: str) -> None:
+    """Check that each section's node_labels are among a worker group's own `labels`.
+
+    KubeRay gives every pod its group's name as a label. Ray's autoscaler, though, knows the labels of a pod
+    that it could ask for only from the group's `labels`. Without them it never makes one.
+
+    Args:
+        cluster: A RayService's rayClusterConfig.
+        source: Names it in errors.
+
+    Raises:
+        ConfigError: No group has a section's labels, or a group has not its own name as one.
+    """
+    groups = {group["groupName"]: group.get("labels", {}) for group in cluster["workerGroupSpecs"]}
+    for name, labels in groups.items():
+        if labels.get(GROUP_LABEL) != name:
+            raise ConfigError(f"{source}: worker group {name}: add labels: {{{GROUP_LABEL}: {name}}}")
+    for section in ("prefill", "decode", "door"):
+        wanted = dict(getattr(settings, section).node_labels)
+        if not any(wanted.items() <= labels.items() for labels in groups.values()):
+            raise ConfigError(f"{source}: {section}.node_labels: no worker group has labels {wanted}")
+
+
+def rendered_cluster(overlay: Path) -> dict[str, Any] | None:
+    """Return the rayClusterConfig that an overlay makes; None where kubectl is not installed. Raises
+    ConfigError."""
+    if shutil.which("kubectl") is None:
+        return None
+    done = subprocess.run(["kubectl", "kustomize", str(overlay)], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{overlay}: kubectl kustomize: {done.stderr.strip()}")
+    objects = yaml.safe_load_all(done.stdout)
+    (service,) = [one for one in objects if one["kind"] == "RayService"]
+    return dict(service["spec"]["rayClusterConfig"])
+
+
 def main() -> None:
     for overlay in overlays():
         (overlay / "serve.yaml").write_text(patch(overlay), encoding="utf-8")
+    for overlay in overlays():
+        settings = parse(yaml.safe_load((overlay / "config.yaml").read_text(encoding="utf-8")))
+        if (cluster := rendered_cluster(overlay)) is None:
+            print("kubectl is not installed: labels of worker groups are not checked")
+            break
+        check_labels(cluster, settings, overlay.name)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from deltafront.service.config import ServiceConfig, parse
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "one-gpu", "one-gpu-512k", "pd-8b", "pd-70b")
+FETCHING = tuple(name for name in OVERLAYS if name != "cpu")
+"""Those whose model is on a volume. The image of `cpu` holds it."""
 GROUPS = ("door", "prefill", "decode")
 
 Object = dict[str, Any]
@@ -61,11 +63,11 @@ def container(template: Object) -> Object:
 
 
 def pod_templates(overlay: str) -> dict[str, Object]:
-    """Of everything that runs: Ray's pods, the model's Job and Redis."""
+    """Of everything that runs: Ray's pods, the model's Job where there is one, and Redis."""
     objects = rendered(f"overlays/{overlay}")
-    (job,), (redis,) = of_kind(objects, "Job"), of_kind(objects, "StatefulSet")
-    others = {"model": job["spec"]["template"], "redis": redis["spec"]["template"]}
-    return templates(overlay) | others
+    jobs = [("model", one) for one in of_kind(objects, "Job")]
+    others = [("redis", one) for one in of_kind(objects, "StatefulSet")]
+    return templates(overlay) | {name: one["spec"]["template"] for name, one in jobs + others}
 
 
 def with_component(overlay: str, component: str, folder: Path) -> tuple[Object, ...]:

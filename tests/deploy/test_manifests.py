@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from deltafront.workers.model.directory import store
 
 from .local_cluster import LABEL
 from .manifests import (
+    FETCHING,
     GROUPS,
     KUBERNETES,
     OVERLAYS,
@@ -43,6 +45,7 @@ from .manifests import (
     rendered,
     settings,
     templates,
+    with_component,
     worker_groups,
 )
 
@@ -124,8 +127,28 @@ def test_service_selects_the_doors_and_their_ports(overlay: str) -> None:
         if kind == "HTTPRoute":  # the other kind has no such field
             assert route["spec"]["rules"][0]["timeouts"] == {"request": "0s"}, "long answers are not cut"
     assert group["replicas"] == door.replicas and door.per_node == 1, "every door pod has its door"
-    (budget,) = of_kind(objects, "PodDisruptionBudget")
-    assert budget["spec"]["minAvailable"] < door.replicas
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_drain_takes_one_pod_and_waits_for_the_head_and_redis(overlay: str) -> None:
+    """By Kubernetes' rule: a pod may leave while more than minAvailable of the selected ones are ready."""
+    budgets = {
+        one["metadata"]["name"]: one["spec"] for one in of_kind(rendered(f"overlays/{overlay}"), BUDGET)
+    }
+    groups = worker_groups(overlay)
+    pods = {"headgroup": 1} | {name: group["replicas"] for name, group in groups.items()}
+    for name, spec in budgets.items():
+        (among,) = spec["selector"].get("matchExpressions") or [
+            {"values": [name.removeprefix("deltafront-")]}
+        ]
+        count = sum(pods.get(group, 0) for group in among["values"]) or 1
+        assert spec["minAvailable"] == (1 if name == "deltafront-redis" else count - 1), name
+    budget = budgets["deltafront-workers"]["selector"]["matchExpressions"][0]
+    assert budget == {"key": "ray.io/group", "operator": "In", "values": ["headgroup", "prefill", "decode"]}
+    assert set(budgets) == {"deltafront-door", "deltafront-workers", "deltafront-redis"}
+
+
+BUDGET = "PodDisruptionBudget"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -139,7 +162,7 @@ def test_every_pod_has_the_configurations_settings(overlay: str) -> None:
         assert environment["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(config.door.max_message_bytes)
         assert environment["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == str(PROXY_PERIOD_S)
         mounts = {mount["name"]: mount["mountPath"] for mount in pod["volumeMounts"]}
-        assert Path(config.model.path).is_relative_to(mounts["models"])
+        assert Path(config.model.path).is_relative_to(mounts.get("models", "/opt/deltafront/models"))
         assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
         assert (name in ("head", "door")) == ("tokens" in mounts), "who reads tokens"
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -270,7 +293,7 @@ def mounts_of(template: Object) -> dict[str, str]:
     return {mount["name"]: mount["mountPath"] for mount in container(template)["volumeMounts"]}
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", FETCHING)
 def test_fetched_model_is_the_served_model(overlay: str) -> None:
     objects = rendered(f"overlays/{overlay}")
     (model,) = [one for one in of_kind(objects, "ConfigMap") if one["metadata"]["name"] == "deltafront-model"]
@@ -279,6 +302,9 @@ def test_fetched_model_is_the_served_model(overlay: str) -> None:
     fetch = container(job["spec"]["template"])
     assert fetch["image"] == container(templates(overlay)["head"])["image"]
     words = shlex.split(fetch["command"][-1])
+    assert words[-4:] == ["&&", "deltafront", "verify", "$MODEL"], (
+        "which sets the mark that the head waits for"
+    )
     fetched = [word for before, word in itertools.pairwise(words) if before == "--include"]
     assert tuple(fetched) == store._HUB_FILES, "Llama's repositories have their weights twice"
 
@@ -294,6 +320,86 @@ def test_every_named_object_is_rendered_or_made_by_the_guide(overlay: str) -> No
             assert f"create secret generic {name} " in guide, name
         else:
             assert (kind, name) in have, (kind, name)
+
+
+def test_cpu_has_its_model_in_the_image_and_fetches_nothing() -> None:
+    objects = rendered("overlays/cpu")
+    assert not [one for kind in ("Job", "PersistentVolumeClaim") for one in of_kind(objects, kind)]
+    assert "models" not in {
+        volume["name"] for one in templates("cpu").values() for volume in one["spec"]["volumes"]
+    }
+    assert Path(settings("cpu").model.path).parent == Path("/opt/deltafront/models")
+    assert (
+        'mv "${directory}" /opt/deltafront/models/smollm2-135m-instruct'
+        in (ROOT / "deploy" / "Dockerfile").read_text()
+    )
+
+
+def test_a_volume_of_ones_own_is_compared_without_a_network(tmp_path: Path) -> None:
+    objects = with_component("pd-8b", "models/own-volume", tmp_path)
+    (job,) = of_kind(objects, "Job")
+    fetch = container(job["spec"]["template"])
+    assert fetch["command"] == ["bash", "-c", 'deltafront verify "$MODEL"']
+    assert [one["name"] for one in fetch["env"]] == ["MODEL"]
+    (policy,) = [
+        one for one in of_kind(objects, "NetworkPolicy") if one["metadata"]["name"] == "deltafront-model"
+    ]
+    assert policy["spec"]["egress"] == [] and set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+
+
+class Answering(threading.Thread):
+    """Answers the first line of a connection, as Redis does without a password."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._server = socket.create_server(("127.0.0.1", port))
+
+    def run(self) -> None:
+        connection, _ = self._server.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(b"-NOAUTH Authentication required.\r\n")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_ray_containers_run_their_own_start_and_kuberays(overlay: str) -> None:
+    (service,) = of_kind(rendered(f"overlays/{overlay}"), "RayService")
+    assert service["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    commands = {tuple(container(one)["command"]) for one in templates(overlay).values()}
+    assert len(commands) == 1
+    assert not any("args" in container(one) for one in templates(overlay).values())
+
+
+def test_the_head_waits_for_redis_in_words() -> None:
+    """The manifest's own command: a name that is unknown, a port where nothing listens, then an answer."""
+    command = container(templates("cpu")["head"])["command"]
+    start = {
+        "PATH": "/usr/bin:/bin",
+        "KUBERAY_GEN_RAY_START_CMD": "ulimit -n 64; echo ray start $REDIS_PASSWORD",
+    }
+    # A worker, whose container is told of no Redis. The start expands what KubeRay leaves to the shell.
+    worker = subprocess.run(
+        command, env=start | {"REDIS_PASSWORD": "x"}, capture_output=True, text=True, check=False
+    )
+    assert worker.stdout == "exec ray start x\n"
+    port = free_port()
+    for address, reason in (("none.invalid:6379", "not known|resolution"), (f"127.0.0.1:{port}", "refused")):
+        head = subprocess.Popen(
+            command, env=start | {"RAY_REDIS_ADDRESS": address}, stdout=subprocess.PIPE, text=True
+        )
+        assert head.stdout is not None
+        line = head.stdout.readline()
+        assert line.startswith(f"waits for Redis at {address}: ") and re.search(reason, line), line
+        if address.startswith("127"):
+            Answering(port).start()
+            assert head.wait(60) == 0 and "ray start" in head.stdout.read()
+        head.kill()
+        head.wait()
 
 
 KEYS = {
@@ -328,16 +434,21 @@ def test_pods_are_drained_before_they_end(overlay: str) -> None:
         owners = [one for one in (config.prefill, config.decode) if one.node_labels[LABEL] == name]
         ends = [app._SHUTDOWN_S + one.drain_s for one in owners]
         if name == "door":
-            assert before == 15, "the pod's endpoint is gone by then"
             ends = [app._DOOR_SHUTDOWN_S + config.door.drain_s]
+            environment = {one["name"]: one["value"] for one in container(group["template"])["env"]}
+            least = [float(environment[f"RAY_SERVE_{of}_MIN_DRAINING_PERIOD_S"]) for of in DRAINED]
+            assert before >= 10, "the pod's endpoint is gone by then"
+            assert before + deadline - max(ends) + sum(least) <= 30, "beyond what the door still answers"
         assert deadline >= max(ends) + ELSEWHERE_S[name], f"{name} has no time to load elsewhere"
         assert before + deadline + RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S < grace
         assert grace <= 600, "cluster autoscalers end it after that"
     assert "lifecycle" not in container(templates(overlay)["head"])
 
 
-ELSEWHERE_S = {"door": 30, "prefill": 60, "decode": 60}
-"""At least so long a new replica may load; for doors, HAProxy's least time to drain."""
+ELSEWHERE_S = {"door": 5, "prefill": 60, "decode": 60}
+"""At least so long a new replica may load. No place is free for a door: each pod of theirs has one."""
+DRAINED = ("DIRECT_INGRESS", "PROXY")
+"""A door and then its HAProxy leave, each after Serve's least time."""
 
 
 def pre_stop(pod: Object) -> tuple[float, float]:

@@ -47,7 +47,7 @@ def pods(overlay: str) -> Pods:
         found.append((labels, own | ports_of(template)))
     head, ports = found[0]
     found.append((head | {"ray.io/node-type": "redis-cleanup"}, ports))
-    for name in ("model", "redis"):
+    for name in {"model", "redis"} & pod_templates(overlay).keys():
         template = pod_templates(overlay)[name]
         found.append((template["metadata"]["labels"], ports_of(template)))
     return found

@@ -7,12 +7,14 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel
+from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.serve.schema import (
     HTTPOptionsSchema,
     ServeApplicationSchema,
@@ -23,7 +25,7 @@ from ray.serve.schema import (
 from deltafront.service.app import build
 from deltafront.service.config import ConfigError, ServiceConfig, parse
 
-from .manifests import KUBERNETES, OVERLAYS, Object, ray_service, serve_config
+from .manifests import KUBERNETES, OVERLAYS, Object, ray_service, serve_config, settings
 
 
 def generator() -> ModuleType:
@@ -54,6 +56,39 @@ def test_the_patches_are_made_from_the_configurations() -> None:
     assert [path.name for path in build_module.overlays()] == sorted(OVERLAYS)
     for overlay in build_module.overlays():
         assert (overlay / "serve.yaml").read_text() == build_module.patch(overlay), "run make manifests"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_worker_groups_have_the_labels_that_the_configuration_asks(overlay: str) -> None:
+    """As Ray's autoscaler reads them, for pods that it could ask for."""
+    generator().check_labels(ray_service(overlay)["rayClusterConfig"], settings(overlay), overlay)
+    for group in ray_service(overlay)["rayClusterConfig"]["workerGroupSpecs"]:
+        known = autoscaling_config._get_labels_from_group_spec(group)
+        assert known == {"ray.io/node-group": group["groupName"]}
+
+
+def test_manifests_refuse_a_worker_group_without_its_labels() -> None:
+    cluster = copy.deepcopy(ray_service("pd-8b")["rayClusterConfig"])
+    del cluster["workerGroupSpecs"][2]["labels"]
+    with pytest.raises(ConfigError, match=r"worker group decode: add labels: {ray.io/node-group: decode}"):
+        generator().check_labels(cluster, settings("pd-8b"), "pd-8b")
+    del cluster["workerGroupSpecs"][2]
+    with pytest.raises(ConfigError, match=r"decode.node_labels: no worker group has"):
+        generator().check_labels(cluster, settings("pd-8b"), "pd-8b")
+
+
+def test_manifests_refuse_a_model_that_pods_would_have_to_fetch(tmp_path: Path) -> None:
+    content = yaml.safe_load((KUBERNETES / "overlays" / "cpu" / "config.yaml").read_text())
+    content["model"]["path"] = "owner/name"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=r"model.path = 'owner/name': pods reach no hub: name a directory"):
+        generator().patch(tmp_path)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_overlay_bounds_an_answer_that_does_not_say(overlay: str) -> None:
+    given = yaml.safe_load((KUBERNETES / "overlays" / overlay / "config.yaml").read_text())["door"]
+    assert given["default_max_tokens"] <= (64 if overlay == "cpu" else 1024)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
