@@ -20,7 +20,6 @@ quest:BUDGET, a baseline whose time says nothing): answers decoded with page sel
 and by full decode; how many are as full decode's, as
 `density` the share of its pages read, all layers counted, and the time of page selection and attention in all
 layers of a step of all questions; KL of the answers' tokens.
-A table says which are on the Pareto front of time, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
 --kv-dtype int8: every method, dense among them, and every selection of --decode, once more with K/V kept in 8

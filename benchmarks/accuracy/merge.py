@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deltafront.benchmarks.accuracy.front import front_table, with_front
 from deltafront.benchmarks.accuracy.report import (
     BASELINE,
     Gate,
@@ -45,10 +44,8 @@ def conclude(
     compare: Path | None = None,
 ) -> int:
     """Prints and writes what came out; 1 when a gate is missed, or a row is far from the one in `compare`."""
-    found = with_front(rows(outcomes, BASELINE))
+    found = rows(outcomes, BASELINE)
     print(table(found))
-    if front := front_table(found):
-        print(f"\n{front}")
     pooled = together(found)
     if pooled:
         print(f"\n{together_table(pooled)}")

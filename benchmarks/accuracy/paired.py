@@ -56,16 +56,6 @@ def bootstrap_ratio(
     return quantile(ratios, 0.025), quantile(ratios, 0.975)
 
 
-def ratio_of_sums(
-    documents: Sequence[tuple[float, float]],
-) -> tuple[float, tuple[float, float] | None] | None:
-    """Return sum(first) / sum(second), and its interval by `bootstrap_ratio`; None if the second sum is 0."""
-    whole = math.fsum(below for _, below in documents)
-    if not whole:
-        return None
-    return math.fsum(above for above, _ in documents) / whole, bootstrap_ratio(documents)
-
-
 def quantile(ascending: Sequence[float], share: float) -> float:
     """Linear between the two nearest, as numpy's default."""
     place = share * (len(ascending) - 1)

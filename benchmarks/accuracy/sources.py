@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from deltafront.benchmarks.accuracy.texts import read, tidy
-
 PACKAGES = (
     "aiohttp", "fonttools", "fsspec", "google-api-core", "google-auth", "huggingface_hub", "hypothesis",
     "matplotlib", "mypy", "networkx", "numpy", "openai", "pillow", "pip", "pydantic", "Pygments", "ray",
@@ -43,6 +41,20 @@ POEMS = frozenset(
 )
 LEAST, MOST = 4_000, 150_000
 """Bytes of a file: shorter ones hold imports, longer ones tables."""
+
+
+MOST_CHARACTERS = 1_500_000
+"""Of a text."""
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def tidy(text: str) -> str:
+    text = text.replace("\r", "").replace("\xa0", " ")
+    text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text))
+    return f"{text.strip()}\n"[:MOST_CHARACTERS]
 
 
 def files_of(package: str) -> Iterator[Path]:

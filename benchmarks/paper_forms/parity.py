@@ -4,9 +4,9 @@
     python -m deltafront.benchmarks.paper_forms.parity FOLDER --tokens 16384           # with one
 
 FOLDER holds checkouts by their own names, those that are there are compared: x-attention (mit-han-lab),
-FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza), MInference (microsoft; its
-CUDA kernel is compiled for the host, with g++). Prints for each: rows that are the same, of the others'
-entries the share that both keep, and how many entries each keeps. docs/methods.md names the differences.
+FlexPrefill (bytedance), SpargeAttn (thu-ml), Quest (mit-han-lab), DELTA (hoenza). Prints for each: rows that
+are the same, of the others' entries the share that both keep, and how many entries each keeps.
+docs/methods.md names the differences.
 Shape suffixes as in `kernels.interface`.
 """
 
@@ -24,7 +24,6 @@ import torch
 
 from deltafront.benchmarks.accuracy.quest import page_bounds
 from deltafront.benchmarks.paper_forms.levels import METHODS
-from deltafront.benchmarks.paper_forms.parity_minference import minference
 from deltafront.benchmarks.paper_forms.parity_rows import (
     Compared,
     Rows,
@@ -173,7 +172,6 @@ CHECKOUTS: dict[str, Callable[[Path, AttentionInput], Iterator[Compared]]] = {
     "SpargeAttn": sparge_attn,
     "Quest": quest,
     "DELTA": delta,
-    "MInference": minference,
 }
 
 

@@ -30,12 +30,9 @@ from deltafront.service.config import load
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.decode_attention import BatchRows, plan_layers
-from deltafront.workers.model.decoder.load import load_stack
-from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.weights.stack_weights import StackSpec
 
 from ..workers.profiles import make_profile
-from ..workers.tiny_model import make_tiny_model
+from ..workers.tiny_model import make_tiny_model, whole_stack
 
 TOKENS = 400
 
@@ -47,22 +44,7 @@ def ids(count: int, seed: int) -> list[int]:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     directory = make_tiny_model(tmp_path_factory.mktemp("tiny"))
-    config = read_config(directory)
-    layers = range(config.layers)
-    made = Reader(
-        load_stack(
-            directory,
-            StackSpec(
-                config=config,
-                layers=layers,
-                embedding=True,
-                head=True,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-            ),
-        ),
-        TOKENS + 64,
-    )
+    made = Reader(whole_stack(directory), TOKENS + 64)
     with torch.inference_mode():
         made.read(ids(TOKENS, 1), "dense", 128)
     return made
@@ -305,18 +287,7 @@ def test_key_tokens_gain_from_context_and_are_likely_with_it() -> None:
 
 def test_density_is_prefilled_with_the_profiles_thresholds(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path)
-    config = read_config(directory)
-    stack = load_stack(
-        directory,
-        StackSpec(
-            config=config,
-            layers=range(config.layers),
-            embedding=True,
-            head=True,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        ),
-    )
+    stack = whole_stack(directory)
     profiled = Reader(stack, 1024, make_profile(directory))
     method = "block_pool:density={},window=1,min_tokens=0"
     with torch.inference_mode():

@@ -23,12 +23,9 @@ from deltafront.benchmarks.accuracy.report import Outcome, parse_gate, rows
 from deltafront.benchmarks.reader import Reader
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.probes import Question
-from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.recompute import QUESTION_ROWS, BlockAttention
-from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.weights.stack_weights import StackSpec
 
-from ..workers.tiny_model import make_tiny_model
+from ..workers.tiny_model import make_tiny_model, whole_stack
 
 BLOCKS = 6
 SPARSE = "streaming:min_tokens=0,window=128"
@@ -48,22 +45,7 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     directory = make_tiny_model(tmp_path_factory.mktemp("tiny"))
-    config = read_config(directory)
-    layers = range(config.layers)
-    return Reader(
-        load_stack(
-            directory,
-            StackSpec(
-                config=config,
-                layers=layers,
-                embedding=True,
-                head=True,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-            ),
-        ),
-        len(DOCUMENT) + 2 * BLOCK,
-    )
+    return Reader(whole_stack(directory), len(DOCUMENT) + 2 * BLOCK)
 
 
 def read(reader: Reader, method: str, tokens: int = len(DOCUMENT)) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,12 +11,9 @@ import torch
 from deltafront.benchmarks import kernels, tables
 from deltafront.benchmarks.accuracy import served
 from deltafront.benchmarks.accuracy.__main__ import _arguments, _load
-from deltafront.benchmarks.harness import write_json
 from deltafront.benchmarks.reader import Reader, split_method
-from deltafront.workers.model.decoder.load import load_model
-from deltafront.workers.settings import ModelSpec
 
-from ..workers.tiny_model import make_tiny_model
+from ..workers.tiny_model import make_tiny_model, whole_stack
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,7 @@ def test_refuses_a_page_selection_before_prefilling_a_document(
 
 
 def test_prefills_no_more_tokens_than_the_model_has_positions(model: Path) -> None:
-    stack = load_model(ModelSpec(path=str(model), dtype="float32"), "cpu")
+    stack = whole_stack(model)
     positions = stack.config.positions
     with pytest.raises(ValueError, match=f"{positions + 1} tokens, but the model has {positions} positions"):
         Reader(stack, positions + 1).read([1] * (positions + 1), "dense", 128)
@@ -136,9 +132,3 @@ def test_documents_that_are_not_up_to_date_are_named(
     assert tables.main() == 0
     given(monkeypatch, "--check")
     assert tables.main() == 0 and capsys.readouterr().err == ""
-
-
-def test_a_result_makes_the_folders_it_needs(tmp_path: Path) -> None:
-    path = tmp_path / "of" / "today" / "rows.json"
-    write_json(path, {"rows": [1]})
-    assert json.loads(path.read_text()) == {"rows": [1]}

@@ -26,12 +26,12 @@ from deltafront.service.config import ConfigError, parse
 from deltafront.service.request.answers import Density, GenerateFinished, Timings
 from deltafront.tests.numerics import assert_rows_close, random_input
 from deltafront.workers.messages.events import FinishReason, Usage
-from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.headers import check_weights
 from deltafront.workers.model.directory.mixture_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.weights.sources import open_weights
-from deltafront.workers.model.weights.stack_weights import StackSpec
+
+from ..workers.tiny_model import whole_stack
 
 SHAPE = replace(SHAPES["tiny"], layers=3, positions=2048)
 MIXTURE = replace(
@@ -74,17 +74,7 @@ def test_workers_load_the_written_model_directory(tmp_path: Path, shape: ModelCo
     config = read_config(tmp_path)
     assert config == shape
     check_weights(tmp_path, config)
-    stack = load_stack(
-        tmp_path,
-        StackSpec(
-            config=config,
-            layers=range(3),
-            embedding=True,
-            head=True,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        ),
-    )
+    stack = whole_stack(tmp_path)
     logits_TV = stack.logits(stack.embed(torch.arange(5)))
     assert logits_TV.isfinite().all() and logits_TV.std() > 0
     shards = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from deltafront.benchmarks import harness
-from deltafront.benchmarks.cases_attention import cases
-from deltafront.benchmarks.harness import BenchConfig, Case, Row, Timed, run_cases, write_rows
+from deltafront.benchmarks.harness import BenchConfig, Case, Row, Timed, run_cases
 
 CONFIG = BenchConfig(device=torch.device("cpu"))
 
@@ -61,20 +58,3 @@ def test_interrupted_run_keeps_its_measurements(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(MemoryError):
         run_cases(cases, CONFIG, kept.append)
     assert [(row.case, row.ms) for row in kept] == [("base", 3.0)]
-
-
-def test_json_omits_fields_that_do_not_apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    path = tmp_path / "results" / "rows.json"
-    write_rows(path, [Row("dense", 128, 1.5), Row("lists", 128, 0.5, 10.0, 0.1, 3.0, "note")], "abc")
-    record = json.loads(path.read_text())
-    assert {name: record[name] for name in ("gpu", "commit")} == {"gpu": "a GPU", "commit": "abc"}
-    assert set(record) == {"gpu", "commit", "torch", "triton", "rows"}
-    assert record["rows"][0] == {"case": "dense", "tokens": 128, "ms": 1.5}
-    assert set(record["rows"][1]) == {"case", "tokens", "ms", "tflops", "density", "ratio", "note"}
-
-
-def test_registers_the_agreed_cases() -> None:
-    names = {case.name for case in cases(CONFIG) if case.tokens == CONFIG.tokens}
-    wanted = {"sdpa_fa2", "sdpa_cudnn", "dense", "block_sparse_0.085", "delta_kv_50", "delta_correction_g64"}
-    assert wanted <= names

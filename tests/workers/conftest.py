@@ -18,15 +18,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from deltafront.tests.workers.in_ranks import followers, parts
+from deltafront.tests.workers.tiny_model import whole_stack
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
 from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Reservation, Reserved, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
-from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
@@ -90,19 +89,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_stack(tiny_llama: Path) -> LayerStack:
-    config = read_config(tiny_llama)
-    everything = range(config.layers)
-    return load_stack(
-        tiny_llama,
-        StackSpec(
-            config=config,
-            layers=everything,
-            embedding=True,
-            head=True,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        ),
-    )
+    return whole_stack(tiny_llama)
 
 
 @dataclass

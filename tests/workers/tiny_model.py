@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, StateSpec, Thresholds
 from deltafront.kernels.methods import MethodSpec
-from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.weights.stack_weights import StackSpec
+from deltafront.workers.settings import ModelSpec
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199
 
@@ -82,23 +83,15 @@ def random_ids(tokens: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(0, VOCAB, tokens, dtype=np.uint32).tobytes()
 
 
+def whole_stack(directory: Path) -> LayerStack:
+    return load_model(ModelSpec(path=str(directory), dtype="float32"), "cpu")
+
+
 def whole_prompt(
     directory: Path, token_ids: bytes, spec: MethodSpec, thresholds: Thresholds | None = None
 ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     """The last logits_V and each layer's k_TGD, v_TGD, by one stack in one go, without pages or chunks."""
-    config = read_config(directory)
-    layers = range(config.layers)
-    stack = load_stack(
-        directory,
-        StackSpec(
-            config=config,
-            layers=layers,
-            embedding=True,
-            head=True,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        ),
-    )
+    stack = whole_stack(directory)
     ids_T = torch.from_numpy(np.frombuffer(token_ids, "<u4").astype(np.int64))
     method = build(spec, thresholds)
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

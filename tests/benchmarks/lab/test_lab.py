@@ -14,11 +14,9 @@ from deltafront.benchmarks.lab.reading import Case, Together
 from deltafront.benchmarks.lab.samples import Sample, samples
 from deltafront.benchmarks.lab.table import ratio_interval, row, t_quantile, table
 from deltafront.benchmarks.reader import Reader
-from deltafront.tests.workers.tiny_model import make_tiny_model
+from deltafront.tests.workers.tiny_model import make_tiny_model, whole_stack
 from deltafront.workers.calibration.probes import Text
-from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.settings import ModelSpec
 
 
 def _ids(text: str) -> list[int]:
@@ -36,7 +34,7 @@ TEXT = Text(SENTENCES, lambda texts: [_ids(text) for text in texts])
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> LayerStack:
     directory: Path = make_tiny_model(tmp_path_factory.mktemp("lab") / "model")
-    return load_model(ModelSpec(path=str(directory), dtype="float32"), "cpu")
+    return whole_stack(directory)
 
 
 def ids_of(count: int, seed: int = 0) -> tuple[int, ...]:

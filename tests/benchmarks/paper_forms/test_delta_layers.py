@@ -19,19 +19,13 @@ from deltafront.benchmarks.paper_forms.delta_layers import (
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers.calibration.dense_pass import embedded, read_densely
 from deltafront.workers.decode.decode_attention import plan_layers
-from deltafront.workers.model.decoder.load import load_stack
-from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 
-from ...workers.tiny_model import make_tiny_model
+from ...workers.tiny_model import make_tiny_model, whole_stack
 
 
 def test_layer_shift_is_one_minus_the_cosine_of_attention_maps(tmp_path: Path) -> None:
-    config = read_config(directory := make_tiny_model(tmp_path))
-    every = range(config.layers)
-    where = {"dtype": torch.float32, "device": torch.device("cpu")}
-    stack = load_stack(directory, StackSpec(config=config, layers=every, embedding=True, head=True, **where))
+    stack = whole_stack(make_tiny_model(tmp_path))
     ids = random.Random(1).choices(range(199), k=200)
     positions, maps = [90, 150, 199], list[list[torch.Tensor]]()
 

@@ -33,13 +33,10 @@ from deltafront.workers.calibration.probes import Document, Question, with_answe
 from deltafront.workers.calibration.thresholds import ADJUSTMENTS, FACTOR, START
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Level, load_profile
-from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.model_config import read_config
-from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import ModelSpec
 
-from ...workers.tiny_model import make_tiny_model
+from ...workers.tiny_model import make_tiny_model, whole_stack
 
 load("deltafront.benchmarks.paper_forms.methods")
 THESIS = method_spec("dpxa_thesis", {"min_tokens": 0})
@@ -53,10 +50,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(directory: Path) -> LayerStack:
-    config = read_config(directory)
-    every = range(config.layers)
-    where = {"dtype": torch.float32, "device": torch.device("cpu")}
-    return load_stack(directory, StackSpec(config=config, layers=every, embedding=True, head=True, **where))
+    return whole_stack(directory)
 
 
 def made(seed: int, tokens: int) -> Document:
@@ -188,13 +182,6 @@ def test_loss_of_each_head_is_measured_alone(stack: LayerStack) -> None:
 def test_documents_without_questions_are_refused(stack: LayerStack) -> None:
     with pytest.raises(ValueError, match="give --questions"):
         Performance(stack, Document(made(1, 300).ids, []), PAPER)
-
-
-def test_both_threshold_commands_print_their_help() -> None:
-    for command in (coverage, minimum_threshold):
-        with pytest.raises(SystemExit) as ended:
-            command.main(["--help"])
-        assert ended.value.code == 0
 
 
 @pytest.mark.parametrize("command", [coverage, minimum_threshold])

@@ -25,6 +25,13 @@ PARTS = {**dict.fromkeys(("acc_RHCD_ptr", "m_RHC_ptr", "l_RHC_ptr"), "*fp32"), "
 
 MERGED = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "max_splits": "i32", "heads": "i32"}
 
+SCORE = {
+    "p_RBHT_ptr": "*bf16",
+    **dict.fromkeys(("m_REHW_ptr", "lse_ptr", "score_ptr"), "*fp32"),
+    "lengths_ptr": "*i32",
+    **dict.fromkeys(("heads", "columns", "bundles"), "i32"),
+}
+
 ATTEND_CASES = [
     (kernel._attend, ATTEND, {**SIZES, "SPARSE": False, "SCORED": False}),
     (kernel._attend, ATTEND, {**SIZES, "SPARSE": False, "SCORED": True}),
@@ -37,34 +44,7 @@ ATTEND_CASES = [
     (kernel._attend, ATTEND, {**SIZES, "GROUP": 2, "D": 256, "SPARSE": False, "SCORED": True}),
     (kernel._attend, ATTEND, {**SIZES, "GROUP": 2, "D": 256, "SPARSE": True, "SCORED": False}),
     (kernel._merge, {**PARTS, **MERGED}, {"C": 8, "M": 32, "D": 128}),
-    (
-        kernel._score,
-        {
-            "p_RBHT_ptr": "*bf16",
-            "m_REHW_ptr": "*fp32",
-            "lse_ptr": "*fp32",
-            "lengths_ptr": "*i32",
-            "score_ptr": "*fp32",
-            "heads": "i32",
-            "columns": "i32",
-            "bundles": "i32",
-        },
-        {"H": 32, "BLOCK": 64, "BLOCKS": 1, "SPAN": PAGE_TOKENS},
-    ),
-    (
-        kernel._score,
-        {
-            "p_RBHT_ptr": "*bf16",
-            "m_REHW_ptr": "*fp32",
-            "lse_ptr": "*fp32",
-            "lengths_ptr": "*i32",
-            "score_ptr": "*fp32",
-            "heads": "i32",
-            "columns": "i32",
-            "bundles": "i32",
-        },
-        {"H": 32, "BLOCK": 64, "BLOCKS": 1, "SPAN": 1},
-    ),
+    *((kernel._score, SCORE, {"H": 32, "BLOCK": 64, "BLOCKS": 1, "SPAN": span}) for span in (PAGE_TOKENS, 1)),
 ]
 
 
@@ -95,16 +75,7 @@ ATTEND_INT8_CASES = [
     ),
     (
         kernel._score,
-        {
-            "p_RBHT_ptr": "*fp32",
-            "m_REHW_ptr": "*fp32",
-            "lse_ptr": "*fp32",
-            "lengths_ptr": "*i32",
-            "score_ptr": "*fp32",
-            "heads": "i32",
-            "columns": "i32",
-            "bundles": "i32",
-        },
+        {**SCORE, "p_RBHT_ptr": "*fp32"},
         {"H": 32, "BLOCK": 128, "BLOCKS": 1, "SPAN": PAGE_TOKENS},
         {"num_warps": 4},
     ),

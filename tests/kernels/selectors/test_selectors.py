@@ -176,55 +176,6 @@ def _mass_kept(score_BHNM: torch.Tensor, true_BHNM: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", CHUNKABLE)
-@pytest.mark.parametrize("step", [128, 384])
-def test_selection_in_chunks_equals_the_whole_prompts(name: str, step: int) -> None:
-    x = sample(897, q_heads=3, batch=2)
-    selector = CHUNKABLE[name]()
-    whole = select(selector, x)
-    state = selector.new_state(spec_of(x))
-    for start in range(0, 897, step):
-        part = selector.select(chunk_of(x, start, min(start + step, 897)), state, no_phase)
-        blocks = part.count_BHN.shape[2]
-        first = start // BLOCK
-        expected = TileMask(
-            whole.index_BHNM[:, :, first : first + blocks], whole.count_BHN[:, :, first : first + blocks]
-        )
-        assert tiles(part) == tiles(expected)
-
-
-@pytest.mark.parametrize("name", CHUNKABLE)
-def test_keys_after_a_block_never_matter(name: str) -> None:
-    x = sample(700)
-    selector = CHUNKABLE[name]()
-    before = select(selector, x)
-    changed = replace(x, k_BGSD=x.k_BGSD.clone())
-    changed.k_BGSD[:, :, 384:] = 5 * torch.randn_like(changed.k_BGSD[:, :, 384:])
-    after = select(selector, changed)
-    first = TileMask(before.index_BHNM[:, :, :3], before.count_BHN[:, :, :3])
-    assert tiles(TileMask(after.index_BHNM[:, :, :3], after.count_BHN[:, :, :3])) == tiles(first)
-
-
-@pytest.mark.parametrize("name", CHUNKABLE)
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (8, 2), (8, 1)])
-def test_query_heads_score_only_their_kv_head(name: str, q_heads: int, kv_heads: int) -> None:
-    x = sample(400, q_heads=q_heads, kv_heads=kv_heads)
-    group = q_heads // kv_heads
-    repeated = replace(
-        x, k_BGSD=x.k_BGSD.repeat_interleave(group, 1), v_BGSD=x.v_BGSD.repeat_interleave(group, 1)
-    )
-    assert tiles(select(CHUNKABLE[name](), x)) == tiles(select(CHUNKABLE[name](), repeated))
-
-
-@pytest.mark.parametrize("name", SCORED)
-def test_full_budget_keeps_every_causal_tile(name: str) -> None:
-    x = sample(500)
-    selector = SCORED[name]()
-    selector.rule = Rule("cumulative", 1.0)
-    rows = tiles(select(selector, x))
-    assert rows == [list(range(n + 1)) for n in range(4)] * 2
-
-
-@pytest.mark.parametrize("name", CHUNKABLE)
 @pytest.mark.parametrize("kind", ["duplicates", "zeros", "large", "one token"])
 def test_degenerate_rows_give_a_valid_mask(name: str, kind: str) -> None:
     x = random_input(513, head_dim=16, rows=1 if kind == "one token" else None)
