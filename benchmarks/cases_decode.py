@@ -1,12 +1,11 @@
 """Decode of 4 requests: paged attention with page scores, page selection, attention over selected pages.
 
-Pages are shuffled over the pool. Every case is a captured CUDA graph, FlashInfer's too, as a decode worker
-runs them. Shape suffixes as in `kernels/paged_decode/pages.py`.
+Pages are shuffled over the pool. Every case is a captured CUDA graph, as a decode worker runs them.
+`beside_flashinfer` has FlashInfer's times. Shape suffixes as in `kernels/paged_decode/pages.py`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -35,25 +34,16 @@ PROFILED = 672
 
 
 def cases(config: BenchConfig) -> list[Case]:
-    """FlashInfer's cases come first, because ours are measured against them."""
-    missing = None
-    if importlib.util.find_spec("flashinfer") is None:
-        missing = "FlashInfer is not installed"
     check = partial(_check, config)
     full, chosen = partial(_full, config), partial(_chosen, config)
     rows = [
-        Case("flashinfer_decode", config.tokens, partial(full, "flashinfer"), check, unavailable=missing),
-        Case("paged_decode", config.tokens, partial(full, "plain"), check, over="flashinfer_decode"),
-        Case("paged_decode_scores", config.tokens, partial(full, "scores"), check, over="flashinfer_decode"),
+        Case("paged_decode", config.tokens, partial(full, "plain"), check),
+        Case("paged_decode_scores", config.tokens, partial(full, "scores"), check, over="paged_decode"),
         Case("page_selection", config.tokens, partial(_selection, config, BUDGETS[0]), check),
         Case(f"page_selection_{PROFILED}_pages", config.tokens, partial(_selection, config, PROFILED), check),
     ]
     for budget in BUDGETS:
-        theirs, ours = f"flashinfer_decode_{budget}_pages", f"paged_decode_{budget}_pages"
-        rows += [
-            Case(theirs, config.tokens, partial(chosen, budget, True), check, unavailable=missing),
-            Case(ours, config.tokens, partial(chosen, budget, False), check, over=theirs),
-        ]
+        rows.append(Case(f"paged_decode_{budget}_pages", config.tokens, partial(chosen, budget), check))
     wide: dict[str, str | int] = {"": "plain", "_scores": "scores", f"_{BUDGETS[-1]}_pages": BUDGETS[-1]}
     for name, what in wide.items():
         run = partial(_in_8_bits, config, what)
@@ -69,7 +59,7 @@ def _narrowed(x: PagedInput) -> PagedInput:
     return replace(x, k_PSGD=k_PSGD, v_PSGD=v_PSGD, scales=Scales(k_PSG, v_PSG))
 
 
-def _input(config: BenchConfig, lengths: list[int]) -> PagedInput:
+def paged_input(config: BenchConfig, lengths: list[int]) -> PagedInput:
     """Gaussian queries, keys and values; each request's pages lie anywhere in the pool."""
     generator = torch.Generator(config.device).manual_seed(config.seed)
     columns = -(-max(lengths) // PAGE_TOKENS)
@@ -89,7 +79,7 @@ def _input(config: BenchConfig, lengths: list[int]) -> PagedInput:
     )
 
 
-def _arguments(
+def arguments(
     x: PagedInput,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R
@@ -122,29 +112,14 @@ def _attention(x: PagedInput, tokens: int, run: Callable[[], object]) -> Timed:
 
 
 def _full(config: BenchConfig, what: str) -> Timed:
-    x = _input(config, [config.tokens] * REQUESTS)
-    if what == "flashinfer":
-        return _attention(x, config.tokens, _flashinfer(x))
+    x = paged_input(config, [config.tokens] * REQUESTS)
     call = paged_attention if what == "plain" else paged_attention_scored
-    return _attention(x, config.tokens, lambda: call(*_arguments(x), scale=x.scale))
-
-
-def _flashinfer(x: PagedInput) -> Callable[[], object]:
-    """FlashInfer's plain decode over x, checked against ours before it is timed."""
-    from deltafront.benchmarks.flashinfer_decode import FlashInferDecode
-
-    decode = FlashInferDecode(x)
-    decode.plan(x.lengths_R.tolist())
-    out_RHD, lse_RH = decode.run()
-    expected_RHD, expected_RH = paged_attention(*_arguments(x), scale=x.scale)
-    assert_rows_close(out_RHD, expected_RHD)
-    torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
-    return decode.run_plain
+    return _attention(x, config.tokens, lambda: call(*arguments(x), scale=x.scale))
 
 
 def _selection(config: BenchConfig, budget: int) -> Timed:
-    x = _input(config, [config.tokens] * REQUESTS)
-    _, _, score_RP = paged_attention_scored(*_arguments(x), scale=x.scale)
+    x = paged_input(config, [config.tokens] * REQUESTS)
+    _, _, score_RP = paged_attention_scored(*arguments(x), scale=x.scale)
 
     def run() -> object:
         return select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
@@ -153,19 +128,14 @@ def _selection(config: BenchConfig, budget: int) -> Timed:
     return _captured(run, note)
 
 
-def _chosen(config: BenchConfig, budget: int, flashinfer: bool) -> Timed:
-    x = _input(config, [config.tokens] * REQUESTS)
-    _, _, score_RP = paged_attention_scored(*_arguments(x), scale=x.scale)
+def _chosen(config: BenchConfig, budget: int) -> Timed:
+    x = paged_input(config, [config.tokens] * REQUESTS)
+    _, _, score_RP = paged_attention_scored(*arguments(x), scale=x.scale)
     selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
-    if flashinfer:
-        short = torch.full_like(x.lengths_R, budget * PAGE_TOKENS)
-        table_RK = x.table_RP.gather(1, selected_RK.long())
-        run = _flashinfer(replace(x, table_RP=table_RK, lengths_R=short))
-        return _attention(x, budget * PAGE_TOKENS, run)
 
     def ours() -> object:
         return paged_attention_sparse(
-            *_arguments(x), selected_RK=selected_RK, counts_R=counts_R, scale=x.scale
+            *arguments(x), selected_RK=selected_RK, counts_R=counts_R, scale=x.scale
         )
 
     return _attention(x, budget * PAGE_TOKENS, ours)
@@ -173,50 +143,50 @@ def _chosen(config: BenchConfig, budget: int, flashinfer: bool) -> Timed:
 
 def _in_8_bits(config: BenchConfig, what: str | int) -> Timed:
     """what: `plain`, `scores`, or how many pages are read."""
-    x = _narrowed(_input(config, [config.tokens] * REQUESTS))
+    x = _narrowed(paged_input(config, [config.tokens] * REQUESTS))
     how: dict[str, Any] = {"scale": x.scale, "scales": x.scales}
     if what == "plain":
-        return _attention(x, config.tokens, lambda: paged_attention(*_arguments(x), **how))
+        return _attention(x, config.tokens, lambda: paged_attention(*arguments(x), **how))
     if what == "scores":
-        return _attention(x, config.tokens, lambda: paged_attention_scored(*_arguments(x), **how))
-    _, _, score_RP = paged_attention_scored(*_arguments(x), **how)
+        return _attention(x, config.tokens, lambda: paged_attention_scored(*arguments(x), **how))
+    _, _, score_RP = paged_attention_scored(*arguments(x), **how)
     selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=int(what), recency=RECENCY)
     how |= {"selected_RK": selected_RK, "counts_R": counts_R}
-    run = partial(paged_attention_sparse, *_arguments(x), **how)
+    run = partial(paged_attention_sparse, *arguments(x), **how)
     return _attention(x, int(what) * PAGE_TOKENS, run)
 
 
 def _check_8_bits(config: BenchConfig) -> None:
     """Like `_check`, over an int8 KV cache."""
-    x = _narrowed(_input(config, [8192, 8191, 4097, 1]))
+    x = _narrowed(paged_input(config, [8192, 8191, 4097, 1]))
     exact = replace(x, q_RHD=x.q_RHD.float())
     how: dict[str, Any] = {"scale": x.scale, "scales": x.scales}
-    out_RHD, _, score_RP = paged_attention_scored(*_arguments(x), **how)
+    out_RHD, _, score_RP = paged_attention_scored(*arguments(x), **how)
     expected_RHD, _, expected_RP = cpu.paged_attention_scored(exact)
     assert_rows_close(out_RHD, expected_RHD)
-    assert_rows_close(paged_attention(*_arguments(x), **how)[0], expected_RHD)
+    assert_rows_close(paged_attention(*arguments(x), **how)[0], expected_RHD)
     assert_rows_close(score_RP, expected_RP, dtype=config.dtype)
     selected = select_pages(score_RP, x.lengths_R, budget=BUDGETS[-1], recency=RECENCY)
     how |= dict(zip(("selected_RK", "counts_R"), selected, strict=True))
-    sparse_RHD, _ = paged_attention_sparse(*_arguments(x), **how)
+    sparse_RHD, _ = paged_attention_sparse(*arguments(x), **how)
     assert_rows_close(sparse_RHD, cpu.paged_attention_sparse(SelectedPages(exact, *selected))[0])
 
 
 def _check(config: BenchConfig) -> None:
     """Kernels in `config.dtype` against the CPU forms in fp32, row by row, over ragged lengths; selection
     at full size and exactly."""
-    x = _input(config, [8192, 8191, 4097, 1])
-    out_RHD, _, score_RP = paged_attention_scored(*_arguments(x), scale=x.scale)
+    x = paged_input(config, [8192, 8191, 4097, 1])
+    out_RHD, _, score_RP = paged_attention_scored(*arguments(x), scale=x.scale)
     exact = replace(x, q_RHD=x.q_RHD.float(), k_PSGD=x.k_PSGD.float(), v_PSGD=x.v_PSGD.float())
     expected_RHD, _, expected_RP = cpu.paged_attention_scored(exact)
     assert_rows_close(out_RHD, expected_RHD)
-    assert_rows_close(paged_attention(*_arguments(x), scale=x.scale)[0], expected_RHD)
+    assert_rows_close(paged_attention(*arguments(x), scale=x.scale)[0], expected_RHD)
     assert_rows_close(score_RP, expected_RP, dtype=config.dtype)
     for budget in BUDGETS:
         chosen = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
         selected_RK, counts_R = chosen
         sparse_RHD, _ = paged_attention_sparse(
-            *_arguments(x), selected_RK=selected_RK, counts_R=counts_R, scale=x.scale
+            *arguments(x), selected_RK=selected_RK, counts_R=counts_R, scale=x.scale
         )
         assert_rows_close(sparse_RHD, cpu.paged_attention_sparse(SelectedPages(exact, *chosen))[0])
     wide_RP = torch.rand(REQUESTS, config.tokens // PAGE_TOKENS, device=config.device)

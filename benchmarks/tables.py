@@ -40,20 +40,11 @@ def kernels(result: Result) -> str:
             *(format(row[key], form) if key in row else None for key, form in forms.items()),
             row.get("note"),
         ]
-        for row in map(_as_it_is_now, result["rows"])
+        for row in result["rows"]
         if row["tokens"] >= 131_072
     ]
     header = ("case", "tokens", "ms", "TFLOP/s", "density", "ratio", "note")
     return markdown(header, rows) + provenance(result)
-
-
-def _as_it_is_now(row: Result) -> Result:
-    """A ratio is of the kernel as it is, where `since` says how much longer it takes than the one timed."""
-    if "since" not in row:
-        return row
-    since = row["since"]
-    note = f"{row['note']}; ratio of commit {since['commit']}, which takes {since['times']:.3f} times as long"
-    return {**row, "ratio": row["ratio"] / since["times"], "note": note}
 
 
 def service_overhead(result: Result) -> str:

@@ -11,6 +11,7 @@ import torch
 from deltafront.benchmarks import kernels, tables
 from deltafront.benchmarks.accuracy import served
 from deltafront.benchmarks.accuracy.__main__ import _arguments, _load
+from deltafront.benchmarks.beside_flashinfer import __main__ as beside_flashinfer
 from deltafront.benchmarks.reader import Reader, split_method
 
 from ..workers.tiny_model import make_tiny_model, whole_stack
@@ -107,6 +108,18 @@ def test_refuses_an_unknown_kernel_case(
         kernels.main()
     assert "--only: no case of these modules is called dens\n" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("cuda", "told"), [(False, "needs a CUDA device\n"), (True, "needs FlashInfer: ")])
+def test_kernels_beside_flashinfer_say_what_is_missing(
+    cuda: bool, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(beside_flashinfer.importlib.util, "find_spec", lambda name: None)
+    given(monkeypatch)
+    with pytest.raises(SystemExit, match="2"):
+        beside_flashinfer.main()
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("some", [("--only", "dense"), ("--modules", "cases_decode")])

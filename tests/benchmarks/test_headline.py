@@ -9,7 +9,7 @@ import pytest
 
 from deltafront.benchmarks import headline
 from deltafront.benchmarks.accuracy.tables import EMBEDDED, embedded
-from deltafront.benchmarks.tables import RESULTS, TABLES, kernels
+from deltafront.benchmarks.tables import RESULTS, TABLES
 
 
 def results(name: str) -> dict[str, Any]:
@@ -56,11 +56,3 @@ def test_embedded_models_answers_begin_with_untuned_documents() -> None:
     first, *others = embedded(*map(results, EMBEDDED)).splitlines()[2:]
     assert "nothing was tuned on" in first
     assert any("set A" in line for line in others) and any("set B" in line for line in others)
-
-
-def test_kernel_ratio_is_scaled_to_the_current_kernel() -> None:
-    row = {"case": "a", "tokens": 131_072, "ms": 2.0, "ratio": 1.2, "note": "n"}
-    now = {**row, "since": {"commit": "abc", "times": 1.25}}
-    text = kernels({"rows": [row, now]})
-    assert "| 1.20 | n |" in text
-    assert "| 0.96 | n; ratio of commit abc, which takes 1.250 times as long |" in text

@@ -1,0 +1,1 @@
+"""Our kernels beside FlashInfer's, in one process: equality, then times."""

@@ -1,0 +1,110 @@
+"""A pair of kernels: its comparison and its times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from deltafront.benchmarks.harness import BenchConfig
+from deltafront.tests.numerics import assert_rows_close
+
+CALLS, REPLAYS = 16, 12
+"""Calls that a graph holds, and its replays that are timed."""
+_ROTATED_BYTES = 512 << 20
+CONFIG = BenchConfig(device=torch.device("cuda"))
+
+Run = Callable[[int], object]
+"""Calls a kernel on the copy of the inputs that the number names."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One operation of both.
+
+    Attributes:
+        compare: Raises AssertionError if they differ by more than rounding. Returns the largest difference
+            of two numbers. None: the outputs of one call are compared.
+    """
+
+    op: str
+    shape: str
+    ours: Run
+    theirs: Run
+    copies: int
+    compare: Callable[[], float] | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    op: str
+    shape: str
+    ours_us: float
+    flashinfer_us: float
+    ratio: float
+    difference: float
+
+
+def copies_of(size: int) -> int:
+    """Say how many copies of `size` bytes are rotated through: as many as L2 cannot hold, 2 to 16."""
+    return max(2, min(CALLS, -(-_ROTATED_BYTES // size)))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference. Raises AssertionError for a row out of its dtype's tolerance."""
+    assert_rows_close(actual, expected)
+    return float((actual.float() - expected.float()).abs().max())
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=CONFIG.device, dtype=CONFIG.dtype)
+
+
+def _same(ours: Run, theirs: Run) -> float:
+    """Compare outputs of one call. Ours goes first, since FlashInfer's may write in place."""
+    pairs = zip(copied(ours(0)), copied(theirs(0)), strict=True)
+    return max(close(actual, expected) for actual, expected in pairs)
+
+
+def copied(made: object) -> list[torch.Tensor]:
+    found = [made] if isinstance(made, torch.Tensor) else list(made)  # type: ignore[call-overload]
+    return [x.clone() for x in found]
+
+
+def measure(pair: Pair) -> Measured:
+    """Compare, then time both twice in turn and keep the lower median of each."""
+    difference = (pair.compare or partial(_same, pair.ours, pair.theirs))()
+    graphs = [_graph(run, pair.copies) for run in (pair.ours, pair.theirs)]
+    rounds = [[_replay_us(graph) for graph in graphs] for _ in range(2)]
+    ours, theirs = (min(times) for times in zip(*rounds, strict=True))
+    return Measured(pair.op, pair.shape, ours, theirs, theirs / ours, difference)
+
+
+def _graph(run: Run, copies: int) -> torch.cuda.CUDAGraph:
+    for i in range(copies):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(CALLS):
+            run(call % copies)
+    return graph
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """The median of a replay, divided by its calls. All replays are queued before the first is waited for."""
+    event: Any = torch.cuda.Event  # untyped in torch
+    marks = [event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    graph.replay()
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    spans = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+    return float(1000 * statistics.median(spans) / CALLS)
