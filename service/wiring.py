@@ -29,9 +29,10 @@ from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.states import DecodeStats, WorkerStats
 from deltafront.workers.model.adapter import AdapterFiles
 from deltafront.workers.model.calibrated.profile import Profile, load_profile
+from deltafront.workers.model.directory.config_file import lost_window_note, read_config
 from deltafront.workers.model.directory.digest import directory_of, model_digest
 from deltafront.workers.model.directory.headers import check_weights, quantisation_notes
-from deltafront.workers.model.directory.model_config import ModelConfig, lost_window_note, read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError, read_json_or_empty
 from deltafront.workers.model.directory.store import adapter_directory, model_directory
 from deltafront.workers.model.directory.tokenizer_files import check_chat_template

@@ -299,7 +299,7 @@ TORCH_FREE = [
     "workers.model.directory.digest",
     "workers.model.directory.headers",
     "workers.model.layer_shares",
-    "workers.model.directory.model_config",
+    "workers.model.directory.config_file",
     "workers.model.directory.store",
     "workers.model.directory.tokenizer_files",
     "workers.model.calibrated.levels",

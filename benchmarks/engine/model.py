@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 
 from deltafront.kernels.layers.fp8 import cpu_quantise_rows
 from deltafront.service.cli.size import SHAPES as LLAMAS
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
+from deltafront.workers.model.directory.layer_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import WEIGHT_INDEX
 from deltafront.workers.model.directory.rope_config import RopeConfig

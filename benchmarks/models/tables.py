@@ -10,7 +10,8 @@ from pathlib import Path
 from deltafront.benchmarks.markdown import markdown
 from deltafront.benchmarks.models.public import REFUSED, SERVED, Public
 from deltafront.kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.families.family import Family
 from deltafront.workers.model.family_registry import FAMILIES

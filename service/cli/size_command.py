@@ -27,7 +27,8 @@ from deltafront.service.cli.size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, S
 from deltafront.service.cli.terminal import err, fail
 from deltafront.service.config import ConfigError, parse
 from deltafront.workers.messages.methods import DECODE_HEAD_DIMS
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import refuse_unscaled
 from deltafront.workers.model.directory.store import config_directory

@@ -26,9 +26,10 @@ from deltafront.service.config import ConfigError, parse
 from deltafront.service.request.answers import Density, GenerateFinished, Timings
 from deltafront.tests.numerics import assert_rows_close, random_input
 from deltafront.workers.messages.events import FinishReason, Usage
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.layer_config import MixtureConfig
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.weights.sources import open_weights
 
 from ..workers.tiny_model import whole_stack

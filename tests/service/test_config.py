@@ -23,7 +23,7 @@ from deltafront.service.cli.size import SHAPES, kv_bytes
 from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model import family_registry as registry
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 
 from ..workers.tiny_model import write_weights

@@ -25,7 +25,7 @@ from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, T
 from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Reservation, Reserved, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 

@@ -18,7 +18,7 @@ from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, GroupCollectives
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 

@@ -16,8 +16,8 @@ from deltafront.workers.model.calibrated.profile import (
     ProfiledText,
     shaping_options,
 )
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.digest import model_digest
-from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.settings import ModelSpec
 
 TEXT = ProfiledText(sha256="ab" * 32, tokens=900)

@@ -36,7 +36,8 @@ from deltafront.workers.model.calibrated.profile import (
     shaping_options,
 )
 from deltafront.workers.model.decoder.load import load_model
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.prefill.stage.activations import Activations
 from deltafront.workers.prefill.stage.stage import PrefillStage, load_stage
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig

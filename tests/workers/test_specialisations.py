@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from deltafront.benchmarks.engine.model import SHAPES, write_model
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
+from deltafront.workers.model.directory.layer_config import MixtureConfig
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ from deltafront.kernels.interface import AttentionInput, StateSpec, Thresholds
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.settings import ModelSpec
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199

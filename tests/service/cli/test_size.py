@@ -16,8 +16,9 @@ from deltafront.benchmarks.engine import model as engine
 from deltafront.service.cli import size
 from deltafront.service.cli.size import GIB, SHAPES, sizing
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.layer_config import MixtureConfig
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 from deltafront.workers.settings import Dtype, Quantisation

@@ -21,7 +21,7 @@ from deltafront.workers.decode.step_rows import BatchShape, Row, StepRows
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from deltafront.service.cli.size import SHAPES
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
+from deltafront.workers.model.directory.layer_config import MixtureConfig
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig

@@ -13,7 +13,7 @@ from deltafront.kernels.interface import AttentionInput
 from deltafront.tests.workers.in_process import run_in_process
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.model.decoder.load import load_stack
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.prefill.stage import warm_up
 from deltafront.workers.prefill.stage.warm_up import length_classes, prompt_lengths

@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import (
     ModelError,
     broken,

@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import open_gguf
-from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.directory.model_files import (
     WEIGHT_INDEX,
     ModelError,

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from deltafront.kernels.experts.mixture import compile_mixture, mixture
 from deltafront.kernels.experts.routing import Router
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
+from deltafront.workers.model.directory.layer_config import MixtureConfig
 from deltafront.workers.model.weights.projections import Fp8Linear, Linear
 
 

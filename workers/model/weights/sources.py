@@ -5,7 +5,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from deltafront.workers.model.directory.model_config import EMBEDDING, HEAD, Shape, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import EMBEDDING, HEAD, Shape
 from deltafront.workers.model.directory.model_files import (
     ModelError,
     read_json,

@@ -23,8 +23,8 @@ from deltafront.workers.model.calibrated.profile import (
     ProfileError,
     load_profile,
 )
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.digest import model_digest
-from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.settings import ModelSpec
 

@@ -22,7 +22,8 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.model.weights.stack_weights import StackSpec
 

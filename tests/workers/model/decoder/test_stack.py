@@ -30,9 +30,10 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
-from deltafront.workers.model.directory.model_config import SHARED, ModelConfig, read_config
+from deltafront.workers.model.directory.layer_config import MixtureConfig
+from deltafront.workers.model.directory.model_config import SHARED, ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
 from deltafront.workers.model.directory.text_part import own_names

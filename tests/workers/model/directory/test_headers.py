@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from deltafront.workers.model import family_registry as registry
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights, read_header
-from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.text_part import own_names
 from deltafront.workers.model.weights.sources import open_weights

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
-from deltafront.workers.model.directory.model_config import ModelConfig, lost_window_note, read_config
+from deltafront.workers.model.directory.config_file import lost_window_note, read_config
+from deltafront.workers.model.directory.layer_config import MixtureConfig
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.rope_config import RopeConfig
 from deltafront.workers.prefill.group.chunks import ModelWork

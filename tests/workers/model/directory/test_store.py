@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from deltafront.workers.model.directory import store as model_store
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.weights import gguf_source
 from deltafront.workers.model.weights.gguf_source import GgufSource

@@ -14,7 +14,8 @@ import torch
 
 from deltafront.workers.model.decoder.rope_angles import inverse_frequencies
 from deltafront.workers.model.directory import store
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.weights import gguf_source
 from deltafront.workers.model.weights.gguf_source import GgufSource

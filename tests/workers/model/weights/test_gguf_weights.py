@@ -15,7 +15,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from deltafront.tests.numerics import row_errors
 from deltafront.workers.model.decoder.load import load_stack
-from deltafront.workers.model.directory.model_config import ModelConfig, read_config
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.sources import open_weights

@@ -16,9 +16,9 @@ from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.kernels.experts.routing import Router
 from deltafront.tests.numerics import assert_rows_close, row_errors
 from deltafront.tests.reference.experts import mixture as reference_mixture
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights
-from deltafront.workers.model.directory.mixture_config import MixtureConfig
-from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.directory.layer_config import MixtureConfig
 from deltafront.workers.model.directory.model_files import WEIGHT_INDEX, ModelError
 from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.mixture_weights import MixtureWeights

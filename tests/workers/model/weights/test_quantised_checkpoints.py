@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from deltafront.kernels.layers.fp8 import cpu_quantise_rows
 from deltafront.tests.numerics import row_errors
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights, quantisation_notes
-from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.quantised import quantised_form
 from deltafront.workers.model.weights.sources import open_weights

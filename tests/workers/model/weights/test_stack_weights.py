@@ -17,8 +17,8 @@ from deltafront.tests.numerics import assert_rows_close, row_errors
 from deltafront.tests.reference.layers import dequantised_product
 from deltafront.tests.reference.layers import quantised as quantised_rows
 from deltafront.workers.model.decoder.load import load_model, load_stack
+from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.headers import check_weights
-from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.weights import stack_weights as weights_module
 from deltafront.workers.model.weights.projections import Fp8Linear
