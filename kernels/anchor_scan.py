@@ -1,4 +1,5 @@
-"""Finds runs of similar rows. A run's first row is its anchor (DeltaAttention, section 4.1.1).
+"""Groups similar consecutive rows into runs. The first row of a run is its anchor (DeltaAttention, section
+4.1.1).
 
 Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a chunk, L
 lanes = batch x heads x chunks.
@@ -6,8 +7,8 @@ lanes = batch x heads x chunks.
 On a GPU a Gram matrix gives `next[i]`, the first later row far from row i. Following `next` finds the
 anchors.
 
-Keys with a bias (Qwen2) all point the same way, so that any two have a cosine near 1. What tells them apart
-for a softmax is their difference, so `less_mean` takes the mean of their chunk off first.
+A key bias (Qwen2) gives any two keys a cosine near 1. A softmax depends on their difference only, so
+`less_mean` first subtracts the mean of the keys' chunk.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -70,7 +71,7 @@ def find_anchors(
     row is the next anchor. A zero vector has cosine 0 with everything.
 
     Args:
-        threshold: The least cosine, or the largest Euclidean distance, of rows that are close.
+        threshold: Rows are close from this cosine up, or up to this Euclidean distance.
         chunk: A multiple of BLOCK.
 
     Returns:
@@ -85,7 +86,7 @@ def find_anchors(
 
 
 def less_mean(x_BGSD: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Return rows less the mean of their chunk's rows, in float32; zero where only rounding is left."""
+    """Subtract each chunk's mean row, in float32. Differences that are only rounding become 0."""
     batch, heads, rows, dim = x_BGSD.shape
     chunks = -(-rows // chunk)
     wide_BGCRD = functional.pad(x_BGSD.float(), (0, 0, 0, chunks * chunk - rows)).view(
@@ -173,7 +174,9 @@ def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
-    """Find, for each of BLOCK rows, of which `rows` exist, the first later row far from it; BLOCK if none."""
+    """For each of BLOCK rows, find the first later row that is far from it, BLOCK if none. The block has
+    `rows` rows.
+    """
     row_R = tl.arange(0, _BLOCK)
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)
@@ -183,7 +186,7 @@ def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def orbit(next_R, start):
-    """Mark the rows reached from row `start` by following `next`; none if it is BLOCK."""
+    """Mark the rows reached from row `start` by following `next`. A `start` of BLOCK marks none."""
     row_R = tl.arange(0, _BLOCK)
     is_anchor_R = tl.zeros((_BLOCK,), tl.int32)
     current = start

@@ -30,11 +30,11 @@ from deltafront.kernels.selectors.scored import ScoredSelector
 def build(
     spec: MethodSpec, thresholds: Thresholds | None = None, windows: Mapping[int, int] | None = None
 ) -> Attention:
-    """Make the method of `spec`. One instance serves every layer and prompt.
+    """Make the method that `spec` names. One instance serves all layers and prompts.
 
     Args:
-        thresholds: Thresholds by layer and query head. The option `density` needs them.
-        windows: By layer, how many of the last keys it sees. These layers use exact attention.
+        thresholds: Selection thresholds by layer and query head. The option `density` needs them.
+        windows: Sliding window in keys by layer index. These layers use exact attention.
 
     Raises:
         MethodError: The method is not registered.
@@ -65,7 +65,7 @@ def options_for(spec: MethodSpec) -> Any:
 
 
 def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
-    """Return the callable that makes a part, imported if it is given as a path. Raises MethodError."""
+    """Return a part's factory, importing it if it was registered as a path. Raises MethodError."""
     if not isinstance(registered, str):
         return registered
     module, _, name = registered.partition(":")
@@ -83,7 +83,7 @@ class CompositionState:
 
 
 class Composition:
-    """A selector and a backend. Without a selector the backend chooses the keys."""
+    """A selector with an attention backend. Without a selector the backend chooses the keys."""
 
     def __init__(self, selector: Selector | None, backend: AttentionBackend) -> None:
         self.selector = selector
@@ -125,7 +125,9 @@ class DenseWhenShort:
 
 
 class Windowed:
-    """Uses exact attention over a window in some layers, and the method in the others. A state says which."""
+    """Uses exact sliding-window attention in some layers and the method in the others. The state knows which
+    layer it is.
+    """
 
     def __init__(self, method: Attention, windows: Mapping[int, int]) -> None:
         self.method = method

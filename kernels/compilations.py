@@ -14,7 +14,7 @@ Phases = tuple[tuple[str, int], ...]
 
 @dataclass
 class Compilations:
-    """One process's counts. Once `ready` is set, requests may wait for a compilation, so it is logged."""
+    """Counts of one process. Compilations after `ready` are logged, because a request may wait for them."""
 
     warm_up: int = 0
     serving: int = 0
@@ -42,7 +42,7 @@ def added_up(several: Iterable[Phases]) -> Phases:
 
 
 def watch(device: str, cache: str | None = None) -> Compilations:
-    """Count compilations from now on. Only CUDA compiles anything.
+    """Start counting compilations. On a CPU there are none.
 
     Args:
         cache: Triton's cache directory. None: its default.

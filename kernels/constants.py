@@ -1,4 +1,4 @@
-"""Numbers that the whole package shares. Importing them loads no torch."""
+"""Constants of the whole package. Importing them loads no torch."""
 
 BLOCK = 128
 """Rows and columns of a tile, in tokens. Tiles are aligned to absolute positions."""

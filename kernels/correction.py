@@ -31,19 +31,19 @@ from deltafront.kernels.launches import strides
 
 @dataclass
 class CorrectionState:
-    """The wrapped method's state, and the last dense row's difference (float32)."""
+    """The wrapped method's state, and dense minus sparse output of the last dense row (float32)."""
 
     inner: Any
     carried_BHD: torch.Tensor
 
 
 class Correction:
-    """Equations 4 to 7, with the dense end of appendix C.
+    """Wraps a method in equations 4 to 7, with the dense tail of appendix C.
 
-    Every gamma-th row, by absolute position, is computed densely. Its difference to the sparse row is added
-    to that row and, with `spread`, to the gamma - 1 rows after it (equations 6 and 7). Without `spread` only
-    the dense rows replace sparse ones (equation 5, the paper's "recompute"). The prompt's last whole block
-    and the rows after it are dense. Any chunking gives the same result.
+    Every gamma-th row, by absolute position, is computed densely. Its difference, dense minus sparse output,
+    is added to that row and, with `spread`, to the gamma - 1 rows after it (equations 6 and 7). Without
+    `spread` the dense rows only replace the sparse ones (equation 5, the paper's "recompute"). The prompt's
+    last full block and all rows after it are dense. The result does not depend on the chunks.
     """
 
     def __init__(self, inner: Attention, gamma: int, *, spread: bool = True) -> None:
@@ -82,7 +82,7 @@ class Correction:
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:
-        """Return where the dense end begins in this chunk, else the chunk's length."""
+        """Return the row of this chunk where the dense tail begins; the chunk's length if it begins later."""
         begin = max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
         return min(max(0, begin - x.q_start), x.q_BHTD.shape[2])
 
@@ -109,11 +109,11 @@ def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tupl
 def cpu_add_differences(
     out_BHTD: torch.Tensor, dense_BHRD: torch.Tensor, carried_BHD: torch.Tensor, first: int, gamma: int
 ) -> torch.Tensor:
-    """Add each dense row's difference to its own row and the gamma - 1 rows after it, in place. Return the
-    next chunk's carried_BHD.
+    """Correct, in place, each dense row and the gamma - 1 rows after it by that row's difference. Return
+    carried_BHD for the next chunk.
 
     Args:
-        carried_BHD: The difference for the rows before `first`.
+        carried_BHD: The previous chunk's last difference, for the rows before `first`.
     """
     sparse_BHRD = out_BHTD[:, :, first::gamma].float()
     difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)
@@ -128,7 +128,7 @@ def add_kernel(
     out_ptr, difference_ptr, stride_ob, stride_oh, stride_ot, heads, rows, differences, first, gamma,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add to each of ROWS rows of one head the difference of the last dense row at or before it."""
+    """Add to each of ROWS rows of a head the difference of the nearest dense row at or before it."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

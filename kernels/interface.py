@@ -23,7 +23,7 @@ Thresholds = Callable[[int, int], Sequence[float]]
 
 
 class KernelInputError(ValueError):
-    """An argument that no kernel takes; raised before any launch."""
+    """Raised before any launch for an argument that no kernel supports."""
 
 
 def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
@@ -88,8 +88,8 @@ class AttentionInput:
         """Check tensors and fill in defaults. Raises KernelInputError.
 
         Args:
-            q_start: None: the queries are the last rows of the keys.
-            prompt_tokens: None: the prompt ends here.
+            q_start: None: the queries are the last T positions.
+            prompt_tokens: None: this chunk is the prompt's last.
             scale: None: 1 / sqrt(D).
         """
         _check_tensors(q_BHTD, k_BGSD, v_BGSD)
@@ -199,7 +199,8 @@ class Selector(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over a mask's tiles. Without a mask it chooses the keys, mostly all causal ones.
+    """Computes attention over a mask's tiles. Without a mask it chooses the keys itself: mostly all causal
+    ones.
 
     It has a CPU form and kernels. `attend` returns out_BHTD in q's dtype.
     """
@@ -213,12 +214,12 @@ class AttentionBackend(Protocol):
 
 
 class Attention(Protocol):
-    """A method as layers call it.
+    """An attention method, called by the layers.
 
-    Each chunk brings the keys of all tokens so far, so a new state may start in the middle of a prompt. A
-    method registered `from_keys` then gives the same bits as with the old state, if it starts at a multiple
-    of `resume_step`. Its first `lasting_tokens` rows depend on the prompt's length only through thresholds
-    and `min_tokens`.
+    Each chunk comes with the keys of all tokens so far, so a new state may start in the middle of a prompt.
+    A method registered `from_keys` then computes the same bits as with the old state, provided that it
+    starts at a multiple of `resume_step`. The prompt's length changes the output of the first
+    `lasting_tokens` rows only through thresholds and `min_tokens`.
     """
 
     def new_state(self, spec: StateSpec) -> Any: ...

@@ -1,5 +1,4 @@
-"""Launches compiled Triton kernels without Triton's own look-up, which takes the host longer than the
-launch."""
+"""Launches compiled Triton kernels without Triton's look-up, which costs more host time than the launch."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -20,12 +19,12 @@ Triton 3.7 cuts without an error."""
 
 
 def cdiv(number: int, by: int) -> int:
-    """Divide and round up. Triton's own takes the host longer."""
+    """Divide and round up. Triton's version takes more host time."""
     return -(-number // by)
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the least power of two from `number` (1 or more) on. Triton's own takes the host longer."""
+    """Round `number` (1 or more) up to a power of two. Triton's version takes more host time."""
     return 1 << (number - 1).bit_length()
 
 
@@ -67,7 +66,7 @@ class Launcher:
         return partial(self._launch, (x, y, z))
 
     def key(self, arguments: Sequence[Any], constants: dict[str, Any]) -> Hashable:
-        """Return what is equal for all launches of one compiled kernel."""
+        """Return the cache key: launches with equal keys share a compiled kernel."""
         if (pointers := self._pointers) is None:
             pointers = self._look_at(arguments)
         return (

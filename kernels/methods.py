@@ -30,7 +30,7 @@ class MethodError(ValueError):
 
 @dataclass(frozen=True)
 class Preset:
-    """A registered method. `form` is the dataclass of its options; `register` explains the other fields."""
+    """A registered method. `form` is its options' dataclass; `register` explains the other fields."""
 
     form: type[Any]
     selector: Callable[[Any], Selector] | str | None
@@ -45,14 +45,14 @@ class Preset:
 
     @property
     def module(self) -> str:
-        """The module that defines the options. Processes import it to know the method."""
+        """The module that defines the options. A process imports it to register the method."""
         return self.form.__module__
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method's name, and a value for every option. It is hashable and crosses processes. module: The module
-    that defines its options."""
+    """A method's name and the values of all its options; hashable and picklable. module: The module that
+    defines the options."""
 
     name: str
     module: str
@@ -87,12 +87,12 @@ def register(
 
     Args:
         options: A frozen dataclass whose fields are made with `options.option`.
-        selector, backend: Make the part from the options: a callable, or its path "module:object". Without a
-            selector the backend chooses the keys.
+        selector, backend: A callable that makes the part from the options, or its path "module:object".
+            Without a selector the backend chooses the keys.
         source: Paper and section.
-        whole_prompt: The method takes a prompt in one piece, so the service refuses it.
-        from_keys: See `interface.Attention`. Otherwise a prompt starts over where a prefill group dies, and
-            none of its KV cache enters the prefix cache.
+        whole_prompt: The method cannot prefill in chunks, so the service refuses it.
+        from_keys: A new state can be made from the keys alone (`interface.Attention`). Otherwise a prompt
+            starts over when its prefill group dies, and its KV cache stays out of the prefix cache.
 
     Raises:
         MethodError: Another module has registered the name.
@@ -131,7 +131,7 @@ def registered(spec: MethodSpec) -> Preset:
 
 
 def resume_step(spec: MethodSpec) -> int:
-    """Return the step in tokens: prefill can resume with a new state at its multiples. 0: it cannot.
+    """Return the step in tokens at whose multiples prefill can resume with a new state. 0: it cannot resume.
     Raises MethodError.
 
     The Δ correction applies the last dense row's difference to later rows, so a resumed chunk must begin with
@@ -144,7 +144,7 @@ def resume_step(spec: MethodSpec) -> int:
 
 
 def lasting_tokens(spec: MethodSpec, tokens: int) -> int:
-    """Count a prompt's first tokens whose KV cache does not depend on later tokens. Raises MethodError.
+    """Count the first tokens of a prompt whose KV does not depend on later tokens. Raises MethodError.
 
     A longer prompt that begins with these tokens has the same KV cache for them, unless thresholds differ or
     only one of the two is short enough for dense attention. A selector sees the queries of a whole block. The
@@ -171,7 +171,7 @@ def method_spec(name: str, options: Mapping[str, Value] | None = None) -> Method
     """Check a method's name and options, and fill in defaults.
 
     Raises:
-        MethodError: `field` names the wrong one.
+        MethodError: `field` names the wrong option or name.
     """
     base, plus, wrapper = name.partition("+")
     if base not in PRESETS or (plus and wrapper != "delta"):

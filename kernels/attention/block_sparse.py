@@ -50,13 +50,13 @@ def _attend_block(
 
 
 def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
-    """List the positions of the tiles' keys that are before `stop`."""
+    """List the positions below `stop` of the keys in these tiles."""
     key_J = (tile_M[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
     return key_J[key_J < stop]
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """Compute `cpu_attend` on the GPU. The last listed tile must be the diagonal; only it is masked."""
+    """Compute `cpu_attend` on the GPU. Each list must end with the diagonal tile: no other tile is masked."""
     kept = check_mask(x, mask, "block_sparse")
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)

@@ -12,9 +12,9 @@ ROWS = 512
 
 
 class DenseBackend:
-    """Exact causal attention from any q_start; ignores masks.
+    """Exact causal attention from any q_start. It ignores masks.
 
-    window: how many of the last keys a row sees, its own included; 0: all.
+    window: sliding window in keys, the row's own included. 0: no window.
     """
 
     def __init__(self, options: object = None, window: int = 0) -> None:
@@ -33,7 +33,7 @@ class DenseBackend:
 
 
 def cpu_attend(x: AttentionInput, window: int = 0) -> torch.Tensor:
-    """Compute softmax(q k^T * scale) v over the keys up to each row, or over its window's, in q's dtype."""
+    """Compute causal softmax(q k^T * scale) v, within the window if there is one, in q's dtype."""
     position_R = torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device)
     return cpu_attend_rows(x, position_R, window)
 

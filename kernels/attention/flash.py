@@ -29,7 +29,7 @@ def step_tile(
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """Add one tile to the running softmax: rows `col` of k and v. Keys from `stop` on do not exist. A row
+    """Add one tile, rows `col` of k and v, to the online softmax. Keys from `stop` on do not exist. A row
     sees the last WINDOW keys up to seen_to."""
     dim = tl.arange(0, D)
     valid = (col < stop)[:, None]
@@ -60,8 +60,8 @@ def flash_kernel(  # noqa: PLR0915
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend with ROWS rows of one query head, the longest rows first. PACKED: `inputs.PackedKeys`. WINDOW:
-    how many of the last keys a row sees, its own included; 0: all."""
+    """Compute attention for ROWS rows of one query head, starting with the last rows. PACKED:
+    `inputs.PackedKeys`. WINDOW: sliding window in keys, the row's own included; 0: none."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)

@@ -28,10 +28,10 @@ class PackedKeys:
     """The packed keys of complete chunks. k, v and weight may be longer than needed.
 
     Attributes:
-        v_BGPD: Each run's value times its weight.
-        weight_BGP: float32. It ends with a tile of ones, the weights of exact keys.
+        v_BGPD: Each run's packed value times its weight.
+        weight_BGP: float32. A last tile of ones has the weights of exact keys.
         offset_BGC: int32, packed rows before each chunk.
-        critical: Tokens before a query block that are exact.
+        critical: Tokens before each query block that stay exact.
     """
 
     k_BGPD: torch.Tensor
@@ -61,7 +61,9 @@ def check_launch(x: AttentionInput) -> None:
 
 
 def causal_tiles(x: AttentionInput, window: int = 0) -> int:
-    """Count this chunk's causal tiles, or those that its rows' windows touch, over batch and heads."""
+    """Count the causal tiles of this chunk over batch and heads. With a window, count those that it
+    touches.
+    """
     batch, heads = x.q_BHTD.shape[:2]
     first, blocks = x.first_block, x.query_blocks
     unseen = sum(window_begin(row, window) for row in range(first, first + blocks)) if window else 0
@@ -69,22 +71,25 @@ def causal_tiles(x: AttentionInput, window: int = 0) -> int:
 
 
 def window_begin(row: int, window: int) -> int:
-    """Return the first block of keys that query block `row` sees."""
+    """Return the index of the first key block that query block `row` may attend to."""
     return max(0, row * BLOCK + 1 - window) // BLOCK
 
 
 def attend_keys(
     q_HTD: torch.Tensor, k_JD: torch.Tensor, v_JD: torch.Tensor, mask_TJ: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attend on the CPU with heads that read the same J keys. mask_TJ is as SDPA takes it. Returns float32
-    out_HTD."""
+    """Compute attention of several heads over the same J keys on the CPU. mask_TJ is an SDPA mask. Returns
+    float32 out_HTD.
+    """
     shape = (1, q_HTD.shape[0], *k_JD.shape)
     k, v = k_JD.float().expand(shape), v_JD.float().expand(shape)
     return scaled_dot_product_attention(q_HTD[None].float(), k, v, attn_mask=mask_TJ, scale=scale)[0]
 
 
 def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:
-    """Return the mask if it fits x. Nothing on the device is read. Raises KernelInputError."""
+    """Check that the mask's shapes and dtypes fit x, without reading the device, and return it. Raises
+    KernelInputError.
+    """
     x.require_aligned(name)
     if mask is None:
         raise KernelInputError(f"{name} needs a tile mask, from a selector")

@@ -1,4 +1,4 @@
-"""Launches the attention kernel that takes the device and the inputs: plain Triton or Hopper."""
+"""Launches the attention kernel that fits the device and the inputs: plain Triton or Hopper."""
 
 from deltafront.kernels.attention.flash import launch_plain
 from deltafront.kernels.attention.hopper import launch as hopper
@@ -15,11 +15,12 @@ def launch(
     packed: PackedKeys | None = None,
     window: int = 0,
 ) -> None:
-    """Attend with `rows` to the mask's tiles, to packed and then exact keys, or to every key without either.
+    """Compute attention of `rows` over the mask's tiles, or over packed and then exact keys, or without
+    either over all causal keys.
 
     Args:
-        tail: More rows, in steps of 1, that see every key; on Hopper in the same launch.
-        window: How many of the last keys a row sees, its own included; 0: all.
+        tail: Further consecutive rows, computed densely; on Hopper in the same launch.
+        window: Sliding window in keys, the row's own included. 0: no window.
     """
     check_launch(x)
     if not window and hopper.takes(x, rows) and (tail is None or hopper.takes(x, tail)):

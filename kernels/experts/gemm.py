@@ -28,8 +28,8 @@ class Tile:
     """Tile sizes and launch options.
 
     Attributes:
-        step_bytes: Bytes of a row that are multiplied at a time.
-        most: The largest mean number of rows per expert for which this tile is used.
+        step_bytes: Bytes of a row that one step along K multiplies.
+        most: Use this tile up to this mean number of rows per expert.
     """
 
     rows: int
@@ -57,8 +57,9 @@ def experts_kernel(
     PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile. GATED: SiLU(gate) · up of tokens' rows, in the experts' order. Otherwise outputs of
-    rows in that order, times their share, in the tokens' order."""
+    """Compute one tile. GATED: SiLU(gate) · up; rows come in token order and leave sorted by expert.
+    Otherwise rows come sorted by expert and leave in token order, times their routing weights.
+    """
     ACROSS: tl.constexpr = (COLUMNS + COLUMNS_TILE - 1) // COLUMNS_TILE
     block = tl.program_id(0) // ACROSS
     expert_E = tl.arange(0, EXPERTS_BLOCK)
@@ -122,7 +123,7 @@ _product = Launcher(experts_kernel)
 
 
 def tiles_for(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Return the tiles to choose from. dtype: of the weights."""
+    """Return the candidate tiles for weights of this dtype."""
     return _WIDE if dtype == torch.float32 else TILES
 
 
@@ -143,14 +144,13 @@ def kernel_gemm(
     """Multiply each assignment's row with its expert's matrix.
 
     Args:
-        x: If gated, one row per token; otherwise one per assignment, in the experts' order.
-        weight: All experts' matrices, one below the other. If gated, a matrix is gate and then up.
+        x: If gated, one row per token; otherwise one per assignment, sorted by expert.
+        weight: All experts' matrices, stacked by rows. If gated, each is gate and then up.
         dtype: The outputs' type.
-        tile: None: the one that fits the number of rows.
+        tile: None: chosen by the number of rows.
 
     Returns:
-        If gated, SiLU(gate) · up in the experts' order; otherwise outputs times routing weights in the
-        tokens' order.
+        If gated, SiLU(gate) · up sorted by expert; otherwise outputs times routing weights, in token order.
     """
     experts, assignments = len(routes.counts_E), len(routes.order_M)
     x_values, x_scale = _parts(x)

@@ -22,14 +22,14 @@ def mixture(
     router: Router,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Sum the outputs of each token's experts, each times its routing weight.
+    """Compute each token's MLP output: the sum of its experts' outputs times their routing weights.
 
-    Routing weights are in float32. GEMMs with quantised weights quantise their inputs.
+    Routing weights are float32. With quantised weights the inputs are quantised, too.
 
     Args:
         gate_up: [E J, C], the experts' gate and up, stacked.
         down: [E C, I], stacked likewise.
-        tile: None: the one that fits the number of tokens. CPUs ignore it.
+        tile: None: chosen by the number of tokens. CPUs ignore it.
 
     Raises:
         KernelInputError: Widths, dtypes or numbers of experts do not fit together.
@@ -46,7 +46,7 @@ def compile_mixture(
     """Compile the kernels that `mixture` launches with these weights, for every number of tokens.
 
     Args:
-        dtype: The type of tokens' rows.
+        dtype: The activations' dtype.
     """
     values = down.values_TI if isinstance(down, Fp8Rows) else down
     if not values.is_cuda:

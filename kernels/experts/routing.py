@@ -1,4 +1,4 @@
-"""Routes tokens to experts (top-k) and sorts the assignments by expert, without a host synchronisation.
+"""Top-k routing: chooses experts and sorts the assignments by expert, without a host synchronisation.
 
 Suffixes: T tokens, E experts, K experts of a token, M = T K assignments; assignment t K + k is token t's k-th
 expert.
@@ -29,8 +29,8 @@ class Router:
         bias_E: None: probabilities are a softmax. Otherwise they are sigmoids, to which this float32 bias is
             added for the choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
         groups: Number of groups of neighbouring experts.
-        chosen_groups: Groups that a token may choose from: those whose two best experts have the largest
-            sums.
+        chosen_groups: Number of groups that a token may choose from. Groups rank by the sum of their two best
+            experts.
         scale: Multiplier of routing weights (`routed_scaling_factor`).
     """
 
@@ -109,8 +109,8 @@ def route_kernel(
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SCALE: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of TOKENS tokens. place_ptr gets each assignment's place among its expert's. counts
-    start at 0."""
+    """Choose the experts of TOKENS tokens. place_ptr gets each assignment's index among those of its expert.
+    The counts must be 0 at launch."""
     token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert_E = tl.arange(0, EXPERTS_BLOCK)
     slot_K = tl.arange(0, SLOTS)

@@ -16,5 +16,5 @@ TILE = gl.constexpr(BLOCK)
 
 @gluon.constexpr_function
 def scores_layout(bits=16):
-    """Return the layout of (64, 128) scores in the matrix unit's registers. bits: size of its inputs."""
+    """Return the WGMMA register layout of (64, 128) scores. bits: size of an input element."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 256 // bits])

@@ -1,4 +1,4 @@
-"""Buffers in shared memory that one warp fills and others read, in turns.
+"""A ring of shared-memory buffers that one warp fills and other warps read.
 
 Without `from __future__ import annotations`: an aggregate checks its fields against their annotations.
 """
@@ -16,7 +16,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @aggregate
 class Ring:
-    """COUNT buffers in turn, from buffer FIRST on. Use n (from 0) takes buffer FIRST + n % COUNT.
+    """A ring of COUNT buffers. Its n-th use (from 0) takes buffer FIRST + n % COUNT.
 
     The barrier `full` completes when a buffer has been written, `empty` when every reader has released it. A
     wait names a completion's parity. In a new barrier odd parity counts as completed.
@@ -55,7 +55,7 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, use):
-        """Wait, as the writer, until the readers have released the buffer's last use."""
+        """Wait, as the writer, until the readers have released the buffer of the last use."""
         mbarrier.wait(self.empty.index(self.FIRST + use % self.COUNT), ((use // self.COUNT) & 1) ^ 1)
 
     @gluon.jit
@@ -64,8 +64,8 @@ class Ring:
 
     @gluon.jit
     def release_loaded(self, use):
-        """Release a buffer that this reader has loaded itself. The fence waits for the loads, which the copy
-        engine could overtake: it writes by another path (PTX: the async proxy)."""
+        """Release a buffer that this reader read with ordinary loads. The fence orders these loads before the
+        TMA's next write, which comes by the async proxy (PTX)."""
         fence_async_shared()
         barrier()
         self.release(use)

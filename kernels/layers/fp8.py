@@ -35,8 +35,8 @@ class Fp8Rows:
 
 
 def quantise_rows(x_TI: torch.Tensor) -> Fp8Rows:
-    """Scale each row by its largest magnitude, and round it to the nearest e4m3. A row with NaN or an
-    infinity becomes one with NaN. Raises KernelInputError."""
+    """Scale each row by its largest magnitude and round to the nearest e4m3. A row with NaN or infinity
+    becomes NaN. Raises KernelInputError."""
     check_rows("quantise_rows", x=x_TI)
     if runs_on_cpu(x_TI, "quantise_rows"):
         return cpu_quantise_rows(x_TI.float())
@@ -56,7 +56,7 @@ def empty_rows(rows: int, width: int, device: torch.device) -> Fp8Rows:
 def product(x: Fp8Rows, weight: Fp8Rows, bias_O: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Compute x · weightᵀ + bias in `dtype`. weight has one row per output channel.
 
-    On a GPU this is `torch._scaled_mm` with one scale per row, which adds up in less than float32.
+    On a GPU this is `torch._scaled_mm` with one scale per row. It accumulates in less than float32.
 
     Raises:
         KernelInputError: `_scaled_mm` does not take these widths.
@@ -86,13 +86,13 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 
 def row_warps(block: int) -> int:
-    """Give each thread 32 numbers."""
+    """Return the number of warps that gives each thread 32 elements."""
     return min(32, max(1, block // 1024))
 
 
 @triton.jit
 def store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS: tl.constexpr):
-    """Quantise and store one row of float32. x is zero where not inside."""
+    """Quantise and store one float32 row. x must be 0 outside the mask `inside`."""
     largest = tl.maximum(tl.max(tl.abs(x), 0), _SMALLEST)
     values = (x * (_LARGEST / largest)).to(tl.float8e4nv)
     tl.store(values_ptr + row * COLUMNS + column, values, mask=inside)

@@ -56,14 +56,14 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows in `dtype`: numbers [..., D], scales [...]. float16 and float32 are exact within their
+    """Dequantise numbers [..., D] with scales [...] to `dtype`. float16 and float32 are exact within their
     range."""
     scale = (scales.int() << 7).to(torch.int16).view(torch.float16).float() * 2.0**-6
     return ((numbers.float() - 128) * scale[..., None]).to(dtype)
 
 
 def check_quantised(name: str, numbers: torch.Tensor, scales: torch.Tensor) -> None:
-    """Check that numbers and scales belong together. Raises KernelInputError."""
+    """Check that the shapes, dtypes and devices of numbers and scales match. Raises KernelInputError."""
     if numbers.dtype != BYTES or scales.dtype != BYTES or scales.shape != numbers.shape[:-1]:
         raise KernelInputError(
             f"{name}: an 8-bit KV cache is uint8 with a uint8 scale a row, not {numbers.dtype} "
@@ -81,7 +81,7 @@ def gather(
 
     Args:
         rows: k_RGD and v_RGD.
-        rows_S: int64 row of each token. Not checked: that would wait for the device.
+        rows_S: int64, the cache row of each token. Not checked, since that would synchronise.
 
     Raises:
         KernelInputError: The arguments do not fit together.
@@ -136,7 +136,7 @@ def _number(x):
 
 @triton.jit
 def scale_of(byte):
-    """Return a scale over UNIT, in float32. NaN stays NaN."""
+    """Decode a scale byte to float32, in units of UNIT. NaN stays NaN."""
     return (byte.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
 
 

@@ -94,7 +94,7 @@ def _copy_steps(x, weight, buffers, work, GATED: gl.constexpr):
 
 @gluon.jit
 def _store(x, out, buffer, row, column):
-    """Store (64, PIECE) numbers through a buffer, once the copy engine has read its last contents."""
+    """Store (64, PIECE) numbers by TMA through a buffer, once the previous store has read it."""
     tma.store_wait(0)
     buffer.store(x.to(out.dtype))
     fence_async_shared()
@@ -136,8 +136,8 @@ def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
 def linear_hopper_kernel(
     x, weight, out, row_tiles, column_tiles, steps, apart, GATED: gl.constexpr
 ):  # fmt: skip
-    """Run one program. x, weight and out are descriptors of 64 by DEPTH, PIECE by DEPTH and 64 by PIECE.
-    Other arguments: `LinearWork`."""
+    """Run one program. x, weight and out are TMA descriptors of (64, DEPTH), (PIECE, DEPTH) and (64, PIECE)
+    tiles. Other arguments: `LinearWork`."""
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES * WARPGROUPS, GROUP_ROWS, DEPTH], x.layout)
     weight_smem = gl.allocate_shared_memory(weight.dtype, [STAGES, 2 * PIECE, DEPTH], weight.layout)
     out_smem = gl.allocate_shared_memory(out.dtype, [WARPGROUPS, GROUP_ROWS, PIECE], out.layout)

@@ -18,7 +18,7 @@ _FILLED = {False: 0.94, True: 0.88}
 
 
 def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
-    """Say whether the kernel can run and its tiles fill the GPU."""
+    """Say whether the kernel supports these inputs and its tiles fill the GPU."""
     rows, out = x_TI.shape[0], weight_OI.shape[0]
     if rows < _FEWEST_ROWS or not fits(weight_OI) or not _copyable(x_TI):
         return False
@@ -33,8 +33,8 @@ def fits(weight_OI: torch.Tensor) -> bool:
 
 @lru_cache(1024)
 def filled(rows: int, width: int, multiprocessors: int) -> float:
-    """Return the part of the GPU's time that computes outputs, for an output of `rows` by `width` (gate and
-    up count as two). The rest goes to padded tiles and the last wave."""
+    """Return the share of GPU time spent on an output of `rows` by `width` (gate and up count as two). Padded
+    tiles and the last wave take the rest."""
     columns = 2 * PIECE.value
     tiles = cdiv(rows, _ROWS) * cdiv(width, columns)
     computed = cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
@@ -42,7 +42,7 @@ def filled(rows: int, width: int, multiprocessors: int) -> float:
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """Launch the kernel. The inputs satisfy `takes`, except that they may have fewer rows."""
+    """Launch the kernel. The inputs must satisfy `takes`, but may have fewer rows."""
     rows, width = x_TI.shape
     columns = weight_OI.shape[0] // (2 if gated else 1)
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)

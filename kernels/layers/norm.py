@@ -19,13 +19,13 @@ LinearInput = torch.Tensor | Fp8Rows
 def add_norm(
     hidden_TC: torch.Tensor, update_TC: torch.Tensor | None, weight_C: torch.Tensor, eps: float, fp8: bool
 ) -> tuple[torch.Tensor, LinearInput]:
-    """Add the update to hidden and compute the sum's RMSNorm (Zhang and Sennrich 2019, equation 4). Return
-    both.
+    """Add the update to hidden and apply RMSNorm to the sum (Zhang and Sennrich 2019, equation 4). Return the
+    sum and its norm.
 
     The sum is rounded to hidden's dtype, then normed in float32. Nothing is written in place.
 
     Args:
-        update_TC: None: there is nothing to add.
+        update_TC: None: add nothing.
         weight_C: In hidden's dtype or float32.
         fp8: Return the norm as rows of e4m3.
 

@@ -3,9 +3,9 @@
 Each GPU writes its numbers into every other's memory, raises a flag there, and adds up what it was sent
 ("one-shot", as in FlashInfer and TensorRT-LLM). All GPUs add in one order, so all get the same bits.
 
-In each other GPU's memory a program has a place of two halves, which it uses in turn. It writes a half again
-two calls later. By then the other GPU has raised its flag of the call between, so it has ended the call
-before. That GPU may be one call ahead, so a flag holds the number of its last call.
+Each program has a double buffer in every other GPU's memory and alternates between its halves. It reuses a
+half two calls later. By then the other GPU has raised the flag of the call in between, so it has finished
+reading the half. That GPU may be one call ahead, so a flag holds the number of its last call.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -64,7 +64,8 @@ def one_shot_reduce_kernel(
 ):  # fmt: skip
     """Reduce BLOCK numbers over ranks.
 
-    places_ptr, flags_ptr: addresses of every rank's memory, by rank. calls_ptr: calls so far of each program.
+    places_ptr, flags_ptr: addresses of every rank's buffers and flags, by rank. calls_ptr: number of calls
+    so far, by program.
     """
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
@@ -91,7 +92,7 @@ def one_shot_add_norm_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, ROOM: tl.constexpr,
     FP8: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute `add_norm_kernel` of the update's sum over ranks: one program per row."""
+    """All-reduce the update, then compute `add_norm_kernel`: one program per row."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -121,7 +122,7 @@ def one_shot_add_norm_kernel(
 
 
 def own_memory(ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate the places and the flags that other ranks map and write to."""
+    """Allocate the buffers and flags that other ranks map and write to."""
     places = torch.zeros(2 * ranks * ROOM, dtype=torch.float32, device=device)
     return places, torch.zeros(ranks * (ROOM // _BLOCK), dtype=torch.int32, device=device)
 
@@ -130,7 +131,7 @@ class _OneShot:
     """Base of both operations. All ranks make the same calls in the same order.
 
     Args:
-        memory: Every rank's `own_memory` as mapped here, by rank.
+        memory: The `own_memory` of every rank, by rank, mapped into this process.
     """
 
     def __init__(self, rank: int, memory: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -148,7 +149,7 @@ class OneShotReduce(_OneShot):
         return x.dtype in _DTYPES and 0 < x.numel() <= ROOM
 
     def __call__(self, x: torch.Tensor, maximum: bool) -> torch.Tensor:
-        """Return the sum over ranks, or the maximum. x is contiguous and satisfies `takes`."""
+        """Return the sum over ranks, or the maximum. x must be contiguous and satisfy `takes`."""
         out = torch.empty_like(x)
         one_shot_reduce_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
             x,
@@ -167,8 +168,8 @@ class OneShotReduce(_OneShot):
 
 
 class OneShotAddNorm(_OneShot):
-    """Adds up the ranks' updates and computes `add_norm`, in one launch instead of two. It needs memory that
-    no `OneShotReduce` uses, since its programs write to other places."""
+    """All-reduces the update and computes `add_norm`, in one launch instead of two. It must not share memory
+    with a `OneShotReduce`, because its programs use other offsets."""
 
     def takes(self, update_TC: torch.Tensor) -> bool:
         rows, width = update_TC.shape
@@ -183,8 +184,9 @@ class OneShotAddNorm(_OneShot):
         eps: float,
         fp8: bool,
     ) -> tuple[torch.Tensor, LinearInput]:
-        """Compute `norm.add_norm`. update_TC: this rank's part, contiguous like hidden_TC. It satisfies
-        `takes`."""
+        """Compute `norm.add_norm` of the update's sum. update_TC: this rank's addend, contiguous like
+        hidden_TC; it must satisfy `takes`.
+        """
         rows, width = update_TC.shape
         quantised = empty_rows(rows, width, hidden_TC.device) if fp8 else None
         sum_TC = torch.empty_like(hidden_TC)

@@ -41,15 +41,15 @@ class HeadNorm:
 def rotate_and_store(
     qkv_TXD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor, norm: HeadNorm | None, kv: KVRows
 ) -> torch.Tensor:
-    """Norm and rotate q and k, and write k and v to their rows. Returns q_THD.
+    """Apply QK norm and RoPE to q and k, and write k and v to their cache rows. Returns q_THD.
 
-    Channel f turns with channel f + D/2 (RoFormer, Su et al. 2021, equation 34).
+    Channel f pairs with channel f + D/2 (RoFormer, Su et al. 2021, equation 34).
 
     Args:
         qkv_TXD: Query heads, key heads, value heads. It is overwritten: q_THD may be a view of it.
         cos_T1F, sin_T1F: float32, of the angles.
         norm: None: q and k are not normed.
-        kv: Row numbers are not checked: that would wait for the device.
+        kv: Row numbers are not checked, since that would synchronise.
 
     Raises:
         KernelInputError: The arguments do not fit together.
@@ -81,7 +81,7 @@ def cpu_rotate_and_store(
 
 
 def rotate(x_THD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-    """Rotate in float32, whatever x's dtype: at position 131,071 bf16 angles would be noise."""
+    """Apply RoPE in float32 for any dtype of x: at position 131,071 bf16 angles would be noise."""
     first_THF, second_THF = x_THD.chunk(2, dim=-1)
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     half = x_THD.shape[-1] // 2
@@ -136,9 +136,9 @@ def rope_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     INT8: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Process TOKENS rows, HEADS heads of each, as the first and second HALF of channels.
+    """Process HEADS heads of TOKENS rows, as first and second HALF of their channels.
 
-    Each head is stored once: q where it was, k and v in their rows.
+    Each head is stored once: q in place, k and v in their cache rows.
     """
     D: tl.constexpr = 2 * HALF
     TURNED: tl.constexpr = Q_HEADS + KV_HEADS

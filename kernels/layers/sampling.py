@@ -1,7 +1,8 @@
 """Chooses each request's next token, independently of the others in the batch. Suffixes: R requests, V
 vocabulary.
 
-Noise depends on (seed, position, token id) alone, so a stream is the same in any batch and on any worker.
+Noise depends only on (seed, position, token id), so a request samples the same tokens in any batch and on
+any worker.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The sampling parameters of a batch's rows, as tensors at addresses that do not change.
+    """The sampling parameters of a batch, one row per request, in tensors at fixed addresses (for CUDA
+    graphs).
 
     Attributes:
-        drawn_R: Whether a row's temperature is above 0; the other rows are greedy.
-        draws, filters: Whether any row is drawn, or uses top-k or top-p. The host knows both, since they
-            decide what is launched.
+        drawn_R: Whether a row is sampled (temperature above 0) or greedy.
+        draws, filters: Whether any row is sampled, and whether any uses top-k or top-p. They are host values,
+            since they decide which kernels to launch.
     """
 
     drawn_R: torch.Tensor
@@ -51,11 +53,11 @@ class SamplingRows:
 def sample(
     logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose tokens by temperature, then top-k, then top-p of the rest, as transformers does. The draw is
-    Gumbel's argmax.
+    """Sample by temperature, then top-k, then top-p of the rest, like transformers, with the Gumbel-max
+    trick.
 
     Args:
-        positions_R: Absolute positions of the tokens to be chosen.
+        positions_R: Absolute positions of the tokens to sample.
 
     Returns:
         Token ids (int64 [R]) and their log-probabilities under the unmodified distribution (float32).
@@ -95,7 +97,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _filter(scaled_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """Set tokens to -inf that top-k and then top-p drop. Tokens that tie with the last one kept are kept."""
+    """Set the tokens that top-k and then top-p drop to -inf. Ties with the last kept token are kept."""
     ordered_RV = scaled_RV.sort(-1, descending=True).values
     rank_V = torch.arange(scaled_RV.shape[1], device=scaled_RV.device)
     ordered_RV = ordered_RV.masked_fill(rank_V >= top_k_R[:, None], float("-inf"))

@@ -1,4 +1,4 @@
-"""Writes the tokens that a decode step has chosen to the host. Suffixes: R rows of the batch."""
+"""Writes a decode step's tokens to host memory. Suffixes: R rows of the batch."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -16,8 +16,7 @@ _ROWS = 128
 def choices_to_host(ids_R: torch.Tensor, logprob_R: torch.Tensor, host_R2: torch.Tensor) -> None:
     """Write each row's token id and log-probability into pinned memory of the host.
 
-    A kernel stores them, since a copy would queue after earlier copies, such as KV cache on its way to host
-    memory.
+    A kernel stores them, since a copy would queue after earlier copies, such as KV offloads to host memory.
 
     Args:
         ids_R: int64, on the device.

@@ -19,7 +19,8 @@ def paged_attention(
     scales: Scales | None = None,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with each request's query token to all of its KV cache, or to a window. Arguments: `PagedInput`.
+    """Compute attention of each request's query token over its whole KV cache or a window. Arguments:
+    `PagedInput`.
 
     Returns:
         out_RHD (q's dtype) and lse_RH (fp32, natural logarithm).
@@ -44,10 +45,10 @@ def paged_attention_scored(
     scales: Scales | None = None,
     span: int = PAGE_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `paged_attention` and each page's score, the attention it received (DELTA, Algorithm 2).
+    """Compute `paged_attention` and page scores: the attention that each page received (DELTA, Algorithm 2).
 
     Args:
-        span: 16 for scores of pages; 1 for scores of tokens, where other ranks have other heads.
+        span: Tokens per score: 16 for page scores; 1 for token scores, which ranks combine over heads.
 
     Returns:
         out_RHD, lse_RH and score_RS (fp32), S = 16 P / span: each token's largest weight over all query
@@ -74,7 +75,7 @@ def paged_attention_sparse(
     """Compute `paged_attention` over selected pages of each request (DELTA, Algorithm 1, sparse layers).
 
     Args:
-        lengths_R: Full lengths.
+        lengths_R: The requests' full lengths in tokens.
         selected_RK, counts_R: From `page_selection.select_pages`. A count of 0 reads all pages.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)

@@ -35,7 +35,7 @@ def _assigned(
 
     Every request has one split. A further max_splits - 1 are divided in proportion to tokens, so that
     programs end together; slots are below requests + max_splits - 1. No split is shorter than STEP tokens.
-    Lengths are read on the device, so a CUDA graph stays valid. The loop is over scalars, which take no
+    The lengths are read on the device, so a CUDA graph stays valid. The loop uses scalars only, to save
     vector registers.
 
     Returns:
@@ -213,7 +213,7 @@ def _merge(
     acc_RHCD_ptr, m_RHC_ptr, l_RHC_ptr, splits_R_ptr, out_ptr, lse_ptr, max_splits, heads,
     C: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one request and head: program r·heads + h.
+    """Merge the splits of one request and head: program r·heads + h.
 
     The first C splits are loaded before their number is known, since few requests have more. M is room for
     the others.

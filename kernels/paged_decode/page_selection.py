@@ -26,8 +26,8 @@ def select_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the pages that sparse layers attend to (DELTA, Algorithm 2): K = budget, L = recency.
 
-    These are the last L pages and the K - L others with the best scores. For equal scores the lower column
-    wins. The host does not wait. Raises KernelInputError.
+    These are the last L pages and the K - L others with the best scores. Ties go to the lower column. The
+    host does not wait. Raises KernelInputError.
 
     Args:
         page_score_RP: fp32. Columns past ceil(length / 16) are ignored.

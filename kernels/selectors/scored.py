@@ -26,7 +26,7 @@ SlabSums = Callable[[int, int], Sums]
 
 
 def rule_of(options: ScoredOptions) -> Rule:
-    """Make the options' rule. Sink and window are widened to whole blocks."""
+    """Make the rule that the options describe. Sink and window are rounded up to whole blocks."""
     sink_blocks, window_blocks = -(-options.sink // BLOCK), 1 - (1 - options.window) // BLOCK
     if options.share > 0:
         return Rule("top_k", options.share, sink_blocks, window_blocks)
@@ -40,9 +40,9 @@ class ScoredState:
 
 
 class ScoredSelector(ABC):
-    """Scores tiles, then applies a rule. On a GPU it works slab by slab, and the host does not wait.
+    """Scores tiles, then applies a rule. On a GPU it works slab by slab, without a synchronisation.
 
-    `rule` is for every layer and head, unless `thresholds` are set. with_scores: masks carry scores.
+    `rule` holds for every layer and head, unless `thresholds` are set. with_scores: masks carry scores.
     """
 
     name: str
@@ -57,8 +57,8 @@ class ScoredSelector(ABC):
         return ScoredState(self.layer_rule(spec))
 
     def layer_rule(self, spec: StateSpec) -> Rule:
-        """Return the rule with the thresholds of a layer's heads. Raises KernelInputError if they do not
-        fit."""
+        """Return the rule with the thresholds of this layer's heads. Raises KernelInputError if their number
+        is wrong."""
         if self.thresholds is None:
             return self.rule
         thresholds = self.thresholds(spec.layer, spec.max_tokens)
@@ -75,8 +75,8 @@ class ScoredSelector(ABC):
 
     @abstractmethod
     def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
-        """Return, on the GPU, a query block's number of logarithm rows, and the function that computes a slab
-        of them."""
+        """Return the number of part rows of a query block, and a function that computes a slab of `Sums` on
+        the GPU."""
 
     def scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         """Compute float32 score_BHNM. Columns after a row's diagonal are 0."""

@@ -65,7 +65,7 @@ class OwnRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Descriptors of the output, for an item's rows and for tail rows."""
+    """TMA descriptors of the output: one for an item's rows, one for tail rows."""
 
     out: tma.tensor_descriptor
     out_tail: tma.tensor_descriptor
@@ -99,7 +99,7 @@ def _begin_sum(running, buffer, PLAN: gl.constexpr):
 def _advance(
     running, done, i, rows, buffers, WEIGHTED: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Compute scores and weights of tile i while tile i - 1 is added to acc. done: tiles added so far."""
+    """Compute the scores and p of tile i while tile i - 1 is added to acc. done: tiles added so far."""
     seen = rows.seen
     keys = buffers.k
     values = buffers.v
@@ -166,7 +166,7 @@ def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
 def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide their order)
     WARPGROUP: gl.constexpr, results, buffers, work, scale, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Run a consumer warpgroup. done: tiles so far, taken: items so far.
+    """Run a consumer warpgroup. done: tiles processed so far; taken: items processed so far.
 
     Output is copied from the queries' buffer. If there are two, a buffer is released during the next item.
     """
@@ -237,8 +237,9 @@ def hopper_kernel(
     keys, row0, step, tail_row0, critical, chunk, chunk_slots, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Run one program: make buffers and barriers, then start the roles. Arguments: `Sources`, `Results`,
-    `Lists`, `Work`."""
+    """Run one program: allocate buffers and barriers, then start the producer and consumer warps. Arguments:
+    `Sources`, `Results`, `Lists`, `Work`.
+    """
     buffers = new_buffers(q, k, v, weight, PLAN)
     work = Work(
         items, batch, heads, group, tiles, tail_tiles, keys, row0, step, tail_row0, critical, chunk,

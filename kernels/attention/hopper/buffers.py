@@ -16,7 +16,7 @@ ENTRIES = gl.constexpr(2)
 
 
 class Buffers(NamedTuple):
-    """Shared memory, which the producer warp fills.
+    """Shared memory, filled by the producer warp.
 
     Attributes:
         q: (1, 1, 64, D) a buffer: one warpgroup's queries, later its output.

@@ -1,4 +1,4 @@
-"""Choices that the Hopper attention kernel is compiled for, and why."""
+"""Compile-time choices of the Hopper attention kernel, with their reasons."""
 
 from dataclasses import dataclass
 from functools import cache

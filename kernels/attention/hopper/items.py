@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Where programs find items and tiles. They draw the next item's number from `counter_ptr`."""
+    """Where programs read work items and tile lists. They draw the next item's number from `counter_ptr`."""
 
     order_ptr: gl.tensor  # (LISTED) lengths of the lists, or (by_length) sorted entries
     counter_ptr: gl.tensor
@@ -58,7 +58,7 @@ class Sources(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One item, decoded. list_tiles: (LISTED) its list's length."""
+    """A decoded work item. list_tiles: (LISTED) number of tiles in its list."""
 
     b: gl.tensor
     h: gl.tensor
@@ -88,7 +88,7 @@ def _publish(entry, taken, entries):
 
 @gluon.jit
 def next_entry(taken, entries):
-    """Wait for the producer's work item number `taken`, free its place, and return it."""
+    """Wait for the producer's work item number `taken`, free its buffer, and return the item."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entries.wait_full(taken)
     entry = gl.max(entries.buffer(taken).load(layout), 0)
@@ -134,8 +134,9 @@ def packed_before(row, item, work):
 
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
-    """Return an item's tiles. A PACKED item may begin in one block of 128 rows and end in another; it has the
-    tiles of both."""
+    """Return the range of tiles of an item. A PACKED item may span two blocks of 128 rows and then has the
+    tiles of both.
+    """
     step = gl.where(item.tail, 1, work.step)
     first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
     end = gl.minimum(first + step * (PLAN.rows - 1), work.keys - 1) // TILE + 1
@@ -158,7 +159,7 @@ def extent_of(item, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def exact_key(i, extent):
-    """Return the first key of an item's i-th tile, which is exact (not LISTED)."""
+    """Return the first key of an item's i-th tile, an exact one (not LISTED)."""
     before = extent.masked
     block = gl.where(i < before, extent.masked_block + i, extent.exact_block + i - before)
     return block * TILE
@@ -197,8 +198,9 @@ def _copy_queries(item, taken, sources, queries, PLAN: gl.constexpr):
 
 @gluon.jit
 def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
-    """Run the producer warp: take items, copy their queries, then keys and values. done: tiles so far, taken:
-    items so far."""
+    """Run the producer warp: take items, then copy their queries, keys and values. done: tiles copied so far;
+    taken: items taken so far.
+    """
     done = 0
     taken = 0
     number = gl.program_id(0)

@@ -22,7 +22,9 @@ _attend = Launcher(hopper_kernel)
 
 
 def takes(x: AttentionInput, rows: QueryRows) -> bool:
-    """Say whether the kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
+    """Say whether the kernel supports x: 16-bit, D 64 or 128, compute capability 9, strides in multiples of
+    16 bytes.
+    """
     if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device):
         return False
     if x.q_BHTD.dtype == torch.float32 or x.q_BHTD.shape[3] not in (64, 128):
@@ -43,7 +45,7 @@ def launch(
     mask: TileMask | None,
     packed: PackedKeys | None,
 ) -> None:
-    """Do what `attention.launch.launch` does, for inputs that satisfy `takes`."""
+    """Do what `attention.launch.launch` does. The inputs must satisfy `takes`."""
     batch, heads, count, dim = rows.q_BHRD.shape
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows
@@ -98,7 +100,9 @@ def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: in
 
 
 def by_length(mask: TileMask) -> torch.Tensor:
-    """Return the lists' entries (`items.py`), the longest list first. Lists are numbered as in (B, H, N)."""
+    """Return the lists' work items (`items.py`), the longest list first. Lists are numbered in (B, H, N)
+    order.
+    """
     count = mask.count_BHN.reshape(-1)
     place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
     entries = torch.add(place, count, alpha=1 << 32)

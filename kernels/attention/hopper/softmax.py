@@ -25,7 +25,7 @@ _TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 class Seen(NamedTuple):
-    """The keys that a warpgroup's rows see. (PACKED) The rows are of one block of 128 positions."""
+    """The keys that a warpgroup's rows may attend to. (PACKED) The rows lie in one block of 128 positions."""
 
     position: gl.tensor  # (64,), positions of the rows
     extent: Extent
@@ -34,7 +34,9 @@ class Seen(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Tiles before masked_end and from unmasked_end on are masked. tiles: the number of tiles."""
+    """Which tiles need a causal mask: those before masked_end and those from unmasked_end on. tiles: the
+    number of tiles.
+    """
 
     masked_end: gl.tensor
     unmasked_end: gl.tensor
@@ -42,7 +44,7 @@ class Ends(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The running softmax. l_i already contains the last tile's weights; acc does not."""
+    """The state of the online softmax. l_i already includes the last tile; acc does not yet."""
 
     acc: gl.tensor  # (64, D); (PLAN.late_rescale) not yet rescaled by alpha
     m_i: gl.tensor  # (64,)
@@ -59,7 +61,7 @@ def acc_layout(dim):
 
 @gluon.constexpr_function
 def spread_layout():
-    """Return the layout of (64, 8): each of a row's four threads has two columns."""
+    """Return the layout of (64, 8): four threads share a row, two columns each."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
 
 
@@ -90,7 +92,7 @@ def zero_l_i(PLAN: gl.constexpr):
 
 @gluon.jit
 def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Round p (64, 128) to 16 bits: to the operand of p · v, or (in_pairs) to (64, 64) pairs of columns."""
+    """Round p (64, 128) to 16 bits, as the operand of p · v or (in_pairs) as (64, 64) pairs of columns."""
     if PLAN.in_pairs:
         even, odd = gl.split(gl.reshape(p, [GROUP_ROWS, TILE // 2, 2]))
         code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
@@ -102,7 +104,7 @@ def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Make the operand of p · v from `rounded` p."""
+    """Convert `rounded` p to the operand of p · v."""
     if PLAN.in_pairs:
         halves: gl.constexpr = (gl.int16, gl.int16)
         even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [p], halves, True, 1)
@@ -152,7 +154,7 @@ def tile_columns():
 
 @gluon.jit
 def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
-    """Set scores of tile i to UNSEEN where a row does not see the key."""
+    """Set the scores of tile i to UNSEEN where the mask hides the key from the row."""
     if PLAN.packed:
         key = exact_key(i, seen.extent) - seen.exact_from + column
         count = seen.position + 1 - seen.exact_from
@@ -165,5 +167,5 @@ def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
 
 @gluon.jit
 def mask_packed(s, column, i, seen):
-    """Do what `mask_exact` does, for packed keys."""
+    """Mask packed keys as `mask_exact` masks exact ones."""
     return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

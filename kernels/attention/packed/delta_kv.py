@@ -63,11 +63,11 @@ def cpu_pack_head(
     """Pack each run of one head into one row.
 
     Args:
-        start_P: The runs' first rows, the anchors. The runs cover positions 0 .. end - 1.
-        means: Pack means of rows; otherwise the anchor's own row (DeltaAttention, section 4.1.2).
+        start_P: First row of each run, its anchor. The runs cover positions 0 .. end - 1.
+        means: Pack the mean of a run's rows; otherwise its anchor (DeltaAttention, section 4.1.2).
 
     Returns:
-        keys_PD and values_PD, rounded as the cache would, and length_P, in float32.
+        keys_PD and values_PD, rounded to the KV cache's dtype, and length_P, all as float32.
     """
     length_P = torch.diff(start_P, append=start_P.new_tensor([end]))
     if not means:
@@ -82,8 +82,9 @@ def cpu_pack_head(
 def cpu_attend(
     x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, means: bool
 ) -> torch.Tensor:
-    """Attend to packed and exact keys. counts: a packed key of n rows weighs n * exp(s) (equation 4),
-    otherwise exp(s)."""
+    """Compute attention over packed and exact keys. counts: a packed key of n rows weighs n * exp(s)
+    (equation 4), otherwise exp(s).
+    """
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)
     for b in range(x.q_BHTD.shape[0]):

@@ -27,7 +27,9 @@ from deltafront.kernels.selectors.rules.rule import ROUNDING
 
 
 class DeltaXAttentionBackend:
-    """Attends to a mask's tiles, exactly or packed. The mask must carry scores."""
+    """Computes the best-scored tiles of a mask exactly and the others over packed keys. The mask must carry
+    scores.
+    """
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
@@ -53,7 +55,7 @@ class DeltaXAttentionBackend:
         return self.tiles_of_heads(x, mask, state).sum()
 
     def tiles_of_heads(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        """Count `computed_tiles` for each head: float64 (B, H)."""
+        """Count `computed_tiles` by head: float64 (B, H)."""
         kept = self._check(x, mask)
         exact_BHNM = self._exact(x, kept)
         entry_M = torch.arange(kept.index_BHNM.shape[-1], device=exact_BHNM.device)
@@ -106,7 +108,7 @@ def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
 def cpu_attend(
     x: AttentionInput, mask: TileMask, state: PackedRuns, exact_BHNM: torch.Tensor, *, means: bool
 ) -> torch.Tensor:
-    """Attend to the mask's tiles: to marked ones exactly, to the others over packed runs.
+    """Compute attention over the mask's tiles: marked tiles exactly, the others over packed runs.
 
     Args:
         exact_BHNM: bool, laid out as the mask's index. The diagonal is marked.

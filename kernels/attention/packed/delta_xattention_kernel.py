@@ -46,7 +46,7 @@ def exact_kernel(
 
 
 def kernel_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """Compute `delta_xattention.cpu_exact_table` without a wait for the device."""
+    """Compute `delta_xattention.cpu_exact_table` on the GPU, without a synchronisation."""
     assert mask.score_BHNM is not None
     score_BHNM = mask.score_BHNM.contiguous()
     exact_BHNM = torch.empty(score_BHNM.shape, dtype=torch.bool, device=score_BHNM.device)
@@ -74,8 +74,9 @@ def mixed_kernel(
     heads, group, rows, keys, row0, packed_slots, offset_slots, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend with ROWS rows of a query block to each listed tile, exactly or over packed rows, the diagonal
-    last."""
+    """Compute attention for ROWS rows of a query block over each listed tile, exactly or over packed rows.
+    The diagonal is last.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)

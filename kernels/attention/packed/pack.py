@@ -23,8 +23,9 @@ def pack_kernel(
     D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, MEANS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pack RUNS runs of one key head. MEANS: tl.dot with the 0/1 matrix [runs, rows] sums the rows; otherwise
-    first rows are copied."""
+    """Pack RUNS runs of one KV head. MEANS: sum the rows by tl.dot with the 0/1 matrix [runs, rows];
+    otherwise copy first rows.
+    """
     head = tl.program_id(1).to(tl.int64)
     runs = tl.load(offset_ptr + head * offset_slots + chunks)
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
@@ -69,7 +70,8 @@ def pack_kernel(
 def pack(
     x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool, means: bool
 ) -> PackedKeys:
-    """Pack the runs of the first `chunks` chunks. The tensors have room for one run per row.
+    """Pack the runs of the first `chunks` chunks. The tensors are allocated for one run per row, the most
+    there can be.
 
     Args:
         counts, means: As in `DeltaKVOptions`.

@@ -21,7 +21,7 @@ class PackedRuns:
     Attributes:
         start_BGP: int32, position of each run's first row, then the end.
         offset_BGC: int32, runs before each chunk.
-        chunks: Complete chunks, which the host knows without waiting.
+        chunks: Number of complete chunks, known on the host without a synchronisation.
     """
 
     start_BGP: torch.Tensor
@@ -49,10 +49,10 @@ class PackedRuns:
             raise KernelInputError(f"{name}: {keys} keys exceed the state's max_tokens {self.max_tokens}")
 
     def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float, distance: float = 0.0) -> None:
-        """Find the runs of newly completed chunks. The host does not wait.
+        """Find the runs of newly completed chunks, without a synchronisation.
 
         Args:
-            distance: The largest Euclidean distance to an anchor (DeltaAttention, equation 2); 0: `cos`
+            distance: Largest Euclidean distance to an anchor (DeltaAttention, equation 2); 0: `cos`
                 decides.
         """
         complete = k_BGSD.shape[2] // chunk

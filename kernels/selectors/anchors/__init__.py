@@ -1,4 +1,4 @@
-"""DPXA: tiles scored by query anchors against key anchors.
+"""DPXA: scores a tile by its query anchors against its key anchors.
 
 Start at `selector.py`. `form.py` has the settings and the suffixes, `summary.py` fills the slots of anchors,
 `scores.py` or `hopper.py` multiplies them.

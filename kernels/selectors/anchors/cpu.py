@@ -12,7 +12,9 @@ from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAncho
 def cpu_summarise(
     x_BGSD: torch.Tensor, form: AnchorSettings, side: SideSettings, first_block: int = 0
 ) -> BlockAnchors:
-    """Fill the slots of every block of x, in float32. first_block: where x begins in the prompt."""
+    """Fill the anchor slots of every block of x, in float32. first_block: the prompt's block where x
+    begins.
+    """
     runs = cpu_scan(x_BGSD, form.cos, BLOCK, centred=form.centred)
     strict = _fill(x_BGSD, runs, side, first_block)
     if side.relax is None:
@@ -58,9 +60,9 @@ def cpu_scores(
 ) -> torch.Tensor:
     """Compute tile scores, float32 score_BHNM (DeltaAttention section 4.3, changed by docs/decisions/0003).
 
-    A query slot a weighs a key slot b by n_b exp(q_a . k_b scale), divided by the sum of a's weights over all
-    keys before it. n_b is b's number of rows; in the query's own block it is the number up to a's first row.
-    A tile's score is the sum over its key slots, and the sum (or largest) over its query slots.
+    The weight of key slot b for query slot a is n_b exp(q_a . k_b scale), normalised over all earlier keys.
+    n_b is b's number of rows; in the query's own block, those up to a's first row. A tile's score is the sum
+    of weights over its key slots, and then the sum (or maximum) over its query slots.
     """
     batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
     groups, columns, key_slots = keys.count_BGMA.shape[1:]

@@ -1,4 +1,4 @@
-"""Settings of DPXA's anchors, and the table of a block's slots.
+"""Settings of DPXA's anchors, and the table of a block's anchor slots.
 
 Suffixes: A anchor slots of a block.
 """
@@ -23,8 +23,8 @@ class SideSettings:
     Attributes:
         cap: Slots per block, a power of two up to 128.
         representative: A slot holds the mean of its rows (`mean`) or its first row (`anchor`).
-        relax: A block with more runs than slots is scanned again with a cosine lower by this. If it still has
-            too many, every (runs / cap)-th is kept.
+        relax: A block with more runs than slots is scanned again with the cosine lowered by this. If it
+            still has too many, every (runs / cap)-th run is kept.
     """
 
     cap: int
@@ -45,12 +45,12 @@ class AnchorSettings:
     """How anchors are found and scored.
 
     Attributes:
-        cos: A row joins a run at this cosine.
-        centred: Compare rows less their block's mean. A bias of keys or queries then makes no run.
+        cos: A row joins a run if its cosine to the anchor is at least this.
+        centred: Subtract the block's mean before comparing rows, so that a bias of q or k cancels.
         weighted: Count a key slot once for each of its rows.
-        row_normalised: Divide each query anchor's scores by their own sum; otherwise all cells of a query
-            block by one sum (the thesis).
-        largest: A tile's score is that of its largest query anchor, not their sum.
+        row_normalised: Normalise the scores of each query anchor; otherwise those of a query block together
+            (the thesis).
+        largest: A tile's score is the maximum over its query anchors, not the sum.
     """
 
     cos: float
@@ -68,7 +68,7 @@ class BlockAnchors:
 
     Attributes:
         first_BGMA: int32, absolute position of a slot's first row.
-        count_BGMA: float32, rows of a slot. 0: the slot is empty, and its vector means nothing.
+        count_BGMA: float32, number of rows in a slot. 0: the slot is empty, and its vector is undefined.
     """
 
     vector_BGMAD: torch.Tensor

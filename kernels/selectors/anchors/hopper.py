@@ -1,4 +1,5 @@
-"""Sums of anchor scores for Hopper, in Gluon: `scores.py` with roles as in `attention/hopper/attention.py`.
+"""Sums of anchor scores on Hopper, in Gluon. It does the work of `scores.py`, with the warp roles of
+`attention/hopper/attention.py`.
 
 Four consumer warpgroups take 64 query slots each. Reads of shared memory bound the kernel
 (docs/log/2026-11-22.md at 4fe709c6); hence the order of slots in `_by_block` and `_counts`.
@@ -29,8 +30,9 @@ WARPGROUPS = gl.constexpr(4)
 
 
 class Keys(NamedTuple):
-    """Tables of key slots. k and count are descriptors (`hopper_launch.key_tiles`); first_ptr has
-    positions."""
+    """Tables of key slots. k and count are TMA descriptors (`hopper_launch.key_tiles`); first_ptr points to
+    positions.
+    """
 
     k: tma.tensor_descriptor
     count: tma.tensor_descriptor
@@ -40,7 +42,9 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Tables of the chunk's query slots, contiguous."""
+    """Pointers to the contiguous tables of the chunk's query slots: vectors, first positions and row
+    counts.
+    """
 
     vector_ptr: gl.tensor
     first_ptr: gl.tensor
@@ -68,7 +72,7 @@ class ScoreWork(NamedTuple):
 
 
 class ScoreRows(NamedTuple):
-    """A warpgroup's query slots: each field has a value per slot."""
+    """A warpgroup's query slots, one value per slot in each field."""
 
     first: gl.tensor
     used: gl.tensor
@@ -82,7 +86,7 @@ class SlotBuffers(NamedTuple):
 
     Attributes:
         q: Each warpgroup's 64 rows.
-        k, counts: A tile's (1, 16, 4, 2, D) and (1, 8, 4, 4), full and empty together.
+        k, counts: A tile's (1, 16, 4, 2, D) keys and (1, 8, 4, 4) counts, under one pair of barriers.
     """
 
     q: gl.shared_memory_descriptor
@@ -242,7 +246,7 @@ def anchors_hopper_kernel(
     kv_heads, group, query_blocks, first_block, first_row_block, slab_blocks, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Score a tile of query slots against this program's part of the key tiles."""
+    """Score a tile of query slots against the key tiles of this program's split."""
     STAGES: gl.constexpr = PLAN.stages
     keys = Keys(k, count, k_first_ptr, stride_tb, stride_tg)
     queries = Queries(q_ptr, q_first_ptr, q_count_ptr)

@@ -28,7 +28,7 @@ class ScorePlan:
 
     @property
     def units(self) -> int:
-        """(Query block, head) pairs of a warpgroup."""
+        """The number of (query block, head) pairs that fit in a warpgroup."""
         return WARPGROUP_ROWS // self.q_slots
 
     @property
@@ -39,7 +39,7 @@ class ScorePlan:
 def launch(
     x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings, sums: Sums
 ) -> None:
-    """Fill `sums.part_BHNRM`. Inputs satisfy `scores.takes_hopper`."""
+    """Fill `sums.part_BHNRM`. The inputs must satisfy `scores.takes_hopper`."""
     part, first_row = sums.part_BHNRM, sums.first_row
     batch, kv_heads, _, dim = x.k_BGSD.shape
     blocks = part.shape[2]
@@ -63,7 +63,9 @@ def launch(
 
 
 def key_tiles(keys: BlockAnchors) -> tuple[TileDescriptor, TileDescriptor]:
-    """Describe the slots' vectors and counts. A tile of 128 slots arrives with its quarters interleaved."""
+    """Make the TMA descriptors of the key slots' vectors and counts. They load a tile of 128 slots with its
+    quarters interleaved.
+    """
     vector, count = keys.vector_BGMAD, keys.count_BGMA
     lanes, dim = vector.shape[0] * vector.shape[1], vector.shape[4]
     slots = vector.shape[2] * vector.shape[3]
@@ -77,7 +79,7 @@ plan_of = cache(ScorePlan)
 
 
 def splits_of(programs: int, steps: int, multiprocessors: int) -> int:
-    """Choose how many parts to cut each program's `steps` key tiles into, so that all end soonest."""
+    """Choose the number of splits of each program's `steps` key tiles that gives the shortest run time."""
 
     def time(splits: int) -> int:
         return -(-programs * splits // multiprocessors) * (-(-steps // splits) + _BEGIN)

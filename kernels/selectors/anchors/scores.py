@@ -117,8 +117,9 @@ def score_sums(
     first_row: int,
     blocks: int,
 ) -> Sums:
-    """Compute the log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, one row per
-    query slot."""
+    """Compute log2 of score sums for query blocks first_row .. first_row + blocks - 1 of the chunk, one row
+    per query slot.
+    """
     batch, heads = x.q_BHTD.shape[:2]
     kv_heads, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks
@@ -157,7 +158,9 @@ def score_sums(
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> bool:
-    """Say whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, slots that fit."""
+    """Say whether the Hopper kernel supports this: 16-bit, D 64 or 128, compute capability 9, slot counts
+    that fit.
+    """
     if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
         return False
     return head_dim in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4

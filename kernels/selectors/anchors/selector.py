@@ -1,4 +1,4 @@
-"""DPXA: query anchors against key anchors, in our bounded form."""
+"""DPXA: query anchors against key anchors, with a bounded number of anchors per block."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,9 @@ from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState, Sla
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """A layer's rule and key slots, of which `done` of its `blocks` are filled."""
+    """A layer's selection rule and its key slots. The slots of the first `done` of `blocks` blocks are
+    filled.
+    """
 
     table: BlockAnchors
     blocks: int
@@ -29,7 +31,7 @@ class KeyAnchors(ScoredState):
 
 
 class AnchorsSelector(ScoredSelector):
-    """DPXA. The keyword arguments make the thesis's form of it."""
+    """The DPXA selector. The keyword arguments turn it into the thesis's form."""
 
     name = "anchors"
 

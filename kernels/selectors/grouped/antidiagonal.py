@@ -33,16 +33,16 @@ class AntidiagonalSelector(GroupedSelector):
 
 
 def scoring_selector(options: AntidiagonalOptions) -> AntidiagonalSelector:
-    """Make a selector whose masks carry scores, for `delta_xattention`."""
+    """Make an XAttention selector whose masks carry scores, for `delta_xattention`."""
     return AntidiagonalSelector(options, with_scores=True)
 
 
 def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
     """Compute XAttention's tile scores, float32 score_BHNM.
 
-    A cell's logit is the mean of q . k over its antidiagonal: row u against key stride-1-u. A softmax runs
-    over the causal key groups, then tiles are added up. Unlike the authors' code, a group's own cell counts
-    only keys up to the query, and a ragged group only rows that exist.
+    A cell's logit is the mean of q . k over its antidiagonal: row u against key stride-1-u. After a softmax
+    over the causal key groups, the cells of a tile are summed. Unlike in the authors' code, diagonal cells
+    count only causal pairs, and incomplete groups only existing rows.
     """
     rows, dim = x.q_BHTD.shape[2:]
     per_block = BLOCK // stride

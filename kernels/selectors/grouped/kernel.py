@@ -88,7 +88,7 @@ class Grouping:
 
     Attributes:
         step: Rows per group.
-        slots: Rows of a group that are paired: all, or the first.
+        slots: Rows of a group that are multiplied: all, or only the first.
         per_block: Groups per block.
     """
 
@@ -123,7 +123,9 @@ def packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: 
 
 
 def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
-    """Compute logits of groups against themselves: float32 own_BHI, times log2 e; -inf without a pair."""
+    """Compute each group's logit against itself: float32 own_BHI, times log2 e; -inf for a group without a
+    pair.
+    """
     batch, heads, rows, dim = x.q_BHTD.shape
     check_head_dim(dim)
     row_groups = x.query_blocks * (BLOCK // step)
@@ -203,12 +205,12 @@ def _grouped_kernel(
 
 @dataclass(frozen=True)
 class Groups:
-    """Packed keys, and the queries that they are scored against.
+    """Packed key groups, and the queries to score against them.
 
     Attributes:
         k_XF: k's groups side by side, (lanes x padded groups, slots x D).
         own_BHI: `own_logits`; None for one slot.
-        start: The prompt's group where q begins.
+        start: Index in the prompt of q's first group.
     """
 
     q_BHTD: torch.Tensor
@@ -228,14 +230,14 @@ def pack(
     grouping: Grouping,
     own_BHI: torch.Tensor | None = None,
 ) -> Groups:
-    """Copy k's groups side by side, with rows in reverse within a group."""
+    """Copy each group of k into one packed row, with its rows reversed."""
     k_XF = packed(k_BGSD, grouping, _TILE_Y, reverse=True)
     group = q_BHTD.shape[1] // k_BGSD.shape[1]
     return Groups(q_BHTD, k_XF, own_BHI, grouping, group, q_start // grouping.step, scale)
 
 
 def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
-    """Compute log2 of the sums of e^logit per query group and key block, for N = `blocks` query blocks from
+    """Compute log2 of sum(e^logit) for each query group and key block, for N = `blocks` query blocks from
     `first_row` on.
 
     Returns:

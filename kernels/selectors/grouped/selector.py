@@ -36,7 +36,7 @@ class GroupedSelector(ScoredSelector):
 
 
 class NaiveSelector(GroupedSelector):
-    """Ranks tiles by every stride-th row of q and k."""
+    """Ranks tiles by attention between every stride-th row of q and k."""
 
     name = "naive"
 
@@ -52,7 +52,7 @@ class NaiveSelector(GroupedSelector):
         return pack(x.q_BHTD, x.k_BGSD, x.q_start, x.scale, grouping)
 
     def cpu_form(self, x: AttentionInput) -> torch.Tensor:
-        """Compute the attention of sampled query rows to sampled keys up to each, added up in tiles."""
+        """Compute causal attention between the sampled rows of q and k, summed over tiles."""
         per_block = BLOCK // self.stride
         q_BHID, k_BGJD = _sampled(x.q_BHTD, self.stride), _sampled(x.k_BGSD, self.stride)
         logit_BHIJ = per_query_head(k_BGJD, q_BHID) * x.scale
@@ -68,7 +68,7 @@ def _sampled(x: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 class BlockPoolSelector(GroupedSelector):
-    """Ranks tiles by mean query against mean key."""
+    """Ranks tiles by the block's mean query against the block's mean key."""
 
     name = "block_pool"
     scored_share = 1.0 / BLOCK**2
@@ -86,7 +86,7 @@ class BlockPoolSelector(GroupedSelector):
 
 
 def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
-    """Compute the float32 mean of each block of rows, over the rows that exist."""
+    """Compute the float32 mean of each block of rows. An incomplete block counts only its rows."""
     batch, heads, rows, dim = x_BGSD.shape
     padded = functional.pad(x_BGSD.float(), (0, 0, 0, -rows % BLOCK)).view(batch, heads, -1, BLOCK, dim)
     start_M = torch.arange(padded.shape[2], device=x_BGSD.device) * BLOCK
@@ -105,8 +105,9 @@ def _read_once(x_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: int) -> torch.Tensor:
-    """Compute the softmax of every row over its allowed columns, and add up tiles of per_block x per_block
-    groups. Returns float32 score_BHNM. Rows without an allowed column add nothing."""
+    """Softmax every row over its allowed columns, then sum tiles of per_block x per_block groups. Returns
+    float32 score_BHNM. Rows without an allowed column add 0.
+    """
     logit_BHIJ = logit_BHIJ.masked_fill(~allowed_IJ, float("-inf"))
     mass_BHIJ = torch.softmax(logit_BHIJ, dim=-1).nan_to_num(0.0)
     batch, heads, rows, columns = mass_BHIJ.shape
@@ -115,7 +116,7 @@ def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: i
 
 
 def per_query_head(k_BGJX: torch.Tensor, q_BHIX: torch.Tensor) -> torch.Tensor:
-    """Compute q . k for every query head against its key head: logit_BHIJ."""
+    """Compute q . k of every query head with its KV head: logit_BHIJ."""
     batch, heads, rows, width = q_BHIX.shape
     groups = k_BGJX.shape[1]
     stacked = q_BHIX.reshape(batch, groups, heads // groups * rows, width)

@@ -1,4 +1,4 @@
-"""Selection rules: which tiles a row keeps, given their scores.
+"""Selection rules: given its scores, a rule decides which tiles a query block keeps.
 
 Start at `rule.py`, the definition.
 """

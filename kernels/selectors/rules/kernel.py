@@ -1,4 +1,4 @@
-"""Turns scores, or logarithms of their parts, into kept tiles on the GPU, by bisection over whole numbers.
+"""Selects tiles on the GPU from scores, or from log2 of their partial sums, by bisection over integers.
 
 Suffixes: R rows of logarithms of one query block, W key blocks of the prompt (not of the chunk, so that sums
 keep their order), rounded up to a power of two.
@@ -37,7 +37,7 @@ _KINDS = {"cumulative": _CUMULATIVE.value, "top_k": _TOP_K.value}
 
 @triton.jit
 def fast_log2(x):
-    """Return log2 of normal positive numbers within 2e-5, -inf for 0, at half the instructions."""
+    """Approximate log2 of normal positive numbers within 2e-5, with half the instructions; -inf for 0."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
     t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
@@ -48,7 +48,7 @@ def fast_log2(x):
 
 @triton.jit
 def in_16_bits(log2_sum):
-    """Convert to fp16. Logits above its range are cut off, so that they tie instead of turning infinite."""
+    """Convert to fp16. Logits above its range are clamped, so that they tie and never become infinite."""
     return tl.minimum(log2_sum, 60000.0).to(tl.float16)
 
 
@@ -178,7 +178,9 @@ def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
 
 
 def width_of(prompt_tokens: int) -> int:
-    """Return W for a prompt. Raises KernelInputError for more blocks than can be ranked."""
+    """Return W, the padded number of key blocks of a prompt. Raises KernelInputError if the rule cannot rank
+    that many.
+    """
     blocks = -(-prompt_tokens // BLOCK)
     if blocks > MAX_BLOCKS:
         raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
@@ -193,7 +195,9 @@ def apply_to_sums(
     count_BHN: torch.Tensor | None,
     score_BHNM: torch.Tensor | None,
 ) -> None:
-    """Write the slab's rows of those tables that are given. Without a rule only scores can be written."""
+    """Apply the rule to a slab and write its rows of the given tables. Without a rule it writes only
+    scores.
+    """
     given = (index_BHNM, count_BHN, score_BHNM)
     tables = [None if table is None else table[:, :, sums.first_row :] for table in given]
     part = sums.part_BHNRM

@@ -25,17 +25,18 @@ Kind = Literal["cumulative", "top_k"]
 
 @dataclass(frozen=True)
 class Rule:
-    """Which tiles of a row of scores are kept.
+    """Decides which tiles of a row of scores are kept.
 
-    Forced tiles always are: the first `sink_blocks`, and the last `window_blocks` with the diagonal. Equal
-    scores are kept or dropped together. A row without a positive score is kept whole.
+    Forced tiles are always kept: the first `sink_blocks`, and the last `window_blocks` up to the diagonal.
+    Equal scores are kept or dropped together. A row without a positive score keeps all its tiles.
 
     Attributes:
-        kind: "cumulative" keeps the best tiles until they and the forced ones hold at least `threshold` of
-            the row's sum (XAttention, section 2.2); 1 keeps everything. "top_k" keeps them until they are at
-            least `threshold` of the row's causal tiles, rounded up.
+        kind: "cumulative" (top-p) keeps the best tiles until they and the forced ones hold at least
+            `threshold` of the row's sum (XAttention, section 2.2); 1 keeps everything. "top_k" keeps the best
+            tiles until they are `threshold` of the row's causal tiles, rounded up.
         threshold: One number, or a float tensor with one per head.
-        outside: Leave forced tiles out of sums. Otherwise a sink that holds most of a row fills its quota.
+        outside: Leave forced tiles out of the sums. Otherwise a sink with most of a row's mass reaches the
+            threshold alone.
     """
 
     kind: Kind
@@ -67,7 +68,9 @@ class Rule:
 
 
 def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:
-    """Check that scores fit a chunk that starts at block `first_block`. Raises KernelInputError."""
+    """Check that the scores' shape and dtype fit a chunk that starts at block `first_block`. Raises
+    KernelInputError.
+    """
     if score_BHNM.dim() != 4 or score_BHNM.numel() == 0:
         raise KernelInputError(
             f"scores must be (batch, heads, query blocks, key blocks) and not empty, "

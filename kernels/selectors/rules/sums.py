@@ -1,4 +1,4 @@
-"""Logarithms of scores, which score kernels hand to rules slab by slab.
+"""log2 of scores, which score kernels pass to rules in slabs of query blocks.
 
 Suffixes: R rows of logarithms of one query block.
 """
@@ -16,13 +16,13 @@ PART_BYTES = 768 << 20
 
 @dataclass(frozen=True)
 class Sums:
-    """The logarithms of one slab.
+    """The log2 score parts of one slab.
 
     Attributes:
         part_BHNRM: log2 of the parts of tile scores, undefined after the diagonal.
         first_row: The slab's first query block.
-        normalised: Divide each part row's values by their own sum first, not by the sum of all.
-        largest: A score is its rows' largest, not their sum.
+        normalised: Normalise each row of parts by its own sum, not all rows together.
+        largest: A score is the maximum over its rows, not the sum.
     """
 
     part_BHNRM: torch.Tensor
@@ -39,8 +39,9 @@ def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torc
 
 
 def slabs(x: AttentionInput, parts: int) -> Iterator[tuple[int, int]]:
-    """Yield the first query block and number of blocks of slabs whose logarithms, `parts` rows a block, fit
-    PART_BYTES."""
+    """Split the chunk's query blocks into slabs whose parts, `parts` rows a block, fit PART_BYTES. Yields
+    each slab's first block and number of blocks.
+    """
     batch, heads = x.q_BHTD.shape[:2]
     row_bytes = batch * heads * parts * (x.key_blocks + 16) * 2
     size = max(8, PART_BYTES // row_bytes // 8 * 8)
