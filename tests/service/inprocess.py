@@ -46,7 +46,7 @@ TEMPLATE = (
 
 
 def write_model(directory: Path, positions: int = 8192) -> Path:
-    """A model directory without weights, and with `write_tokenizer`'s tokenizer."""
+    """A model directory with an empty file of weights, and with `write_tokenizer`'s tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory)
     config = {
@@ -61,6 +61,7 @@ def write_model(directory: Path, positions: int = 8192) -> Path:
         "eos_token_id": 257,
     }
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").touch()
     return directory
 
 
