@@ -34,21 +34,6 @@ def counter(house: House, name: str) -> float:
     return sum(s.value for m in house.metrics.registry().collect() for s in m.samples if s.name == name)
 
 
-@pytest.mark.parametrize("chunks", [0, 1, 5])
-def test_a_dying_group_is_replaced_unnoticed(house: House, client: DeltafrontClient, chunks: int) -> None:
-    spare = house.add_group("prefill:g1")
-    house.cut("group").cut_after = -1
-    first = house.directory.groups[0]
-    first.cut_after = chunks  # type: ignore[attr-defined]
-    text, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9))
-    assert text == expected(ids(PROMPT), 9)
-    assert len(spare.jobs) + len(first.worker.jobs) == 2  # type: ignore[attr-defined]
-    assert finish.timings.parts["replay"] > 0
-    assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
-    assert counter(house, "deltafront_replays_total") == 1
-    nothing_left(house)
-
-
 @pytest.mark.parametrize("kind", ["dead group", "failing group", "decode"])
 def test_request_moves_to_a_spare_worker_without_a_pause(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, kind: str
@@ -71,13 +56,6 @@ def test_request_moves_to_a_spare_worker_without_a_pause(
     assert text == expected(ids(PROMPT), 9)
     assert counter(house, "deltafront_replays_total") == 1
     wait_until(lambda: not any(house.fleet._held.values()), "requests are left")
-
-
-def test_a_stage_failure_is_replayed(house: House, client: DeltafrontClient) -> None:
-    house.group.fail_after = [2, 0]
-    text, *_ = collect(client.generate(PROMPT, max_tokens=5))
-    assert text == expected(ids(PROMPT), 5)
-    nothing_left(house)
 
 
 def test_request_is_replayed_at_most_as_often_as_configured(house: House, client: DeltafrontClient) -> None:
@@ -227,18 +205,6 @@ def test_a_session_of_a_failed_attempt_is_dropped(house: House, client: Deltafro
     assert finish.session is not None
     wait_until(lambda: len(house.decode._sessions) == 1, "the failed attempt's session is left")
     client.release(finish.session.session_id)
-    nothing_left(house)
-
-
-def test_a_client_that_leaves_before_the_finish_leaves_no_session(
-    house: House, client: DeltafrontClient
-) -> None:
-    house.decode.pause_at = 5
-    stream = client.generate(PROMPT, max_tokens=50, session_ttl_s=30)
-    while not isinstance(next(stream), Token):
-        pass
-    assert house.decode._sessions
-    stream.close()  # type: ignore[attr-defined]
     nothing_left(house)
 
 

@@ -29,7 +29,11 @@ def test_leaving_at_any_moment_frees_everything(
         house.decode.pause_at = 20
     else:
         house.group.pause_at = 5
-    call = client.generate(PROMPT, max_tokens=50) if rpc == "generate" else client.prefill(PROMPT)
+    call = (
+        client.generate(PROMPT, max_tokens=50, session_ttl_s=30)
+        if rpc == "generate"
+        else client.prefill(PROMPT)
+    )
     timer = threading.Timer(after_s, client.close)
     timer.start()
     try:

@@ -22,7 +22,7 @@ from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import EOS
 from .inprocess import House
-from .test_faults import PROMPT, counter, outcomes
+from .test_faults import PROMPT, counter
 from .test_requests import collect, expected, ids, nothing_left
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -192,13 +192,6 @@ def test_unreachable_server_fails_at_once() -> None:
         for call in (client.info, lambda: list(client.generate("x"))):
             with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
                 call()
-
-
-def test_client_does_not_retry_errors_that_the_service_states(house: House, client: DeltafrontClient) -> None:
-    house.group.fail_after = [0] * 3
-    with pytest.raises(Unavailable, match="gave up after 3 tries"):
-        list(client.generate(PROMPT))
-    assert outcomes(house) == {("Generate", "unavailable"): 1}
 
 
 def test_closing_the_client_is_not_retried(house: House, client: DeltafrontClient) -> None:

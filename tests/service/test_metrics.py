@@ -13,9 +13,10 @@ import pytest
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.metrics import FINISHED, RPCS, Metrics, WorkerState, state_of
-from deltafront.workers.messages.events import FinishReason, PrefillReport
+from deltafront.tests.states import decode_stats, group_stats, prefill_report
+from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.stages import HandoffFailed
-from deltafront.workers.messages.states import DecodeStats, GroupStats, TierStats
+from deltafront.workers.messages.states import TierStats
 
 from ..test_generated import declared
 from .inprocess import House, wait_until
@@ -109,16 +110,7 @@ def test_scoring_to_attention_ratio_has_buckets_above_1(tmp_path: Path) -> None:
     """Panels say what to do where it did; without buckets above 1, no quantile would be above 1."""
     metrics, stage = Metrics(tmp_path), {"attention": 1.0, "scoring": 2.5}
     metrics.observe_prefill(
-        PrefillReport(
-            queue=0.0,
-            wall=3.5,
-            critical=stage,
-            stages=(stage,),
-            density=(),
-            method="dpxa",
-            sampled_share=0.0,
-            handoff_bytes=0,
-        ),
+        prefill_report(critical=stage, stages=(stage,)),
         1000,
     )
     samples = [s for m in metrics.registry().collect() for s in m.samples]
@@ -129,17 +121,7 @@ def test_scoring_to_attention_ratio_has_buckets_above_1(tmp_path: Path) -> None:
 
 def test_launch_bound_time_is_exported_by_stage_and_method(tmp_path: Path) -> None:
     metrics, stage = Metrics(tmp_path), {"attention": 1.0}
-    report = PrefillReport(
-        queue=0.0,
-        wall=3.5,
-        critical=stage,
-        stages=(stage, stage),
-        density=(),
-        method="dpxa",
-        sampled_share=0.0,
-        handoff_bytes=0,
-        launch_bound=(0.5, 0.25),
-    )
+    report = prefill_report(critical=stage, stages=(stage, stage), launch_bound=(0.5, 0.25))
     for _ in range(2):
         metrics.observe_prefill(report, 1000)
     samples = [s for m in metrics.registry().collect() for s in m.samples]
@@ -164,17 +146,7 @@ def test_promtool_accepts_a_doors_metrics(house: House, client: DeltafrontClient
     collect(client.generate(session_id=made.session.session_id, append="Who?", max_tokens=3))
     collect(client.generate(PROMPT, max_tokens=3, method="dense"))
     ended(house, 3)
-    on_a_gpu = PrefillReport(
-        queue=0.0,
-        wall=3.5,
-        critical={},
-        stages=({"attention": 1.0},),
-        density=(),
-        method="dpxa",
-        sampled_share=0.0,
-        handoff_bytes=0,
-        launch_bound=(0.5,),
-    )
+    on_a_gpu = prefill_report(stages=({"attention": 1.0},), launch_bound=(0.5,))
     house.metrics.observe_prefill(on_a_gpu, 1000)
     house.metrics.workers.update({"decode:x": WorkerState(usage=0.5, up=1)})
     house.metrics.workers.compiled("decode:x", (("warm_up", 40),))
@@ -244,25 +216,15 @@ def test_every_series_names_the_model(tmp_path: Path) -> None:
 
 STATES: dict[str, tuple[Any, WorkerState]] = {
     "group": (
-        GroupStats(
-            name="g",
-            pages_total=100,
-            pages_free=75,
-            running=2,
-            waiting=3,
-            waiting_tokens=5000,
-            tokens_per_second=250.0,
-        ),
+        group_stats(pages_free=75, running=2, waiting=3, waiting_tokens=5000, tokens_per_second=250.0),
         WorkerState(0.25, 75, 100, 2, 3, queue_tokens=5000, tokens_per_second=250.0, up=1),
     ),
     "decode worker": (
-        DecodeStats(
-            name="d", pages_total=100, pages_free=100, running=1, waiting=0, sessions=4, draining=True
-        ),
+        decode_stats(running=1, sessions=4, draining=True),
         WorkerState(0.0, 100, 100, 1, 0, sessions=4, up=1, draining=1),
     ),
     "nothing": (
-        DecodeStats(name="d", pages_total=0, pages_free=0, running=0, waiting=0, sessions=0),
+        decode_stats(pages_total=0, pages_free=0),
         WorkerState(up=1),
     ),
 }

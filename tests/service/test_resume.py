@@ -10,6 +10,7 @@ import pytest
 
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Progress
 from deltafront.service.request.run import prompt_prefill
+from deltafront.tests.states import prefill_report
 from deltafront.workers.messages.events import LayerDensity, PrefillReport
 from deltafront.workers.messages.requests import PrefillJob, RefusalReason, Refused
 
@@ -35,7 +36,7 @@ def furthest(progress: list[Progress]) -> list[int]:
     return [event.tokens_done for event in progress]
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 5])
+@pytest.mark.parametrize("chunks", [0, 1, 3, 5])
 def test_next_group_resumes_in_the_same_reservation(
     house: House, client: DeltafrontClient, chunks: int
 ) -> None:
@@ -193,11 +194,10 @@ def report(read: int, computed: float, **more: Any) -> PrefillReport:
         "critical": {"attention": 1.5, "group_overhead": 0.5},
         "stages": ({"attention": 1.5}, {"attention": 1.0}),
         "density": (LayerDensity(layer=0, computed=computed, causal=read),),
-        "method": "dpxa",
         "sampled_share": 0.1,
         "handoff_bytes": read,
     }
-    return PrefillReport(**(given | more))
+    return prefill_report(**given | more)
 
 
 def test_merges_reports_of_two_attempts() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
-import socket
 import threading
 import time
 import urllib.request
@@ -19,21 +17,15 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client import (
     DeltafrontClient,
-    GenerateFinished,
     PrefillFinished,
-    Progress,
     Tls,
     Token,
 )
 from deltafront.service.errors import (
     Cancelled,
-    Code,
     DeadlineExceeded,
-    DeltafrontError,
-    InvalidArgument,
     Overloaded,
     Unauthenticated,
 )
@@ -94,17 +86,6 @@ def test_serves_grpc_health_and_reflection(client: DeltafrontClient, channel: gr
         names = reflected(channel, version)
         assert {"deltafront.v1.DeltafrontService", "grpc.health.v1.Health"} <= names
         assert {f"grpc.reflection.{known}.ServerReflection" for known in ("v1", "v1alpha")} <= names
-
-
-@pytest.mark.parametrize("token", ["", "wrong", "alpha "])
-def test_serves_only_callers_with_a_valid_token(served: Served, token: str, client: DeltafrontClient) -> None:
-    with DeltafrontClient(served.address, token) as stranger:
-        if token.strip() == served.token:
-            assert stranger.info().vocabulary == 258
-            return
-        for call in (stranger.info, lambda: list(stranger.generate("x")), lambda: stranger.release("a.b")):
-            with pytest.raises(Unauthenticated):
-                call()
 
 
 def test_all_ports_listen_on_loopback_by_default(served: Served) -> None:
@@ -193,28 +174,6 @@ def test_overload_error_carries_a_retry_time(served: Served, client: DeltafrontC
         list(client.generate("x" * 1000, timeout_s=500))
 
 
-def test_deadline_ends_a_request_in_every_phase(served: Served, client: DeltafrontClient) -> None:
-    """The work has no end. A slow machine gets a later deadline, until the phase is reached in time."""
-    served.configure(served.group, pause_at=2)
-    assert events_before_the_deadline(client, "x" * 1000, 2) == 2
-    served.configure(served.group, pause_at=-1)
-    served.configure(served.decode, pause_at=4)
-    assert events_before_the_deadline(client, "x", 5) == 5
-    nothing_left(served)
-
-
-def events_before_the_deadline(client: DeltafrontClient, prompt: str, wanted: int) -> int:
-    seen = 0
-    for timeout_s in (1.0, 5.0, HANG_S):
-        seen = 0
-        with pytest.raises(DeadlineExceeded):
-            for _event in client.generate(prompt, max_tokens=100, timeout_s=timeout_s):
-                seen += 1
-        if seen >= wanted:
-            break
-    return seen
-
-
 @pytest.mark.parametrize("after", [0, 1, 3, 8, 12, 20])
 def test_client_that_leaves_frees_its_pages(served: Served, client: DeltafrontClient, after: int) -> None:
     served.configure(served.group, speed=Speed(chunk=0.05))
@@ -255,19 +214,6 @@ def test_a_huge_message_is_refused(served: Served, client: DeltafrontClient, cha
     nothing_left(served)
 
 
-def test_errors_name_the_field_and_hide_internals(served: Served, client: DeltafrontClient) -> None:
-    with pytest.raises(InvalidArgument, match=r"sampling\.temperature") as caught:
-        list(client.generate("x", temperature=-1))
-    assert caught.value.field == "sampling.temperature"
-    with pytest.raises(DeltafrontError) as hidden:
-        served.configure(served.decode, fail_after=[0, 0, 0])
-        list(client.generate("x"))
-    assert hidden.value.code is Code.UNAVAILABLE
-    assert "a hand-off failed; gave up after 3 tries" in hidden.value.message
-    assert "Traceback" not in hidden.value.message
-    nothing_left(served)
-
-
 def scrape(served: Served) -> dict[str, float]:
     with urllib.request.urlopen(served.metrics, timeout=HANG_S) as reply:
         lines = reply.read().decode().splitlines()
@@ -279,63 +225,10 @@ def total(samples: dict[str, float], name: str, labels: Sequence[str]) -> float:
     return sum(v for k, v in named.items() if all(label in k for label in labels))
 
 
-def test_metrics_equal_the_finishes_totals(served: Served, client: DeltafrontClient) -> None:
-    before, finishes = scrape(served), []
-    for count in (3, 5):
-        *_, finish = client.generate("z" * 300, max_tokens=count)
-        assert isinstance(finish, GenerateFinished)
-        finishes.append(finish)
-    after = scrape(served)
-
-    def grown(name: str, *labels: str) -> float:
-        return total(after, name, labels) - total(before, name, labels)
-
-    seen = sum(finish.timings.ttft_seconds for finish in finishes)
-    assert grown("time_to_first_token_seconds_sum") == pytest.approx(seen, abs=1e-9)
-    assert grown("ttft_part_seconds_total") == pytest.approx(seen, abs=1e-9)
-    assert grown("generation_tokens_total") == 8
-    assert grown("inter_token_latency_seconds_count") == 6
-    assert grown("requests_total", 'method_rpc="Generate"', 'outcome="finished"') == 2
-    assert total(after, "worker_up", ['worker="decode:d0"']) == 1
-    bounds = [re.search(r'le="([\d.]+)"', k) for k in after if "first_token_seconds_bucket" in k]
-    assert max(float(bound[1]) for bound in bounds if bound) == 640
-
-
-def test_raw_grpc_responses_follow_the_contract(
-    served: Served, client: DeltafrontClient, channel: grpc.Channel
-) -> None:
-    call = channel.unary_stream(
-        "/deltafront.v1.DeltafrontService/Generate",
-        request_serializer=pb.GenerateRequest.SerializeToString,
-        response_deserializer=pb.GenerateResponse.FromString,
-    )
-    request = pb.GenerateRequest(prompt=pb.Prompt(text="x"), sampling=pb.SamplingOptions(max_tokens=2))
-    kinds = [r.WhichOneof("event") for r in call(request, metadata=[("authorization", "Bearer alpha")])]
-    assert kinds == ["progress", "token", "token", "finish"]
-    assert Progress(tokens_done=1, tokens_total=2).tokens_total == 2
-
-
 @pytest.fixture
 def api(served: Served, client: DeltafrontClient) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.http}/v1", api_key=served.token, max_retries=0) as api:
         yield api
-
-
-def test_http_answers_as_grpc_does(client: DeltafrontClient, api: openai.OpenAI) -> None:
-    """On the same deployment, with the same sessions."""
-    (model,) = api.models.list().data
-    text, _, finish, _ = collect(client.generate("y" * 400, append="?", max_tokens=20, session_ttl_s=60))
-    request = {"model": model.id, "max_tokens": 20}
-    assert api.completions.create(prompt="y" * 400 + "?", **request).choices[0].text == text
-    chunks = api.completions.create(prompt="y" * 400 + "?", stream=True, **request)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == text
-    assert finish.session is not None
-    session = finish.session.session_id
-    done = api.completions.create(prompt="?", extra_body={"session_id": session}, **request)
-    assert done.choices[0].text == text
-    assert done.usage is not None
-    assert done.usage.prompt_tokens_details.cached_tokens == 401  # type: ignore[attr-defined]
-    client.release(session)
 
 
 def test_http_errors_name_the_field(served: Served, api: openai.OpenAI) -> None:
@@ -419,27 +312,3 @@ def test_leaving_before_an_unstreamed_http_answer_frees_its_pages(
     connection.close()
     nothing_left(served)
     wait_until(lambda: cancelled(served) == before + 1, "it is not counted as cancelled", every_s=0.1)
-
-
-def test_every_answer_over_http_has_the_callers_id_once(served: Served, api: openai.OpenAI) -> None:
-    body = {"model": api.models.list().data[0].id, "prompt": "x", "max_tokens": 2}
-    for sent, more in (("mine-1", {}), (None, {}), ("mine-2", {"stream": True}), ("mine-3", {"prompt": ""})):
-        own = {} if sent is None else {"x-request-id": sent}
-        headers = {"authorization": f"Bearer {served.token}", **own}
-        answer = httpx.post(f"{served.http}/v1/completions", json={**body, **more}, headers=headers)
-        (told,) = answer.headers.get_list("x-request-id")
-        assert sent in (None, told)
-        assert answer.status_code == 400 or f'"cmpl-{told}"' in answer.text
-
-
-def test_http_1_0_gets_a_stream_without_chunks(served: Served, api: openai.OpenAI) -> None:
-    """Through HAProxy, from the server in which Serve runs a door."""
-    body = {"model": api.models.list().data[0].id, "prompt": "x", "max_tokens": 2, "stream": True}
-    content, host = json.dumps(body), served.http.removeprefix("http://")
-    head = ["POST /v1/completions HTTP/1.0", f"Host: {host}", f"Authorization: Bearer {served.token}"]
-    head += ["Content-Type: application/json", f"Content-Length: {len(content)}", "Connection: keep-alive"]
-    with socket.create_connection((host.split(":")[0], int(host.split(":")[1])), HANG_S) as client:
-        client.sendall("\r\n".join([*head, "", content]).encode())
-        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
-    told, _, events = answer.partition(b"\r\n\r\n")
-    assert b"chunked" not in told.lower() and events.endswith(b"data: [DONE]\n\n")

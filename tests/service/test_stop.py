@@ -93,23 +93,6 @@ def test_a_door_that_stops_leaves_no_task(
     assert not door.decode.used() and not door.group._open
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning"
-)
-def test_a_door_that_does_not_stop_its_requests_would_be_noticed(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without the call under test, the test above finds the leftover task."""
-
-    async def run() -> None:
-        door = Door(model, tmp_path)
-        await door.begin()
-        await door.fleet.stop()
-
-    to_the_end_of_its_loop(run())
-    assert "Task was destroyed but it is pending" in caplog.text
-
-
 async def test_a_stopping_door_refuses_new_requests_with_a_retry_time(model: Path, tmp_path: Path) -> None:
     """At each await of the stop, and after it: it runs on no door that has nothing left to run on."""
 

@@ -9,51 +9,20 @@ from typing import Any
 
 import pytest
 
+from deltafront.tests.states import decode_stats, group_stats
 from deltafront.workers.leaving import Leaving
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 from deltafront.workers.replica import Replica
 
 from .timeless import timeless
 
-BUSY = GroupStats(
-    name="prefill:x",
-    pages_total=9,
-    pages_free=9,
-    running=1,
-    waiting=0,
-    waiting_tokens=10,
-    tokens_per_second=1.0,
-)
-WAITED_FOR = GroupStats(
-    name="prefill:x",
-    pages_total=9,
-    pages_free=9,
-    running=0,
-    waiting=1,
-    waiting_tokens=10,
-    tokens_per_second=1.0,
-)
-IDLE = GroupStats(
-    name="prefill:x",
-    pages_total=9,
-    pages_free=9,
-    running=0,
-    waiting=0,
-    waiting_tokens=0,
-    tokens_per_second=1.0,
-)
-LENT = GroupStats(
-    name="prefill:x",
-    pages_total=9,
-    pages_free=5,
-    running=0,
-    waiting=0,
-    waiting_tokens=0,
-    tokens_per_second=1.0,
-)
+BUSY = group_stats(running=1, waiting_tokens=10)
+WAITED_FOR = group_stats(waiting=1, waiting_tokens=10)
+IDLE = group_stats()
+LENT = group_stats(pages_free=96)
 """Nothing is read any more, but decode workers still read from its pages."""
-KEPT = DecodeStats(name="decode:x", pages_total=9, pages_free=8, running=0, waiting=0, sessions=1)
-EMPTY = DecodeStats(name="decode:x", pages_total=9, pages_free=9, running=0, waiting=0, sessions=0)
+KEPT = decode_stats(pages_free=99, sessions=1)
+EMPTY = decode_stats()
 
 
 class Hosted:

@@ -46,27 +46,6 @@ def said_to_headers(address: str, *headers: str) -> bytes:
         return connection.recv(1000).split(b"\r\n")[0]
 
 
-def test_unauthenticated_caller_is_refused_before_its_body_is_read(
-    make_house: Callable[..., House], make_http: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "tokens").write_text("alpha\n")
-    address = make_http(make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens")))
-    assert b" 401 " in said_to_headers(address, "Content-Length: 1000000")
-    assert b" 401 " in said_to_headers(address, "Content-Length: 1000000", "Authorization: Bearer beta")
-
-
-def test_refuses_a_body_by_its_announced_length(house: House, make_http: Any) -> None:
-    assert b" 413 " in said_to_headers(make_http(house), f"Content-Length: {(1 << 20) + 1}")
-
-
-def test_refuses_a_body_that_never_arrives(
-    house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_door, "_RECEIVE_S", 0.1)
-    assert b" 408 " in said_to_headers(make_http(house), "Content-Length: 1000")
-    wait_until(lambda: not house.door._requests.text_budget._held, "its room is kept")
-
-
 def test_full_door_refuses_before_reading_the_body(house: House, make_http: Any) -> None:
     texts = house.door._requests.text_budget
     with texts.hold("somebody", texts._max_bytes):
@@ -288,13 +267,6 @@ def ask(house: House) -> Any:
         return list(method(wish.SerializeToString(), timeout=HANG_S))
 
 
-def test_refuses_a_message_that_never_arrives(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_RECEIVE_TIMEOUT_S", 0.1)
-    with silent(house, 1) as (call,):
-        code, details, ours = status(call)
-    assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive within" in details and ours
-
-
 def test_no_more_messages_are_received_than_have_room(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,10 +317,3 @@ def test_a_message_that_stalls_gives_its_place_to_a_waiting_one(
         wait_until(lambda: len(house.entrance.messages._held) == 4, "the others are not received")
         assert ask(house)
         assert sum(call.done() for call in calls) == 1
-
-
-def test_a_call_without_a_request_is_refused(house: House) -> None:
-    with grpc.insecure_channel(house.address) as channel:
-        method = channel.stream_stream("/deltafront.v1.DeltafrontService/Generate")
-        code, details, _ours = status(method(iter(()), timeout=HANG_S))
-    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "request: is missing")

@@ -93,14 +93,6 @@ def test_values_that_change_nothing_are_taken(
     nothing_left(house)
 
 
-def test_a_seed_of_minus_one_is_a_new_one_each_time(house: House, api: openai.OpenAI) -> None:
-    """Some front ends send -1 for a random seed."""
-    for _ in range(2):
-        chat(api, temperature=1, seed=-1)
-    first, second = (job.sampling.seed for job in house.decode.jobs[-2:])
-    assert first != second and min(first, second) >= 0
-
-
 def test_accepts_cache_control_marks_and_names(house: House, api: openai.OpenAI) -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     chat(api, [{"role": "user", "content": [part], "name": "Bob"}])

@@ -53,7 +53,8 @@ def test_message_that_does_not_arrive_has_an_audit_line(
 ) -> None:
     monkeypatch.setattr(places, "_RECEIVE_TIMEOUT_S", 0.1)
     with silent(house, 1) as (call,):
-        assert status(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        code, details, ours = status(call)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive within" in details and ours
     assert lines() == [("Generate", "deadline_exceeded", "")]
 
 
@@ -81,7 +82,8 @@ def test_message_too_long_for_grpc_has_an_audit_line(house: House, lines: Lines)
 
 def test_call_without_a_message_has_an_audit_line(house: House, lines: Lines) -> None:
     with grpc.insecure_channel(house.address) as channel:
-        status(channel.stream_stream(GENERATE)(iter(()), timeout=HANG_S))
+        code, details, _ = status(channel.stream_stream(GENERATE)(iter(()), timeout=HANG_S))
+    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "request: is missing")
     assert lines() == [("Generate", "invalid_argument", "")]
 
 
@@ -145,7 +147,8 @@ def announced(address: str, **headers: str) -> Iterator[http.client.HTTPConnecti
     ("headers", "code", "finish"),
     [
         ({"Content_Length": "1000"}, 401, "unauthenticated"),
-        ({"Content_Length": f"{2 << 20}", "Authorization": "Bearer alpha"}, 413, "resource_exhausted"),
+        ({"Content_Length": "1000", "Authorization": "Bearer beta"}, 401, "unauthenticated"),
+        ({"Content_Length": f"{(1 << 20) + 1}", "Authorization": "Bearer alpha"}, 413, "resource_exhausted"),
         ({"Content_Length": "1000", "Authorization": "Bearer alpha"}, 408, "deadline_exceeded"),
     ],
 )
@@ -162,12 +165,13 @@ def test_unread_body_has_an_audit_line_with_the_id_of_its_answer(
 ) -> None:
     monkeypatch.setattr(http_door, "_RECEIVE_S", 0.1)
     (tmp_path / "tokens").write_text("alpha\n")
-    address = make_http(make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens")))
-    with announced(address, **headers) as connection:
+    house = make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens"))
+    with announced(make_http(house), **headers) as connection:
         answer = connection.getresponse()
         assert (answer.status, json.load(answer)["error"]["type"]) == (code, "invalid_request_error")
     assert [(rpc, ended) for rpc, ended, _ in lines()] == [("Generate", finish)]
     assert ids(caplog) == [answer.headers["x-request-id"]] != [""]
+    wait_until(lambda: not house.door._requests.text_budget._held, "its room is kept")
 
 
 def test_client_that_leaves_while_sending_has_an_audit_line(

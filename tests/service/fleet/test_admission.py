@@ -15,6 +15,7 @@ from deltafront.service.fleet.admission import (
     admit,
     predicted_ttft,
 )
+from deltafront.tests.states import decode_stats, group_stats
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 rates = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
@@ -25,8 +26,8 @@ small = st.integers(0, 40)
 def group(draw: st.DrawFn, name: str = "g") -> GroupStats:
     total = draw(st.integers(1, 40))
     free = draw(st.integers(0, total))
-    return GroupStats(
-        name=name,
+    return group_stats(
+        name,
         pages_total=total,
         pages_free=free,
         running=draw(small),
@@ -39,8 +40,8 @@ def group(draw: st.DrawFn, name: str = "g") -> GroupStats:
 @st.composite
 def worker(draw: st.DrawFn, name: str = "d") -> DecodeStats:
     total = draw(st.integers(1, 40))
-    return DecodeStats(
-        name=name,
+    return decode_stats(
+        name,
         pages_total=total,
         pages_free=draw(st.integers(0, total)),
         running=draw(small),
@@ -97,17 +98,8 @@ def test_admits_only_pairs_that_could_run(
 
 def test_prefers_a_decode_worker_near_the_stages_if_it_has_room() -> None:
     """Nearness is worth a quarter of a worker's pages, and nothing to one that is full."""
-    g = GroupStats(
-        name="g",
-        pages_total=1000,
-        pages_free=1000,
-        running=0,
-        waiting=0,
-        waiting_tokens=0,
-        tokens_per_second=0.0,
-        nodes=("n1", "n2"),
-    )
-    far = DecodeStats(name="far", pages_total=100, pages_free=80, running=0, waiting=0, sessions=0, node="n3")
+    g = group_stats(pages_total=1000, pages_free=1000, nodes=("n1", "n2"))
+    far = decode_stats("far", pages_free=80, node="n3")
 
     def order(free: int) -> tuple[str, ...]:
         decision = admit(Need(160), (g,), (far, replace(far, name="near", pages_free=free, node="n2")))
@@ -126,30 +118,12 @@ def test_prefers_a_decode_worker_near_the_stages_if_it_has_room() -> None:
 
 def test_draining_workers_get_no_new_requests() -> None:
     staying, leaving = (
-        GroupStats(
-            name="g",
-            pages_total=100,
-            pages_free=100,
-            running=0,
-            waiting=0,
-            waiting_tokens=900,
-            tokens_per_second=10.0,
-        ),
-        GroupStats(
-            name="h",
-            pages_total=100,
-            pages_free=100,
-            running=0,
-            waiting=0,
-            waiting_tokens=0,
-            tokens_per_second=10.0,
-        ),
+        group_stats(waiting_tokens=900, tokens_per_second=10.0),
+        group_stats("h", tokens_per_second=10.0),
     )
     ws = (
-        DecodeStats(name="d", pages_total=100, pages_free=10, running=0, waiting=0, sessions=0),
-        DecodeStats(
-            name="e", pages_total=100, pages_free=100, running=0, waiting=0, sessions=0, draining=True
-        ),
+        decode_stats(pages_free=10),
+        decode_stats("e", draining=True),
     )
     decision = admit(Need(160), (staying, replace(leaving, draining=True)), ws)
     assert isinstance(decision, Admitted)
@@ -158,22 +132,8 @@ def test_draining_workers_get_no_new_requests() -> None:
 
 def test_draining_workers_serve_on_if_no_others_exist() -> None:
     """A worker may begin to drain before its replacement has loaded."""
-    g = GroupStats(
-        name="g",
-        pages_total=100,
-        pages_free=100,
-        running=0,
-        waiting=0,
-        waiting_tokens=0,
-        tokens_per_second=10.0,
-        draining=True,
-    )
-    ws = tuple(
-        DecodeStats(
-            name=name, pages_total=100, pages_free=free, running=0, waiting=0, sessions=0, draining=True
-        )
-        for name, free in (("d", 40), ("e", 90))
-    )
+    g = group_stats(tokens_per_second=10.0, draining=True)
+    ws = tuple(decode_stats(name, pages_free=free, draining=True) for name, free in (("d", 40), ("e", 90)))
     decision = admit(Need(160), (g,), ws)
     assert isinstance(decision, Admitted)
     assert (decision.groups, decision.workers) == (("g",), ("e", "d"))
@@ -205,7 +165,7 @@ def test_the_least_loaded_group_is_chosen(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
     gs = tuple(replace(g, tokens_per_second=100.0, waiting=0) for g in gs)
-    ws = (*ws, DecodeStats(name="roomy", pages_total=1000, pages_free=1000, running=0, waiting=0, sessions=0))
+    ws = (*ws, decode_stats("roomy", pages_total=1000, pages_free=1000))
     need = replace(need, seconds_left=None)
     able = [g for g in gs if need.prefill_tokens <= g.pages_total * 16]
     decision = admit(need, gs, ws)
@@ -233,15 +193,7 @@ def test_a_retry_time_is_given_exactly_when_waiting_helps(
 
 
 def test_predicts_no_wait_without_a_measured_rate() -> None:
-    idle = GroupStats(
-        name="g",
-        pages_total=10,
-        pages_free=10,
-        running=0,
-        waiting=0,
-        waiting_tokens=300,
-        tokens_per_second=0.0,
-    )
+    idle = group_stats(pages_total=10, pages_free=10, waiting_tokens=300)
     assert predicted_ttft(Need(100), idle) is None
     assert predicted_ttft(Need(100), replace(idle, tokens_per_second=200.0)) == 2.0
 
@@ -249,16 +201,8 @@ def test_predicts_no_wait_without_a_measured_rate() -> None:
 def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:
     """Compilation can make one prefill slow. Refusing every deadline after it would keep the slow rate for
     good."""
-    slow = GroupStats(
-        name="g",
-        pages_total=1000,
-        pages_free=1000,
-        running=0,
-        waiting=0,
-        waiting_tokens=0,
-        tokens_per_second=100.0,
-    )
-    roomy = DecodeStats(name="d", pages_total=1000, pages_free=1000, running=0, waiting=0, sessions=0)
+    slow = group_stats(pages_total=1000, pages_free=1000, tokens_per_second=100.0)
+    roomy = decode_stats(pages_total=1000, pages_free=1000)
     need = Need(6000, 0, 30.0)
     assert isinstance(admit(need, (replace(slow, idle_s=59.0),), (roomy,)), Rejected)
     let_in = admit(need, (replace(slow, idle_s=60.0),), (roomy,))
@@ -266,16 +210,8 @@ def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:
 
 
 def test_retry_time_is_when_the_deadline_could_hold() -> None:
-    busy = GroupStats(
-        name="g",
-        pages_total=100,
-        pages_free=100,
-        running=1,
-        waiting=1,
-        waiting_tokens=1000,
-        tokens_per_second=100.0,
-    )
-    roomy = DecodeStats(name="d", pages_total=100, pages_free=100, running=0, waiting=0, sessions=0)
+    busy = group_stats(running=1, waiting=1, waiting_tokens=1000, tokens_per_second=100.0)
+    roomy = decode_stats()
     decision = admit(Need(200, 0, 5.0), (busy,), (roomy,))
     assert isinstance(decision, Rejected)
     assert (decision.reason, decision.retry_after_s) == (Reason.BACKLOG, 7.0)

@@ -15,8 +15,9 @@ from deltafront.service.fleet import fleet as fleet_module
 from deltafront.service.fleet import ray_directory
 from deltafront.service.fleet.fleet import Fleet, WorkerHandles
 from deltafront.service.fleet.fleet_view import Charge, FleetView
+from deltafront.tests.states import decode_stats, group_stats
 from deltafront.workers import waits
-from deltafront.workers.messages.states import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats
 
 from ..directory import LocalDirectory
 from ..fakes import FakeDecode, FakeGroup
@@ -209,16 +210,8 @@ async def test_a_worker_that_is_found_while_others_are_asked_stays_found() -> No
 
 def test_draining_workers_are_the_last_resort_if_all_drain() -> None:
     group, worker = (
-        GroupStats(
-            name="g",
-            pages_total=9,
-            pages_free=9,
-            running=0,
-            waiting=0,
-            waiting_tokens=0,
-            tokens_per_second=0.0,
-        ),
-        DecodeStats(name="d", pages_total=9, pages_free=9, running=0, waiting=0, sessions=0),
+        group_stats(pages_total=9, pages_free=9),
+        decode_stats(pages_total=9, pages_free=9),
     )
     leaving, gone = replace(worker, name="e", draining=True), replace(group, draining=True)
     for view, last in (

@@ -19,6 +19,7 @@ from deltafront.service.fleet.scaling import (
     groups_wanted,
     workers_wanted,
 )
+from deltafront.tests.states import decode_stats, group_stats
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 MOST = 400
@@ -84,15 +85,7 @@ class FakeContext:
 
 
 def group(waiting_tokens: int) -> GroupStats:
-    return GroupStats(
-        name="prefill:x",
-        pages_total=100,
-        pages_free=100,
-        running=1,
-        waiting=0,
-        waiting_tokens=waiting_tokens,
-        tokens_per_second=1000.0,
-    )
+    return group_stats("prefill:x", running=1, waiting_tokens=waiting_tokens, tokens_per_second=1000.0)
 
 
 def test_groups_follow_a_backlog_from_one_to_three_and_back() -> None:
@@ -112,14 +105,10 @@ def test_workers_follow_pages_and_batch() -> None:
     policy, context = WorkersByLoad(usage=0.5, max_batch=4), FakeContext(1)
     context.record(
         "a",
-        DecodeStats(
-            name="decode:a", pages_total=100, pages_free=10, running=3, waiting=60, sessions=2, decoding=9
-        ),
+        decode_stats("decode:a", pages_free=10, running=3, waiting=60, sessions=2, decoding=9),
     )
     assert policy(context)[0] == 3, "nine requests of four at once; ninety pages of fifty each: two"
-    context.record(
-        "b", DecodeStats(name="decode:b", pages_total=100, pages_free=0, running=0, waiting=0, sessions=1)
-    )
+    context.record("b", decode_stats("decode:b", pages_free=0, sessions=1))
     assert policy(context)[0] == 4, "a hundred and ninety pages of fifty each"
 
 

@@ -72,13 +72,6 @@ def test_hides_internal_errors_raised_while_reading_a_request(house: House) -> N
     assert "secret" not in caught.value.message
 
 
-def test_closing_the_stream_frees_everything(house: House) -> None:
-    endless = replace(ASKED, sampling=SamplingParams(max_tokens=5000))
-    events = house.loop.run(_events(house, lambda: endless, stop=3))
-    assert len(events) == 3
-    nothing_left(house)
-
-
 KEPT = [PrefillRequest(ASKED.prompt, session_ttl=600.0), replace(ASKED, session_ttl=600.0)]
 
 

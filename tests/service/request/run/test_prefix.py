@@ -19,6 +19,7 @@ from deltafront.service.request.run.prefix import (
     usable_prefix,
     worth_loading,
 )
+from deltafront.tests.states import decode_stats
 from deltafront.workers.messages.events import Prefix
 from deltafront.workers.messages.methods import PAGE_TOKENS, lasting_tokens, method_spec
 from deltafront.workers.messages.prompts import LINK_BYTES, chain_of, links_of
@@ -147,7 +148,7 @@ def test_faster_of_worker_and_group_prefills_the_rest(
 
 
 def decode(name: str, free: int, total: int = 100) -> DecodeStats:
-    return DecodeStats(name=name, pages_total=total, pages_free=free, running=0, waiting=0, sessions=0)
+    return decode_stats(name, pages_total=total, pages_free=free)
 
 
 def test_worker_with_the_longest_prefix_is_asked_unless_much_fuller() -> None:

@@ -102,24 +102,6 @@ def test_prefix_reuse_can_be_switched_off(make_house: Callable[..., House]) -> N
     nothing_left(house)
 
 
-@pytest.mark.parametrize("reason", [RefusalReason.NO_PREFIX, RefusalReason.PAGES])
-def test_prompt_is_prefilled_if_the_prefix_or_room_is_gone(
-    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, reason: RefusalReason
-) -> None:
-    *_, made = client.prefill(DOCUMENT)
-    reserve = house.decode.reserve
-
-    async def no(reservation: object) -> object:
-        if reservation.prefix_tokens:  # type: ignore[attr-defined]
-            return Refused(reason=reason, message="gone")
-        return await reserve(reservation)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(house.decode, "reserve", no)
-    assert answer(client, DOCUMENT).usage.cached_tokens == 0
-    client.release(made.session.session_id)  # type: ignore[union-attr]
-    nothing_left(house)
-
-
 def test_failed_request_on_a_prefix_is_replayed_and_leaves_no_session(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,8 +138,9 @@ def test_prefill_group_prefills_a_long_rest(house: House, client: DeltafrontClie
 
 
 @pytest.mark.parametrize("reason", [RefusalReason.NO_PREFIX, RefusalReason.PAGES])
-def test_long_rest_without_room_after_its_prefix_is_prefilled_anew(
-    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, reason: RefusalReason
+@pytest.mark.parametrize("rest", [0, len(DOCUMENT) + 20], ids=["no rest", "long rest"])
+def test_prompt_is_prefilled_anew_if_its_prefix_or_room_is_gone(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, reason: RefusalReason, rest: int
 ) -> None:
     answer(client, DOCUMENT)
     reserve = house.decode.reserve
@@ -168,8 +151,8 @@ def test_long_rest_without_room_after_its_prefix_is_prefilled_anew(
         return await reserve(reservation)
 
     monkeypatch.setattr(house.decode, "reserve", no)
-    assert answer(client, DOCUMENT + noise(len(DOCUMENT) + 20)).usage.cached_tokens == 0
-    assert house.group.jobs[-1].start == 0
+    assert answer(client, DOCUMENT + noise(rest)).usage.cached_tokens == 0
+    assert [job.start for job in house.group.jobs] == [0, 0]
     nothing_left(house)
 
 
