@@ -67,7 +67,7 @@ ROOMS = {
         workers.model.directory workers.model.calibrated service.errors service.config service.metrics
         service.tracing service.fleet""",
     "service.tracing": "workers.tracing service.errors",
-    "service.door": "workers.messages service.errors service.request protos",
+    "service.door": "workers.messages workers.waits service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.tracing workers.model.directory
         workers.model.adapter
         workers.model.calibrated service.config service.metrics service.fleet service.request
@@ -83,7 +83,8 @@ ROOMS = {
         service.listening""",
     "service.client": """workers.messages service.errors service.door.wire service.door.status
         service.request.answers service.request.calls protos""",
-    "service.local": """workers.messages service.config service.haproxy service.listening service.app""",
+    "service.local": """workers.messages workers.waits service.config service.haproxy service.listening
+        service.app""",
     "service.cli": """kernels.methods workers.messages workers.settings workers.model.directory
         workers.model.calibrated workers.model.decoder workers.calibration workers.kv.pages.pool
         service.errors service.config service.listening service.wiring service.request.answers

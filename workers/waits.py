@@ -1,4 +1,4 @@
-"""Logs what a slow close waits for."""
+"""Says what a slow close waits for."""
 
 import logging
 import threading
@@ -12,23 +12,28 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def said_when_slow(what: Callable[[], str], after_s: float | None = None) -> Iterator[None]:
-    """Log what the block waits for every `after_s` seconds.
+def said_when_slow(
+    what: Callable[[], str],
+    after_s: float | None = None,
+    say: Callable[[str], object] = log.warning,
+) -> Iterator[None]:
+    """Say what the block waits for every `after_s` seconds.
 
     Args:
         what: Returns the words after "waits for". It is called on another thread, since the block may occupy
             its own.
         after_s: Seconds; None: SLOW_S.
+        say: Takes the line. By default it is logged.
     """
     over, seconds = threading.Event(), SLOW_S if after_s is None else after_s
 
-    def say() -> None:
+    def repeat() -> None:
         waited = 0.0
         while not over.wait(seconds):
             waited += seconds
-            log.warning("after %g s, waits for %s", waited, what())
+            say(f"after {waited:g} s, waits for {what()}")
 
-    thread = threading.Thread(target=say, name="slow-wait", daemon=True)
+    thread = threading.Thread(target=repeat, name="slow-wait", daemon=True)
     thread.start()
     try:
         yield

@@ -21,6 +21,7 @@ from deltafront.service.door.registration import (
 )
 from deltafront.service.errors import Unauthenticated
 from deltafront.service.request.handler import Headers
+from deltafront.workers.waits import said_when_slow
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,8 @@ class TlsPort:
 
     async def stop(self, grace_s: float) -> None:
         """Stop. Running requests have grace_s to end."""
-        await self._server.stop(grace_s)
+        with said_when_slow(lambda: f"requests through the TLS port, which have {grace_s:g} s to end"):
+            await self._server.stop(grace_s)
 
 
 class _Servicer:

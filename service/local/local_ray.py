@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from deltafront.service.local.readiness import (
 )
 from deltafront.service.local.troubles import Troubles
 from deltafront.workers.messages.states import NAMESPACE
+from deltafront.workers.waits import said_when_slow
 
 _OBJECT_STORE_BYTES = 2 << 30
 _LEAST_BYTES = 100 << 20
@@ -135,9 +138,6 @@ def running(
         listening.at_loopback(),
         contextlib.ExitStack() as watch,
     ):
-        import ray  # Ray reads its environment when it is imported
-        from ray import serve
-
         processes: RayProcesses | None = None
         try:
             with _start_errors():
@@ -148,13 +148,36 @@ def running(
             yield processes
         finally:
             watch.close()  # Serve's status would start Ray again
-            if processes is not None and processes.failure() is None:
-                with contextlib.suppress(Exception):  # Serve may be gone
-                    serve.shutdown()
-            else:
-                _print_log_ends(folder / "ray")  # first, since Ray ends this process with its node
-                cleanup.kill_processes(folder)
-            ray.shutdown()
+            with said_when_slow(lambda: f"{_running(folder)} to stop", say=_say(terminal)):
+                _stop(processes, folder)
+
+
+def _stop(processes: RayProcesses | None, folder: Path) -> None:
+    import ray
+    from ray import serve
+
+    if processes is not None and processes.failure() is None:
+        with contextlib.suppress(Exception):  # Serve may be gone
+            serve.shutdown()
+    else:
+        _print_log_ends(folder / "ray")  # first, since Ray ends this process with its node
+        cleanup.kill_processes(folder)
+    ray.shutdown()
+
+
+def _running(folder: Path) -> str:
+    """Count the service's processes by the names that `ps` shows."""
+    names = Counter[str]()
+    for pid in cleanup.writers(folder):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names[Path(f"/proc/{pid}/comm").read_text().strip()] += 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(names.items())) or "Ray"
+
+
+def _say(terminal: Console | None) -> Callable[[str], object]:
+    if terminal is None:
+        return logging.getLogger(__name__).warning
+    return functools.partial(terminal.print, soft_wrap=True, markup=False, highlight=False)
 
 
 def _troubles(terminal: Console | None, log: Path | None) -> contextlib.AbstractContextManager[object]:
@@ -164,8 +187,7 @@ def _troubles(terminal: Console | None, log: Path | None) -> contextlib.Abstract
 
     if terminal is None or log is None:
         return contextlib.nullcontext()
-    say = functools.partial(terminal.print, soft_wrap=True, markup=False, highlight=False)
-    return Troubles(log, serve.status, APP_NAME, say)
+    return Troubles(log, serve.status, APP_NAME, _say(terminal))
 
 
 def _check_memory() -> None:
@@ -219,7 +241,7 @@ def check_socket_paths(temporary: str) -> None:
 
 
 def _start_ray(settings: ServiceConfig, folder: Path) -> RayProcesses:
-    import ray
+    import ray  # which reads its environment when it is imported
 
     _check_memory()
     with slow_start(settings.door.grpc_port), minimal_node(), _keep_sigterm_handler():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,9 @@ import grpc
 from deltafront.service.config import load
 from deltafront.service.listening import joined, reachable
 from deltafront.service.local.readiness import SERVING, health
+from deltafront.workers.waits import said_when_slow
+
+log = logging.getLogger(__name__)
 
 _STOP_S = 60.0
 _LOG_LINES = 30
@@ -94,13 +98,15 @@ class LocalService:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def stop(self) -> int | None:
-        """Stop, wait for the end, and return the exit status; None if it does not run."""
+        """Stop, and return the exit status; None if it does not run. After _STOP_S seconds it is killed."""
         process, self._process = self._process, None
         if process is None:
             return None
         process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+        with said_when_slow(lambda: f"the service to stop (process {process.pid}); its log is {self.log}"):
+            try:
+                return process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                log.warning("the service has not stopped in %g s, and is killed; see %s", _STOP_S, self.log)
+                os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
@@ -20,8 +21,9 @@ from deltafront.service.errors import InvalidArgument, Overloaded, Unauthenticat
 from deltafront.service.fleet.fleet_view import FleetView
 from deltafront.service.metrics import Metrics
 from deltafront.service.wiring import authenticator, observer, tls_files
+from deltafront.workers import waits
 
-from ..inprocess import HANG_S, House, settings
+from ..inprocess import HANG_S, House, settings, wait_until
 from ..pki import Authority
 from ..reflection import reflected
 from ..test_requests import collect, expected, ids, nothing_left
@@ -33,11 +35,15 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
+def opened() -> list[tuple[House, TlsPort]]:
+    return []
+
+
+@pytest.fixture
 def secure(
-    make_house: Callable[..., House], authority: Authority, tmp_path: Path
+    make_house: Callable[..., House], authority: Authority, opened: list[tuple[House, TlsPort]]
 ) -> Iterator[Callable[..., tuple[House, str]]]:
     """secure(client_ca=…, **door settings) → a door with a TLS port, and that port's address."""
-    opened: list[tuple[House, TlsPort]] = []
 
     def make(client_ca: Path | None = None, **door: object) -> tuple[House, str]:
         certificate, key = authority.sign("server")
@@ -239,3 +245,26 @@ def test_files_that_cannot_be_used_stop_the_start(authority: Authority, model: P
             tls_files(door)
     door = settings(model, tls_certificate=str(certificate), tls_key=str(key)).door
     assert authenticator(door, Gate(1)).gate is not None
+
+
+def test_a_stopping_tls_port_says_how_long_it_waits_for_requests(
+    secure: Callable[..., tuple[House, str]],
+    opened: list[tuple[House, TlsPort]],
+    authority: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    house, address = secure()
+    ((_, port),) = opened
+    house.decode.pause_at = 1
+    with DeltafrontClient(address, tls=Tls(authority.ca)) as client:
+        stream = client.generate("x", max_tokens=5)
+        next(stream)
+        monkeypatch.setattr(waits, "SLOW_S", 0.01)
+        stopping = asyncio.run_coroutine_threadsafe(port.stop(HANG_S), house.loop.loop)
+        says = f"after 0.01 s, waits for requests through the TLS port, which have {HANG_S:g} s to end"
+        wait_until(lambda: says in caplog.messages, "nothing is said")
+        house.decode.pause_at = -1
+        text, *_ = collect(stream)
+        stopping.result(HANG_S)
+    assert text == expected(ids("x"), 5)

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from deltafront.service.config import ConfigError, parse
-from deltafront.service.local import cleanup
+from deltafront.service.local import cleanup, local_ray
 from deltafront.service.local.local_ray import (
     PROXY_PERIOD_S,
+    RayProcesses,
     _keep_sigterm_handler,
     _start_errors,
     check_gpus,
@@ -23,10 +26,13 @@ from deltafront.service.local.local_ray import (
     cpus,
     prepare,
     ray_environment,
+    running,
 )
 from deltafront.service.local.ray_patches import START_S
 from deltafront.service.local.readiness import StartError
+from deltafront.workers import waits
 
+from ..inprocess import HANG_S
 from ..test_config import content
 
 
@@ -157,3 +163,39 @@ def test_keeps_the_callers_sigterm_handler() -> None:
         assert signal.getsignal(signal.SIGTERM) is callers
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_slow_stop_says_which_processes_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+    from ray import serve
+
+    children: list[subprocess.Popen[bytes]] = []
+    terminal, said = Console(stderr=True), threading.Event()
+    say = terminal.print
+
+    def tell(*line: Any, **options: Any) -> None:
+        say(*line, **options)
+        said.set()
+
+    def start(_settings: Any, folder: Path) -> RayProcesses:
+        with (folder / "raylet.out").open("w") as output:
+            children.append(subprocess.Popen(["sleep", "600"], stdout=output))
+        return RayProcesses({})
+
+    def shut_down() -> None:
+        assert said.wait(HANG_S)
+
+    monkeypatch.setattr(terminal, "print", tell)
+    monkeypatch.setattr(local_ray, "prepare", lambda _settings: None)
+    monkeypatch.setattr(local_ray, "_start_ray", start)
+    monkeypatch.setattr(local_ray, "_start_application", lambda *_: None)
+    monkeypatch.setattr(serve, "shutdown", shut_down)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(waits, "SLOW_S", 0.01)
+    with running(parse(content()), terminal=terminal):
+        assert not said.is_set()
+    (child,) = children
+    assert child.wait(HANG_S) == -signal.SIGKILL
+    assert "after 0.01 s, waits for 1 sleep to stop" in capfd.readouterr().err

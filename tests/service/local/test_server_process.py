@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import shutil
+import signal
 import string
 import sys
 import tempfile
@@ -16,7 +18,9 @@ import torch
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.setup import Setup
 from deltafront.service.config import ConfigError
+from deltafront.service.local import server_process
 from deltafront.service.local.server_process import LocalService
+from deltafront.workers import waits
 
 from ..inprocess import wait_until
 
@@ -65,14 +69,19 @@ def test_service_can_restart_right_after_it_stops(tmp_path: Path, monkeypatch: p
     temporary.rmdir()
 
 
+def commanded(folder: Path, code: str) -> LocalService:
+    """A service of which the process runs `code`, and then waits for signals."""
+    service = LocalService(written(folder, "grpc_port: 9123"))
+    code = f"import os, signal, sys; {code}; os.write(1, b'up\\n'); signal.pause()"
+    service._command = [sys.executable, "-c", code]
+    return service
+
+
 def test_removes_its_folder_only_after_a_clean_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalService, "_wait_until_healthy", lambda _service: None)
-    path = written(tmp_path, "grpc_port: 9123")
 
     def folder(*, ending: int, trouble: bool = False) -> Path:
-        service = LocalService(path)
-        wait = f"import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit({ending}))"
-        service._command = [sys.executable, "-c", f"{wait}; os.write(1, b'up\\n'); signal.pause()"]
+        service = commanded(tmp_path, f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({ending}))")
         with contextlib.suppress(ZeroDivisionError), service:
             wait_until(lambda: service.log_tail() == "up", "it does not start")
             assert not trouble or 1 / 0
@@ -82,3 +91,20 @@ def test_removes_its_folder_only_after_a_clean_end(tmp_path: Path, monkeypatch: 
     for kept in (folder(ending=3), folder(ending=0, trouble=True)):
         assert (kept / "serve.log").read_text() == "up\n"
         shutil.rmtree(kept)
+
+
+def test_a_stop_that_is_not_heard_is_told_of_before_it_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(LocalService, "_wait_until_healthy", lambda _service: None)
+    monkeypatch.setattr(waits, "SLOW_S", 0.01)
+    monkeypatch.setattr(server_process, "_STOP_S", 1.0)
+    with commanded(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)") as service:
+        wait_until(lambda: service.log_tail() == "up", "it does not start")
+        pid = service.pid
+        assert service.stop() == -signal.SIGKILL
+    first, *_, last = caplog.messages
+    assert first == f"after 0.01 s, waits for the service to stop (process {pid}); its log is {service.log}"
+    assert any("has not stopped in 1 s, and is killed" in line for line in caplog.messages), last
+    shutil.rmtree(service.log.parent)
