@@ -31,6 +31,10 @@ torch.set_num_threads(1)
 # files name, which may be another test's and dead, and tries to reach it for good.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
+# Ray forks the process that starts it, and so do tests. gRPC's handlers of forks would hang the child or
+# cancel the parent's calls. They are for children that call gRPC, and none does.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 # Ray gives its workers a low priority, so that beside other tests they would get next to nothing of a core,
 # and gives up on what starts slowly.
 for _name, _value in {

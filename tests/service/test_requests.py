@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -284,3 +285,20 @@ def test_full_door_refuses_requests_but_answers_health_and_cancel(
         for again in (streams[1], client.generate("y", max_tokens=5)):
             assert isinstance([*again][-1], GenerateFinished)
     nothing_left(house)
+
+
+def test_forking_beside_a_request_runs_no_handler_of_grpc(
+    house: House, capfd: pytest.CaptureFixture[str]
+) -> None:
+    house.decode.pause_at = 1
+    with DeltafrontClient(house.address) as client:
+        stream = client.generate("hello", max_tokens=5)
+        next(stream)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        house.decode.pause_at = -1
+        text, *_ = collect(stream)
+    assert text == expected(ids("hello"), 5)
+    assert "fork" not in capfd.readouterr().err
