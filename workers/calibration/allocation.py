@@ -1,4 +1,6 @@
-"""Gives each head a quota under one mean density, by marginal gain on the curves of `curves.py`."""
+"""Gives each head a quota of tiles for a given mean density, by marginal gain on the curves of
+`curves.py`.
+"""
 
 import heapq
 from collections.abc import Sequence
@@ -41,7 +43,7 @@ def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:
 
 
 def lower_hull(points: Sequence[Point]) -> list[Point]:
-    """Return the hull's corners, from the least density to the least error."""
+    """Return the corners of the points' lower convex hull, from the least density to the least error."""
     hull: list[Point] = []
     for point in sorted(points):
         if hull and point[1] >= hull[-1][1]:

@@ -1,8 +1,8 @@
-"""Measures what sparse prefill loses in each head: density and output error at each quota.
+"""Measures the output error of sparse prefill in each head, by density: one point per quota.
 
-At sampled query blocks of one dense pass, attention over the tiles that a quota keeps is compared with
-attention over all. The comparison is made after the output projection, where heads and layers are
-comparable. Rows with facts are averaged separately: they are few, and answers depend on them alone.
+One dense pass samples query blocks and compares attention over the tiles that a quota keeps with attention
+over all tiles. It compares after the output projection, where heads and layers are comparable. Rows with
+facts are averaged separately: they are few, and answers depend on them alone.
 
 Shape suffixes also: I quotas, R rows of a query block; N, M query and key blocks.
 """
@@ -33,8 +33,8 @@ class Curves:
 
     Args:
         density_LHI: Share of the causal tiles that is kept.
-        error_LHI: Mean square of the change of the layer's attention output, over that of the output.
-        fact_error_LHI: The same at facts; error_LHI for a text without facts.
+        error_LHI: Relative mean squared error of the layer's attention output.
+        fact_error_LHI: The same over rows with facts; error_LHI for a text without facts.
     """
 
     density_LHI: torch.Tensor
@@ -46,7 +46,9 @@ class Curves:
 def curves(
     stack: LayerStack, document: Document, selector: ScoredSelector, quotas: Sequence[float] = QUOTAS
 ) -> Curves:
-    """Return a text's curves from one dense pass, float32, on the CPU. Layers with windows have none."""
+    """Measure a text's curves in one dense pass: float32, on the CPU. Layers with sliding windows have
+    none.
+    """
     layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     prose, facts = sampled_blocks(-(-len(document.ids) // BLOCK)), fact_blocks(document.facts)
 
@@ -72,7 +74,7 @@ def layer_curve(
     quotas: Sequence[float],
     blocks: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return density_HI and error_HI of a layer at some query blocks, float32."""
+    """Return density_HI and error_HI of one layer, over some query blocks, in float32."""
     selected_IHNM = _selected(score_BHNM[:, :, blocks], blocks, rule, quotas)
     causal_N = torch.tensor(blocks, device=score_BHNM.device) + 1
     density_HI = (selected_IHNM.sum(3) / causal_N).mean(2).T
@@ -89,13 +91,13 @@ def layer_curve(
 
 
 def sampled_blocks(count: int) -> list[int]:
-    """Pick query blocks, each from the middle of a part. All parts have equally many causal tiles."""
+    """Sample query blocks: the middle one of each part, where all parts have equally many causal tiles."""
     parts = (torch.arange(SAMPLED_BLOCKS) + 0.5) / SAMPLED_BLOCKS
     return sorted(set((parts.sqrt() * count).long().tolist()))
 
 
 def fact_blocks(facts: Sequence[range]) -> list[int]:
-    """Pick at most FACT_BLOCKS of the query blocks where facts begin, evenly."""
+    """Choose at most FACT_BLOCKS of the query blocks in which a fact begins, evenly spaced."""
     blocks = sorted({fact.start // BLOCK for fact in facts})
     count = min(FACT_BLOCKS, len(blocks))
     return [blocks[(2 * n + 1) * len(blocks) // (2 * count)] for n in range(count)]

@@ -1,9 +1,9 @@
-"""Searches Δ-layers by the effect of page selection on answers.
+"""Searches for the Δ-layers with which page selection changes answers least.
 
-Layers of equal losses (`delta_layers.py`) cost answers very differently, so those choices only begin a
-search. Each document is prefilled densely once. Then the rows that a decode step computes for answers go
-through the layers again, with the pages that a choice of Δ-layers selects. Their predictions are compared
-with dense ones.
+Layers with equal losses (`delta_layers.py`) affect answers very differently, so those choices only start
+the search. Each document is prefilled densely once. Then the rows of the answer's decode steps run through
+the layers again, with the pages that a choice of Δ-layers selects. Their predictions are compared with
+dense ones.
 
 Shape suffixes also: R rows, J = H / G.
 """
@@ -32,7 +32,7 @@ Layers = tuple[int, ...]
 class DecodedRows:
     @torch.inference_mode()
     def __init__(self, stack: LayerStack, text: Document) -> None:
-        """Read a text densely. Raises ValueError if no answer has two tokens or more."""
+        """Prefill a text densely. Raises ValueError if every answer has fewer than two tokens."""
         ids, answers = with_answers(text)
         later = [row for before, row in pairwise(answers) if row == before + 1]
         if not later:
@@ -56,12 +56,12 @@ class DecodedRows:
 
     @torch.inference_mode()
     def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
-        """Return the rows' mean KL(dense | selected pages) of next-token distributions, over dense KV of
-        earlier tokens.
+        """Return the mean KL(dense | selected pages) of the rows' next-token distributions. The KV of earlier
+        tokens is dense.
 
         Args:
-            dense: Further layers after the first Δ-layer that attend to everything.
-            budget, recency: Pages.
+            dense: Further layers after the first Δ-layer that use dense attention.
+            budget, recency: K and L of DELTA, in pages.
         """
         first = delta_layers[0]
         selected_RS: torch.Tensor | None = None
@@ -113,7 +113,8 @@ class DecodedRows:
 def refine(
     stack: LayerStack, texts: Sequence[Document], calibration: Calibration, dense_layers: int, **options: Any
 ) -> Calibration:
-    """Replace Δ-layers by those of a `search` with these options. All texts' KV stays on the device.
+    """Replace the calibration's Δ-layers by those that `search` finds. The KV of all texts stays on the
+    device.
 
     `dense_layers` does not count layers with windows.
     """
@@ -137,13 +138,13 @@ def search(
     """Search Δ-layers that leave `dense_layers` layers dense: those before the first Δ-layer, the Δ-layers,
     and `full_layers` after it.
 
-    Each first Δ-layer has a start (`choose`). From the best start, one Δ-layer at a time moves to the least
-    divergence, until no move helps.
+    `choose` gives a start for each first Δ-layer. From the best start, a greedy search moves one Δ-layer at a
+    time to the least divergence, until no move helps.
 
     Returns:
         The Δ-layers, and the texts' mean divergence.
     Raises:
-        ValueError: No choice leaves this number of layers dense.
+        ValueError: No choice of Δ-layers leaves this number of layers dense.
     """
     layers = loss_LL.shape[0]
 

@@ -1,10 +1,10 @@
-"""Chooses Δ-layers: layers whose page selection serves the layers after them best.
+"""Chooses Δ-layers: the layers whose page selection serves the layers after them best.
 
-A sparse layer reads the pages that the Δ-layer before it has selected, and loses the attention outside them.
-One dense pass gives all layers' page scores, and so each layer's loss for each layer that may select. Dynamic
-programming finds the least sum. If a text has answers, only the queries that give them count: layers chosen
-on prose miss what is retrieved. So do DELTA's on SmolLM2, which have the largest 1 - cos between attention
-maps.
+A sparse layer attends to the pages that the Δ-layer before it selected, and loses the attention outside
+them. One dense pass gives the page scores of all layers, and so the loss of each layer under each possible
+selecting layer. Dynamic programming finds the least sum. If a text has answers, only their queries count:
+layers chosen on prose miss retrieved facts. So do DELTA's own layers on SmolLM2, which have the largest
+1 - cos between attention maps.
 
 Shape suffixes also: L twice (selecting layer, reading layer), Q queries, J = H / G.
 """
@@ -29,9 +29,10 @@ class Calibration:
     """The chosen Δ-layers.
 
     Attributes:
-        losses: [a][b]: the mean page score that layer b loses, against its best pages, if layer a selects.
+        losses: [a][b]: the mean page score that layer b loses if layer a selects, compared with b's best
+            pages.
         tokens: Tokens of each text.
-        divergence: That of answers decoded with these layers, if measured.
+        divergence: Mean KL of answers decoded with these layers, if measured.
     """
 
     delta_layers: tuple[int, ...]
@@ -49,10 +50,10 @@ def calibrate(
     recency: int = 8,
     full_layers: Collection[int] = (0, 1),
 ) -> Calibration:
-    """Choose `count` Δ-layers from a dense pass over each text, with questions and answers.
+    """Choose `count` Δ-layers after one dense pass over each text with its questions and answers.
 
     Args:
-        budget, recency: K and L of the selection, in pages. Good texts have four times the budget.
+        budget, recency: K and L of the selection, in pages. Use texts of at least four times the budget.
 
     Raises:
         ValueError: A text is too short or too long, or arguments contradict one another.
@@ -73,13 +74,14 @@ def calibrate(
 
 
 def shortest_text(budget: int) -> int:
-    """Return the number of tokens that a budget, in pages, needs."""
+    """Return the minimum text length in tokens for a budget in pages."""
     return max(2 * QUERIES, 2 * (budget * PAGE_TOKENS + 1))
 
 
 def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
-    """Pick at most QUERIES positions, evenly, of the answers or else of the second half. Raises
-    ValueError."""
+    """Choose at most QUERIES positions, evenly spaced, in the answers; without answers, in the second half.
+    Raises ValueError.
+    """
     if not answers and tokens < 2 * QUERIES:
         raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * QUERIES}")
     among = answers or range(tokens // 2, tokens)
@@ -88,7 +90,9 @@ def query_positions(tokens: int, answers: Sequence[int]) -> list[int]:
 
 
 def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Return maps_LQS (float32, CPU): DELTA's token score."""
+    """Return each layer's DELTA token scores for the queries at `positions`: maps_LQS, float32, on the
+    CPU.
+    """
     maps: list[torch.Tensor] = []
     positions_Q = torch.tensor(positions, device=stack.device)
     future_QS = torch.arange(len(ids), device=stack.device) > positions_Q[:, None]
@@ -104,7 +108,7 @@ def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[in
 
 
 def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recency: int) -> torch.Tensor:
-    """Return loss_LL[a, b] (see `Calibration`). Raises ValueError if all pages would be selected."""
+    """Return loss_LL[a, b] (see `Calibration`). Raises ValueError if the budget covers all pages."""
     positions_Q = torch.tensor(positions)
     tokens = maps_LQS.shape[2]
     if tokens // 2 <= budget * PAGE_TOKENS:
@@ -139,7 +143,8 @@ def _page_scores(map_XQS: torch.Tensor) -> torch.Tensor:
 def choose(
     loss_LL: torch.Tensor, count: int, full_layers: Collection[int], first: int | None = None
 ) -> tuple[int, ...]:
-    """Return the `count` layers that lose least if each selects for sparse layers up to the next.
+    """Choose the `count` layers with the least loss, if each selects pages for the sparse layers up to the
+    next one.
 
     Layers before the first are dense, so the first is `first`, or in the first quarter of the candidates. The
     last layer is never chosen: no layer after it would use its selection.

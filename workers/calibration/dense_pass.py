@@ -21,8 +21,9 @@ def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
 def read_densely(
     stack: LayerStack, hidden_TC: torch.Tensor, hook: AttentionHook, layers: range | None = None
 ) -> torch.Tensor:
-    """Return hidden_TC after `layers` (None: all), from hidden_TC before them. Layers with windows keep to
-    them."""
+    """Run `layers` (None: all) on hidden_TC and return their output. Layers with sliding windows apply
+    them.
+    """
     dense = build(method_spec("dense"), windows=stack.config.windows)
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
@@ -35,7 +36,7 @@ def read_densely(
 
 
 def attended(method: Attention, x: AttentionInput, layer: int) -> torch.Tensor:
-    """Return out_BHTD of a prompt that is one chunk."""
+    """Return the attention output out_BHTD of a prompt in one chunk."""
     out_BHTD, _coverage = method.attend(x, method.new_state(state_spec(x, layer)))
     return out_BHTD
 

@@ -1,4 +1,6 @@
-"""Makes the levels of a profile: curves and costs of documents, allocated to mean densities."""
+"""Makes a profile's levels: measures curves and costs of documents, then allocates quotas to mean
+densities.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -44,11 +46,11 @@ def method_levels(
     answer_weight: float = ANSWER_WEIGHT,
     profile: Profile | None = None,
 ) -> MethodLevels:
-    """Make levels of these densities for each length of document.
+    """Make levels of these densities for each document length.
 
     Args:
-        probes: Length in tokens → documents. Each is read densely once for each layer, and once more.
-        profile: Its levels count, too, for the longest length, at which a density means itself.
+        probes: Length in tokens → documents. Each is prefilled densely once per layer, and once more.
+        profile: An earlier profile. Its levels count in finding the longest length, which defines densities.
 
     Raises:
         ValueError: The method ranks no tiles by a score, or the least possible density is above a density.
@@ -80,7 +82,7 @@ def method_levels(
 
 
 def placed(thresholds: Sequence[tuple[float, ...]], stack: LayerStack) -> tuple[tuple[float, ...], ...]:
-    """Insert unused rows of ones for layers with windows."""
+    """Insert rows of ones, which are not used, for layers with windows."""
     config, rest = stack.config, iter(thresholds)
     unread = (1.0,) * config.q_heads
     return tuple(unread if layer in config.window_layers else next(rest) for layer in range(config.layers))
@@ -97,7 +99,7 @@ def require_thresholds(method: MethodSpec) -> None:
 
 
 def least_density(measured: Sequence[Curves], allocation: Allocation) -> float:
-    """Return the mean density of sink and window, or of the least thresholds."""
+    """Return the least possible mean density: that of sink and window, or of the smallest thresholds."""
     density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
     if allocation == "threshold":
         least = least_adjusted(density_LHI.flatten(0, 1), measured[0].quotas)
@@ -112,8 +114,9 @@ def realised(
     method: MethodSpec,
     thresholds: Sequence[Sequence[float]],
 ) -> float:
-    """Return the density over documents read with these thresholds, which exceeds that of dense activations.
-    Layers with windows do not count."""
+    """Return the density over documents prefilled with these thresholds, which is above the density on dense
+    activations. Layers with windows do not count.
+    """
     sparse = build(
         method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: thresholds[layer]
     )
@@ -146,10 +149,10 @@ def head_thresholds(
     allocation: Allocation = "marginal",
     answer_weight: float = ANSWER_WEIGHT,
 ) -> tuple[tuple[float, ...], ...]:
-    """Return each head's quota for a mean density of at most `density` and the least change of predictions.
+    """Return each head's quota, for a mean density of at most `density` and the least change of predictions.
 
-    A head's error counts as much as its layer's errors cost: in the tail for the text, in answers for its
-    facts.
+    A head's error is weighted by its layer's cost: over the document's tail for the text, over answers for
+    the facts.
     """
     density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
     quotas = measured[0].quotas

@@ -1,5 +1,6 @@
-"""Needle-in-a-haystack prompts, in the form that our 128K adapter was trained to answer, after RULER's NIAH
-tasks (Hsieh et al. 2024)."""
+"""Needle-in-a-haystack prompts in the format on which our 128K adapter was trained, after RULER's NIAH tasks
+(Hsieh et al. 2024).
+"""
 
 import random
 import re
@@ -51,7 +52,7 @@ class Needle:
 
 
 def make_needles(count: int, seed: int) -> list[Needle]:
-    """Make needles of all kinds in turn, with different keys. Raises ValueError if words run out."""
+    """Make needles of all kinds in turn, with distinct keys. Raises ValueError if there are too few words."""
     rng = random.Random(seed)
     pairs = zip(*_words(count, rng), strict=True)
     return [
@@ -80,7 +81,7 @@ def _value(kind: str, rng: random.Random) -> str:
 
 
 def hide(text: str, needles: list[Needle], seed: int) -> str:
-    """Put each needle after a sentence, evenly spread with seeded jitter."""
+    """Insert each needle after a sentence of the text, evenly spaced with seeded jitter."""
     rng = random.Random(seed)
     ends = [match.end() for match in re.finditer(r"[.!?]\s", text)] or [len(text)]
     spacing = len(ends) / max(1, len(needles))

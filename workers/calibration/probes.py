@@ -1,7 +1,8 @@
-"""Makes documents with questions whose answers they hold, as token ids, without torch.
+"""Makes documents with questions and answers, as token ids, without torch.
 
-The kinds are RULER's (Hsieh et al. 2024): needles, several values for a key, variable chains. SmolLM2-135M
-does not list all values or variables. So any value is right, and a chain is asked for link by link.
+The tasks are RULER's (Hsieh et al. 2024): needles, several values for a key, variable tracking.
+SmolLM2-135M does not list all values or variables, so any value is right, and each link of a chain is a
+question of its own.
 """
 
 import random
@@ -32,7 +33,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A document and its questions. `facts` are the places of the answers, in order; empty if unknown."""
+    """A document and its questions. `facts` are the positions of the answers, ascending; empty if unknown."""
 
     ids: list[int]
     questions: list[Question]
@@ -40,7 +41,7 @@ class Document:
 
 
 class Text:
-    """A text, cut into sentences before white space. No token reaches across a cut."""
+    """A text cut into sentences at white space, where no token spans a cut."""
 
     def __init__(self, text: str, encode_all: EncodeAll) -> None:
         cuts = [match.start() for match in re.finditer(r"(?<=[.!?])\s", text)]
@@ -49,8 +50,9 @@ class Text:
         self.encode_all = encode_all
 
     def take(self, rng: random.Random, tokens: int) -> list[list[int]]:
-        """Return `tokens` tokens of sentences from a random place. Raises ValueError if the text is
-        shorter."""
+        """Return `tokens` tokens of consecutive sentences from a random start. Raises ValueError if the text
+        is shorter.
+        """
         left, last_start = tokens, len(self.sentences)
         while left > 0 and last_start > 0:
             last_start -= 1
@@ -73,7 +75,7 @@ def needles(rng: random.Random, tokens: int, count: int, text: Text) -> Document
 
 
 def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Return a document of only needles, one a line, as many as fit. `count` of them are asked for."""
+    """Make a document of as many needles as fit, one a line. Its questions ask for `count` of them."""
     every = hay.make_needles(min(10_000, tokens // 10), rng.getrandbits(32))
     rng.shuffle(every)
     ids: list[int] = []
@@ -88,7 +90,7 @@ def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Documen
 
 
 def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Return a document with keys of several numbers each, hidden in text."""
+    """Make a document with keys that have several numbers each, hidden in text."""
     made = hay.make_needles(count, rng.getrandbits(32))
     keyed = [[(n.key, str(rng.randint(1_000_000, 9_999_999))) for _ in range(VALUES)] for n in made]
     hidden = [hay.Needle(key, number, "number") for key, number in _mixed(rng, keyed)]
@@ -97,7 +99,7 @@ def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
 
 
 def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Return a document with chains of assignments between variables. Each assignment is asked for."""
+    """Make a document with chains of variable assignments. Its questions ask for each assignment."""
     names = set[str]()
     while len(names) < count * (VALUES + 1):
         names.add("".join(rng.choices(string.ascii_uppercase, k=5)))
@@ -112,7 +114,9 @@ def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
 
 
 def with_answers(probe: Document) -> tuple[list[int], list[int]]:
-    """Return ids of document, questions and answers, and the positions that predict answers' tokens."""
+    """Return the token ids of document, questions and answers, and the positions whose logits predict answer
+    tokens.
+    """
     pieces = [probe.ids, *([*question.prompt, *question.gold] for question in probe.questions)]
     ends = list(accumulate(map(len, pieces)))[1:]
     golds = [len(question.gold) for question in probe.questions]
@@ -125,8 +129,9 @@ def with_answers(probe: Document) -> tuple[list[int], list[int]]:
 def hidden_in(
     rng: random.Random, tokens: int, facts: Sequence[str], text: Text
 ) -> tuple[list[int], list[range]]:
-    """Return `tokens` tokens of text with the facts in order, evenly spread with jitter, and the facts'
-    places."""
+    """Insert the facts, in order, into `tokens` tokens of text, evenly spaced with jitter. Returns the ids
+    and the facts' positions.
+    """
     encoded = text.encode_all([f" {fact}" for fact in facts])
     room = tokens - sum(map(len, encoded))
     if room < 0:
@@ -151,8 +156,7 @@ def _mixed(rng: random.Random, lists: Sequence[Sequence[Item]]) -> list[Item]:
 
 
 def questions_of(asked: Iterable[tuple[str, str, str]], text: Text) -> list[Question]:
-    """Make questions from (about, prompt, answer). Raises ValueError if a token reaches from prompt to
-    answer."""
+    """Make questions from (about, prompt, answer). Raises ValueError if a token spans prompt and answer."""
     known = list(asked)
     prompts = text.encode_all([prompt for _, prompt, _ in known])
     pairs = text.encode_all([prompt + answer for _, prompt, answer in known])

@@ -1,7 +1,7 @@
-"""Measures the effect of each layer's error on predictions: one layer at a time is sparse, the rest dense.
+"""Measures how much each layer's error changes predictions: one layer is sparse at a time, the rest dense.
 
-Errors of heads (`curves.py`) are weighted by it: in SmolLM2-135M two of 30 layers make more than half of the
-divergence.
+The result weights the errors of heads (`curves.py`): in SmolLM2-135M two of 30 layers cause more than half
+of the divergence.
 
 Shape suffixes also: R rows.
 """
@@ -67,7 +67,8 @@ def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerC
 
 
 def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tensor) -> torch.Tensor:
-    """Return kl_T (float64, CPU) of next tokens, in parts: logits of all rows would fill a small machine.
+    """Return the next tokens' kl_T (float64, CPU). It is computed in parts, because logits of all rows need
+    too much memory.
 
     Log-probabilities have 64 bits. In 32 bits their rounding alone is 1e-7, a thousandth of a layer's cost.
     """

@@ -1,8 +1,8 @@
 """XAttention's search for each head's threshold (Xu et al. 2025, section 2.3), as a comparison for
 `allocation.py`.
 
-The paper's table D[h][m] holds the best performance of m adjustments among h heads. Each adjustment takes a
-tenth off a threshold. Heads' losses stand for performance here.
+The paper's table D[h][m] holds the best performance of m adjustments among h heads. Each adjustment lowers a
+threshold by a tenth. Here heads' losses stand for performance.
 
 Shape suffixes also: I measured quotas, J adjustments of one head, M of all.
 """
@@ -21,10 +21,11 @@ ADJUSTMENTS = 24
 def adjusted_quotas(
     density_HI: torch.Tensor, loss_HI: torch.Tensor, quotas: Sequence[float], density: float
 ) -> list[float]:
-    """Return each head's quota after the fewest adjustments that reach the mean density, chosen at the least
+    """Return each head's quota after the fewest adjustments that reach the mean density, with the least total
     loss.
 
-    Density and loss are linear between measured quotas. Raises ValueError if all adjustments leave more.
+    Density and loss are interpolated linearly between measured quotas. Raises ValueError if even all
+    adjustments do not reach the density.
     """
     quota_J = _thresholds()
     density_HJ, loss_HJ = (between(value, quotas, quota_J) for value in (density_HI, loss_HI))
@@ -44,7 +45,7 @@ def adjusted_quotas(
 
 
 def least_adjusted(density_HI: torch.Tensor, quotas: Sequence[float]) -> float:
-    """Return the heads' mean density after all adjustments."""
+    """Return the heads' mean density with all adjustments made."""
     return float(between(density_HI, quotas, _thresholds()[-1:]).mean())
 
 
@@ -81,7 +82,7 @@ def _later(value_M: torch.Tensor, places: int, first: float) -> torch.Tensor:
 
 
 def between(value_HI: torch.Tensor, quotas: Sequence[float], quota_J: torch.Tensor) -> torch.Tensor:
-    """Return value_HJ, float64, interpolated between measured quotas, which ascend."""
+    """Interpolate value_HJ (float64) between measured quotas, which must ascend."""
     quota_I = torch.tensor(quotas, dtype=torch.float64)
     after_J = torch.searchsorted(quota_I, quota_J).clamp(1, len(quotas) - 1)
     low_J, high_J = quota_I[after_J - 1], quota_I[after_J]

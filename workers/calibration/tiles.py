@@ -1,6 +1,6 @@
-"""Shows which tiles of attention a method chooses for a prompt, by layer and head.
+"""Shows which attention tiles a method computes for a prompt, by layer and head.
 
-Dense rows of the Δ correction and Delta-KV's packed rest are left out.
+Dense rows of the Δ correction and Delta-KV's packed keys are left out.
 
 Shape suffixes also: N query blocks, M key blocks.
 """
@@ -34,7 +34,7 @@ class TilesRead:
 
     @property
     def density_LH(self) -> np.ndarray[Any, Any]:
-        """The share of causal tiles that was computed, float64."""
+        """The share of causal tiles that was computed, by layer and head, float64."""
         blocks = self.read_LHNM.shape[-1]
         density_LH: np.ndarray[Any, Any] = self.read_LHNM.sum((-1, -2)) / (blocks * (blocks + 1) / 2)
         return density_LH
@@ -50,11 +50,11 @@ def tiles_read(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] = lambda _tokens: None,
 ) -> TilesRead:
-    """Prefill a prompt in chunks, as a stage does.
+    """Prefill a prompt in chunks, as a stage does, and record its tiles.
 
     Args:
         chunk_tokens: A multiple of 128.
-        progress: Called with the number of tokens read so far.
+        progress: Called with the number of tokens prefilled so far.
 
     Raises:
         ModelError: The model cannot be loaded.

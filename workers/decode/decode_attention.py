@@ -1,8 +1,8 @@
 """The attention of a decode step, with DELTA's page selection (Algorithm 2).
 
 A Δ-layer attends to all pages and scores them: a token's score is its largest attention weight over heads, a
-page's the sum over its tokens. Sparse layers up to the next Δ-layer read the K best pages, the last L among
-them. Other layers are dense. Each step selects anew, for each request by itself.
+page's score the sum over its tokens. Sparse layers up to the next Δ-layer attend to the K best pages, which
+include the last L. Other layers are dense. Every step selects again, separately for each request.
 
 Shape suffixes also: K selected pages, P columns of the page table.
 """
@@ -29,7 +29,7 @@ from deltafront.workers.settings import DecodeConfig
 
 
 class PageSelectionError(ValueError):
-    """A page selection is not configured or not possible."""
+    """Raised for a page selection that the configuration or the model does not allow."""
 
 
 class LayerRole(Enum):
@@ -43,9 +43,9 @@ class LayerPlan:
     """How each layer attends.
 
     Attributes:
-        budget: Pages that a sparse layer reads (K).
+        budget: Pages that a sparse layer attends to (K).
         recency: How many of these are the last pages (L).
-        windows: Dense layers that read only their last tokens, and how many.
+        windows: Layers with a sliding window → its tokens.
     """
 
     roles: tuple[LayerRole, ...]
@@ -58,8 +58,8 @@ class LayerPlan:
         return self.roles.count(LayerRole.SPARSE)
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Count the pages of all sparse layers in a step over `length` tokens: those they read, and those
-        they could read."""
+        """Return two counts over all sparse layers of a step over `length` tokens: the pages attended to, and
+        all pages."""
         pages = pages_for(length)
         return self.sparse_layers * (
             min(pages, self.budget) if selects else pages
@@ -70,10 +70,10 @@ class LayerPlan:
         return LayerRole.SCORING in self.roles
 
     def selects_pages(self, page_selection: str, default: str) -> bool:
-        """Whether a request's sparse layers read selected pages only.
+        """Say whether a request's sparse layers attend to selected pages only.
 
         Args:
-            page_selection: The request's choice; empty for `default`.
+            page_selection: The request's value; empty: `default`.
         Raises:
             PageSelectionError: The name is unknown, or it is `delta` and no layer is a Δ-layer.
         """
@@ -113,7 +113,7 @@ class BatchRows:
     """A step's requests, one row each.
 
     Attributes:
-        lengths_R: Tokens, the one being computed included.
+        lengths_R: Tokens of each request, including the one being computed.
         selects_R: int32, 1 for rows that select pages; None if no row does.
     """
 
@@ -149,7 +149,7 @@ class StepAttention:
         """Compute out_RHD of one layer. The pages must already hold the step's own KV.
 
         Args:
-            scales: The pages' scales, in 8 bits.
+            scales: The pages' scales, if the KV cache has 8 bits.
         """
         role, rows = self._plan.roles[layer], self._rows
         args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R

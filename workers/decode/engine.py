@@ -1,7 +1,7 @@
 """A decode worker's engine, which needs no Ray.
 
 The event loop's thread owns all bookkeeping. A compute thread runs the tensor work of `scheduler` and
-`runner`, and a hand-off thread writes received KV. So renewing and cancelling wait for neither.
+`runner`, and a hand-off thread writes received KV. So renewing and cancelling a request wait for neither.
 """
 
 import asyncio
@@ -84,8 +84,8 @@ class DecodeEngine:
         name: The actor's name (`decode:<id>`).
         stack: Rank 0's part of the model.
         ranks: The other ranks.
-        digest: The model's content digest, part of the names of saved files.
-        wall: Seconds since the epoch.
+        digest: The model's content digest, part of the names of KV files.
+        wall: Returns seconds since the epoch.
     Raises:
         PageSelectionError, ValueError: The configuration does not fit the model.
     """
@@ -134,7 +134,9 @@ class DecodeEngine:
         self._unavailable = _STARTING
 
     def exported_memory(self) -> ExportedObjects:
-        """Let a stage on the same device map the weights (`LayerStack`) and the pages (`PagedKVCache`)."""
+        """Export the weights (`LayerStack`) and the pages (`PagedKVCache`), so that a stage on the same
+        device can map them.
+        """
         return export_objects((self._stack, self._runner.cache), self._stack.device)
 
     def join(self, rendezvous: Rendezvous) -> None:
@@ -154,7 +156,7 @@ class DecodeEngine:
             self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
-        """End every request and session, and wait for what is being computed."""
+        """End every request and session, and wait for running computation."""
         self._unavailable = _CLOSING
         self._requests.close(_CLOSING)
         self._scheduler.stop()
@@ -178,7 +180,7 @@ class DecodeEngine:
 
     @property
     def fault(self) -> str:
-        """Why the worker should be replaced; empty while it is well."""
+        """The reason to replace the worker; empty while it works."""
         if any(task.done() for task in self._tasks):
             return "the decode loop has stopped"
         return self._scheduler.fault or self._runner.fault
@@ -227,12 +229,12 @@ class DecodeEngine:
         """Read announced KV into the request's pages. Unknown requests, other attempts and exact repetitions
         are ignored.
 
-        An error also stops the sending stage. The request fails, unless it is resumed before its job comes:
-        no answer is made from incomplete KV.
+        An error also stops the sending stage. Then the request fails, unless it is resumed before its job
+        arrives: no answer is made from incomplete KV.
 
         Raises:
             HandoffError: The KV could not be read.
-            ArrivalError: The request has no such KV.
+            ArrivalError: The announced KV does not fit the request.
         """
         request = self._expecting(announcement)
         if request is None:
@@ -245,8 +247,8 @@ class DecodeEngine:
         times.handoff_bytes += moved
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """Take a request's first logits. It ignores what `announce` ignores. Raises ArrivalError for unusable
-        logits."""
+        """Receive the logits of a request's first token. Ignores what `announce` ignores. Raises ArrivalError
+        for unusable logits."""
         request = self._expecting(message)
         if request is not None:
             vocab = 0 if request.reservation.reads else self._model.vocab
@@ -287,9 +289,10 @@ class DecodeEngine:
         self._submit_if_ready(request)
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """See `DecodeWorker.resume`.
+        """Begin the next attempt at a prompt (`DecodeWorker.resume`).
 
-        Running writes end first, and later ones are dropped. So none overwrites KV of the next attempt.
+        It waits for the last attempt's writes into the pages and drops later ones, so none overwrites KV of
+        the next attempt.
         """
         self._check_available()
         await self._being_read(request_id).pages.unused()
@@ -473,8 +476,9 @@ def load_engine(
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
-    """Load rank 0's part of the model and make the engine. Raises ModelError, and what `DecodeEngine`
-    raises."""
+    """Load rank 0's part of the model and make the engine. Raises ModelError, and the errors of
+    `DecodeEngine`.
+    """
     stack = load_part(model, config, 0, tell)
     digest = store_digest(model, config)
     return DecodeEngine(name, stack, config, reader=reader, ranks=ranks, digest=digest, tracer=tracer)

@@ -50,7 +50,7 @@ ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
 
 
 def device_of_rank(config: DecodeConfig, rank: int) -> str:
-    """Return the device of a rank.
+    """Return a rank's device.
 
     Ray shows all GPUs to a process that asks for none. Rank i then takes GPU i.
     """
@@ -94,7 +94,7 @@ class LeadRunner(DecodeRunner):
         """Why the worker should be replaced; empty while its ranks are in step."""
 
     def lose(self, error: BaseException) -> None:
-        """Note that a rank is lost, or out of step."""
+        """Record that a rank is lost or out of step; later calls fail."""
         self.fault = self.fault or f"its ranks are out of step: {type(error).__name__}: {error}"
 
     @contextmanager
@@ -150,8 +150,8 @@ class FollowerRank:
     """A `Rank` other than 0.
 
     Args:
-        reader: Makes the reader of the KV transport.
-        digest: The model's, for a store.
+        reader: Makes the `KVReader` of the transport.
+        digest: The model's content digest, if KV is saved to disk.
     """
 
     def __init__(
@@ -231,9 +231,9 @@ class InOrder:
 
 
 class RanksReader:
-    """A `KVReader` that has each rank read its own heads. `lose` is told that a rank is gone.
+    """A `KVReader` that has each rank read its own heads. It calls `lose` when a rank is gone.
 
-    The pages are in use as soon as ranks are asked, so a resumed prompt also waits for reads on other ranks.
+    The pages count as in use until all ranks have read, so a resumed prompt waits for them, too.
     """
 
     def __init__(self, own: KVReader, ranks: Sequence[Rank], lose: Callable[[BaseException], None]) -> None:
@@ -270,7 +270,7 @@ def joined_heads(parts: Sequence[HostKV]) -> HostKV:
 def load_part(model: ModelSpec, config: DecodeConfig, rank: int, tell: Tell = silent) -> LayerStack:
     """Load a rank's part of the model, and set this process's torch threads.
 
-    One of several ranks computes nothing before `join_ranks`. Raises ModelError.
+    With several ranks, nothing may be computed before `join_ranks`. Raises ModelError.
     """
     torch.set_num_threads(config.threads)
     ranks = config.tensor_parallel
@@ -285,7 +285,7 @@ def load_rank(
 
 
 def store_digest(model: ModelSpec, config: DecodeConfig) -> str:
-    """Return the digest of the model's weights if KV is saved to a store; otherwise an empty string."""
+    """Return the content digest of the model's weights if KV is saved to disk; otherwise an empty string."""
     return content_digest(model) if config.store else ""
 
 
@@ -304,8 +304,9 @@ def join_ranks(stack: LayerStack, rendezvous: Rendezvous) -> None:
 
 
 def one_shots(rank: int, ranks: int, device: torch.device) -> tuple[OneShotReduce, OneShotAddNorm]:
-    """Make the collectives that read every rank's memory directly. All ranks must call it at the same
-    time."""
+    """Make the one-shot all-reduces, which use every rank's memory directly. All ranks must call it at the
+    same time.
+    """
     return OneShotReduce(rank, _exchanged(rank, ranks, device)), OneShotAddNorm(
         rank, _exchanged(rank, ranks, device)
     )

@@ -1,8 +1,8 @@
 """Plans a decode worker's own prefill before a request's first token. Pure.
 
-It prefills appended text in chunks. After sparse prefill, the end of the question selects the blocks that it
-attends to most. They are recomputed, and then the end of the question is prefilled again over them. Without
-appended text, the prompt's last tokens count as the question.
+The worker prefills appended text in chunks. If blocks are to be recomputed after sparse prefill, the last
+tokens of the question select the blocks that they attend to most. These are recomputed densely, and then the
+last tokens are prefilled again over them. Without appended text, the prompt's last tokens are the question.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from deltafront.workers.messages.requests import TAIL_TOKENS, GenerateJob, Reser
 
 @dataclass(frozen=True)
 class Read:
-    """Prefill these ids from position `start` on.
+    """A prefill of these token ids from position `start` on.
 
     Attributes:
-        select_blocks: How many blocks to select for `Recompute`; 0: none.
-        select_among: They are selected among this many first tokens' blocks.
+        select_blocks: Number of blocks to select for `Recompute`; 0: none.
+        select_among: Select only among the blocks of this many first tokens.
     """
 
     start: int
@@ -39,7 +39,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recompute the blocks that the step before has selected."""
+    """A dense recomputation of the blocks that the `Read` before selected."""
 
 
 Step = Read | Recompute
@@ -55,15 +55,16 @@ def plan_reads(
     blocks: int,
     keep_tokens: int = 0,
 ) -> list[Step]:
-    """Plan the reads of one request.
+    """Plan the worker's own prefill of one request.
 
     Args:
         kv_tokens: Tokens whose KV is in the pages.
-        known_ids: Their ids; empty if no block is recomputed.
-        extend_ids: Ids after them. The last `answered` belong to the answer.
-        chunk: The most tokens of one `Read`.
-        blocks: How many blocks to recompute. If all appended text is kept, none is.
-        keep_tokens: Tokens of the session to keep. They are not recomputed, so no question changes it.
+        known_ids: Their token ids; empty if no block is recomputed.
+        extend_ids: Token ids after them. The last `answered` belong to the answer.
+        chunk: Most tokens of one `Read`.
+        blocks: Number of blocks to recompute. None is if a session keeps all appended text.
+        keep_tokens: Tokens of the session to keep. They are never recomputed, since a session must not
+            depend on a question.
     """
     asked = len(extend_ids) - answered
     answer = _chunks(kv_tokens + asked, extend_ids[asked:], chunk)
@@ -80,15 +81,16 @@ def plan_reads(
 
 
 def next_layers(read: int, here: int, layers: int) -> range:
-    """Choose the layers that a read computes next, while KV comes layer by layer; none if too few have come.
+    """Choose the layers that a `Read` computes next, while KV arrives layer by layer; none if too few have
+    arrived.
 
-    They are at least half of the layers left, and both of the last two, so that a read has few parts and ends
-    soon after the last layer has come. Each part delays other requests' tokens.
+    A part has at least half of the layers left, and both of the last two. So a `Read` has few parts, each of
+    which delays other requests' tokens, and ends soon after the last layer has arrived.
 
     Args:
-        read: Layers that are computed.
-        here: Layers whose KV has come.
-        layers: The model's layers.
+        read: Number of layers computed so far.
+        here: Number of layers whose KV has arrived.
+        layers: Number of the model's layers.
     """
     left = layers - read
     return range(read, here) if here - read >= max(min(left, 2), left / 2) else range(0)
@@ -104,10 +106,10 @@ def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
 
 
 def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
-    """Return `packed`: the ids of the tokens before the appended ones, checked.
+    """Check `packed`, the ids of the tokens before the appended ones, and return them.
 
     Raises:
-        ValueError: These are neither all ids nor none, or one is outside the vocabulary.
+        ValueError: Some ids are missing, or one is outside the vocabulary.
     """
     ids = np.frombuffer(packed, dtype="<u4")
     before = reservation.prefix_tokens + (0 if reservation.reads else reservation.new_tokens)

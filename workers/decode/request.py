@@ -1,4 +1,4 @@
-"""One request of a decode worker, from its reservation to its end."""
+"""One request on a decode worker, from its reservation to its end."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
 @dataclass(eq=False, kw_only=True)
 class DecodeRequest:
-    """A request and its state, which engine and scheduler advance.
+    """A request and its state, advanced by engine and scheduler.
 
     Attributes:
-        serial: Its unique number. An id may be used again.
+        serial: Unique number; a request id may be used again.
         reserved, renewed: Seconds of the engine's clock.
         length: Tokens whose KV is in the pages.
-        token: The last chosen token, not in the pages yet.
+        token: The last sampled token, whose KV is not in the pages yet.
         logits: Set before the first token only.
-        inbox: The last attempt's.
+        inbox: Receives the last attempt's KV.
     """
 
     serial: int
@@ -78,17 +78,17 @@ class DecodeRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens before the answer, held ones included."""
+        """Number of tokens before the answer, including those of the session or prefix."""
         return self.pages.held_tokens + self.reservation.new_tokens
 
     @property
     def known_tokens(self) -> int:
-        """Tokens whose KV is in its pages before its own reads."""
+        """Number of tokens whose KV is in the pages before the worker's own prefill."""
         return self.pages.held_tokens if self.reservation.reads else self.prompt_tokens
 
     def plan_reads(self, extend_ids: array[int], chunk: int) -> None:
-        """Plan its reads, given the ids after its KV. Raises ValueError if `answered_tokens` does not fit
-        them."""
+        """Plan its `reads`, given the token ids after its KV. Raises ValueError if `answered_tokens` does not
+        fit them."""
         assert self.job is not None
         answered, asked = self.job.answered_tokens, self.reservation.reads
         if not 0 <= answered <= len(extend_ids) - asked:
@@ -109,7 +109,7 @@ class DecodeRequest:
             self.known_ids += extend_ids[:prompt_end]
 
     def cache_prefix(self) -> None:
-        """Put its full pages into the prefix cache, except recomputed ones, which depend on the question.
+        """Put its full pages into the prefix cache. Recomputed pages depend on the question and stay out.
 
         After sparse prefill, only the first `lasting_tokens` of its key are cached.
         """
@@ -123,7 +123,9 @@ class DecodeRequest:
         self.pages.cache_prefix(tokens, self.answer_ids.tobytes())
 
     def prepare(self, step: Step) -> None:
-        """Give the request unshared pages if the step overwrites pages that other requests may share."""
+        """Replace shared pages by the request's own if the step overwrites pages that other requests may
+        use.
+        """
         size, known_tokens = PAGE_TOKENS, self.known_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
@@ -139,15 +141,15 @@ class DecodeRequest:
 
     @property
     def layers_to_read(self) -> range:
-        """The layers that the first of `reads` computes next; none while their KV is coming."""
+        """The layers that the first of `reads` computes next; empty until their KV has arrived."""
         return next_layers(self.layers_read, self.layers - self.pages.layers_coming, self.layers)
 
     @property
     def has_kv(self) -> bool:
-        """True if enough of its KV is there to begin.
+        """Say whether enough of its KV has arrived to begin.
 
-        A request that reads may begin while its last layers are still coming. One that only answers needs all
-        KV.
+        A request with `reads` may begin while its last layers are still arriving. A request without needs
+        all KV.
         """
         if self.reservation.reads:
             return bool(self.layers_to_read)
@@ -155,7 +157,7 @@ class DecodeRequest:
 
     @property
     def ready(self) -> bool:
-        """Whether it is to be submitted to the scheduler. That happens once."""
+        """Say whether to submit it to the scheduler now. True only once."""
         if self.job is None or self.ended is not None or self.times.ready is not None:
             return False
         return self.has_kv and (self.reservation.reads or self.inbox.logits_V is not None)
@@ -167,7 +169,7 @@ class DecodeRequest:
 
     @property
     def row(self) -> Row:
-        """Its row in the next decode step or in the first sampling."""
+        """Make its row for the next decode step, or for sampling the first token."""
         assert self.job is not None
         return Row(
             self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages

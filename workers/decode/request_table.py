@@ -1,6 +1,6 @@
-"""A decode worker's requests: their pages, those that wait, and those whose lease has expired.
+"""The table of a decode worker's requests: their pages, the queue for pages, and expired leases.
 
-Only the event loop's thread uses it. It computes and receives nothing.
+Only the event loop's thread uses it. It does no tensor work.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ from deltafront.workers.settings import DecodeConfig
 
 
 class DecodeRequests:
-    """The requests by id, from reservation until their callers have heard how they ended.
+    """The requests by id, from reservation until the caller has received the last event.
 
-    `kv_changed` is called with a request when its inbox has changed, or when its layers have come from host
+    `kv_changed` is called with a request when its inbox has changed, or when layers have arrived from host
     memory.
     """
 
@@ -73,12 +73,12 @@ class DecodeRequests:
         return None if request is None or request.ended is not None else request
 
     def forget(self, request: DecodeRequest) -> None:
-        """Drop an ended request whose caller has heard its end, unless another request has its id now."""
+        """Drop a request whose caller has received its last event, unless a new request has its id."""
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve pages. Raises DecodeFailed after `close`, which may come while its prefix is loading."""
+        """Reserve pages. Raises DecodeFailed after `close`, which may happen while the prefix is loading."""
         if self._closed:
             raise DecodeFailed(self._closed)
         if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
@@ -180,7 +180,7 @@ class DecodeRequests:
         self.forget(request)
 
     def close(self, message: str) -> None:
-        """End every request and session, and take no more. `message` says why."""
+        """End every request and session, and refuse new ones with `message`."""
         self._closed = message
         self.queue.clear(message)
         for request in self:

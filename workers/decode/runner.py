@@ -1,7 +1,7 @@
 """A decode worker's tensor work, on one thread: prefill of appended text, first tokens, decode steps.
 
-A step's inputs lie at fixed addresses and its launches depend on the batch's shape alone. So on a GPU a
-step's forward pass is a CUDA graph.
+A step's inputs have fixed addresses, and its launches depend only on the batch's shape. So on a GPU each
+step replays a CUDA graph.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,9 @@ _ROOM = 64
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A row's next token, its log-probability, and the pages that sparse layers read and could read."""
+    """A row's next token and its log-probability, and counts of pages: attended to by sparse layers, and
+    all.
+    """
 
     token: int
     logprob: float
@@ -52,8 +54,8 @@ class ReadResult:
     """The result of a `Read`.
 
     Attributes:
-        logits_V: After its last token, if asked for.
-        blocks: The blocks that its last tokens attend to most, ascending.
+        logits_V: Logits of the last token, if requested.
+        blocks: The blocks that the last tokens attend to most, ascending.
     """
 
     logits_V: torch.Tensor | None = None
@@ -62,7 +64,7 @@ class ReadResult:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """Some layers of a `Read`. The parts of one read come in order and share a unique `key`."""
+    """Some layers of a `Read`. The parts of one `Read` run in order and share a unique `key`."""
 
     key: int
     layers: range
@@ -86,7 +88,7 @@ class _Begun:
 
 
 class LaunchedStep:
-    """Each row's choice on its way to the host."""
+    """A launched step, whose sampled tokens are on their way to the host."""
 
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
         self._read, rows = read, len(read)
@@ -102,7 +104,7 @@ class LaunchedStep:
             self._chosen_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
 
     def chosen(self) -> list[SampledToken]:
-        """Wait for the device, but not for what was launched afterwards."""
+        """Wait for this step only, and return its tokens."""
         if self._written is not None:
             self._written.synchronize()
         chosen = zip(self._chosen_R2.tolist(), self._read, strict=True)
@@ -112,11 +114,11 @@ class LaunchedStep:
 class StepGraphs:
     """A CUDA graph for each batch shape.
 
-    While it is made, nothing else may use the GPU from this thread. Each shape is computed before its
-    capture, so that kernels are loaded.
+    During construction nothing else may use the GPU from this thread. Each shape runs once before its
+    capture, so that its kernels are loaded.
 
     Args:
-        batches: One of every shape that occurs.
+        batches: One batch of every shape.
         forward: Returns a batch's logits_RV.
 
     Raises:
@@ -138,7 +140,9 @@ class StepGraphs:
         return len(self._graphs)
 
     def replay(self, batch: Batch) -> torch.Tensor:
-        """Return logits_RV, which the next replay overwrites. Raises KeyError for an unknown shape."""
+        """Replay the graph of the batch's shape and return logits_RV, which the next replay overwrites.
+        Raises KeyError for an unknown shape.
+        """
         graph, logits_RV = self._graphs[batch.shape]
         graph.replay()
         return logits_RV
@@ -147,13 +151,13 @@ class StepGraphs:
 class DecodeRunner:
     """Runs a model, or one rank's part of it, over a KV cache of `pages` pages.
 
-    It waits for the device only to get a step's tokens. Ranks make the same calls in the same order. Each
-    samples every token from the same logits.
+    It waits for the device only to get a step's tokens. All ranks make the same calls in the same order, and
+    each samples every token from the same logits.
 
     Args:
-        max_batch: The most rows of a step.
-        max_pages: The most pages of a request.
-        scratch_page: The page of padding rows and warm-up.
+        max_batch: Maximum rows of a step.
+        max_pages: Maximum pages of a request.
+        scratch_page: The page that padding rows and warm-up write to.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class DecodeRunner:
 
     @property
     def batch_sizes(self) -> Sequence[int]:
-        """Numbers of rows that batches are padded to, ascending."""
+        """The sizes to which batches are padded, ascending."""
         return self._rows.sizes
 
     @torch.inference_mode()
@@ -211,7 +215,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages on every rank, and wait for all ranks: rank 0 may then reuse the source pages."""
+        """Copy pages on every rank and wait for all ranks, so that rank 0 may reuse the source pages."""
         for source, target in copies:
             self.cache.copy_page(source, target)
         if self.stack.collectives.ranks == 1:
@@ -228,7 +232,7 @@ class DecodeRunner:
         copy: PageCopy | None = None,
         part: ReadPart | None = None,
     ) -> ReadResult:
-        """Prefill the step's tokens over the KV before them.
+        """Prefill the tokens of a `Read` over the KV before them.
 
         Args:
             last: Whether to return the last token's logits.
@@ -271,7 +275,7 @@ class DecodeRunner:
         return ReadResult(logits_V, blocks)
 
     def forget_read(self, key: int) -> None:
-        """Forget a read that was begun. Unknown keys are ignored."""
+        """Drop the hidden states of an unfinished `Read`. Unknown keys are ignored."""
         self._begun.pop(key, None)
 
     def _begin(self, pages: Sequence[int], step: Read) -> _Begun:
@@ -323,13 +327,13 @@ class DecodeRunner:
         return out_BHTD[0].transpose(0, 1).to(q_THD.dtype)
 
     def decode(self, rows: Sequence[Row]) -> list[SampledToken]:
-        """Run one decode step. Rows do not depend on each other."""
+        """Run one decode step. Rows are independent of one another."""
         return self.launch(rows).chosen()
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[Row]) -> LaunchedStep:
-        """Launch a step. The next one may be launched before this one's tokens are known, if its rows
-        stay."""
+        """Launch a step. The next step may be launched before this one's tokens are known, if it has the same
+        rows."""
         batch, count = self._rows.batch(rows), len(rows)
         logits_RV = self._forward(batch) if self._graphs is None else self._graphs.replay(batch)
         lengths_R = batch.lengths_R[:count].add_(1)
@@ -367,7 +371,7 @@ class DecodeRunner:
 
 
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
-    """Compile what a GPU compiles at first use, and capture steps, before the first request.
+    """Before the first request, compile all kernels and capture the steps' CUDA graphs.
 
     It uses the scratch page. `selects_pages` says whether the worker has Δ-layers.
     """

@@ -1,7 +1,7 @@
-"""Continuous batching: chooses what is computed next, and delivers the results.
+"""Continuous batching: chooses the next work and delivers the results.
 
-A turn admits requests, samples first tokens, computes one read of one request and one decode step of all
-running requests. Cancelling takes effect between these. Only tensor work leaves the event loop's thread.
+A turn admits requests, samples first tokens, computes one `Read` of one request and one decode step of all
+running requests. A cancelled request ends between these. Only tensor work leaves the event loop's thread.
 """
 
 import asyncio
@@ -35,8 +35,7 @@ class _LaunchedAhead:
 
 
 class DecodeScheduler:
-    """Runs at most `config.max_batch` requests at once, in the order in which they were submitted. Their
-    reads take turns.
+    """Runs at most `config.max_batch` requests at once, first come, first served. Their `reads` take turns.
 
     Args:
         before_first: Called once for each request, just before its first token is delivered.
@@ -84,7 +83,7 @@ class DecodeScheduler:
         self._wake.set()
 
     def wake(self) -> None:
-        """Look for work again: KV has come for which a read may wait."""
+        """Look for work again, because KV has arrived."""
         self._wake.set()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of a decode step, in memory that is allocated once and in few shapes.
+"""The inputs of a decode step, in tensors that are allocated once and have few shapes.
 
 Shape suffixes: R requests of the batch, P columns of the page table.
 """
@@ -23,7 +23,7 @@ class Row:
 
     Attributes:
         key: Unique to the request.
-        token: The last chosen one, at position `length`. The step adds its KV.
+        token: The last sampled token, at position `length`. The step adds its KV.
     """
 
     key: int
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Everything that a step's launches depend on. `columns` are the page table's."""
+    """Everything that a step's launches depend on. `columns`: width of the page table."""
 
     rows: int
     columns: int
@@ -49,9 +49,10 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Batch:
-    """Slices of `StepRows`: the requests' rows, then padding up to `shape.rows`, with the scratch page.
+    """Slices of `StepRows`: the requests' rows, then padding rows up to `shape.rows`, which use the scratch
+    page.
 
-    `sampling` has the requests' rows only.
+    `sampling` has no padding rows.
     """
 
     shape: BatchShape
@@ -63,11 +64,11 @@ class Batch:
 
 
 class StepRows:
-    """The rows of all steps. They are written when requests come or go; steps advance ids and lengths
-    themselves.
+    """The rows of all steps. The host writes them when requests come or go; steps advance ids and lengths on
+    the device.
 
-    A batch has one of a few sizes and widths, so that a CUDA graph of each shape can be kept. Without page
-    selection it has the largest width, since only ranking takes time for each column.
+    A batch has one of a few sizes and widths, so that each shape can have a CUDA graph. Without page
+    selection it has the largest width, since only the ranking of pages takes time for each column.
     """
 
     def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
@@ -84,7 +85,7 @@ class StepRows:
         self._batch: Batch | None = None
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """Return the batch of these rows. Rows are written from the first changed one on."""
+        """Write these rows, from the first changed one on, and return their batch."""
         keys = tuple(row.key for row in rows)
         if self._batch is None or keys != self._keys:
             same = 0
@@ -97,7 +98,7 @@ class StepRows:
         return self._batch
 
     def padding(self, selecting: bool) -> Iterator[Batch]:
-        """Yield a batch of padding in each shape, and forget all rows.
+        """Yield a batch of padding rows in each shape. The requests' rows are overwritten.
 
         Args:
             selecting: Also yield the shapes that select pages.

@@ -1,7 +1,7 @@
 """KV offloading: a decode worker's prefix cache in host memory and on disk.
 
-A reservation that needs such KV is answered once it is in host memory. From there it is copied into the
-request's pages layer by layer, and each layer's attention waits for it (`RequestPages.come`).
+A reservation that needs KV from disk is answered once the KV is in host memory. From there it is copied
+into the request's pages layer by layer, and each layer's attention waits for it (`RequestPages.come`).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _Loading = asyncio.Task[tuple[list[int], int]]
 
 
 class KeptTasks:
-    """Keeps tasks running when their callers are cancelled."""
+    """Background tasks that continue when their callers are cancelled."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -39,7 +39,7 @@ class KeptTasks:
         return task
 
     async def cancel(self) -> None:
-        """Cancel all tasks, also those that begin meanwhile, and wait until they end."""
+        """Cancel all tasks, including those that begin meanwhile, and wait for them."""
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()
@@ -47,12 +47,12 @@ class KeptTasks:
 
 
 class Tiers:
-    """A worker's tiers.
+    """A worker's prefix-cache tiers below the GPU.
 
     Args:
         memory: The host memory of all ranks.
-        room: The most pages on disk.
-        in_place: Whether stages use the worker's own pages.
+        room: Maximum pages on disk.
+        in_place: Whether stages write to the worker's own pages (`mapped`).
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class Tiers:
         """Requests whose prefix is being loaded from disk, unless cancelled."""
 
     def runs(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the loops that copy and save in the background until they are cancelled."""
+        """Return the background loops that copy pages to host memory and save them to disk, until
+        cancelled.
+        """
         return [self.host.run(), self.host.run_back(), *([] if self.store is None else [self.store.run()])]
 
     async def close(self) -> None:
@@ -105,11 +107,11 @@ class Tiers:
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Load a request's prefix into host memory, then reserve its pages.
 
-        If a stage uses these pages in place, all layers come first. Otherwise its whole group would wait for
+        If a stage uses these pages in place, wait for all layers. Otherwise its whole group would wait for
         them.
 
         Raises:
-            DecodeFailed: The request was cancelled while it waited, or KV did not come back.
+            DecodeFailed: The request was cancelled while it waited, or a copy failed.
         """
         loaded, loaded_tokens = await self._load(reservation)
         try:
@@ -131,7 +133,7 @@ class Tiers:
         """Load a reservation's prefix from disk into host memory.
 
         Returns:
-            Slots, with a reference each, and how many tokens were loaded.
+            The slots, each with a reference, and the number of tokens loaded.
         """
         request_id, key = reservation.request_id, reservation.key
         if self.store is None or key is None or not reservation.prefix_tokens:

@@ -7,14 +7,14 @@ from deltafront.workers.messages.events import DecodeReport
 
 @dataclass(kw_only=True)
 class RequestTimes:
-    """When a request reached each point, in seconds of one monotonic clock; None: not yet.
+    """The time at which a request reached each point, in seconds of one monotonic clock; None: not yet.
 
     Attributes:
         complete: The last KV was written to the pages.
-        ready: The job, the KV and the logits were there.
+        ready: The job, the KV and the logits had arrived.
         admitted: The scheduler admitted it.
         blocks_selected: Appended text was prefilled and blocks were selected.
-        read: The logits were computed.
+        read: The worker's own prefill was done and the logits computed.
         first: The first token was sampled.
     """
 
@@ -70,8 +70,8 @@ class RequestTimes:
         }
 
     def report(self) -> DecodeReport:
-        """Report the parts of the time from the job (or the logits) to the first token. They are disjoint and
-        add up to it."""
+        """Report the parts of the time from the job's (or the logits') arrival to the first token. They are
+        disjoint and add up to it."""
         return DecodeReport(
             **{part: _length(*moments) for part, moments in self.parts.items()},
             handoff_bytes=self.handoff_bytes,

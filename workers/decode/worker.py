@@ -37,14 +37,16 @@ __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
 def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
-    """Return a replica's bundles (0 for the replica, then one a rank) and strategy. Ranks share a host."""
+    """Return a replica's Ray bundles (0 for the replica, then one per rank) and strategy. Ranks share a
+    host.
+    """
     bundles, strategy = placement_of(config.cpus, config.gpus, config.tensor_parallel)
     return bundles, "STRICT_PACK" if config.tensor_parallel > 1 else strategy
 
 
 @hosts(DecodeWorker)
 class DecodeActor(Leaving):
-    """Rank 0. Calls wait until it has loaded. `ranks` are the other ranks' actors."""
+    """The actor of rank 0. Calls wait until it has loaded. `ranks` are the other ranks' actors."""
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class DecodeActor(Leaving):
 
 @hosts(Rank)
 class RankActor:
-    """A rank other than 0."""
+    """The actor of a rank other than 0."""
 
     def __init__(
         self, rank: int, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, _spans: SpanSink
@@ -127,7 +129,7 @@ class RankActor:
         await asyncio.to_thread(self.hosted.join, rendezvous)
 
     async def compute(self, number: int, work: str, *arguments: Any) -> None:
-        """Run calls in the order of their numbers: Ray may begin them in another order."""
+        """Run calls in the order of their numbers, because Ray may begin them in another order."""
         self._in_order(number, work, *arguments)
 
     async def check(self) -> str:
@@ -135,7 +137,7 @@ class RankActor:
 
 
 class RankOverRay:
-    """A `Rank` in another process. Only one thread may call `compute`."""
+    """A proxy for a `Rank` in another process. Only one thread may call `compute`."""
 
     def __init__(self, number: int, actor: Any) -> None:
         self._actor = actor
@@ -156,7 +158,7 @@ def _rank_error(number: int, failure: Failure) -> Exception:
 class DecodeReplica(Replica):
     """Owns the actors of all ranks; `head` is rank 0.
 
-    If one is lost, all are restarted: the others wait for it in the middle of a step.
+    If one is lost, all are restarted, because the others wait for it in the middle of a step.
     """
 
     def __init__(
@@ -195,8 +197,9 @@ class DecodeReplica(Replica):
 
 
 def check_ranks(ranks: Sequence[Any]) -> None:
-    """Raise RuntimeError, or RayError, for a rank that failed, is silent or dead: rank 0 would wait for
-    it."""
+    """Raise RuntimeError or RayError if a rank has failed, died or does not answer: rank 0 would wait for
+    it.
+    """
     for number, check in enumerate([rank.check.remote() for rank in ranks], start=1):
         if not ray.wait([check], timeout=HEAD_PATIENCE_S)[0]:
             raise RuntimeError(f"rank {number} has not answered for {HEAD_PATIENCE_S:g} s")
