@@ -36,6 +36,7 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError, read_json_or_empty
 from deltafront.workers.model.directory.store import adapter_directory, model_directory
 from deltafront.workers.model.directory.tokenizer_files import check_chat_template
+from deltafront.workers.model.grammars import Grammars
 from deltafront.workers.settings import ModelSpec
 from deltafront.workers.tracing import SpanSink, provider
 
@@ -111,8 +112,10 @@ def request_handler(
         positions=model.positions,
         eos_ids=model.eos_ids,
         tracing=tracing or Tracing(),
+        grammars=Grammars(directory, model.vocab, model.eos_ids),
         profile=profile,
     )
+    resources.grammars.load_soon()
     limits = _limits(settings, directory, model, profile, tokenizer.longest_token)
     about = _server_info(settings, model, profile, tokenizer.has_template, metrics_address)
     about = replace(about, default_sampling=SamplingParams(**vars(limits.default_sampling)))

@@ -38,6 +38,7 @@ ROOMS = {
     "workers.model.family_registry": "workers.model.families",
     "workers.model.layer_shares": "",
     "workers.model.adapter": "workers.model.directory",
+    "workers.model.grammars": "workers.model.directory",
     "workers.model.directory": """workers.settings workers.model.families workers.model.family_registry
         workers.model.layer_shares workers.model.weights.gguf_source workers.model.weights.tekken""",
     "workers.model.weights": """workers.settings workers.progress workers.model.family_registry
@@ -64,12 +65,12 @@ ROOMS = {
     "service.metrics": "workers.messages service.errors",
     "service.fleet": "workers.messages workers.roles workers.remote workers.waits service.errors",
     "service.request": """workers.messages workers.roles workers.settings workers.waits
-        workers.model.directory workers.model.calibrated service.errors service.config service.metrics
-        service.tracing service.fleet""",
+        workers.model.directory workers.model.calibrated workers.model.grammars service.errors
+        service.config service.metrics service.tracing service.fleet""",
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages workers.waits service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.tracing workers.model.directory
-        workers.model.adapter
+        workers.model.adapter workers.model.grammars
         workers.model.calibrated service.config service.metrics service.fleet service.request
         service.door service.tracing""",
     "service.exporter": "service.metrics",
@@ -111,6 +112,7 @@ HOMES = {
         workers.rendezvous""",
     "triton": "kernels",
     "transformers": "",
+    "llguidance": "workers.model.grammars",
 }
 
 

@@ -23,8 +23,9 @@ class SamplingRows:
 
     Attributes:
         drawn_R: Whether a row is sampled (temperature above 0) or greedy.
-        draws, filters: Whether any row is sampled, and whether any uses top-k or top-p. They are host values,
-            since they decide which kernels to launch.
+        allowed_RW: A bit for each token that a row may choose, 32 to a word.
+        draws, filters, constrains: Whether any row is sampled, uses top-k or top-p, or may not choose every
+            token. They are host values, since they decide which kernels to launch.
     """
 
     drawn_R: torch.Tensor
@@ -32,17 +33,20 @@ class SamplingRows:
     seed_R: torch.Tensor
     top_k_R: torch.Tensor
     top_p_R1: torch.Tensor
+    allowed_RW: torch.Tensor
     draws: bool = False
     filters: bool = False
+    constrains: bool = False
 
     @classmethod
-    def room(cls, rows: int, device: torch.device) -> SamplingRows:
+    def room(cls, rows: int, vocab: int, device: torch.device) -> SamplingRows:
         return cls(
             drawn_R=torch.zeros(rows, dtype=torch.bool, device=device),
             temperature_R1=torch.ones(rows, 1, device=device),
             seed_R=torch.zeros(rows, dtype=torch.int64, device=device),
             top_k_R=torch.ones(rows, dtype=torch.int64, device=device),
             top_p_R1=torch.ones(rows, 1, device=device),
+            allowed_RW=torch.full((rows, -(-vocab // 32)), -1, dtype=torch.int32, device=device),
         )
 
     def first(self, count: int, *, draws: bool, filters: bool) -> SamplingRows:
@@ -63,9 +67,10 @@ def sample(
         Token ids (int64 [R]) and their log-probabilities under the unmodified distribution (float32).
     """
     logits_RV = logits_RV.to(torch.float32)
-    ids_R = logits_RV.argmax(-1)
+    allowed_RV = _constrain(logits_RV, rows.allowed_RW) if rows.constrains else logits_RV
+    ids_R = allowed_RV.argmax(-1)
     if rows.draws:
-        scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / rows.temperature_R1
+        scaled_RV = (allowed_RV - allowed_RV.amax(-1, keepdim=True)) / rows.temperature_R1
         if rows.filters:
             scaled_RV = _filter(scaled_RV, rows.top_k_R, rows.top_p_R1)
         noise_RV = gumbel(rows.seed_R, positions_R, logits_RV.shape[1])
@@ -73,6 +78,13 @@ def sample(
         ids_R = torch.where(rows.drawn_R, drawn_R, ids_R)
     logprob_RV = logits_RV.log_softmax(-1)
     return ids_R, logprob_RV.gather(1, ids_R[:, None])[:, 0]
+
+
+def _constrain(logits_RV: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tensor:
+    """Set the logits of tokens to -inf that a row may not choose."""
+    bits_32 = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
+    allowed_RV = (allowed_RW[:, :, None] >> bits_32 & 1).flatten(1)[:, : logits_RV.shape[1]]
+    return logits_RV.masked_fill(allowed_RV == 0, float("-inf"))
 
 
 def gumbel(seed_R: torch.Tensor, positions_R: torch.Tensor, vocab: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import time
 import uuid
@@ -54,6 +55,8 @@ class GenerateOptions(PrefillOptions, total=False):
         max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos: As in vLLM's SamplingParams.
         page_selection: `full` or `delta`. By default the server's.
         recompute_blocks: Blocks of a sparse prompt that are computed again densely. By default the server's.
+        json_schema, regex, grammar: At most one, which the answer follows. A grammar is llguidance's Lark, or
+            GBNF.
     """
 
     session_id: str | None
@@ -67,6 +70,9 @@ class GenerateOptions(PrefillOptions, total=False):
     ignore_eos: bool
     page_selection: str
     recompute_blocks: int | None
+    json_schema: Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
 
 
 def prefill_request(prompt: PromptLike, **given: Any) -> tuple[Any, float | None]:
@@ -99,6 +105,7 @@ def generate_request(prompt: PromptLike | None, **given: Any) -> tuple[Any, floa
         sampling=_sampling(given),
         page_selection=PageSelection(selection),
         recompute_blocks=given.get("recompute_blocks"),
+        constraint=_constraint(given),
         **_common(given),
     )
     return wire.generate_request(request), request.deadline
@@ -122,6 +129,15 @@ def _common(given: Mapping[str, Any]) -> dict[str, Any]:
         "retain_s": given.get("retain_s"),
         "skip_cache": given.get("skip_cache", False),
     }
+
+
+def _constraint(given: Mapping[str, Any]) -> calls.Constraint | None:
+    schema, regex, grammar = (given.get(name) for name in ("json_schema", "regex", "grammar"))
+    if (schema, regex, grammar) == (None, None, None):
+        return None
+    if sum(rule is not None for rule in (schema, regex, grammar)) > 1:
+        raise InvalidArgument("constraint", "must be one schema, regex or grammar")
+    return calls.Constraint(None if schema is None else json.dumps(schema), regex, grammar)
 
 
 def _sampling(given: Mapping[str, Any]) -> calls.SamplingParams:

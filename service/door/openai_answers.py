@@ -191,6 +191,8 @@ _FIELD_NAMES = (
     (re.compile(r"^attention(\.name)?"), "method"),
     (re.compile(r"^session_ttl$"), "session_ttl_s"),
     (re.compile(r"^deadline$"), "timeout_s"),
+    (re.compile(r"^constraint\.json_schema$"), "response_format"),
+    (re.compile(r"^constraint\."), "structured_outputs."),
     (re.compile(r"^(prompt|append)\.messages\.chat_template_kwargs"), "chat_template_kwargs"),
 )
 _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")

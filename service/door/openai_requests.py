@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
+from deltafront.service.door.openai.formats import read_constraint
 from deltafront.service.errors import InvalidArgument, NotFound, cut, shown
 from deltafront.service.request.calls import (
     AttentionMethod,
@@ -44,7 +45,6 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -78,7 +78,7 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"), (False,)),
     **dict.fromkeys(("return_prompt_text", "request_id", "chat_template", "prompt_embeds"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "logprob_token_ids"), ()),
-    **dict.fromkeys(("structured_outputs", "repetition_detection"), ()),
+    "repetition_detection": (),
 }
 """Fields that this service lacks → values that change nothing."""
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options")
@@ -160,6 +160,8 @@ class _CommonFields(_Strict):
     retain_s: float | None = None
     skip_cache: bool = False
     timeout_s: Annotated[float, Field(gt=0)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class _ChatFields(_CommonFields):
@@ -244,6 +246,7 @@ def _request(
         cache_salt=fields.cache_salt,
         retain_s=_retain_s(fields),
         skip_cache=fields.skip_cache,
+        constraint=read_constraint(fields.response_format, fields.structured_outputs),
     )
     return request, (fields.stream_options or StreamOptions()) if fields.stream else None
 

@@ -53,6 +53,7 @@ _KINDS: Mapping[type[Message], type[Any]] = {
     pb.GenerateRequest: calls.GenerateRequest,
     pb.AttentionMethod: calls.AttentionMethod,
     pb.SamplingOptions: calls.SamplingParams,
+    pb.Constraint: calls.Constraint,
     pb.Progress: Progress,
     pb.Token: Token,
     pb.PrefillResult: PrefillFinished,

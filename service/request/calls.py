@@ -84,6 +84,20 @@ class PrefillRequest:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """A rule that an answer follows, in exactly one form.
+
+    Args:
+        json_schema: JSON.
+        grammar: llguidance's Lark, or GBNF.
+    """
+
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+@dataclass(frozen=True)
 class GenerateRequest(PrefillRequest):
     """A request for an answer. `answered_ids`, little-endian uint32, arrived before a connection was lost."""
 
@@ -93,6 +107,7 @@ class GenerateRequest(PrefillRequest):
     page_selection: PageSelection = PageSelection.DEFAULT
     recompute_blocks: int | None = None
     answered_ids: bytes = field(default=b"", repr=False)
+    constraint: Constraint | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +116,7 @@ class Call:
 
     Args:
         sampling: A Prefill has `max_tokens` 0.
+        constraint: The run makes a grammar of it, which `options` then has.
         fit_max_tokens: Shrink the default `max_tokens` to the positions that are left.
         options: With a `keep_ttl_s` of 0 the prompt makes no session.
         remembers: Whether the prompt enters the prefix cache when the request ends.
@@ -118,6 +134,7 @@ class Call:
     options: RequestOptions
     stop: tuple[str, ...] = ()
     answered: tuple[int, ...] = ()
+    constraint: Constraint | None = field(default=None, repr=False)
     fit_max_tokens: bool = False
     cache_salt: str = ""
     remembers: bool = True

@@ -14,6 +14,7 @@ from deltafront.service.errors import DeadlineExceeded, InvalidArgument, TooLong
 from deltafront.service.request.calls import (
     AttentionMethod,
     Call,
+    Constraint,
     GenerateRequest,
     Messages,
     PrefillRequest,
@@ -89,6 +90,7 @@ def _generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call
         append=_prompt("append", request.append, limits),
         stop=_stop(request.sampling.stop),
         options=replace(call.options, page_selection=request.page_selection, recompute_blocks=blocks),
+        constraint=_constraint(request.constraint),
         answered=_answered(request.answered_ids, call.sampling.max_tokens, limits),
         fit_max_tokens=request.sampling.max_tokens is None,
     )
@@ -132,6 +134,12 @@ def _check_source(request: GenerateRequest) -> None:
     _require(request.session_ttl is None, "session_ttl", no_ttl)
     no_method = "applies to a prompt; what is appended to a session is read densely"
     _require(not (request.attention.name or request.attention.options), "attention", no_method)
+
+
+def _constraint(constraint: Constraint | None) -> Constraint | None:
+    given = [] if constraint is None else [rule for rule in vars(constraint).values() if rule is not None]
+    _require(constraint is None or len(given) == 1, "constraint", "must be one schema, regex or grammar")
+    return constraint
 
 
 def _prompt(name: str, prompt: Prompt | None, limits: Limits) -> Prompt | None:

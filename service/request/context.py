@@ -16,6 +16,7 @@ from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.request.ttft_clock import TtftClock
 from deltafront.service.tracing import Trace, Tracing
 from deltafront.workers.model.calibrated.profile import Profile
+from deltafront.workers.model.grammars import Grammars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Resources:
     positions: int
     eos_ids: tuple[int, ...]
     tracing: Tracing
+    grammars: Grammars
     profile: Profile | None = None
 
 

@@ -43,6 +43,7 @@ from deltafront.workers.messages.requests import (
     recompute_pages,
 )
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
+from deltafront.workers.model.grammars import Grammars, GrammarState
 
 PAGE = 16
 EOS = 257
@@ -52,6 +53,18 @@ def next_token(ids: bytes) -> int:
     """A lower-case letter of the byte-level test tokenizer, or a space."""
     choice = zlib.crc32(ids) % 27
     return 32 if choice == 26 else 97 + choice
+
+
+def follow(grammar: GrammarState | None, token: int) -> int:
+    """Return the token, or another one that may come next."""
+    if grammar is None:
+        return token
+    mask = grammar.mask()
+    assert mask is not None
+    allowed = [number for number in range(32 * len(mask)) if mask[number // 32] >> number % 32 & 1]
+    chosen = token if token in allowed else allowed[token % len(allowed)]
+    grammar.take(chosen)
+    return chosen
 
 
 def pages(tokens: int) -> int:
@@ -225,7 +238,9 @@ class FakeDecode(Pausing):
     """`DecodeWorker`. script: ids to answer with instead of the checksum's. script_from: tokens of the prompt
     after which the script begins, for answers that are continued; 0: where the job begins. fail_after: tokens
     until it reports `failure`, once per entry. busy: what to refuse the next reservations with, once per
-    entry. remembers: prompts, as pages that are free."""
+    entry. remembers: prompts, as pages that are free. grammars: for answers that follow one."""
+
+    grammars: Grammars | None = None
 
     remembers = True
     append_rate = 0.0
@@ -327,8 +342,10 @@ class FakeDecode(Pausing):
         else:
             assert not job.prompt_ids, "the session has its own"
             request.ids = ids = self._sessions[request.reservation.session_id][1] + job.extend_ids
-        asked = len(job.extend_ids) // 4 - job.answered_tokens
-        assert asked >= request.reservation.reads, "of what follows held tokens one is to be read"
+        assert len(job.extend_ids) // 4 - job.answered_tokens >= request.reservation.reads, (
+            "one of them is to be read"
+        )
+        grammar = self._grammar(request, job)
         failing = self.fail_after.pop(0) if self.fail_after else None
         reason, count, message = FinishReason.LENGTH, 0, ""
         while count < job.sampling.max_tokens:
@@ -349,10 +366,11 @@ class FakeDecode(Pausing):
                 self._remember(request)
             place = len(ids) // 4 - self.script_from if self.script_from else count
             token = self.script[place] if place < len(self.script) else next_token(ids)
+            token = follow(grammar, token)
             ids += token.to_bytes(4, "little")
             yield Token(index=count, token_id=token, logprob=-0.5)
             count += 1
-            if token == EOS and not job.sampling.ignore_eos:
+            if grammar.ended if grammar else token == EOS and not job.sampling.ignore_eos:
                 reason = FinishReason.STOP
                 break
         self._requests.pop(job.request_id, None)
@@ -370,6 +388,14 @@ class FakeDecode(Pausing):
         yield FinishEvent(
             request_id=job.request_id, reason=reason, completion_tokens=count, report=report, message=message
         )
+
+    def _grammar(self, request: _Request, job: GenerateJob) -> GrammarState | None:
+        constraint = request.reservation.options.constraint
+        if not constraint:
+            return None
+        assert self.grammars is not None, "this fake follows no grammar"
+        answered = job.extend_ids[len(job.extend_ids) - 4 * job.answered_tokens :]
+        return self.grammars.begin(constraint, [*memoryview(answered).cast("I")])
 
     def _read(self, request: _Request, prompt_ids: bytes) -> None:
         assert prompt_ids in (b"", request.ids)

@@ -200,6 +200,7 @@ class House:
 
     def add_decode(self, name: str) -> FakeDecode:
         decode = FakeDecode(name)
+        decode.grammars = self.door._requests._resources.grammars
         self.directory.workers.append(Cut(decode))  # type: ignore[arg-type]
         return decode
 

@@ -26,6 +26,7 @@ from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Re
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.grammars import Grammars
 from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
@@ -236,6 +237,7 @@ async def bench(
         reader: Callable[..., Any] = ObjectStoreReader,
         looks_ahead: bool = False,
         tracer: Tracer = NO_TRACER,
+        grammars: Grammars | None = None,
         **config: Any,
     ) -> Bench:
         defaults = {
@@ -256,6 +258,7 @@ async def bench(
             wall=wall,
             clock=clock,
             tracer=tracer,
+            grammars=grammars,
         )
         engine._runner.asynchronous = looks_ahead
         await engine.start()

@@ -65,6 +65,8 @@ from deltafront.workers.messages.stages import (
 )
 from deltafront.workers.messages.states import DecodeStats
 from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.store import model_directory
+from deltafront.workers.model.grammars import GrammarError, Grammars, GrammarState
 from deltafront.workers.progress import Tell, silent
 from deltafront.workers.roles import Rank
 from deltafront.workers.settings import DecodeConfig, ModelSpec
@@ -85,6 +87,7 @@ class DecodeEngine:
         stack: Rank 0's part of the model.
         ranks: The other ranks.
         digest: The model's content digest, part of the names of KV files.
+        grammars: None: no answer may follow one.
         wall: Returns seconds since the epoch.
     Raises:
         PageSelectionError, ValueError: The configuration does not fit the model.
@@ -99,6 +102,7 @@ class DecodeEngine:
         reader: ReaderMaker,
         ranks: Sequence[Rank] = (),
         digest: str = "",
+        grammars: Grammars | None = None,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         tracer: Tracer = NO_TRACER,
@@ -107,6 +111,7 @@ class DecodeEngine:
         self.name = name
         self._config = config
         self._model = model
+        self._grammars = grammars
         self._wall = wall
         self._clock = clock
         self._tracer = tracer
@@ -323,6 +328,7 @@ class DecodeEngine:
         raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
+        grammar = await self._grammar(job)
         request = self._requests.find(job.request_id)
         if request is None or request.job is not None:
             why = "is not reserved here, or was cancelled" if request is None else "is already generating"
@@ -336,7 +342,7 @@ class DecodeEngine:
             )
             return
         try:
-            self._begin(request, job)
+            self._begin(request, job, grammar)
             while True:
                 event = await request.events.get()
                 if isinstance(event, FinishEvent):
@@ -349,7 +355,24 @@ class DecodeEngine:
             if request.session is None:  # else wait until its door has confirmed the session, by `renew`
                 self._requests.forget(request)
 
-    def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
+    async def _grammar(self, job: GenerateJob) -> GrammarState | GrammarError | None:
+        """Compile a request's grammar in a thread, and go on to where a resumed answer is."""
+        request = self._requests.find(job.request_id)
+        if request is None or not request.options.constraint:
+            return None
+        if self._grammars is None:
+            return GrammarError("this worker has no tokenizer, so answers can follow no grammar")
+        answered = np.frombuffer(job.extend_ids, "<u4").tolist() if job.answered_tokens else []
+        try:
+            return await asyncio.to_thread(
+                self._grammars.begin, request.options.constraint, answered[-job.answered_tokens :]
+            )
+        except GrammarError as error:
+            return error
+
+    def _begin(
+        self, request: DecodeRequest, job: GenerateJob, grammar: GrammarState | GrammarError | None
+    ) -> None:
         options = request.options
         request.job, request.renewed = job, self._clock()
         request.deadline, request.times.job = options.deadline, self._clock()
@@ -362,6 +385,9 @@ class DecodeEngine:
             request.close(FinishReason.NO_KV, request.inbox.lost)
             return
         try:
+            if isinstance(grammar, GrammarError):
+                raise grammar
+            request.grammar = grammar
             extend_ids = appended_ids(request.reservation, job, self._model.vocab)
             known = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
             request.known_ids.frombytes(known or request.pages.session_token_ids)
@@ -480,5 +506,15 @@ def load_engine(
     `DecodeEngine`.
     """
     stack = load_part(model, config, 0, tell)
-    digest = store_digest(model, config)
-    return DecodeEngine(name, stack, config, reader=reader, ranks=ranks, digest=digest, tracer=tracer)
+    grammars = Grammars(model_directory(model.path), stack.config.vocab, stack.config.eos_ids)
+    grammars.load_soon()
+    return DecodeEngine(
+        name,
+        stack,
+        config,
+        reader=reader,
+        ranks=ranks,
+        digest=store_digest(model, config),
+        grammars=grammars,
+        tracer=tracer,
+    )

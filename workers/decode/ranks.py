@@ -38,6 +38,7 @@ from deltafront.workers.model.decoder.load import load_model, set_up_compute_thr
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.digest import content_digest
 from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.grammars import Mask
 from deltafront.workers.progress import Tell, silent
 from deltafront.workers.rendezvous import BACKENDS, join_store
 from deltafront.workers.roles import Rank
@@ -134,11 +135,25 @@ class LeadRunner(DecodeRunner):
         with self._on_all("recompute", pages, blocks, ids):
             return super().recompute(pages, blocks, ids)
 
-    def launch(self, rows: Sequence[Row]) -> LaunchedStep:
+    def launch(self, rows: Sequence[Row], masks: Sequence[Mask | None] = ()) -> LaunchedStep:
+        with self._on_all("launch", self._unsent(rows), masks):
+            return super().launch(rows, masks)
+
+    def forward(self, rows: Sequence[Row]) -> None:
+        with self._on_all("forward", self._unsent(rows)):
+            super().forward(rows)
+
+    def choose(self, masks: Sequence[Mask | None]) -> LaunchedStep:
+        with self._on_all("choose", masks):
+            return super().choose(masks)
+
+    def _unsent(self, rows: Sequence[Row]) -> Sequence[Row] | None:
+        """Return the rows, or None if the other ranks have them."""
         keys = tuple(row.key for row in rows)
-        with self._on_all("launch", None if keys == self._sent else rows):
-            self._sent = keys
-            return super().launch(rows)
+        if keys == self._sent:
+            return None
+        self._sent = keys
+        return rows
 
     def compile(self) -> None:
         self._sent = ()
@@ -178,18 +193,17 @@ class FollowerRank:
         if self.fault:
             return
         try:
-            if work == "launch":
-                self._launch(*arguments)
-            else:
-                getattr(self._runner, work)(*arguments)
+            if work in ("launch", "forward"):
+                arguments = (self._known(arguments[0]), *arguments[1:])
+            getattr(self._runner, work)(*arguments)
         except Exception as error:
             log.exception("a rank of a decode worker failed")
             self.fault = f"{work} failed: {type(error).__name__}: {error}"
 
-    def _launch(self, rows: Sequence[Row] | None) -> None:
+    def _known(self, rows: Sequence[Row] | None) -> Sequence[Row]:
         if rows is not None:
             self._rows = rows
-        self._runner.launch(self._rows)
+        return self._rows
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], pages: Sequence[int]) -> int:
         return await self._reader.read(announcement, layers, lambda: nullcontext(pages)) or 0

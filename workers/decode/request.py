@@ -19,6 +19,7 @@ from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
 from deltafront.workers.messages.methods import BLOCK
 from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Reservation
+from deltafront.workers.model.grammars import GrammarState
 from deltafront.workers.tracing import NO_SPAN, Span
 
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
@@ -66,6 +67,8 @@ class DecodeRequest:
     """The session that was made of its prompt."""
     answer_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
     recomputes: bool = False
+    grammar: GrammarState | None = None
+    """Set if the answer follows one. Only the compute thread changes it."""
     span: Span = NO_SPAN
 
     @property

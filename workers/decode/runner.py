@@ -27,6 +27,7 @@ from deltafront.workers.kv.pages.request_pages import PageCopy
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
 from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
+from deltafront.workers.model.grammars import Mask
 from deltafront.workers.settings import KVDtype
 
 _RAGGED = 77
@@ -190,9 +191,14 @@ class DecodeRunner:
         self._rows = StepRows(max_batch, max_pages, model.vocab, self.scratch_page, stack.device)
         self._graphs: StepGraphs | None = None
         self._begun: dict[int, _Begun] = {}
+        self._unchosen: tuple[Sequence[Row], Batch, torch.Tensor]
         self._plan = plan
         self._scale = model.head_dim**-0.5
         self._dense: Attention = build(method_spec("dense"), windows=model.windows)
+
+    @property
+    def any_token(self) -> Mask:
+        return np.full(-(-self.stack.config.vocab // 32), -1, dtype=np.int32)
 
     @property
     def batch_sizes(self) -> Sequence[int]:
@@ -201,15 +207,21 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def first_tokens(
-        self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
+        self,
+        logits: Sequence[object],
+        rows: Sequence[Row],
+        copies: Sequence[PageCopy] = (),
+        masks: Sequence[Mask | None] = (),
     ) -> list[SampledToken]:
-        """Sample each row's first token from its logits, float32 [V], and copy the pages of `copies`."""
+        """Sample each row's first token from its logits, float32 [V], and copy the pages of `copies`.
+        `masks` are as in `choose`."""
         if copies:
             self.copy_pages(copies)
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
         logits_RV = torch.stack([x.to(self.stack.device, torch.float32) for x in rows_V])
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
-        sampling = sampling_rows([row.sampling for row in rows], logits_RV.shape[1], self.stack.device)
+        given = [row.sampling for row in rows]
+        sampling = sampling_rows(given, logits_RV.shape[1], self.stack.device, masks)
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
         return LaunchedStep(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
 
@@ -330,14 +342,40 @@ class DecodeRunner:
         """Run one decode step. Rows are independent of one another."""
         return self.launch(rows).chosen()
 
+    def launch(self, rows: Sequence[Row], masks: Sequence[Mask | None] = ()) -> LaunchedStep:
+        """Launch a step. The next one may be launched before this one's tokens are known, if it has the
+        same rows.
+
+        Args:
+            masks: As in `choose`.
+        """
+        self._launch_forward(rows)
+        return self._launch_choice(masks)
+
+    def forward(self, rows: Sequence[Row]) -> None:
+        """Launch a step up to its logits. `choose` must follow: masks depend on the step before, whose tokens
+        need not be known here."""
+        self._launch_forward(rows)
+
+    def choose(self, masks: Sequence[Mask | None]) -> LaunchedStep:
+        """Launch the rest of a step.
+
+        Args:
+            masks: For each row the tokens that it may choose, None: all. Empty: no row has a mask.
+        """
+        return self._launch_choice(masks)
+
     @torch.inference_mode()
-    def launch(self, rows: Sequence[Row]) -> LaunchedStep:
-        """Launch a step. The next step may be launched before this one's tokens are known, if it has the same
-        rows."""
-        batch, count = self._rows.batch(rows), len(rows)
+    def _launch_forward(self, rows: Sequence[Row]) -> None:
+        batch = self._rows.batch(rows)
         logits_RV = self._forward(batch) if self._graphs is None else self._graphs.replay(batch)
+        self._unchosen = rows, batch, logits_RV
+
+    @torch.inference_mode()
+    def _launch_choice(self, masks: Sequence[Mask | None]) -> LaunchedStep:
+        (rows, batch, logits_RV), count = self._unchosen, len(self._unchosen[0])
         lengths_R = batch.lengths_R[:count].add_(1)
-        ids_R, logprob_R = sample(logits_RV[:count], batch.sampling, lengths_R)
+        ids_R, logprob_R = sample(logits_RV[:count], self._rows.constrain(batch, masks), lengths_R)
         batch.ids_R[:count].copy_(ids_R)
         read = [self._plan.pages_read(row.length + 1, row.selects_pages) for row in rows]
         return LaunchedStep(ids_R, logprob_R, read)
@@ -398,3 +436,4 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
             row = Row(0, pages, length + ragged, 0, sampling, False)
             for count in runner.batch_sizes:  # by which torch chooses its kernels
                 runner.first_tokens([logits_V] * count, [row] * count)
+                runner.first_tokens([logits_V] * count, [row] * count, (), [runner.any_token] * count)

@@ -19,6 +19,7 @@ from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.decode.runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult, SampledToken
 from deltafront.workers.messages.events import FinishReason, Token
 from deltafront.workers.messages.methods import BLOCK
+from deltafront.workers.model.grammars import Mask
 from deltafront.workers.pace import Recent
 from deltafront.workers.settings import DecodeConfig
 
@@ -143,9 +144,13 @@ class DecodeScheduler:
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
         logits, rows = [request.logits for request in requests], [request.row for request in requests]
         copies = [request.pages.copy_out for request in requests if request.pages.copy_out is not None]
-        chosen = await self._computed(
-            "first tokens", requests, lambda: self._runner.first_tokens(logits, rows, copies)
-        )
+
+        def work() -> list[SampledToken]:
+            chosen = self._runner.first_tokens(logits, rows, copies, _masks(requests))
+            _take(requests, chosen)
+            return chosen
+
+        chosen = await self._computed("first tokens", requests, work)
         for request, choice in zip(requests, chosen or (), strict=False):
             if request.ended is None:
                 request.times.first = self._clock()
@@ -205,7 +210,11 @@ class DecodeScheduler:
         return lambda: self._runner.append(pages, step, last, copy, part)
 
     async def _decode(self) -> None:
-        """Decode one step. On a GPU the next one is launched before this one's tokens are delivered."""
+        """Decode one step. On a GPU the next one is launched before this one's tokens are delivered.
+
+        If an answer follows a grammar, the next step's tokens depend on this one's. Then its forward pass is
+        launched first, and the masks are made while the GPU computes it.
+        """
         launched, self._ahead = self._ahead, None
         requests = tuple(self._running) if launched is None else launched.requests
         rows = [request.row for request in requests]
@@ -214,9 +223,15 @@ class DecodeScheduler:
         )
 
         def work() -> tuple[list[SampledToken], LaunchedStep | None]:
-            step = self._runner.launch(rows) if launched is None else launched.step
-            following = self._runner.launch(next_rows) if next_rows else None
-            return step.chosen(), following
+            step = self._runner.launch(rows, _masks(requests)) if launched is None else launched.step
+            constrained = any(request.grammar is not None for request in requests)
+            if not (constrained and next_rows):
+                following = self._runner.launch(next_rows) if next_rows else None
+                _take(requests, chosen := step.chosen())
+                return chosen, following
+            self._runner.forward(next_rows)
+            _take(requests, chosen := step.chosen())
+            return chosen, self._runner.choose(_masks(requests))
 
         pages_in_use = _use_pages(requests)
         outcome = await self._computed("a decode step", requests, work)
@@ -278,10 +293,27 @@ class DecodeScheduler:
             request.cache_prefix()
         assert request.job is not None
         sampling = request.job.sampling
-        if choice.token in self._eos_ids and not sampling.ignore_eos:
+        grammar = request.grammar
+        complete = grammar is not None and grammar.ended
+        if grammar is not None and grammar.trouble:
+            request.close(FinishReason.FAILED, grammar.trouble)
+        elif complete or (choice.token in self._eos_ids and not sampling.ignore_eos):
             request.close(FinishReason.STOP, "")
         elif request.left == 0:
             request.close(FinishReason.LENGTH, "")
+
+
+def _masks(requests: Sequence[DecodeRequest]) -> Sequence[Mask | None]:
+    """Return the tokens that each request may choose, None: all. Empty if none has a grammar."""
+    if all(request.grammar is None for request in requests):
+        return ()
+    return [None if request.grammar is None else request.grammar.mask() for request in requests]
+
+
+def _take(requests: Sequence[DecodeRequest], chosen: Sequence[SampledToken]) -> None:
+    for request, choice in zip(requests, chosen, strict=True):
+        if request.grammar is not None:
+            request.grammar.take(choice.token)
 
 
 def _use_pages(requests: Sequence[DecodeRequest]) -> ExitStack:

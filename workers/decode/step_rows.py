@@ -4,12 +4,13 @@ Shape suffixes: R requests of the batch, P columns of the page table.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from deltafront.kernels.layers.sampling import SamplingRows
 from deltafront.workers.messages.requests import Sampling
+from deltafront.workers.model.grammars import Mask
 
 _NARROWEST = 512
 """Columns of the narrowest page table, which hold 8,192 tokens."""
@@ -80,7 +81,9 @@ class StepRows:
         self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ids_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.selects_R = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.sampling = SamplingRows.room(rows, device)
+        self.sampling = SamplingRows.room(rows, vocab, device)
+        self._masked: set[int] = set()
+        """Rows that may not choose every token."""
         self._keys: tuple[int, ...] = ()
         self._batch: Batch | None = None
 
@@ -96,6 +99,19 @@ class StepRows:
             self._write(same, rows[same:], shape.rows)
             self._batch, self._keys = self._view(shape, [row.sampling for row in rows]), keys
         return self._batch
+
+    def constrain(self, batch: Batch, masks: Sequence[Mask | None]) -> SamplingRows:
+        """Write what a batch's rows may choose, None: every token. Return its sampling.
+
+        Args:
+            masks: One a row, or empty.
+        """
+        if not masks:
+            return batch.sampling
+        for index in self._masked - {row for row, mask in enumerate(masks) if mask is not None}:
+            self.sampling.allowed_RW[index] = -1
+        self._masked = _write_masks(self.sampling, masks)
+        return replace(batch.sampling, constrains=True)
 
     def padding(self, selecting: bool) -> Iterator[Batch]:
         """Yield a batch of padding rows in each shape. The requests' rows are overwritten.
@@ -152,10 +168,22 @@ def _widths(pages: int) -> list[int]:
     return widths
 
 
-def sampling_rows(rows: Sequence[Sampling], vocab: int, device: torch.device) -> SamplingRows:
-    made = SamplingRows.room(len(rows), device)
+def sampling_rows(
+    rows: Sequence[Sampling], vocab: int, device: torch.device, masks: Sequence[Mask | None] = ()
+) -> SamplingRows:
+    made = SamplingRows.room(len(rows), vocab, device)
     _write_sampling(made, 0, rows, vocab)
-    return _written(made, rows, vocab)
+    constrains = bool(_write_masks(made, masks))
+    return replace(_written(made, rows, vocab), constrains=constrains)
+
+
+def _write_masks(made: SamplingRows, masks: Sequence[Mask | None]) -> set[int]:
+    """Return the rows that have a mask."""
+    written = {index: mask for index, mask in enumerate(masks) if mask is not None}
+    for index, mask in written.items():
+        # A copy of at most 64 KiB does not wait for copies of KV from host memory.
+        made.allowed_RW[index].copy_(torch.from_numpy(mask))
+    return set(written)
 
 
 def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vocab: int) -> None:

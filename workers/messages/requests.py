@@ -50,6 +50,7 @@ class RequestOptions:
         keep_ttl_s: Seconds for which a session of the prompt is kept.
         deadline: Seconds since the epoch.
         trace: The W3C `traceparent` above the request; empty: not recorded.
+        constraint: The grammar that the answer follows, in llguidance's form; empty: none.
     """
 
     page_selection: PageSelection = PageSelection.DEFAULT
@@ -57,6 +58,7 @@ class RequestOptions:
     keep_ttl_s: float = 0.0
     deadline: float | None = None
     trace: str = ""
+    constraint: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

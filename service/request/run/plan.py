@@ -4,18 +4,20 @@ A decode worker prefills the tokens that were streamed before, because sparse pr
 cache of them.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from deltafront.service.errors import InvalidArgument, TooLong
-from deltafront.service.request.calls import Prompt, pack_ids
+from deltafront.service.request.calls import Call, Prompt, pack_ids
 from deltafront.service.request.context import Resources
 from deltafront.service.request.text.text_budget import HeldText
 from deltafront.service.request.text.tokenizer import TemplateError, TextTooLong, TokenLimit
 from deltafront.workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact
 from deltafront.workers.messages.requests import ID_BYTES, recompute_pages
+from deltafront.workers.model.grammars import GrammarError, grammar_of
 
 
 async def tokenize(
@@ -60,6 +62,26 @@ async def tokenize(
     if int(np.frombuffer(ids, dtype="<u4").max()) >= resources.vocabulary:
         raise InvalidArgument(name, "contains a special token that this model has no embedding for")
     return ids
+
+
+async def constrained(resources: Resources, call: Call) -> Call:
+    """Put the grammar of a call's constraint into its options. It is compiled here, too, so that a wrong one
+    is refused before anything is prefilled. Raises InvalidArgument."""
+    given = vars(call.constraint) if call.constraint is not None else {}
+    for form, rule in given.items():
+        if rule is not None:
+            grammar = await asyncio.to_thread(_checked_grammar, resources, call, form, rule)
+            return replace(call, constraint=None, options=replace(call.options, constraint=grammar))
+    return call
+
+
+def _checked_grammar(resources: Resources, call: Call, form: str, rule: str) -> str:
+    try:
+        grammar = grammar_of(form, rule)
+        resources.grammars.begin(grammar, call.answered)
+    except GrammarError as error:
+        raise InvalidArgument(f"constraint.{form}", str(error)) from None
+    return grammar
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.answer import Answer
 from deltafront.service.request.run.attempt import Attempt, Replays, deadline_timeout
 from deltafront.service.request.run.placement import READ_TOO_LATE, place, refusal_error, reserve
-from deltafront.service.request.run.plan import Plan, plan_answer, tokenize
+from deltafront.service.request.run.plan import Plan, constrained, plan_answer, tokenize
 from deltafront.service.request.run.prefix import PrefixHit, find_prefix, prompt_key
 from deltafront.service.request.run.prompt_prefill import PromptPrefill
 from deltafront.workers.messages import events, prompts, requests
@@ -79,7 +79,8 @@ class RequestRun:
             raise
 
     async def _tokenize(self) -> None:
-        resources, text, call = self._resources, self._accepted.text, self._call
+        resources, text = self._resources, self._accepted.text
+        call = await constrained(resources, self._call)
         if call.prompt is not None:
             answer = call.append is None and not call.prefill_only
             self._prompt_ids = await tokenize(resources, text, call.prompt, appended=False, answer=answer)

@@ -23,6 +23,7 @@ from deltafront.service.request.answers import (
 )
 from deltafront.service.request.calls import (
     AttentionMethod,
+    Constraint,
     GenerateRequest,
     PrefillRequest,
     Prompt,
@@ -43,6 +44,9 @@ def maybe(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     return st.none() | strategy
 
 
+constraints = st.sampled_from(["json_schema", "regex", "grammar"]).flatmap(
+    lambda form: st.builds(Constraint, **{form: texts})
+)
 messages = st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3).map(tuple)
 whole_numbers = st.integers(-(1 << 53), 1 << 53)
 json_values = st.recursive(
@@ -76,6 +80,7 @@ requests = st.builds(
     sampling=sampling_params,
     page_selection=st.sampled_from(PageSelection),
     recompute_blocks=maybe(small),
+    constraint=maybe(constraints),
 ).filter(lambda request: request.prompt is None or request.session_id is None)
 
 sessions = st.builds(Session, session_id=texts, expires=moments, tokens=counts)

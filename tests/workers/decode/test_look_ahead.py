@@ -33,8 +33,8 @@ class Watch:
         self.before_landing: Callable[[int], None] = lambda step: None
         launch, chosen, steps = run.engine._runner.launch, LaunchedStep.chosen, dict[int, tuple[int, int]]()
 
-        def launched(rows: list[Row]) -> LaunchedStep:
-            made: LaunchedStep = launch(rows)
+        def launched(rows: list[Row], masks: Any = ()) -> LaunchedStep:
+            made: LaunchedStep = launch(rows, masks)
             steps[id(made)] = len(self.lengths), len(rows)
             self.log.append(("launch", *steps[id(made)]))
             self.lengths.append([row.length for row in rows])

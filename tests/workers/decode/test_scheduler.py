@@ -45,7 +45,9 @@ class Runner:
         self.after_part: Callable[[], None] = lambda: None
         self.begun: set[int] = set()
 
-    def first_tokens(self, logits: Sequence[Any], rows: Sequence[Row], copies: Any) -> list[SampledToken]:
+    def first_tokens(
+        self, logits: Sequence[Any], rows: Sequence[Row], copies: Any, masks: Any
+    ) -> list[SampledToken]:
         return Step(len(rows)).chosen()
 
     def append(self, pages: Any, step: Read, last: bool, copy: Any, part: ReadPart | None) -> ReadResult:
@@ -57,7 +59,7 @@ class Runner:
     def forget_read(self, key: int) -> None:
         self.begun.remove(key)
 
-    def launch(self, rows: Sequence[Row]) -> Step:
+    def launch(self, rows: Sequence[Row], masks: Any = ()) -> Step:
         return Step(len(rows))
 
 

@@ -1,0 +1,121 @@
+"""Answers in a given form, through OpenAI's client and gRPC's: JSON, choices, regexes, grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from deltafront.service.client import DeltafrontClient
+from deltafront.service.errors import InvalidArgument
+from deltafront.workers.messages.events import Token
+
+from ..inprocess import House
+from .openai_calls import HI, MODEL, chat, complete
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(pattern="^[a-z]{1,9}$")
+    age: int = pydantic.Field(ge=0, le=150)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "tags": {"enum": ["a", "bb"]}},
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+
+
+def of_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+
+
+def test_openais_client_parses_an_answer_into_its_type(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.parse(model=MODEL, messages=HI, max_tokens=99, response_format=Person)
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_streamed_json_is_the_whole_answers(api: openai.OpenAI) -> None:
+    asked = {"response_format": of_schema(SCHEMA), "max_tokens": 99}
+    whole = chat(api, **asked).choices[0].message.content
+    jsonschema.validate(json.loads(whole), SCHEMA)
+    chunks = list(chat(api, stream=True, **asked))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole
+
+
+def test_json_object_begins_as_an_object(api: openai.OpenAI) -> None:
+    assert chat(api, response_format={"type": "json_object"}).choices[0].message.content[0] == "{"
+
+
+def test_text_format_leaves_the_answer_free(api: openai.OpenAI, house: House) -> None:
+    chat(api, response_format={"type": "text"})
+    assert not house.decode.reservations[-1].options.constraint
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ({"choice": ["yes", 'no "more"']}, 'yes|no "more"'),
+        ({"regex": "[a-c]{3}-[0-9]"}, "[a-c]{3}-[0-9]"),
+        ({"grammar": 'root ::= "x" [0-4] "y"'}, "x[0-4]y"),
+        ({"grammar": 'start: "x" /[0-4]/'}, "x[0-4]"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 7}}, "[5-7]"),
+        ({"json": '{"const": 3}', "disable_any_whitespace": False}, "3"),
+    ],
+)
+def test_vllms_structured_outputs_are_followed(api: openai.OpenAI, given: Any, pattern: str) -> None:
+    answer = complete(api, max_tokens=50, extra_body={"structured_outputs": given})
+    assert re.fullmatch(pattern, answer.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be text, json_object or"),
+        ({"response_format": of_schema(3)}, "response_format.json_schema.schema", "must be a JSON schema"),
+        ({"response_format": of_schema({"type": "objekt"})}, "response_format", "Invalid type: objekt"),
+        ({"response_format": of_schema({"enum": ["x" * 300_000]})}, "response_format", "at most 262144"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "b"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must be a list of texts"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "must have one of"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "contradicts response_format",
+        ),
+    ],
+)
+def test_wrong_form_is_refused_before_anything_is_read(
+    api: openai.OpenAI, house: House, given: Any, param: str, said: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(api, extra_body=given)
+    body: Any = refused.value.body
+    assert body["param"] == param and said in body["message"] and "\n" not in body["message"]
+    assert not house.group.jobs and not house.decode.reservations
+
+
+def test_answer_goes_on_in_its_form_after_its_worker_failed(api: openai.OpenAI, house: House) -> None:
+    asked = {"response_format": of_schema(SCHEMA), "max_tokens": 99}
+    whole = chat(api, **asked).choices[0].message.content
+    house.decode.fail_after = [4]
+    assert chat(api, **asked).choices[0].message.content == whole
+    assert house.decode.jobs[-1].answered_tokens == 4
+
+
+def test_grpc_client_asks_for_a_schema(house: House, client: DeltafrontClient) -> None:
+    events = list(client.generate("p", json_schema=SCHEMA, max_tokens=99))
+    text = "".join(event.text for event in events if isinstance(event, Token))
+    jsonschema.validate(json.loads(text), SCHEMA)
+    with pytest.raises(InvalidArgument, match=r"constraint\.regex"):
+        list(client.generate("p", regex="(a"))
+    with pytest.raises(InvalidArgument, match="one schema, regex or grammar"):
+        list(client.generate("p", regex="a", grammar='start: "a"'))
