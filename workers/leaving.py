@@ -8,10 +8,10 @@ log = logging.getLogger(__name__)
 
 
 class Leaving(ABC):
-    """Base of actors that doors call and that may drain.
+    """Base of actors that doors call and that can drain.
 
     Doors see `draining` and send new prompts to other workers. Running requests are served. A door that knows
-    no other worker still sends prompts, and renews.
+    no other worker still sends prompts and renews its requests.
     """
 
     hosted: Any
@@ -32,10 +32,10 @@ class Leaving(ABC):
     async def check(self) -> str: ...
 
     async def drain(self, within_s: float) -> None:
-        """Return when nothing runs, waits or is kept, pages are free, and no door renews.
+        """Return when nothing runs or waits, no session is kept, all pages are free, and no door renews.
 
-        It returns after within_s seconds at the latest and says what is left, or at once if the worker is
-        broken.
+        It returns after `within_s` seconds at the latest and says what is left; at once if the worker is
+        faulty.
         """
         self.draining, left = True, "it has not said what"
         clock = asyncio.get_running_loop().time
@@ -53,7 +53,7 @@ class Leaving(ABC):
             log.warning("not drained after %g s, this is left: %s", within_s, left or "nothing, for a moment")
 
     async def _left(self) -> str:
-        """Say what still runs; empty if the worker is idle."""
+        """Say what is still running; empty if the worker is idle."""
         renewed, self._renewed = self._renewed, False
         state = vars(await self.stats())
         counts = {name: state.get(name) for name in ("running", "waiting", "sessions")}

@@ -1,4 +1,4 @@
-"""Tracks which ranges of one prompt's KV were announced, and which are written.
+"""Tracks which ranges of one prompt's KV have been announced, and which have been written.
 
 A range is half-open: tokens [start, stop) of one layer. Pure.
 """
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 
 class ArrivalError(ValueError):
-    """An announcement contradicts the request's plan, so its request must fail."""
+    """An announced range does not fit the request, which must fail."""
 
 
 class KVArrival:
-    """Records a prompt's ranges: claimed when announced, written once read.
+    """Records a prompt's ranges: claimed when announced, written when copied into the pages.
 
-    This recognises a repeated announcement while the first one is still being read.
+    So it recognises a repeated announcement while the first one is still being copied.
 
     Args:
-        held: Number of first tokens whose KV is there from the start. They are never written.
+        held: Number of first tokens that already have KV. They are never written.
     """
 
     def __init__(self, layers: int, tokens: int, held: int = 0) -> None:
@@ -68,15 +68,16 @@ class KVArrival:
         self._count += tokens
 
     def resume_point(self, points: Iterable[int]) -> int:
-        """Return the largest of `points` before which every layer's KV is complete; `held` if there is none.
+        """Return the largest of `points` before which the KV of every layer is complete; `held` if there is
+        none.
 
-        A point counts only where a written range of every layer ends.
+        Only points at which a written range of every layer ends count.
         """
         ends = [set(_ends(written)) for written in self._written]
         return max(set(points).intersection(*ends), default=self._held)
 
     def until(self, tokens: int) -> KVArrival:
-        """Return an account of the ranges that were written before a resume point."""
+        """Return a copy with only the ranges written before a resume point."""
         rest = KVArrival(self._layers, self._tokens, self._held)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():

@@ -2,8 +2,8 @@
 
 A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout. Decode kernels read it
 in place. In 8 bits (`kernels.layers.kv_int8`) each row of head_dim channels has a scale, kept in another
-tensor. So KV has two sides (k, v) or four (k, v, k's scales, v's scales). A copy of KV copies every side
-unchanged. Shape suffixes also: R slots of all pages.
+tensor. So KV consists of two tensors, called sides (k, v), or four (k, v, k's scales, v's scales). A copy of
+KV copies every side unchanged. Shape suffixes also: R slots of all pages.
 """
 
 import secrets
@@ -25,7 +25,7 @@ Sides = tuple[torch.Tensor, ...]
 
 
 class KVCacheError(ValueError):
-    """A write or read outside the cache or the page table."""
+    """Raised for a write or read outside the cache or the page table."""
 
 
 class PagedKVCache:
@@ -34,7 +34,7 @@ class PagedKVCache:
     Args:
         layers: By the model's numbers.
         kv_heads: Key/value heads of this rank.
-        dtype: The model's.
+        dtype: The model's dtype.
         int8: Whether the cache has 8 bits.
     """
 
@@ -92,7 +92,7 @@ class PagedKVCache:
 
     @property
     def sides(self) -> Sides:
-        """The memory: one tensor [layers, pages, page_tokens, …] for each side."""
+        """The cache's tensors, one [layers, pages, page_tokens, …] per side."""
         if self.k_scale_LPSG is None or self.v_scale_LPSG is None:
             return self.k_LPSGD, self.v_LPSGD
         return self.k_LPSGD, self.v_LPSGD, self.k_scale_LPSG, self.v_scale_LPSG
@@ -153,7 +153,7 @@ class PagedKVCache:
         return torch.arange(rows.start, rows.stop, device=self.device)
 
     def write(self, layer: int, pages: torch.Tensor, start: int, *sides_T: torch.Tensor) -> None:
-        """Store tokens start .. start+T-1 of one sequence. The sides are in the cache's own form."""
+        """Store tokens start .. start+T-1 of one sequence. The sides must have the cache's dtypes."""
         self._put(layer, self.rows_of(pages, start, sides_T[0].shape[0]), sides_T)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,10 +186,10 @@ class PagedKVCache:
         layers: Mapping[int, Sides],
         after: Any = None,
     ) -> None:
-        """Store received sides of one or more layers, from token `start` on. Returns once they are written.
+        """Store received KV of one or more layers, from token `start` on. Returns once it is written.
 
-        KV may lie on the host. Contiguous pages take plain copies by a GPU's copy engine, which interrupt no
-        other process.
+        The KV may be in host memory. For contiguous pages a GPU's copy engine makes plain copies, which
+        delay no other process.
 
         Args:
             after: A CUDA event to wait for first.
@@ -240,7 +240,7 @@ class PagedKVCache:
 
     @contextmanager
     def moving(self, after: Any = None) -> Iterator[None]:
-        """Run the block's copies on another stream than computation, and wait for them at the end.
+        """Run the copies of a `with` block on the copy stream, and wait for them at its end.
 
         Args:
             after: A CUDA event to wait for first.
@@ -255,12 +255,12 @@ class PagedKVCache:
         self._arrivals.synchronize()
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `gather`, but return views of contiguous pages, of 16 bits or more."""
+        """Like `gather`, but return views. The pages must be contiguous and have 16 bits or more."""
         k_SGD, v_SGD = self.sides_of_run(layer, first_page, 0, tokens)
         return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
 
     def sides_of_run(self, layer: int, first_page: int, start: int, tokens: int) -> Sides:
-        """Return views of the rows of contiguous pages."""
+        """Return views of the sides of tokens start .. start+tokens-1, in contiguous pages."""
         rows = self._span(first_page, start, tokens)
         return tuple(side_R[rows] for side_R in self.rows(layer))
 
@@ -271,7 +271,7 @@ class PagedKVCache:
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every layer.
 
-        A GPU only queues the copy, so both pages must keep a reference until the copy is complete.
+        On a GPU the copy is only queued, so both pages must keep a reference until it is complete.
         """
         for side in self.sides:
             side[:, target].copy_(side[:, source])
@@ -298,13 +298,13 @@ class PagedKVCache:
 
 
 def row_forms(kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return a token's shape and dtype in each side of a cache that keeps KV in `dtype`."""
+    """Return the shape and dtype of one token in each side of a cache of `dtype`."""
     forms: list[tuple[tuple[int, ...], torch.dtype]] = [((kv_heads, head_dim), dtype)] * 2
     return [*forms, *[((kv_heads,), BYTES)] * 2] if dtype == BYTES else forms
 
 
 def token_bytes(kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Count the bytes of a token in one layer, all sides together."""
+    """Return the bytes of one token in one layer, over all sides."""
     return sum(prod(shape) * kind.itemsize for shape, kind in row_forms(kv_heads, head_dim, dtype))
 
 

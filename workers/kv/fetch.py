@@ -1,6 +1,6 @@
-"""Fetches KV from a decode worker's pages, for a stage that resumes where another died.
+"""Fetches KV back from a decode worker's pages, for a stage that resumes a prompt after another group died.
 
-It travels as host arrays with every transport, in pieces of bounded size.
+With every transport it travels as host arrays, in pieces of bounded size.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ _AHEAD = 3
 
 class KVSource(Protocol):
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
-        """Yield each piece with its KV, in order. Raises HandoffError."""
+        """Yield each requested piece with its KV, in order. Raises HandoffError."""
 
 
 def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRange]:
@@ -43,7 +43,7 @@ def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostK
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> Sides:
-    """Return a fetched piece as host tensors, perhaps read-only. Raises HandoffError for KV of another
+    """Return a fetched piece as host tensors, which may be read-only. Raises HandoffError for KV of another
     model."""
     forms = row_forms(cache.kv_heads, cache.head_dim, cache.dtype)
     arrays = kv.k, kv.v, *kv.scales

@@ -22,9 +22,9 @@ MESSAGE_BYTES = 4 << 20
 
 
 class HostCopies:
-    """A `stream.KVExporter`, and also the export of every request.
+    """The `stream.KVExporter` of host copies, and the `KVExport` of every request.
 
-    A message carries each layer's sides as host arrays. On CUDA a side stream copies them into pinned memory
+    A message carries each layer's KV as host arrays. On CUDA another stream copies it into pinned memory
     while the layer computes.
     """
 
@@ -61,7 +61,7 @@ class HostCopies:
 
 
 def as_tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Share the memory of an array from `as_numpy` with torch.
+    """Return a tensor on the memory of an array from `as_numpy`.
 
     Raises:
         ValueError: It has another shape or dtype.
@@ -77,6 +77,6 @@ def as_tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.T
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Share a host tensor's memory with numpy; bfloat16 becomes uint16."""
+    """Return an array on the memory of a host tensor; bfloat16 becomes uint16."""
     array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
     return array

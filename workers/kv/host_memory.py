@@ -21,8 +21,8 @@ from deltafront.workers.settings import DecodeConfig
 class HostMemory:
     """One rank's slots in host memory: [layers, slots, page_tokens, …] for each side of its cache.
 
-    The memory is pinned, because a GPU's copy engines read and write it directly. Pinning some tens of GiB
-    takes seconds. `files` saves slots to disk; None: nothing is saved.
+    The memory is pinned, so that a GPU's copy engines access it directly. Pinning some tens of GiB takes
+    seconds. `files` saves slots to disk; None: nothing is saved.
     """
 
     def __init__(self, cache: PagedKVCache, slots: int, files: KVFiles | None = None) -> None:
@@ -32,10 +32,10 @@ class HostMemory:
 
     @torch.inference_mode()
     def copy(self, runs: Runs, layers: range, back: bool) -> None:
-        """Copy pages of some layers to slots, or slots to pages if `back`. Returns when all copies are
+        """Copy some layers of pages to slots, or of slots to pages if `back`. Returns when all copies are
         complete.
 
-        Each run is one copy for each layer and side, on the stream of received KV.
+        Each run takes one copy per layer and side, on the stream of received KV.
         """
         with self._cache.moving():
             for layer in layers:
@@ -47,7 +47,7 @@ class HostMemory:
                         target.copy_(source, non_blocking=True)
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """Save, load or remove a group of slots.
+        """Save, load or remove a group of slots on disk.
 
         Args:
             work: `save`, `load` or `remove`.
@@ -79,7 +79,7 @@ class RanksMemory:
     Args:
         own: Rank 0's host memory.
         thread: Runs rank 0's copies.
-        lose: Called with the error if a rank is gone.
+        lose: Called with the error if a rank is lost.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RanksMemory:
         self._own, self._thread, self._ranks, self._lose = own, thread, ranks, lose
 
     async def move(self, runs: Runs, layers: range, back: bool) -> None:
-        """Run `HostMemory.copy` on every rank, and wait for all. Raises DecodeFailed if one has failed."""
+        """Run `HostMemory.copy` on every rank, and wait for all. Raises DecodeFailed if one fails."""
         own = asyncio.get_running_loop().run_in_executor(self._thread, self._own.copy, runs, layers, back)
         await self._all(own, [rank.move(runs, layers, back) for rank in self._ranks])
 
@@ -112,7 +112,7 @@ class RanksMemory:
 
 
 def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> HostMemory | None:
-    """Make a rank's part of a worker's host memory; None if there is none.
+    """Make a rank's part of a worker's host memory; None if none is configured.
 
     Args:
         digest: The model's content digest, part of saved files' names.
@@ -132,18 +132,18 @@ def make_host_memory(cache: PagedKVCache, config: DecodeConfig, digest: str) -> 
 
 
 def kv_form(cache: PagedKVCache, digest: str) -> str:
-    """Name everything that a rank's KV depends on, except the prompt and its key."""
+    """Return a string of everything that a rank's KV depends on, except the prompt and its key."""
     shapes = [(tuple(side.shape[2:]), str(side.dtype)) for side in cache.sides]
     return repr((digest, str(cache.model_dtype), cache.layers, shapes, cache.heads, cache.model_heads))
 
 
 def pages_of(gib: float, cache: PagedKVCache) -> int:
-    """Count the pages that fit into `gib`, with the heads of all ranks."""
+    """Return the number of pages, with the heads of all ranks, that fit into `gib` GiB."""
     return int(gib * 2**30) // (page_bytes(cache.sides) * (cache.model_heads // cache.kv_heads))
 
 
 def page_bytes(cache_sides: Sequence[torch.Tensor]) -> int:
-    """Count the bytes of one page, all layers and sides together."""
+    """Return the bytes of one page over all layers and sides."""
     return sum(len(side) * prod(side.shape[2:]) * side.element_size() for side in cache_sides)
 
 

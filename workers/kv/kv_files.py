@@ -1,11 +1,11 @@
 """Saves groups of pages as safetensors files, one for each group and rank.
 
-A file is written under another name first, so it is complete or not there. It names the form of its KV and
+A file is written under a temporary name first, so it is complete or absent. It names the form of its KV and
 has a checksum of each tensor. All workers of one model and configuration may share a directory.
 
-A group's name follows from the prompt's tokens, so a user who can list the folder could test whether a text
-was sent. So the file name is an HMAC of the group's name with the directory's secret, and the file holds the
-name.
+A group's name is a hash of the prompt's tokens, so a user who can list the directory could test whether a
+text was sent. So the file name is an HMAC of the group's name with the directory's secret, and the file holds
+the name.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class KVFiles:
                     path.unlink()
 
     def saved(self) -> list[tuple[bytes, float]]:
-        """Return each group's name and its date, in seconds from now, the earliest first.
+        """Return each group's name and date, in seconds from now, in ascending order.
 
         A future date says until when the group is retained. A past one says when it was last used. Files of
         another form, and files that another worker removes meanwhile, are left out.
@@ -97,9 +97,9 @@ class KVFiles:
         return name
 
     def date(self, groups: Sequence[tuple[bytes, float]]) -> None:
-        """Set the dates that `saved` returns, as modification times. Raises StoreError.
+        """Set the groups' dates, which `saved` returns, as modification times. Raises StoreError.
 
-        A file that another worker has removed is left out.
+        Files that another worker has removed are skipped.
         """
         now = time.time()
         for name, seconds in groups:
@@ -124,7 +124,7 @@ class KVFiles:
             raise StoreError(f"{path}: {error}") from error
 
     def load(self, name: bytes) -> list[torch.Tensor]:
-        """Return a group's sides, in memory that the thread's next call overwrites.
+        """Load a group's sides into memory that the thread's next call overwrites.
 
         Raises:
             StoreError: The file is gone, truncated, changed, or of another form.

@@ -1,7 +1,7 @@
 """Shares memory between processes of one host: by CUDA IPC on a GPU, by shared memory on a CPU.
 
-Mapped memory appears on the process's own device, whichever GPUs Ray shows it. It outlives its owner until it
-is unmapped.
+Mapped memory appears on this process's own device, whichever GPUs Ray shows it. It stays valid after its
+owner's end, until it is unmapped.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class PeerMemory(Protocol):
         """
 
     def mark(self) -> Any:
-        """Record and return an event after everything launched so far; None: there is nothing to wait for."""
+        """Record an event after everything launched so far, and return it; None: nothing to wait for."""
 
     def when_gone(self, pid: int, on_end: Callable[[], None]) -> None:
         """Call `on_end` once, on this event loop, when a process has ended."""
@@ -105,7 +105,7 @@ def peer_memory(device: torch.device) -> PeerMemory:
 
 
 def when_gone(pid: int, on_end: Callable[[], None]) -> None:
-    """See `PeerMemory.when_gone`."""
+    """Call `on_end` once, on this event loop, when a process has ended."""
     loop = asyncio.get_running_loop()
     try:
         watched = os.pidfd_open(pid)
@@ -128,7 +128,7 @@ def end_process(why: str) -> None:
 
 
 def end_with(pid: int) -> None:
-    """End this process as soon as another one ends, so that it keeps none of that one's memory."""
+    """End this process as soon as another one ends, so that it keeps none of that process's memory mapped."""
 
     def wait() -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -164,7 +164,7 @@ def export_objects(objects: Any, device: torch.device) -> ExportedObjects:
 
 
 def map_objects(exported: ExportedObjects, device: torch.device | str) -> Any:
-    """Return the objects with their tensors mapped. Raises RuntimeError if they cannot be."""
+    """Unpickle the objects with their tensors mapped. Raises RuntimeError if they cannot be mapped."""
     device = torch.device(device)
     peers = peer_memory(device)
     if exported.home != peers.home:
@@ -191,6 +191,6 @@ def launched(device: torch.device) -> Any:
 
 
 def home() -> str:
-    """Name this host and its namespace of process ids. Two containers of one host have two names."""
+    """Return a name of this host and its process-id namespace. Two containers on one host have two names."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}, boot {boot}, {os.readlink('/proc/self/ns/pid')}"

@@ -1,8 +1,8 @@
 """The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
 
-A stage announces KV only after it is computed: a stream that waits for another process's events hangs when
-that process dies. The stage reuses pages when the worker has answered or died, or when its time is over. Both
-read one clock, and the worker drops KV that it read later.
+A stage announces KV only after it is computed, because a stream that waits for another process's events hangs
+when that process dies. The stage reuses the pages once the worker has answered or died, or after `until`.
+Both read one clock, and the worker drops KV that it read after `until`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ last one arrives after 0.7 ms."""
 
 @dataclass(frozen=True)
 class MappedCache(ExportedCache):
-    """A cache of a stage's process `pid`. `sides` are handles for `PeerMemory.open`, and `name` is never used
-    again."""
+    """The cache of a stage in process `pid`. `sides` are handles for `PeerMemory.open`, and `name` is
+    unique.
+    """
 
     name: str
     home: str
@@ -51,14 +52,16 @@ class MappedCache(ExportedCache):
 
 @dataclass(frozen=True)
 class MappedKV(ExportedKV):
-    """The payload. It may be read until `until`, in seconds of the host's monotonic clock."""
+    """The payload of an announcement. It may be read until `until`, in seconds of the host's monotonic
+    clock.
+    """
 
     cache: MappedCache
     until: float
 
 
 class CudaIpcExporter:
-    """A `stream.KVExporter`."""
+    """The `stream.KVExporter` of this transport."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -90,7 +93,7 @@ class CudaIpcExporter:
 
 
 class CudaIpcExport(PageExport):
-    """A request's `stream.KVExport`. `describe` makes the payload from a chunk's rows."""
+    """The `stream.KVExport` of one request. `describe` makes the payload from a chunk's rows."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class CudaIpcExport(PageExport):
         return self._describe(layers[0])
 
     def revoke(self) -> bool:
-        """Return True: the decode worker sees by the clock that it is too late."""
+        """Return True: by the clock, the decode worker will not use later reads."""
         return True
 
 

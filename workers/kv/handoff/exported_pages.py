@@ -1,7 +1,7 @@
 """A stage's exported pages, which a decode worker reads in place.
 
-`MessageStream.close` says when the pages may go to another request. Each transport has its own way to tell
-the reader.
+`MessageStream.close` says when another request may have the pages. Each transport tells the reader in its own
+way.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +33,14 @@ class ExportedCache:
 
 @dataclass(frozen=True)
 class ExportedKV:
-    """The payload: rows of the cache, in the order of the chunk's tokens."""
+    """The payload of an announcement: cache rows in the order of the chunk's tokens."""
 
     cache: ExportedCache
     rows: Runs
 
 
 class PageExport:
-    """The part of a `stream.KVExport` that transports share. `mark` is `PeerMemory.mark`."""
+    """Base of the transports' `stream.KVExport`. `mark` is `PeerMemory.mark`."""
 
     def __init__(self, cache: PagedKVCache, pages: Sequence[int], mark: Callable[[], Any]) -> None:
         self._cache, self._pages, self._mark = cache, pages, mark
@@ -59,8 +59,9 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Return an announcement's payload. Raises HandoffError unless it is KV of this model that the stage
-    holds."""
+    """Return an announcement's payload. Raises HandoffError unless it has the shape of this cache and lies
+    within the stage's cache.
+    """
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")
@@ -85,5 +86,5 @@ def moved_bytes(announcement: KVAnnouncement, layers: Sequence[int], cache: Page
 
 
 def too_late(announcement: KVAnnouncement) -> HandoffError:
-    """Make the error for pages that may have been another request's when they were read."""
+    """Make the error for pages that may have belonged to another request when they were read."""
     return HandoffError(f"{described(announcement)} was read too late: its stage no longer kept it")

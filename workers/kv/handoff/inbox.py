@@ -1,7 +1,7 @@
-"""A decode worker's side of a hand-off: the KV that one attempt at a prompt has delivered.
+"""The decode worker's end of a hand-off: receives the KV of one attempt at a prompt.
 
-A resumed prompt gets a new inbox, so a late message finds nothing to write to. Used on the event loop's
-thread.
+A resumed prompt gets a new inbox, so a late message of the old attempt writes nothing. Used on the event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from deltafront.workers.messages.stages import KVAnnouncement
 
 
 class KVInbox:
-    """Receives one attempt's KV and logits, and ends complete, lost or closed.
+    """Receives the KV and logits of one attempt, until it is complete, lost or closed.
 
-    `changed` is called when the KV is complete or lost, and when the logits have come.
+    `changed` is called when the KV is complete or lost, and when the logits arrive.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KVInbox:
         Returns:
             Bytes moved; 0 if nothing was written.
         Raises:
-            HandoffError, ArrivalError: The KV cannot be read, or is not the prompt's. The inbox is lost.
+            HandoffError, ArrivalError: The KV cannot be read, or is not the prompt's. The inbox is then lost.
         """
         first, start, tokens = announcement.layer, announcement.start, announcement.tokens
         layers = range(first, first + announcement.layers)
@@ -65,8 +65,8 @@ class KVInbox:
         return moved
 
     def put_logits(self, logits_V: np.ndarray, vocab: int) -> None:
-        """Take the first logits. A repetition is ignored. Raises ArrivalError for logits of another
-        vocabulary."""
+        """Store the first token's logits. A repetition is ignored. Raises ArrivalError for logits of another
+        size."""
         if self.logits_V is not None:
             return
         if logits_V.shape != (vocab,):
@@ -82,10 +82,10 @@ class KVInbox:
             self._settle()
 
     def resumed(self, points: Sequence[int], attempt: int) -> tuple[int, KVInbox]:
-        """Close this inbox and make the next attempt's.
+        """Close this inbox and make one for the next attempt.
 
         Returns:
-            The resume point, and the inbox for all KV after it.
+            The resume point, and the inbox for the KV after it.
         """
         tokens = self._arrival.resume_point(points)
         self.close()

@@ -1,9 +1,9 @@
-"""The hand-off without copies on one GPU: a stage maps the decode worker's pages and writes a prompt's KV
-there. An announcement only says that KV is complete.
+"""The hand-off without copies on one GPU: a stage maps the decode worker's pages and writes the KV there. An
+announcement only says that KV is complete.
 
-The decode worker owns the memory. It keeps a request's pages until the stage has closed them, which it does
-once its device writes no more, or until the stage's process is gone. A stage ends together with the decode
-worker whose memory it maps, or as soon as it is sent to another one (docs/decisions/0024).
+The decode worker owns the memory. It keeps a request's pages until the stage closes them, after its device's
+last write, or until the stage's process has ended. A stage ends when the decode worker whose memory it maps
+ends, or when it gets a request for another one (docs/decisions/0024).
 """
 
 import os
@@ -26,14 +26,14 @@ from deltafront.workers.settings import HandoffConfig
 
 
 class MappedSender:
-    """A `KVSender`.
+    """The `KVSender` of this transport.
 
     Args:
         memory: The name of the memory that the stage maps (`PagedKVCache.memory`).
-        outbox: Asks decode workers for pages.
+        outbox: Opens requests' pages on decode workers.
         background: As in `MessageSender`.
-        end: Ends this process. Called if another decode worker has replaced the one whose memory is mapped:
-            KV would be written to the wrong memory.
+        end: Ends this process. Called if another decode worker has replaced the one whose memory is mapped,
+            because KV would be written to the wrong memory.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MappedSender:
 
 
 class MappedExport:
-    """A request's `stream.KVExport`. `mark` is `PeerMemory.mark`, and `close` releases the pages."""
+    """The `stream.KVExport` of one request. `mark` is `PeerMemory.mark`, and `close` releases the pages."""
 
     def __init__(self, mark: Callable[[], Any], close: Callable[[], None]) -> None:
         self._mark, self._close = mark, close
@@ -88,8 +88,9 @@ class MappedExport:
         return None
 
     def revoke(self) -> bool:
-        """Close the pages once the device has finished any abandoned chunk. Returns whether they are
-        closed."""
+        """Close the pages once the device has finished an abandoned chunk. Returns whether they are
+        closed.
+        """
         if not self._revoked:
             self._revoked, self._last = True, self._mark()
         if not self._closed and (self._last is None or self._last.query()):
@@ -111,9 +112,9 @@ class MappedReader:
 
 
 class PageWriters:
-    """Keeps requests' pages while stages write to them. Used on the event loop's thread.
+    """Holds requests' pages while stages write to them. Used on the event loop's thread.
 
-    `memory` is the pages' `PagedKVCache.memory`.
+    `memory` is the `PagedKVCache.memory` of the pages.
     """
 
     def __init__(self, memory: str) -> None:
@@ -122,10 +123,10 @@ class PageWriters:
         self._watched: set[int] = set()
 
     def open(self, writer: PageWriter, pages: RequestPages) -> tuple[int, ...]:
-        """Keep the pages until `close`, and return the page table.
+        """Hold the pages until `close`, and return the page table.
 
         Raises:
-            DecodeFailed: The stage cannot write there, or the request has ended.
+            DecodeFailed: The stage is on another GPU or host, or the request has ended.
             OtherMemory: The stage maps another worker's memory.
         """
         if writer.home != home():

@@ -3,10 +3,10 @@
 A stage registers its cache and announces where a chunk's KV lies. The decode worker posts READs, and RDMA
 serves them without the stage's process.
 
-Two hosts have two clocks. So a stage exports a word with the pages, the lease, and clears it before the pages
-go to another request. The worker reads the lease after the rows: if it is unchanged, so were the rows.
+Two hosts have two clocks. So a stage exports a word with the pages, the lease, and clears it before another
+request gets the pages. The worker reads the lease after the rows: if it is unchanged, the rows are valid.
 
-NIXL does not stop a transfer. So a worker keeps its pages until the transfer is done, or until the connection
+NIXL cannot cancel a transfer. So a worker keeps its pages until the transfer is done, or until the connection
 breaks because the stage has ended.
 """
 
@@ -62,9 +62,9 @@ class RegisteredCache(ExportedCache):
     """A stage's cache.
 
     Attributes:
-        agent: The unique name of the stage's agent.
-        metadata: How to reach it.
-        sides: Addresses at the stage.
+        agent: The unique name of the stage's NIXL agent.
+        metadata: The agent's NIXL metadata, with which others connect.
+        sides: Addresses of the sides in the stage's memory.
     """
 
     agent: str
@@ -75,7 +75,9 @@ class RegisteredCache(ExportedCache):
 
 @dataclass(frozen=True)
 class RegisteredKV(ExportedKV):
-    """The payload. The stage's word `lease` is `serial` as long as the rows are the request's."""
+    """The payload of an announcement. The word at `lease` equals `serial` while the rows belong to the
+    request.
+    """
 
     cache: RegisteredCache
     lease: Span
@@ -109,7 +111,7 @@ class NixlExporter:
 
 
 class NixlExport(PageExport):
-    """A request's `stream.KVExport`. Its lease is the word of its first page."""
+    """The `stream.KVExport` of one request. Its lease is the word of its first page."""
 
     def __init__(
         self,
@@ -139,7 +141,9 @@ T = TypeVar("T")
 
 
 class NixlReader:
-    """A `KVReader`. Only `thread` uses its agent, and transfers do not keep that thread busy."""
+    """The `KVReader` of this transport. Only `thread` calls its NIXL agent; it does not block during
+    transfers.
+    """
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
         self._cache, self._thread = cache, thread

@@ -1,6 +1,6 @@
-"""The part of NIXL that the transport uses.
+"""The part of NIXL's API that the transport uses.
 
-NIXL's UCX uses RDMA if there is any, otherwise shared memory or TCP. Nothing here needs a GPU.
+NIXL's UCX backend uses RDMA if there is any, otherwise shared memory or TCP. Nothing here needs a GPU.
 """
 
 import secrets
@@ -24,19 +24,21 @@ class Agent(Protocol):
     name: str
 
     def register_memory(self, reg_list: Any, mem_type: str) -> Any:
-        """Register (address, bytes, device, "") of each region, for good: a cache lives as long as its
-        process."""
+        """Register regions (address, bytes, device, ""). They are never deregistered: a cache lives as
+        long as its process.
+        """
 
     def get_agent_metadata(self) -> bytes:
-        """Return what `add_remote_agent` needs elsewhere. It covers only memory that was registered
-        before."""
+        """Return the metadata for another agent's `add_remote_agent`. It covers only memory registered so
+        far.
+        """
 
     def add_remote_agent(self, metadata: bytes) -> Any: ...
     def check_remote_metadata(self, agent: str) -> bool: ...
     def remove_remote_agent(self, agent: str) -> None: ...
 
     def get_xfer_descs(self, descs: Any, mem_type: str) -> Any:
-        """Describe memory from uint64 rows of (address, bytes, device)."""
+        """Make transfer descriptors from uint64 rows of (address, bytes, device)."""
 
     def initialize_xfer(
         self, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str
@@ -44,7 +46,7 @@ class Agent(Protocol):
     def transfer(self, handle: Any) -> str: ...
     def check_xfer_state(self, handle: Any) -> str: ...
     def release_xfer_handle(self, handle: Any) -> None:
-        """Forget the handle. A running transfer continues (seen with 1.5.1)."""
+        """Release the handle. A running transfer continues (seen with 1.5.1)."""
 
 
 def new_agent() -> Agent:

@@ -1,4 +1,4 @@
-"""The hand-off through Ray's object store. A stage puts host copies and sends the decode actor their
+"""The hand-off through Ray's object store. A stage puts host copies there and sends the decode actor their
 reference.
 
 bfloat16 travels as uint16, since numpy has no such type.
@@ -61,10 +61,10 @@ async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype
     """Return each layer's sides on the host. They alias shared memory, so never write to them.
 
     Args:
-        announcement: Its payload is a tuple of every layer's sides as arrays, or an awaitable of it.
-        dtype: The dtype in which the cache keeps k and v.
+        announcement: Its payload is a tuple with every layer's sides as arrays, or an awaitable of one.
+        dtype: The dtype of k and v in the cache.
     Raises:
-        HandoffError: The arrays are not such sides, or their owner has died.
+        HandoffError: The arrays do not have these shapes and dtypes, or their owner has died.
     """
     payload = announcement.payload
     if inspect.isawaitable(payload):
@@ -91,8 +91,8 @@ async def pull(announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    """Make a stage's sender. On a GPU a separate thread sends. On a CPU, whose cores all compute, the stage's
-    thread does."""
+    """Make a stage's sender. On a GPU a separate thread sends. On a CPU, where all cores compute, the stage's
+    thread sends."""
     outbox = ObjectStoreOutbox(MAX_UNANSWERED_BYTES, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 

@@ -23,7 +23,7 @@ MAX_UNANSWERED_BYTES = 256 << 20
 
 @dataclass(eq=False)
 class Delivery:
-    """One stream's messages to its decode worker. `failure` is the first reason why one was not taken."""
+    """The messages of one stream to its decode worker. `failure` is the first message's error, if any."""
 
     decode_worker: str
     failure: str = ""
@@ -33,21 +33,21 @@ class Delivery:
 
 
 class Outbox(Protocol):
-    """Delivers the messages of one thread in order. Only `check` raises for a failure."""
+    """Delivers the messages of one thread in order. Failures are raised by `check` only."""
 
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None: ...
 
     def send_logits(self, delivery: Delivery, message: FirstLogits) -> None: ...
 
     def check(self, delivery: Delivery) -> None:
-        """Raise HandoffError if a message is known to have failed."""
+        """Raise HandoffError if a message has failed, as far as is known now."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """True while an answer is missing, so that the decode worker may still read."""
+        """Say whether answers are still missing: the decode worker may then still read the pages."""
 
 
 class PageOpener(Outbox, Protocol):
-    """An `Outbox` of a stage that writes to decode workers' own pages."""
+    """An `Outbox` for a stage that writes to decode workers' own pages."""
 
     def open_pages(self, decode_worker: str, writer: PageWriter) -> tuple[int, ...]:
         """Open a request's pages for writing, and return its page table.
@@ -71,8 +71,8 @@ class _Unanswered:
 class ActorOutbox:
     """An `Outbox` to Ray actors.
 
-    At most `max_bytes` of copies are unanswered, so that a slow decode worker slows prefill down instead of
-    filling a store.
+    At most `max_bytes` of copies are unanswered, so that a slow decode worker slows prefill down and does not
+    fill the object store.
     """
 
     def __init__(

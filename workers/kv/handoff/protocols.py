@@ -22,7 +22,9 @@ class HandoffError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where one attempt's KV goes. `pages` are the request's in the stage's cache, in token order."""
+    """Where the KV of one attempt goes. `pages` are the request's pages in the stage's cache, in token
+    order.
+    """
 
     request_id: str
     decode_worker: str
@@ -31,7 +33,7 @@ class Destination:
 
 
 class KVStream(Protocol):
-    """One request's KV on its way out of a stage.
+    """Sends one request's KV from a stage to a decode worker.
 
     The stage's thread calls `put`, `end_chunk` and `close`. The reporting thread calls `put_logits` and the
     function that `end_chunk` returns. A failure is raised only when a chunk is reported, so that the
@@ -44,31 +46,32 @@ class KVStream(Protocol):
     """Whether these pages already hold the part of the prompt that the decode worker has."""
 
     def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
-        """Start handing over one layer's chunk.
+        """Start to send one layer's KV of a chunk.
 
         Args:
             start: Position of the chunk's first token.
             sides_T: `cache.Sides`, as the stage's pages hold them. They must not change before the last chunk
-                is handed over.
+            is sent.
         Returns:
-            Bytes that will move.
+            Bytes that will be transferred.
         Raises:
-            HandoffError: The tensors are not KV.
+            HandoffError: The tensors are not the KV of one chunk.
         """
 
     def end_chunk(self) -> Callable[[], None]:
         """Send the rest of a chunk.
 
         Returns:
-            A function to call once the device has computed the chunk. It returns when all of the chunk was
-                sent, and raises HandoffError if the request has failed.
+            A function to call once the device has computed the chunk. It returns when the whole chunk has
+                been
+            sent, and raises HandoffError if the request has failed.
         """
 
     def put_logits(self, logits_V: torch.Tensor) -> None:
         """Send the last position's logits: float32, on the host."""
 
     def close(self) -> bool:
-        """End the request. Nothing more is sent, and failures no longer matter.
+        """End the request: send nothing more and ignore failures.
 
         Returns:
             Whether its pages are free. If not, call again later: the decode worker may still read them.
@@ -91,12 +94,12 @@ class KVReader(Protocol):
     ) -> int | None:
         """Write these layers of an announcement into the request's pages.
 
-        Reads run side by side, and only a worker's shutdown cancels one.
+        Several reads may run at once. Only the worker's shutdown cancels a read.
 
         Returns:
-            Bytes written, once all later work sees them; None if the request was over.
+            Bytes written, once later work on the device sees them; None if the request has ended.
         Raises:
-            HandoffError: The KV is lost, or another request's.
+            HandoffError: The KV is lost, or belongs to another request.
         """
 
 
@@ -122,7 +125,7 @@ def described(announcement: KVAnnouncement) -> str:
 
 
 def plain(error: Exception) -> str:
-    """Return the cause inside Ray's wrapper as one line."""
+    """Return the cause of one of Ray's errors as one line."""
     cause = getattr(error, "cause", None) or error
     text = str(cause).strip()
     return f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__

@@ -1,4 +1,4 @@
-"""A stage's side of a hand-off. Its messages say which layers of a chunk can be read, and where.
+"""The stage's end of a hand-off. Its messages announce which layers of a chunk can be read, and where.
 
 Small layers share a message, since each message costs every process some hundred microseconds.
 """
@@ -20,20 +20,20 @@ from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
 class KVExport(Protocol):
-    """One request's KV, described so that a decode worker can read it."""
+    """Describes the KV of one request so that a decode worker can read it."""
 
     def layer(self, start: int, sides_T: Sides) -> tuple[Any, Any]:
         """Describe one layer's chunk.
 
         Returns:
-            The description, and the CUDA event after which it may be sent; None: at once.
+            The description, and the CUDA event to wait for before sending it; None: send at once.
         """
 
     def payload(self, layers: Sequence[Any]) -> Any:
         """Make an announcement's payload from the descriptions of its layers."""
 
     def revoke(self) -> bool:
-        """Make all descriptions so far invalid, so that the pages can go to another request.
+        """Invalidate all descriptions so far, so that another request can use the pages.
 
         Returns:
             Whether the pages are free now. If not, call again later.
@@ -41,7 +41,7 @@ class KVExport(Protocol):
 
 
 class KVExporter(Protocol):
-    """Describes a stage's pages in one transport's way."""
+    """Describes a stage's pages for one transport."""
 
     message_bytes: int
     """A message is sent once it stands for this much KV, or when its chunk ends."""
@@ -82,10 +82,10 @@ class MessageSender:
 
 
 class MessageStream:
-    """Sends one request's KV.
+    """Sends the KV of one request in messages.
 
     Args:
-        message_bytes: As in `KVExporter`; None: no KV moves, and a message ends a chunk.
+        message_bytes: As in `KVExporter`; None: no KV is transferred, and one message announces a chunk.
         in_place: As in `KVExporter`.
     """
 

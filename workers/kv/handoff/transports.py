@@ -33,7 +33,7 @@ def kv_sender(config: HandoffConfig, cache: PagedKVCache) -> KVSender:
 
 
 def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> KVReader:
-    """Make a decode worker's reader. `thread` runs the writes to `cache`, one after the other."""
+    """Make a decode worker's reader. `thread` runs the writes to `cache`, one at a time."""
     return _named(config.transport).reader(config, cache, thread)
 
 

@@ -1,8 +1,9 @@
 """The prefix cache's tier in host memory.
 
-A cached page is copied to host memory as soon as it becomes evictable, so that its place on the GPU can be
-taken without waiting. A request that finds a page in host memory alone gets it copied back, layer by layer.
-Slots have a `PrefixCache` too, which chooses which to evict. Accounting on the event loop's thread.
+A cached page is copied to host memory as soon as it becomes evictable, so that it can be evicted from the GPU
+without waiting. If a request finds a page only in host memory, the page is copied back, layer by layer. The
+slots have a `PrefixCache` of their own, which chooses the slots to evict. Accounting on the event loop's
+thread.
 """
 
 import asyncio
@@ -24,12 +25,12 @@ Move = Callable[[Runs, range, bool], Awaitable[None]]
 
 
 class PagesBack:
-    """A copy of slots back into pages, layer by layer.
+    """A running copy of slots back into pages, layer by layer.
 
-    The pages are in the prefix cache from its start, so other requests find them and wait for the same copy.
+    The pages are in the prefix cache from its start, so that other requests find them and wait for it.
 
     Attributes:
-        left: Number of layers still missing, the model's last ones.
+        left: Number of layers still to copy, the model's last ones.
         error: Why the copy failed; empty if it has not.
     """
 
@@ -44,23 +45,23 @@ class PagesBack:
         return not self.left or bool(self.error)
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` each time that layers have come or the copy has failed."""
+        """Call `changed` whenever layers have been copied, and when the copy has failed."""
         self._changed.append(changed)
 
     def record_layers(self, layers: int, error: str = "") -> None:
-        """Record that further layers have come, or why the copy failed."""
+        """Record that further layers have been copied, or why the copy failed."""
         self.left, self.error = self.left - layers, error
         for changed in self._changed:
             changed()
 
 
 class HostTier:
-    """The host memory below a pool's pages.
+    """The prefix-cache tier in host memory, below a pool's pages.
 
     Args:
         on_gpu: The pool's prefix cache.
-        layers: Layers of each page.
-        slots: Pages of host memory.
+        layers: Number of layers.
+        slots: Number of pages that the host memory holds.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """Whether it has something to copy."""
+        """Say whether blocks wait to be copied."""
         return self._wake.is_set()
 
     async def run(self) -> None:
@@ -103,7 +104,7 @@ class HostTier:
                 self._wake.clear()
 
     def bring_back(self, slots: Sequence[int], pages: Sequence[int]) -> PagesBack:
-        """Begin to copy slots into pages. Both stay in use until the copy is over."""
+        """Start to copy slots into pages. Both stay in use until the copy ends."""
         coming = PagesBack(pages, slots, self._layers, self._clock())
         self.pool.incref(slots)
         self._on_gpu.restore(pages, (self.pool.prefix_cache[slot] for slot in slots))
@@ -113,13 +114,13 @@ class HostTier:
         return coming
 
     def coming_to(self, pages: Sequence[int]) -> tuple[PagesBack, ...]:
-        """Return the copies that are still filling any of these pages."""
+        """Return the running copies that fill any of these pages."""
         if not self._coming:
             return ()
         return tuple(dict.fromkeys(self._coming[page] for page in pages if page in self._coming))
 
     async def run_back(self) -> None:
-        """Copy slots back into pages, for all copies in turn, until cancelled."""
+        """Run the copies back into pages, in turn, until cancelled."""
         try:
             while True:
                 await self._ask.wait()

@@ -1,4 +1,4 @@
-"""Leases of a decode worker: sessions, whose pages are held for an owner until a stated time.
+"""A decode worker's sessions: leases that hold pages for an owner until a stated time.
 
 A lease holds one reference to each of its pages and never writes to them. When it ends, its full pages stay
 in the prefix cache. Pure accounting on the event loop's thread. Times are seconds since the epoch.
@@ -55,11 +55,11 @@ class Leases:
         *,
         token_ids: bytes = b"",
     ) -> Lease:
-        """Lease exactly `pages_for(tokens)` pages, whose references it takes over.
+        """Make a session of exactly `pages_for(tokens)` pages and take over their references.
 
         Args:
             ttl_s: At most the configured maximum; 0 or less asks for the maximum.
-            token_ids: Ids of these tokens, little-endian uint32. Further ones are ignored.
+            token_ids: Token ids, little-endian uint32. Those after `tokens` are ignored.
         """
         if tokens < 1 or len(pages) != pages_for(tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
@@ -83,7 +83,7 @@ class Leases:
         return lease
 
     def ends(self, now: float) -> list[tuple[float, tuple[int, ...]]]:
-        """Return each lease's seconds until its end, and its pages."""
+        """Return, for each lease, the seconds until it expires and its pages."""
         return [(lease.expires - now, lease.pages) for lease in self._leases.values()]
 
     def release(self, session_id: str, owner: str, now: float) -> bool:
@@ -94,7 +94,7 @@ class Leases:
         return True
 
     def expire(self, now: float) -> int:
-        """Drop the leases that have ended, and return their number."""
+        """Drop the expired leases, and return their number."""
         gone = [lease for lease in self._leases.values() if lease.expires <= now]
         for lease in gone:
             self._drop(lease)

@@ -1,7 +1,7 @@
 """The pool of one worker's pages, and helpers for runs of pages. One thread uses it.
 
 Pages have reference counts, because requests with the same prefix share them. A page without references is
-free, even if the prefix cache still has it.
+free, even if it is still in the prefix cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class OutOfPages(Exception):
-    """Too few pages are free. None was taken."""
+    """Raised if too few pages are free. None is taken."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} KV pages are needed but only {free} are free")
@@ -103,7 +103,7 @@ def page_runs(pages: Sequence[int], slots: Sequence[int]) -> list[tuple[int, int
 
 
 class PagePool:
-    """Hands out pages, lowest first, so that pages taken together are contiguous where possible.
+    """Allocates pages, lowest first, so that pages allocated together are contiguous where possible.
 
     Cached pages are evicted only when no other page is free. `on_free` is called when pages have become free.
     """
@@ -164,11 +164,11 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference to each page. The last cached page that becomes free is evicted first.
+        """Drop one reference to each page. Of the cached pages that become free, the last is evicted first.
 
         Raises:
-            ValueError: A page has too few references: a second release would give it to two requests. Nothing
-                was changed.
+            ValueError: A page has too few references: a double release would give it to two requests. Nothing
+                is changed.
         """
         drops = Counter(self._checked(pages))
         for page, drop in drops.items():

@@ -1,8 +1,8 @@
 """The prefix cache: full pages of KV that outlive their requests, found by a prompt's root and hash chain.
 
-A page without references is evicted when its place is needed, the least recently used first. A prompt's last
-page is evicted before its first, so that the rest is still a prefix. Retained pages are evicted after all
-others. Pure accounting on the event loop's thread.
+A page without references is evicted when space is needed, least recently used first. A prompt's last page is
+evicted before its first, so that the rest is still a prefix. Retained pages are evicted after all others.
+Pure accounting on the event loop's thread.
 """
 
 from collections import OrderedDict
@@ -15,10 +15,10 @@ from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, links_of
 
 @dataclass(slots=True)
 class CachedBlock:
-    """A cached page, the same object in each tier that has it.
+    """A cached page. All tiers that hold the page share this object.
 
     Attributes:
-        name: The prompt's root and the page's link.
+        name: The prompt's root and the page's link in the hash chain.
         until: When its retention ends, by the clock of `PrefixCache`.
         place: The page's index in the prompt.
         before: The name of the page before it; empty for the first.
@@ -63,7 +63,7 @@ class PrefixCache:
     def find(self, key: PromptKey, first: int = 0) -> tuple[tuple[int, ...], bool]:
         """Return the pages of a prompt's longest cached prefix, from page `first` on.
 
-        A page of the prompt's own method is preferred to one of dense attention.
+        A page made by the prompt's own method is preferred to one made by dense attention.
 
         Returns:
             The pages, and whether dense attention made all of them.
@@ -84,11 +84,11 @@ class PrefixCache:
     def add(
         self, root: bytes, chain: bytes, pages: Sequence[int], retain_s: float, first: int = 0
     ) -> Iterable[int]:
-        """Cache pinned pages, from the chain's link `first` on. Names and pages that are cached stay as they
-        are.
+        """Cache pinned pages under the chain's links from `first` on. Names and pages that are already cached
+        stay unchanged.
 
         Returns:
-            The pages that are new.
+            The newly cached pages.
         """
         now, new = self._clock(), list[int]()
         before = root + chain[(first - 1) * LINK_BYTES : first * LINK_BYTES] if first else b""
@@ -102,8 +102,9 @@ class PrefixCache:
         return new
 
     def restore(self, pages: Iterable[int], blocks: Iterable[CachedBlock]) -> None:
-        """Cache pinned pages under blocks of another tier. Names and pages that are cached already
-        stay as they are."""
+        """Cache pinned pages as the given blocks of another tier. Names and pages that are already cached
+        stay unchanged.
+        """
         for page, block in zip(pages, blocks, strict=True):
             if block.name not in self._pages and page not in self._blocks:
                 self._pages[block.name], self._blocks[page] = page, block
@@ -118,14 +119,14 @@ class PrefixCache:
         return self._pages.get(name)
 
     def retain(self, pages: Iterable[int], seconds: float) -> None:
-        """Evict these pages after all others for so long. A page keeps the longest such time."""
+        """Retain these pages: for `seconds`, evict all others first. A page keeps its longest retention."""
         until = self._clock() + seconds
         for page in pages:
             if page in self._blocks:
                 self._blocks[page].until = max(self._blocks[page].until, until)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Forget pinned pages. No prompt finds them any more."""
+        """Remove pinned pages from the cache, so that no prompt finds them."""
         for page in pages:
             if page in self._blocks:
                 del self._pages[self._blocks.pop(page).name]
@@ -152,7 +153,7 @@ class PrefixCache:
         return others
 
     def pin(self, pages: Iterable[int]) -> None:
-        """Keep these pages from eviction until `unpin`."""
+        """Protect these pages from eviction until `unpin`."""
         for page in pages:
             self._idle.pop(page, None)
             self._retained.pop(page, None)
@@ -171,7 +172,7 @@ class PrefixCache:
         return gone
 
     def clear(self) -> list[int]:
-        """Forget all pages, and return the evictable ones."""
+        """Remove all pages from the cache, and return the evictable ones."""
         gone = [*self._idle, *self._retained]
         self._idle.clear()
         self._retained.clear()

@@ -1,8 +1,7 @@
-"""Reserves the pages of requests. A request takes all pages that it will ever need at once.
+"""Reserves pages for requests. A request takes all pages that it will ever need at once.
 
-It shares only full pages, with a session or the prefix cache, and never writes to them. A session's
-partly filled last page is copied. Recomputed blocks get pages that nothing else shares. Pure accounting on
-the event loop's thread.
+It shares only full pages, with a session or the prefix cache, and never writes to them. A session's partly
+filled last page is copied. Recomputed blocks get unshared pages. Pure accounting on the event loop's thread.
 """
 
 import asyncio
@@ -30,26 +29,28 @@ PageCopy = tuple[int, int]
 class RequestPages:
     """The page table of one request, and its other pages.
 
-    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and a copy from
-    host memory counts as a use. The pages return to the pool after `end` and the last use.
+    A step or a copy may still access an ended request's pages. So such work runs inside `use`, and a copy
+    from host memory counts as a use. The pages return to the pool after `end` and the last use.
 
     Args:
         table: The pages in the order of the request's tokens.
-        held_tokens: Tokens whose KV is there from the start, or once `coming` is over.
+        held_tokens: Tokens whose KV is there from the start, or once the copies of `coming` are complete.
         key: The prefix-cache key of its prompt. None: its pages are not cached.
         exact: Whether dense attention makes all of its KV.
-        spare: A page for the partly filled last page of a kept session.
-        copy_in: A session's partly filled page and its copy in the table, made before the first new token.
+        spare: A page for the partly filled last page of a session made of this request.
+        copy_in: Source and target of the copy of a session's partly filled page, made before the first new
+            token.
         session_token_ids: Token ids of the session, little-endian uint32. Empty if unknown.
         own: Unused pages for `divert`.
-        coming: Copies from host memory into the table's pages, begun for this request or another.
+        coming: Running copies from host memory into the table's pages, for this request or another.
         host_tokens: Tokens copied from host memory for this request.
 
     Attributes:
-        copy_out: The table's partly filled page and its copy in `spare`, made once the prompt is complete.
+        copy_out: Source and target (`spare`) of the copy of the table's partly filled page, made once the
+            prompt is complete.
         original_table: The table before `divert`. Sessions and cached blocks are made of it.
         on_free: Called once, when the pages return to the pool.
-        on_coming: Called when layers have come from host memory, or a copy has failed.
+        on_coming: Called when layers have arrived from host memory, or a copy has failed.
         freed: Set when the pages have returned to the pool.
     """
 
@@ -92,13 +93,13 @@ class RequestPages:
 
     @property
     def every_page(self) -> tuple[int, ...]:
-        """Its pages, and the session's page from which `copy_in` copies."""
+        """All of its pages, and the session's page that `copy_in` copies."""
         source = () if self.copy_in is None else self.copy_in[:1]
         return (*self.table, *self.spare, *self._own, *self._aside, *source)
 
     @property
     def layers_coming(self) -> int:
-        """The number of the model's last layers whose KV is missing in some page."""
+        """The number of the model's last layers whose KV has not arrived in all pages."""
         return max((coming.left for coming in self._coming), default=0)
 
     @property
@@ -108,7 +109,7 @@ class RequestPages:
         return why and f"KV did not come back from host memory: {why}"
 
     async def come(self, left: int = 0) -> None:
-        """Wait until at most `left` layers are missing.
+        """Wait until at most `left` layers have not arrived from host memory.
 
         Raises:
             DecodeFailed: A copy from host memory has failed.
@@ -126,12 +127,12 @@ class RequestPages:
         self.on_coming()
 
     def divert(self, places: Sequence[int]) -> None:
-        """Replace the table's pages at these indices by own pages.
+        """Replace the table's pages at these indices by unshared ones, for recomputed blocks.
 
-        The replaced pages return to the pool with the others. No step writes to them any more.
+        The replaced pages return to the pool with the others. No later step writes to them.
 
         Raises:
-            ValueError: There are too few own pages.
+            ValueError: Too few pages were reserved for this.
         """
         if len(places) > len(self._own):
             raise ValueError(f"{len(places)} places of the table, but {len(self._own)} own pages")
@@ -143,7 +144,7 @@ class RequestPages:
 
     @contextmanager
     def use(self) -> Iterator[tuple[int, ...] | None]:
-        """Yield the table, and keep its pages during the block. Yield None if the request has ended."""
+        """Yield the table and hold its pages during the `with` block; yield None if the request has ended."""
         if self._ended:
             yield None
             return
@@ -165,7 +166,8 @@ class RequestPages:
             await self._unused.wait()
 
     def cache_prefix(self, tokens: int, answer_ids: bytes = b"") -> None:
-        """Put the first tokens' full pages into the prefix cache. No step writes to them any more.
+        """Put the full pages of the first `tokens` tokens into the prefix cache. No later step writes to
+        them.
 
         Args:
             answer_ids: Token ids after the prompt, little-endian uint32.
@@ -221,7 +223,7 @@ class PageManager:
     """Reserves one worker's pages and keeps its sessions.
 
     Args:
-        positions: The model's limit in tokens.
+        positions: The model's maximum context length in tokens.
     """
 
     def __init__(self, pool: PagePool, leases: Leases, positions: int) -> None:
@@ -232,11 +234,11 @@ class PageManager:
         self._positions = positions
 
     def reserve(self, reservation: Reservation, now: float, waiting: int = 0) -> RequestPages | Refused:
-        """Take all pages of a request, or none. While other reservations wait, take none.
+        """Take all pages of a request, or none. While other reservations wait, it takes none.
 
         Args:
             now: Seconds since the epoch.
-            waiting: How many reservations wait already.
+            waiting: Number of reservations that wait.
 
         Raises:
             ValueError: The reservation's counts contradict one another.
@@ -261,8 +263,8 @@ class PageManager:
         """Find a prompt's longest cached prefix.
 
         Returns:
-            Its pages, the slots of host memory that continue them, and whether dense attention made all of
-                it.
+            The prefix's pages, the host-memory slots that continue them, and whether dense attention made all
+                of it.
         """
         pages, exact = self.pool.prefix_cache.find(key)
         if self.host is None:
@@ -342,7 +344,7 @@ class PageManager:
         )
 
     def prepare_session(self, pages: RequestPages, tokens: int) -> None:
-        """Take a spare page and set `copy_out`, so that `keep_session` cannot fail while the request runs.
+        """Take a spare page and set `copy_out`, so that a later `keep_session` cannot fail.
 
         Raises:
             OutOfPages: No spare page was reserved, and none is free.

@@ -1,8 +1,8 @@
 """The prefix cache's tier on disk: files of consecutive pages, which outlive the worker.
 
-A group is `GROUP_PAGES` pages of a prompt, starting at a multiple of `GROUP_PAGES`, and has its last page's
-name. It is saved from host memory once all of its pages are there. It is loaded into host memory when a
-prompt needs pages that are only on disk. A `PrefixCache` of groups chooses which to evict. A group is
+A group is `GROUP_PAGES` pages of a prompt, starting at a multiple of `GROUP_PAGES`, and has the name of its
+last page. It is saved from host memory once all of its pages are there. It is loaded into host memory when a
+prompt needs pages that are only on disk. A `PrefixCache` of groups chooses the groups to evict. A group is
 retained as long as its last page. Only the event loop's thread uses this.
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreError(Exception):
-    """A group's file cannot be used, or is not as it was saved."""
+    """A group's file cannot be used or has changed since it was saved."""
 
 
 @dataclass
@@ -51,11 +51,11 @@ class _Loading:
 
 
 class StoreTier:
-    """The groups on disk.
+    """The prefix-cache tier on disk: its groups.
 
     Args:
-        saved: Groups that are there, as `KVFiles.saved` returns them.
-        room: The most groups.
+        saved: Groups found on disk, from `KVFiles.saved`.
+        room: Maximum number of groups.
         clock: The clock of `host`.
     """
 
@@ -90,11 +90,11 @@ class StoreTier:
 
     @property
     def busy(self) -> bool:
-        """Whether it has something to save."""
+        """Say whether groups wait to be saved."""
         return self._wake.is_set()
 
     def find(self, key: PromptKey, first: int) -> tuple[list[bytes], bool]:
-        """Find the groups that hold a prompt's pages from page `first` on.
+        """Find the groups on disk that hold a prompt's pages from page `first` on.
 
         Returns:
             The names of the groups that fit into host memory, and whether dense attention made all of them.
@@ -111,10 +111,10 @@ class StoreTier:
         return names, all(name.startswith(key.exact_root) for name in names)
 
     async def load(self, key: PromptKey, on_gpu: int, pages: int) -> tuple[list[int], int]:
-        """Load a prompt's first `pages` pages into host memory, except those that are there or among the
+        """Load a prompt's first `pages` pages into host memory, except those that are already there and the
         first `on_gpu`.
 
-        Waits for a group that another request loads. Only a worker's shutdown cancels a load.
+        If another request is loading a group, this waits for it. Only the worker's shutdown cancels a load.
 
         Returns:
             The prompt's slots in host memory, with a reference each, and how many pages of the prompt were
@@ -181,7 +181,7 @@ class StoreTier:
         return slots
 
     async def run(self) -> None:
-        """Save offered groups and write the dates of used ones, until cancelled."""
+        """Save offered groups, and update the dates of used ones, until cancelled."""
         while True:
             await self._wake.wait()
             while self._offered or self._undated:
@@ -259,7 +259,7 @@ class StoreTier:
         return 0.0 if block is None else max(0.0, block.until - self._clock())
 
     def seconds(self, pages: int) -> float:
-        """Return how long `pages` pages take to load; 0 while none was loaded."""
+        """Estimate the seconds to load `pages` pages; 0 before the first load."""
         return pages * self._back_s / self._back if self._back else 0.0
 
     def stats(self, bytes_per_page: int) -> TierStats:

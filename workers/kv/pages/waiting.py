@@ -1,6 +1,6 @@
 """The queue of reservations that wait for pages. It is used on the event loop's thread.
 
-It is first come, first served, so that small reservations do not starve a big one. The wait is bounded.
+The queue is first come, first served, so that small reservations do not starve a big one. Waits are bounded.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ PageReturn = tuple[float, int]
 
 
 def page_returns(leases: Iterable[tuple[float, Iterable[int]]]) -> list[PageReturn]:
-    """Count pages by the time, in seconds, at which their last holder ends. Pure."""
+    """Count pages by the time, in seconds from now, at which their last lease expires. Pure."""
     ends = dict[int, float]()
     for end, pages in sorted(leases, key=itemgetter(0)):
         ends.update(dict.fromkeys(pages, end))
@@ -29,11 +29,11 @@ def page_returns(leases: Iterable[tuple[float, Iterable[int]]]) -> list[PageRetu
 def seconds_until_room(
     pages: int, free: int, returns: Iterable[PageReturn], ahead: Sequence[int], reservation_s: float
 ) -> float | None:
-    """Estimate the seconds until `pages` pages are free; None if never. Pure.
+    """Estimate the seconds until `pages` pages are free; None: never. Pure.
 
     Args:
-        ahead: Pages of each reservation before this one.
-        reservation_s: How long each of these then holds its pages.
+        ahead: Pages of each reservation before this one in the queue.
+        reservation_s: Seconds for which each of those then holds its pages.
     """
     ends, now = list(returns), 0.0
     heapq.heapify(ends)
@@ -49,7 +49,7 @@ def seconds_until_room(
 
 
 class ReservationTime:
-    """The mean time, in seconds, for which reservations hold pages. Each new one weighs older ones by 0.9."""
+    """The mean seconds for which a reservation holds pages: a moving average with decay 0.9."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -64,7 +64,7 @@ class ReservationTime:
         return self._sum / self._weight if self._weight else None
 
     def left(self, elapsed: float) -> float:
-        """Estimate a reservation's remaining seconds: at least a quarter of the mean."""
+        """Estimate the remaining seconds of a reservation: at least a quarter of the mean."""
         mean = self.mean or 0.0
         return max(mean - elapsed, mean / 4)
 
@@ -80,14 +80,14 @@ class _Waiter:
 
 
 class ReservationQueue:
-    """Reservations that wait for pages.
+    """The queue of reservations that wait for pages.
 
     Args:
-        take: Reserves pages, or says why not. Its number counts the reservations before this one.
-        expected: Given a number of pages and those of each reservation before it, returns the seconds until
-            they are free. None: unknown.
-        max_wait_s: The longest wait. A request that is expected to wait longer is refused at once.
-        wall: Seconds since the epoch.
+        take: Reserves pages or returns the refusal. Its number is the count of reservations ahead.
+        expected: Given a number of pages and those of each reservation ahead, returns the seconds until they
+            are free; None: unknown.
+        max_wait_s: The longest wait. A request with a longer expected wait is refused at once.
+        wall: Returns seconds since the epoch.
     """
 
     def __init__(
@@ -112,8 +112,9 @@ class ReservationQueue:
         return any(waiter.reservation.request_id == request_id for waiter in self._waiters)
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Reserve at once, wait, or be refused. Raises DecodeFailed if the request is cancelled or forgotten
-        meanwhile."""
+        """Reserve pages at once or after a wait, or refuse. Raises DecodeFailed if the request is
+        cancelled or its lease expires meanwhile.
+        """
         answer = self._take(reservation, len(self._waiters))
         if not isinstance(answer, Refused) or answer.reason is not RefusalReason.PAGES:
             return answer
