@@ -105,7 +105,7 @@ clean:
 # far from the one on record.
 accuracy: install model
 	$(BIN)/python -m deltafront.benchmarks.accuracy --documents 1x4096 --tasks needles:16 --methods \
-	  dpxa:min_tokens=0 dpxa_thesis:min_tokens=0 xattention:min_tokens=0 naive:min_tokens=0 \
+	  dpxa:min_tokens=0 dpxa_thesis:min_tokens=0 xattention:min_tokens=0 \
 	  block_pool:min_tokens=0 delta_kv:min_tokens=0 delta_xattention:min_tokens=0 flex:min_tokens=0 \
 	  vertical_slash:min_tokens=0,verticals=256,slashes=1024 streaming:min_tokens=0,window=1024 \
 	  streaming+delta:min_tokens=0,window=1024 \

@@ -207,13 +207,11 @@ def _check_input(x: AttentionInput) -> None:
         assert_rows_close(dense.kernel_attend(x), expected)
         assert_rows_close(block_sparse.kernel_attend(x, mask), _by_head(x, mask))
         packed_kv_state, tile_state = _states(x, CHUNK), _states(x, 128)
-        found = delta_kv.kernel_attend(x, packed_kv_state, chunk=CHUNK, critical=512, counts=True, means=True)
+        found = delta_kv.kernel_attend(x, packed_kv_state, critical=512, means=True)
         mixed = delta_xattention_kernel.kernel_attend(x, mask, tile_state, exact, means=True)
     y = AttentionInput.of(*(t.cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start)
     on_cpu = TileMask(*(t.cpu() for t in (mask.index_BHNM, mask.count_BHN, mask.score_BHNM) if t is not None))
-    wanted = delta_kv.cpu_attend(
-        y, _moved(packed_kv_state), chunk=CHUNK, critical=512, counts=True, means=True
-    )
+    wanted = delta_kv.cpu_attend(y, _moved(packed_kv_state), critical=512, means=True)
     assert_rows_close(found.cpu(), wanted)
     wanted = delta_xattention.cpu_attend(y, on_cpu, _moved(tile_state), exact.cpu(), means=True)
     assert_rows_close(mixed.cpu(), wanted)

@@ -24,7 +24,6 @@ from torch.nn import functional
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import KernelInputError
 
-METRICS = {"cosine": 0, "euclidean": 1}
 ROUNDING = 1e-6
 """A row equals its chunk's mean if their squared difference is at most this share of the chunk's mean square:
 the rest is rounding."""
@@ -45,7 +44,7 @@ class AnchorRuns:
     runs_BGC: torch.Tensor
 
 
-def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) -> None:
+def check_scan(x_BGSD: torch.Tensor, cos: float, chunk: int) -> None:
     if x_BGSD.dim() != 4 or x_BGSD.numel() == 0:
         raise KernelInputError(
             f"x must be (batch, heads, rows, D) and not empty, its shape is {tuple(x_BGSD.shape)}"
@@ -56,22 +55,18 @@ def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) 
         raise KernelInputError(f"x: the head dimension must be contiguous, stride is {x_BGSD.stride(3)}")
     if chunk <= 0 or chunk % BLOCK:
         raise KernelInputError(f"chunk {chunk} is not a positive multiple of {BLOCK}")
-    if metric not in METRICS:
-        raise KernelInputError(f"metric {metric!r} is not one of {tuple(METRICS)}")
-    if math.isnan(threshold) or (metric == "euclidean" and threshold < 0):
-        raise KernelInputError(f"threshold {threshold} is not usable with the {metric} metric")
+    if math.isnan(cos):
+        raise KernelInputError(f"{cos} is no cosine")
 
 
-def find_anchors(
-    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
-) -> torch.Tensor:
+def find_anchors(x_BGSD: torch.Tensor, cos: float, chunk: int = BLOCK) -> torch.Tensor:
     """Find the rows that are anchors.
 
     A chunk's first row is an anchor. A row that is close to the current run's anchor joins the run. Any other
     row is the next anchor. A zero vector has cosine 0 with everything.
 
     Args:
-        threshold: Rows are close from this cosine up, or up to this Euclidean distance.
+        cos: Rows are close from this cosine up.
         chunk: A multiple of BLOCK.
 
     Returns:
@@ -81,8 +76,8 @@ def find_anchors(
         KernelInputError: Shapes, types or numbers do not fit.
     """
     if x_BGSD.is_cuda:
-        return kernel_find_anchors(x_BGSD, threshold, chunk, metric)
-    return cpu_find_anchors(x_BGSD, threshold, chunk, metric)
+        return kernel_find_anchors(x_BGSD, cos, chunk)
+    return cpu_find_anchors(x_BGSD, cos, chunk)
 
 
 def less_mean(x_BGSD: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -101,29 +96,25 @@ def less_mean(x_BGSD: torch.Tensor, chunk: int) -> torch.Tensor:
     return apart_BGCRD.view(batch, heads, -1, dim)[:, :, :rows]
 
 
-def cpu_scan(
-    x_BGSD: torch.Tensor,
-    threshold: float,
-    chunk: int = BLOCK,
-    metric: str = "cosine",
-    *,
-    centred: bool = False,
-) -> AnchorRuns:
+def cpu_scan(x_BGSD: torch.Tensor, cos: float, chunk: int = BLOCK, *, centred: bool = False) -> AnchorRuns:
     x_BGSD = less_mean(x_BGSD, chunk) if centred else x_BGSD
-    return runs_of(cpu_find_anchors(x_BGSD, threshold, chunk, metric), chunk)
+    return runs_of(cpu_find_anchors(x_BGSD, cos, chunk), chunk)
 
 
-def cpu_find_anchors(
-    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
-) -> torch.Tensor:
+def cpu_find_anchors(x_BGSD: torch.Tensor, cos: float, chunk: int = BLOCK) -> torch.Tensor:
     """Compute `find_anchors` in torch, on any device."""
-    check_scan(x_BGSD, threshold, chunk, metric)
+    check_scan(x_BGSD, cos, chunk)
     batch, heads, rows, dim = x_BGSD.shape
     chunks = -(-rows // chunk)
     x_BGSD = functional.pad(x_BGSD.float(), (0, 0, 0, chunks * chunk - rows))
-    close_LRR = _closeness(x_BGSD.reshape(-1, chunk, dim), threshold, metric)
+    close_LRR = _closeness(x_BGSD.reshape(-1, chunk, dim), cos)
+    return leaders(close_LRR).view(batch, heads, chunks * chunk)[..., :rows]
 
-    later_RR = torch.ones(chunk, chunk, dtype=torch.bool, device=x_BGSD.device).triu(1)
+
+def leaders(close_LRR: torch.Tensor) -> torch.Tensor:
+    """Return is_anchor_LR of chunks whose rows are close as close_LRR says."""
+    chunk = close_LRR.shape[-1]
+    later_RR = torch.ones(chunk, chunk, dtype=torch.bool, device=close_LRR.device).triu(1)
     ends_LRR = ~close_LRR & later_RR
     next_LR = torch.where(ends_LRR.any(-1), ends_LRR.byte().argmax(-1), chunk)
     anchors = [[False] * chunk for _ in range(next_LR.shape[0])]
@@ -132,20 +123,13 @@ def cpu_find_anchors(
         while row < chunk:
             is_anchor[row] = True
             row = next_row[row]
-
-    is_anchor_LR = torch.tensor(anchors, device=x_BGSD.device)
-    return is_anchor_LR.view(batch, heads, chunks * chunk)[..., :rows]
+    return torch.tensor(anchors, device=close_LRR.device)
 
 
-def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tensor:
-    dot_LRR = x_LRD @ x_LRD.transpose(1, 2)
-    square_LR = x_LRD.square().sum(-1)
-    if metric == "euclidean":
-        distance_LRR = square_LR[:, :, None] + square_LR[:, None, :] - 2 * dot_LRR
-        return distance_LRR <= threshold * threshold
-    norm_LR = square_LR.sqrt()
+def _closeness(x_LRD: torch.Tensor, cos: float) -> torch.Tensor:
+    norm_LR = x_LRD.square().sum(-1).sqrt()
     norms_LRR = norm_LR[:, :, None] * norm_LR[:, None, :]
-    return torch.where(norms_LRR > 0, dot_LRR >= threshold * norms_LRR, threshold <= 0)
+    return torch.where(norms_LRR > 0, x_LRD @ x_LRD.transpose(1, 2) >= cos * norms_LRR, cos <= 0)
 
 
 def runs_of(is_anchor_BGS: torch.Tensor, chunk: int) -> AnchorRuns:
@@ -158,28 +142,23 @@ def runs_of(is_anchor_BGS: torch.Tensor, chunk: int) -> AnchorRuns:
 
 
 _BLOCK = tl.constexpr(BLOCK)
-_EUCLIDEAN = tl.constexpr(METRICS["euclidean"])
 
 
 @triton.jit
-def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
+def is_close(dot, square_a, square_b, cos):
     """Say whether two rows are close. A zero row has cosine 0."""
-    if METRIC == _EUCLIDEAN:
-        close = square_a + square_b - 2.0 * dot <= threshold * threshold
-    else:
-        lengths = tl.sqrt_rn(square_a) * tl.sqrt_rn(square_b)
-        close = tl.where(lengths > 0.0, dot >= threshold * lengths, threshold <= 0.0)
-    return close
+    lengths = tl.sqrt_rn(square_a) * tl.sqrt_rn(square_b)
+    return tl.where(lengths > 0.0, dot >= cos * lengths, cos <= 0.0)
 
 
 @triton.jit
-def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
+def next_far(x_RD, square_R, rows, cos):
     """For each of BLOCK rows, find the first later row that is far from it, BLOCK if none. The block has
     `rows` rows.
     """
     row_R = tl.arange(0, _BLOCK)
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
-    close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)
+    close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], cos)
     ends_RR = (row_R[None, :] > row_R[:, None]) & (row_R[None, :] < rows) & (close_RR == 0)
     return tl.min(tl.where(ends_RR, row_R[None, :], _BLOCK), axis=1)
 
@@ -199,8 +178,8 @@ def orbit(next_R, start):
 
 @triton.jit(do_not_specialize=["rows"])
 def _scan_kernel(
-    x_ptr, anchor_ptr, stride_xb, stride_xg, stride_xs, heads, rows, threshold,
-    CHUNK: tl.constexpr, D: tl.constexpr, METRIC: tl.constexpr,
+    x_ptr, anchor_ptr, stride_xb, stride_xg, stride_xs, heads, rows, cos,
+    CHUNK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
@@ -221,19 +200,17 @@ def _scan_kernel(
         square_R = tl.sum(wide_RD * wide_RD, axis=1)
         anchor_D = tl.load(x_ptr + anchor.to(tl.int64) * stride_xs + column_D).to(tl.float32)
         dot_R = tl.sum(wide_RD * anchor_D[None, :], axis=1)
-        close_R = is_close(dot_R, square_R, tl.sum(anchor_D * anchor_D, axis=0), threshold, METRIC)
+        close_R = is_close(dot_R, square_R, tl.sum(anchor_D * anchor_D, axis=0), cos)
         opens_R = ((close_R == 0) | (start + row_R == chunk * CHUNK)) & valid_R
         entry = tl.min(tl.where(opens_R, row_R, _BLOCK), axis=0)
-        is_anchor_R = orbit(next_far(x_RD, square_R, rows - start, threshold, METRIC), entry)
+        is_anchor_R = orbit(next_far(x_RD, square_R, rows - start, cos), entry)
         last = tl.max(tl.where(is_anchor_R > 0, row_R, -1), axis=0)
         anchor = tl.where(last >= 0, start + last, anchor)
         tl.store(anchor_ptr + start + row_R, is_anchor_R.to(tl.int8), mask=valid_R)
 
 
-def kernel_find_anchors(
-    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
-) -> torch.Tensor:
-    check_scan(x_BGSD, threshold, chunk, metric)
+def kernel_find_anchors(x_BGSD: torch.Tensor, cos: float, chunk: int = BLOCK) -> torch.Tensor:
+    check_scan(x_BGSD, cos, chunk)
     batch, heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
     is_anchor_BGS = torch.empty((batch, heads, rows), dtype=torch.int8, device=x_BGSD.device)
@@ -245,10 +222,9 @@ def kernel_find_anchors(
         x_BGSD.stride(2),
         heads,
         rows,
-        threshold,
+        cos,
         CHUNK=chunk,
         D=dim,
-        METRIC=METRICS[metric],
         num_warps=4,
     )
     return is_anchor_BGS.view(torch.bool)

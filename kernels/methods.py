@@ -222,12 +222,8 @@ _paper = "StreamingLLM (Xiao et al. 2023), section 3.2"
 _own("streaming", forms.StreamingOptions, _paper, "streaming:StreamingSelector")
 _paper = "DeltaAttention section 4.3, with the changes of docs/decisions/0003"
 _own("dpxa", forms.AnchorsOptions, _paper, "anchors.selector:AnchorsSelector")
-_paper = "DeltaAttention section 4.3"
-_own("dpxa_thesis", forms.ThesisAnchorsOptions, _paper, "anchors.selector:ThesisAnchorsSelector")
 _paper = "XAttention (Xu et al. 2025), sections 2.1-2.2"
 _own("xattention", forms.AntidiagonalOptions, _paper, "grouped.antidiagonal:AntidiagonalSelector")
-_own("naive", forms.NaiveOptions, "DeltaAttention, ablation of section 4.3", "grouped.selector:NaiveSelector")
-_own("block_pool", forms.BlockPoolOptions, "block mean pooling", "grouped.selector:BlockPoolSelector")
 _paper = "DeltaAttention section 4.1"
 _own("delta_kv", forms.DeltaKVOptions, _paper, None, "packed.delta_kv:DeltaKVBackend")
 _own(

@@ -88,18 +88,6 @@ class ScoredOptions:
 
 
 @dataclass(frozen=True)
-class BlockPoolOptions(ScoredOptions):
-    """Block means, which score MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3)."""
-
-
-@dataclass(frozen=True)
-class NaiveOptions(ScoredOptions):
-    """DeltaAttention, ablation of section 4.3."""
-
-    stride: int = option(4, 2, 16, "every stride-th row of q and k is scored", (2, 4, 8, 16))
-
-
-@dataclass(frozen=True)
 class AntidiagonalOptions(ScoredOptions):
     """XAttention (Xu et al. 2025), sections 2.1-2.2."""
 
@@ -117,17 +105,6 @@ class AnchorsOptions(ScoredOptions):
     centred: bool = option(True, 0, 1, "compare rows less their block's mean, so that a bias makes no run")
     q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
     k_anchors: int = option(32, 8, 64, "key anchors per block", (8, 16, 32, 64))
-    largest: bool = option(False, 0, 1, "score a tile by the query anchor that needs it most")
-
-
-@dataclass(frozen=True)
-class ThesisAnchorsOptions(ScoredOptions):
-    """DPXA as in DeltaAttention, section 4.3. Every anchor of q and k is kept and counts once. A query
-    block's scores are divided by one common sum. Levels are thresholds of all mass, by each head's
-    coverage."""
-
-    levels_outside: ClassVar[bool] = False
-    cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
 
 
 @dataclass(frozen=True)
@@ -135,18 +112,13 @@ class RunOptions:
     """How runs of similar keys are found (DeltaAttention, section 4.1), and which row stands for each."""
 
     cos: float = option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
-    distance: float = option(
-        0.0, 0.0, 1e6, "Euclidean distance up to which a key joins its run; 0: by cosine"
-    )
     means: bool = option(True, 0, 1, "pack the means of a run's keys and values; 0: its anchor's own")
 
 
 @dataclass(frozen=True)
 class DeltaKVOptions(RunOptions):
-    """DeltaAttention section 4.1. The paper packs the anchors' own rows (`means=0`) and compares keys by
-    Euclidean distance or cosine (Table 3)."""
+    """DeltaAttention section 4.1. The paper packs the anchors' own rows (`means=0`)."""
 
-    counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run")
     critical: int = option(512, 128, 8192, "tokens before the query block that are attended exactly")
     min_tokens: int = min_tokens()
 

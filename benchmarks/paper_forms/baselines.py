@@ -5,16 +5,41 @@ Shape suffixes as in `kernels.interface`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from deltafront.benchmarks.paper_forms.methods import BlockTopOptions, SpargeOptions
-from deltafront.benchmarks.paper_forms.tile_scores import top_tiles
+from deltafront.benchmarks.paper_forms.tile_scores import TorchSelector, top_tiles
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask
-from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector, block_means, per_query_head
+from deltafront.kernels.selectors.grouped.antidiagonal import per_query_head, tile_scores
 from deltafront.kernels.selectors.rules.cpu import compact
 from deltafront.kernels.selectors.scored import ScoredState
+
+
+class BlockPoolSelector(TorchSelector):
+    """Ranks tiles by the softmax of mean query · mean key over the causal key blocks."""
+
+    name = "block_pool"
+    scored_share = 1.0 / BLOCK**2
+
+    def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
+        with phase("scoring"):
+            q_BHND, k_BGMD = block_means(x.q_BHTD), block_means(x.k_BGSD)
+            row_N = torch.arange(x.query_blocks, device=q_BHND.device) + x.first_block
+            column_M = torch.arange(x.key_blocks, device=q_BHND.device)
+            return tile_scores(per_query_head(k_BGMD, q_BHND) * x.scale, column_M <= row_N[:, None], 1)
+
+
+def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
+    """Compute the float32 mean of each block of rows, over the rows that exist."""
+    batch, heads, rows, dim = x_BGSD.shape
+    padded = functional.pad(x_BGSD.float(), (0, 0, 0, -rows % BLOCK))
+    padded_BGMRD = padded.view(batch, heads, -1, BLOCK, dim)
+    start_M = torch.arange(padded_BGMRD.shape[2], device=x_BGSD.device) * BLOCK
+    return padded_BGMRD.sum(3) / torch.clamp(rows - start_M, max=BLOCK)[:, None]
 
 
 class BlockTopSelector(BlockPoolSelector):

@@ -19,7 +19,7 @@ from deltafront.benchmarks.paper_forms.methods import (
     DeltaKVThesisOptions,
     PhaseOptions,
 )
-from deltafront.kernels.anchor_scan import find_anchors
+from deltafront.kernels.anchor_scan import find_anchors, leaders
 from deltafront.kernels.attention.inputs import new_output
 from deltafront.kernels.attention.packed.delta_kv import CHUNK
 from deltafront.kernels.constants import BLOCK
@@ -137,12 +137,16 @@ class PhasedDeltaKV(ABC):
 class SimilarKeys(PhasedDeltaKV):
     def __init__(self, options: DeltaKVThesisOptions) -> None:
         super().__init__(options)
-        by_distance = options.distance > 0
-        self._threshold = options.distance if by_distance else options.cos
-        self._metric = "euclidean" if by_distance else "cosine"
+        self._cos, self._distance = options.cos, options.distance
 
     def anchors(self, x: AttentionInput, state: DeltaKVState) -> torch.Tensor:
-        return find_anchors(x.k_BGSD, self._threshold, CHUNK, self._metric)
+        if self._distance == 0:
+            return find_anchors(x.k_BGSD, self._cos, CHUNK)
+        padded_BGSD = torch.nn.functional.pad(x.k_BGSD.float(), (0, 0, 0, -x.k_BGSD.shape[2] % CHUNK))
+        rows_LRD = padded_BGSD.reshape(-1, CHUNK, padded_BGSD.shape[3])
+        apart_LRR = torch.cdist(rows_LRD, rows_LRD, compute_mode="donot_use_mm_for_euclid_dist")
+        is_anchor_LR = leaders(apart_LRR <= self._distance)
+        return is_anchor_LR.view(padded_BGSD.shape[:3])[..., : x.k_BGSD.shape[2]]
 
 
 class PeriodicKeys(PhasedDeltaKV):

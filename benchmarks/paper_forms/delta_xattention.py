@@ -66,9 +66,7 @@ def _means(kv_BGSD: torch.Tensor, run_BGS1: torch.Tensor, length_BGS1: torch.Ten
 
 def anchors_of(x: AttentionInput, options: RunOptions) -> torch.Tensor:
     """is_anchor_BGS of runs within tiles."""
-    by_distance = options.distance > 0
-    how = (options.distance, BLOCK, "euclidean") if by_distance else (options.cos, BLOCK, "cosine")
-    return find_anchors(x.k_BGSD, *how)
+    return find_anchors(x.k_BGSD, options.cos, BLOCK)
 
 
 def listed(x: AttentionInput, mask: TileMask) -> torch.Tensor:
@@ -109,7 +107,7 @@ class TileSkipSelector:
         total_BH = mask.count_BHN.sum(2, dtype=torch.float64)
         if self._skip > 0:
             return total_BH * self._skip
-        packing.extend(x.k_BGSD, BLOCK, self._packing.cos, self._packing.distance)
+        packing.extend(x.k_BGSD, BLOCK, self._packing.cos)
         return total_BH - self._packing.tiles_of_heads(x, mask, packing)
 
 

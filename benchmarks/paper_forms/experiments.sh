@@ -78,14 +78,14 @@ served() { # TOKENS COUNT TASK:COUNT…: the shipped configuration, or CONFIG
 }
 short() { # COUNT TASK:COUNT: untuned, at 4,096 tokens
   shards --no-adapter --documents "$1x4096" --tasks "$2" --seed 61 --chunk 4096 --key-tokens 1024 --methods \
-    "xattention:$some" "xattention:$some,stride=16" "naive:$some" "block_pool:$some" "dpxa_thesis:$some" \
+    "xattention:$some" "xattention:$some,stride=16" "block_pool:$some" "dpxa_thesis:$some" \
     "dpxa:$some,window=128" streaming:min_tokens=0,window=768
 }
 case $part in
   tiles)
     shards "${untuned[@]}" --methods "xattention:$some" \
       "xattention:$some,stride=16" "xattention:$some,stride=64" "xattention_paper:$some,pattern=1" \
-      "xattention_paper:$some,pattern=2" "naive:$some" "block_pool:$some" "dpxa:$some,window=128" \
+      "xattention_paper:$some,pattern=2" "block_pool:$some" "dpxa:$some,window=128" \
       "dpxa_thesis:$some" streaming:min_tokens=0,window=768
     ;;
   keys)
@@ -147,7 +147,7 @@ case $part in
     shards "${untuned[@]}" --methods $thesis,cos=0.88 $thesis $thesis,cos={0.8,0.78} \
       $thesis,distance={8.8,10.6,12.1} delta_kv_periodic:min_tokens=0,every=3 \
       delta_kv_random:min_tokens=0,keep=0.333 \
-      $anchors $anchors,counts=0 $anchors,critical={128,2048} "xattention:$some" $packed={1,0} \
+      $anchors $anchors,critical={128,2048} "xattention:$some" $packed={1,0} \
       $packed={1,0},exact_share=0 delta_xattention_all_packed:$some,means=0 \
       xattention_skip:$some,means=0
     ;;

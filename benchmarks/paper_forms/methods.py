@@ -9,7 +9,6 @@ from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.methods import register
 from deltafront.kernels.options import (
     AntidiagonalOptions,
-    BlockPoolOptions,
     DeltaXAttentionOptions,
     RunOptions,
     ScoredOptions,
@@ -113,6 +112,16 @@ class XAttentionPaperOptions(AntidiagonalOptions):
 
 
 @dataclass(frozen=True)
+class ThesisAnchorsOptions(ScoredOptions):
+    """DPXA as in DeltaAttention, section 4.3. Every anchor of q and k is kept and counts once. A query
+    block's scores are divided by one common sum. Levels are thresholds of all mass, by each head's
+    coverage."""
+
+    levels_outside: ClassVar[bool] = False
+    cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
+
+
+@dataclass(frozen=True)
 class NaiveCellsOptions(ScoredOptions):
     """Every n-th row of q and k, cells as `dpxa_thesis` adds them (DeltaAttention, section 4.3)."""
 
@@ -125,9 +134,18 @@ register(
     source="XAttention (Xu et al. 2025), its ablation study", from_keys=True,
 )  # fmt: skip
 register(
+    "dpxa_thesis", ThesisAnchorsOptions, f"{_TILES}:ThesisAnchorsSelector", _SPARSE,
+    source="DeltaAttention section 4.3", from_keys=True,
+)  # fmt: skip
+register(
     "naive_cells", NaiveCellsOptions, f"{_TILES}:NaiveCellsSelector", _SPARSE,
     source="DeltaAttention, ablation of section 4.3", from_keys=True,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockPoolOptions(ScoredOptions):
+    """Block means, which score MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3)."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +166,10 @@ class SpargeOptions:
 
 
 _BASELINES = f"{__package__}.baselines"
+register(
+    "block_pool", BlockPoolOptions, f"{_BASELINES}:BlockPoolSelector", _SPARSE,
+    source="block mean pooling", from_keys=True,
+)  # fmt: skip
 register(
     "minference_block_sparse", BlockTopOptions, f"{_BASELINES}:BlockTopSelector", _SPARSE,
     source="MInference (Jiang et al. 2024), Algorithm 3", from_keys=True,

@@ -84,15 +84,19 @@ def skipped_tiles(scores: list[list[float]], saved: float) -> list[set[int]]:
     return kept
 
 
-def naive_cells(x: AttentionInput, every: int) -> torch.Tensor:
-    """DeltaAttention, section 4.3, on every n-th row of q and k: cell by cell, one sum a query block."""
+def cells(x: AttentionInput, rows: list[list[int]], keys: list[list[int]]) -> torch.Tensor:
+    """DeltaAttention, section 4.3: cell by cell, one sum a query block.
+
+    Args:
+        rows, keys: The rows of the chunk and the keys that are scored, of each (batch, head).
+    """
     batch, heads = x.q_BHTD.shape[:2]
     score_BHNM = torch.zeros(batch, heads, x.query_blocks, x.key_blocks, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
-            for row in range(x.q_BHTD.shape[2]):
-                position = x.q_start + row
-                for key in range(0, position + 1, every) if position % every == 0 else ():
+            group = b * x.k_BGSD.shape[1] + h // x.group
+            for row in rows[b * heads + h]:
+                for key in (key for key in keys[group] if key <= x.q_start + row):
                     k = x.k_BGSD[b, h // x.group, key].double()
                     logit = float(x.q_BHTD[b, h, row].double() @ k) * x.scale
                     score_BHNM[b, h, row // BLOCK, key // BLOCK] += math.exp(logit)

@@ -39,7 +39,7 @@ from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.methods import load
 from deltafront.kernels.paged_decode.cpu import select_pages
-from deltafront.kernels.selectors.grouped.selector import tile_scores
+from deltafront.kernels.selectors.grouped.antidiagonal import tile_scores
 from deltafront.tests.reference.structured import structured_input
 
 

@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from deltafront.benchmarks.paper_forms.methods import NaiveCellsOptions, XAttentionPaperOptions
+from deltafront.benchmarks.paper_forms.methods import (
+    NaiveCellsOptions,
+    ThesisAnchorsOptions,
+    XAttentionPaperOptions,
+)
+from deltafront.kernels.anchor_scan import find_anchors
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Phase, TileMask
-from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from deltafront.kernels.selectors.grouped.selector import tile_scores
+from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector, tile_scores
 from deltafront.kernels.selectors.rules.cpu import compact
 from deltafront.kernels.selectors.rules.kernel import select as kernel_select
 from deltafront.kernels.selectors.rules.rule import Rule
@@ -40,6 +44,10 @@ class TorchSelector(ScoredSelector):
         with phase("selection"):
             return kernel_select(score_BHNM, state.rule, x.first_block, with_scores=self.with_scores)
 
+
+class HeadSelector(TorchSelector):
+    """Scores each head by itself, slab by slab."""
+
     def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         with phase("scoring"):
             score_BHNM = torch.zeros(
@@ -57,7 +65,7 @@ class TorchSelector(ScoredSelector):
         """float32 score_NM of a head's query blocks `rows`."""
 
 
-class PairedSelector(TorchSelector):
+class PairedSelector(HeadSelector):
     """XAttention with other pairs of rows in its cells, other strides, or a fixed number of tiles. The
     paper's own pairs are scored by the served selector."""
 
@@ -133,9 +141,32 @@ def top_tiles(score_BHNM: torch.Tensor, rule: Rule, first_block: int, count: int
     return compact(forced_NM.expand_as(ranked_BHNM).scatter(-1, best_BHNX, True) & causal_NM)
 
 
-class NaiveCellsSelector(TorchSelector):
+class CellsSelector(HeadSelector):
     """Exponentials of sampled rows against sampled keys, added up in tiles; a query block's share one sum."""
 
+    @abstractmethod
+    def sampled(self, x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which rows of the chunk and which keys are sampled: bool_BHT and bool_BGS."""
+
+    def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
+        with phase("anchors"):
+            self._rows_BHT, self._keys_BGS = self.sampled(x)
+        return super().cpu_scores(x, state, phase)
+
+    def head_scores(self, x: AttentionInput, b: int, h: int, rows: slice) -> torch.Tensor:
+        key_J = self._keys_BGS[b, h // x.group].nonzero().flatten()
+        k_JD = x.k_BGSD[b, h // x.group, key_J].float()
+        score_NM = torch.zeros(rows.stop - rows.start, x.key_blocks, device=x.q_BHTD.device)
+        for n in range(rows.start, rows.stop):
+            row_I = self._rows_BHT[b, h, n * BLOCK : (n + 1) * BLOCK].nonzero().flatten() + n * BLOCK
+            logit_IJ = x.q_BHTD[b, h, row_I].float() @ k_JD.T * x.scale
+            later_IJ = key_J > row_I[:, None] + x.q_start
+            mass_IJ = logit_IJ.masked_fill(later_IJ, -torch.inf).flatten().softmax(0)
+            score_NM[n - rows.start].index_add_(0, key_J // BLOCK, mass_IJ.view(logit_IJ.shape).sum(0))
+        return score_NM
+
+
+class NaiveCellsSelector(CellsSelector):
     name = "naive_cells"
 
     def __init__(self, options: NaiveCellsOptions) -> None:
@@ -143,15 +174,18 @@ class NaiveCellsSelector(TorchSelector):
         self._every = options.every
         self.scored_share = 1.0 / options.every**2
 
-    def head_scores(self, x: AttentionInput, b: int, h: int, rows: slice) -> torch.Tensor:
-        k_SD, device = x.k_BGSD[b, h // x.group].float(), x.q_BHTD.device
-        key_J = torch.arange(0, x.k_BGSD.shape[2], self._every, device=device)
-        score_NM = torch.zeros(rows.stop - rows.start, x.key_blocks, device=device)
-        for n in range(rows.start, rows.stop):
-            begin = x.q_start + n * BLOCK
-            end = min(begin + BLOCK, x.k_BGSD.shape[2])
-            row_I = torch.arange(-(-begin // self._every) * self._every, end, self._every, device=device)
-            logit_IJ = x.q_BHTD[b, h, row_I - x.q_start].float() @ k_SD[key_J].T * x.scale
-            mass_IJ = logit_IJ.masked_fill(key_J > row_I[:, None], -torch.inf).flatten().softmax(0)
-            score_NM[n - rows.start].index_add_(0, key_J // BLOCK, mass_IJ.view(logit_IJ.shape).sum(0))
-        return score_NM
+    def sampled(self, x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
+        place_S = torch.arange(x.k_BGSD.shape[2], device=x.k_BGSD.device) % self._every == 0
+        return place_S[x.q_start :].expand(x.q_BHTD.shape[:3]), place_S.expand(x.k_BGSD.shape[:3])
+
+
+class ThesisAnchorsSelector(CellsSelector):
+    name = "dpxa_thesis"
+    scored_share = 1.0
+
+    def __init__(self, options: ThesisAnchorsOptions) -> None:
+        super().__init__(options)
+        self._cos = options.cos
+
+    def sampled(self, x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
+        return find_anchors(x.q_BHTD, self._cos), find_anchors(x.k_BGSD, self._cos)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
+from deltafront.benchmarks.paper_forms.baselines import BlockPoolSelector
+from deltafront.benchmarks.paper_forms.methods import BlockPoolOptions
 from deltafront.benchmarks.whole_prompt.line_selector import LineSelector
 from deltafront.benchmarks.whole_prompt.lines import cpu_line_masses, heaviest_share, tiles_of_lines
 from deltafront.benchmarks.whole_prompt.lines_kernel import kernel_line_masses
 from deltafront.benchmarks.whole_prompt.methods import FlexOptions
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, KernelInputError, no_phase
-from deltafront.kernels.options import BlockPoolOptions
-from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector
 
 
 class FlexSelector(LineSelector):
@@ -38,7 +38,6 @@ class FlexSelector(LineSelector):
         return choose(*cpu_line_masses(x, BLOCK), score_BHNM, self.gamma, self.tau)
 
     def kernel_kept(self, x: AttentionInput) -> torch.Tensor:
-        """The block-mean scores come from logarithms in 16 bits."""
         masses = kernel_line_masses(x, BLOCK)
         return choose(*masses, self._pooled.kernel_scores(x, None, no_phase), self.gamma, self.tau)
 

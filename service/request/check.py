@@ -43,8 +43,8 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """A message's role → its name in chat templates."""
 _MAX_SALT = 128
 _MAX_RETAIN_S = 7 * 86_400.0
-_OVERRIDDEN_OPTIONS = {"density": ("outside", "tau"), "share": ("outside", "tau"), "distance": ("cos",)}
-"""An option → the options that do not count while it is above 0 (`kernels.options`)."""
+_OVERRIDING_OPTIONS = ("density", "share")
+"""While one of them is above 0, `tau` and `outside` do not count (`kernels.options.ScoredOptions`)."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ def _method(attention: AttentionMethod, limits: Limits) -> MethodSpec:
         raise InvalidArgument(field, str(error)) from None
     whole_prompts = f"{spec.name} needs the whole prompt at once and is not served"
     _require(not reads_whole_prompts(spec.name), "attention.name", whole_prompts)
-    for option, overridden in _OVERRIDDEN_OPTIONS.items():
+    for option in _OVERRIDING_OPTIONS:
         value = spec.values.get(option)
-        for useless in overridden:
+        for useless in ("outside", "tau"):
             message = f"counts for nothing at {option} = {value}: give {option} = 0 too"
             _require(not value or useless not in attention.options, f"attention.options.{useless}", message)
     return spec

@@ -90,7 +90,7 @@ def test_batched_questions_answer_as_one_by_one(
     "method",
     [
         "dense",
-        "block_pool:tau=0.5,min_tokens=0",
+        "xattention:tau=0.5,min_tokens=0",
         "dpxa:tau=0.3,window=1,min_tokens=0",
         "dpxa:tau=0.3,window=1,min_tokens=410",
     ],
@@ -289,7 +289,7 @@ def test_density_is_prefilled_with_the_profiles_thresholds(tmp_path: Path) -> No
     directory = make_tiny_model(tmp_path)
     stack = whole_stack(directory)
     profiled = Reader(stack, 1024, make_profile(directory))
-    method = "block_pool:density={},window=1,min_tokens=0"
+    method = "xattention:density={},window=1,min_tokens=0"
     with torch.inference_mode():
         some, more, dense = (
             profiled.read(ids(1000, 2), one, 256).density

@@ -20,8 +20,8 @@ from deltafront.tests.reference.anchor_scan import run_starts
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def kernel_scan(x: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> AnchorRuns:
-    return runs_of(kernel_find_anchors(x, threshold, chunk, metric), chunk)
+def kernel_scan(x: torch.Tensor, threshold: float, chunk: int = 128) -> AnchorRuns:
+    return runs_of(kernel_find_anchors(x, threshold, chunk), chunk)
 
 
 def drifting_rows(rows: int, batch: int = 1, heads: int = 2, dim: int = 16, seed: int = 0) -> torch.Tensor:
@@ -49,12 +49,12 @@ def check_consistent(runs: AnchorRuns, rows: int, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [128, 256])
-@pytest.mark.parametrize(("metric", "threshold"), [("cosine", 0.75), ("cosine", -0.2), ("euclidean", 3.0)])
-def test_the_cpu_form_equals_the_oracle(metric: str, threshold: float, chunk: int) -> None:
+@pytest.mark.parametrize("threshold", [0.75, -0.2])
+def test_the_cpu_form_equals_the_oracle(threshold: float, chunk: int) -> None:
     x = drifting_rows(301, batch=2)
-    runs = cpu_scan(x, threshold, chunk, metric)
+    runs = cpu_scan(x, threshold, chunk)
     found = [lane.nonzero()[:, 0].tolist() for lane in runs.is_anchor_BGS.flatten(0, 1)]
-    assert found == run_starts(x, threshold, chunk, metric)
+    assert found == run_starts(x, threshold, chunk, "cosine")
     assert 2 < len(found[0]) < 250
     check_consistent(runs, 301, chunk)
 
@@ -70,14 +70,11 @@ def test_centred_rows_are_compared_less_their_chunks_mean(chunk: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "chunk"), [(300, 128), (520, 512), (1, 128)])
-@pytest.mark.parametrize(("metric", "threshold"), [("cosine", 0.75), ("euclidean", 3.0)])
-def test_the_kernel_equals_the_cpu_form(
-    metric: str, threshold: float, rows: int, chunk: int, dtype: torch.dtype
-) -> None:
+def test_the_kernel_equals_the_cpu_form(rows: int, chunk: int, dtype: torch.dtype) -> None:
     x = drifting_rows(rows, batch=2, dim=32, seed=rows).to(dtype)
     with poisoned_empty():
-        runs = kernel_scan(x, threshold, chunk, metric)
-    expected = cpu_scan(x, threshold, chunk, metric)
+        runs = kernel_scan(x, 0.75, chunk)
+    expected = cpu_scan(x, 0.75, chunk)
     assert torch.equal(runs.is_anchor_BGS, expected.is_anchor_BGS)
     assert torch.equal(runs.run_BGS, expected.run_BGS)
     check_consistent(runs, rows, chunk)
@@ -88,11 +85,9 @@ def test_duplicate_rows_share_an_anchor_and_zero_rows_stand_alone(run: object) -
     assert callable(run)
     same = torch.ones(1, 1, 256, 16, device=DEVICE) * 0.37
     assert run(same, 0.99).runs_BGC.tolist() == [[[1, 1]]]
-    assert run(same, 0.1, 256, "euclidean").runs_BGC.tolist() == [[[1]]]
     zeros = torch.zeros(1, 1, 130, 16, device=DEVICE)
     assert run(zeros, 0.75).runs_BGC.tolist() == [[[128, 2]]]
     assert run(zeros, 0.0).runs_BGC.tolist() == [[[1, 1]]]
-    assert run(zeros, 0.0, 128, "euclidean").runs_BGC.tolist() == [[[1, 1]]]
 
 
 def test_kernel_scans_rows_that_are_not_contiguous() -> None:
@@ -107,17 +102,15 @@ def test_kernel_scans_rows_that_are_not_contiguous() -> None:
 @pytest.mark.parametrize(
     ("shape", "arguments"),
     [
-        ((2, 128, 16), (0.7, 128, "cosine")),
-        ((1, 1, 0, 16), (0.7, 128, "cosine")),
-        ((1, 1, 128, 16), (0.7, 100, "cosine")),
-        ((1, 1, 128, 16), (0.7, 0, "cosine")),
-        ((1, 1, 128, 16), (0.7, 128, "manhattan")),
-        ((1, 1, 128, 16), (float("nan"), 128, "cosine")),
-        ((1, 1, 128, 16), (-1.0, 128, "euclidean")),
+        ((2, 128, 16), (0.7, 128)),
+        ((1, 1, 0, 16), (0.7, 128)),
+        ((1, 1, 128, 16), (0.7, 100)),
+        ((1, 1, 128, 16), (0.7, 0)),
+        ((1, 1, 128, 16), (float("nan"), 128)),
     ],
 )
-def test_scan_refuses_bad_shapes_thresholds_and_metrics(
-    run: object, shape: tuple[int, ...], arguments: tuple[float, int, str]
+def test_scan_refuses_bad_shapes_and_thresholds(
+    run: object, shape: tuple[int, ...], arguments: tuple[float, int]
 ) -> None:
     assert callable(run)
     with pytest.raises(KernelInputError):

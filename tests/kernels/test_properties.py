@@ -28,13 +28,12 @@ OWN = [name for name in PRESETS if PRESETS[name].form.__module__.startswith("del
 """Without what other tests have registered from outside the package."""
 METHODS = [name for name in OWN if not reads_whole_prompts(name)]
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
-SCORED = ("xattention", "dpxa", "dpxa_thesis", "naive", "block_pool", "delta_xattention")
+SCORED = ("xattention", "dpxa", "delta_xattention")
 """Those that choose by a score, with any of the rules."""
 OUTSIDE: dict[str, Value] = {"outside": True, "sink": 129, "window": 129}
 FORMS: dict[str, dict[str, Value]] = {
     **{f"{name} outside": OUTSIDE for name in SCORED},
     **{f"{name} share": {} for name in SCORED},
-    "dpxa largest": {"largest": True},
     "dpxa finer": {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128, "outside": True},
 }
 """Methods whose quota counts the mass outside a wider sink and window, or with another rule or other scores.
@@ -45,7 +44,7 @@ CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta", "dpxa+delta outs
 LEAN: dict[str, dict[str, Value]] = {
     "streaming": {"window": 256},
     "delta_kv": {"critical": 128, "cos": 0.8},
-    **{name: {"tau": 0.6} for name in ("xattention", "naive", "block_pool")},
+    "xattention": {"tau": 0.6},
     "dpxa": {"tau": 0.6, "outside": False, "window": 1},
     "delta_xattention": {"tau": 0.8, "cos": 0.8},
     **{name: {"tau": 0.3} for name in FORMS if name.endswith(" outside")},
@@ -56,7 +55,7 @@ LEAN: dict[str, dict[str, Value]] = {
 FULL: dict[str, dict[str, Value]] = {
     "streaming": {"window": 1 << 20},
     "delta_kv": {"cos": 1.0},
-    **{name: {"tau": 1.0} for name in ("xattention", "dpxa", "dpxa_thesis", "naive", "block_pool")},
+    **{name: {"tau": 1.0} for name in ("xattention", "dpxa")},
     "delta_xattention": {"tau": 1.0, "exact_share": 1.0},
     **{name: {"share": 1.0} for name in FORMS if name.endswith(" share")},
 }

@@ -26,10 +26,9 @@ def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None
 
 
 def packed_attention(
-    x: AttentionInput, starts: list[int], critical: int, *, counts: bool, means: bool, chunk: int
+    x: AttentionInput, starts: list[int], critical: int, *, means: bool, chunk: int
 ) -> torch.Tensor:
-    """Delta-KV of one head, row by row: each run's mean or anchor repeated, or taken once. fp32. starts: of
-    runs."""
+    """Delta-KV of one head, row by row: each run's mean or anchor repeated. fp32. starts: of runs."""
     q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
     rows = []
     for position in range(q.shape[0]):
@@ -37,9 +36,8 @@ def packed_attention(
         keys, values = [], []
         for first, stop in zip(starts, [*starts[1:], k.shape[0]], strict=True):
             if first < exact_from:
-                times = stop - first if counts else 1
-                keys += [k[first:stop].mean(0) if means else k[first]] * times
-                values += [v[first:stop].mean(0) if means else v[first]] * times
+                keys += [k[first:stop].mean(0) if means else k[first]] * (stop - first)
+                values += [v[first:stop].mean(0) if means else v[first]] * (stop - first)
         keys += list(k[exact_from : position + 1])
         values += list(v[exact_from : position + 1])
         weights = (torch.stack(keys) @ q[position] * x.scale).softmax(0)

@@ -54,18 +54,6 @@ def antidiagonal_scores(x: AttentionInput, stride: int, order: Sequence[int] | N
     return _from_logits(x, BLOCK // stride, logit)
 
 
-def naive_scores(x: AttentionInput, stride: int) -> torch.Tensor:
-    q, k = x.q_BHTD.double(), x.k_BGSD.double()
-
-    def logit(b: int, h: int, i: int, j: int) -> float | None:
-        row, key = i * stride, j * stride
-        if row >= q.shape[2] or key > x.q_start + row:
-            return None
-        return float(q[b, h, row] @ k[b, h // x.group, key]) * x.scale
-
-    return _from_logits(x, BLOCK // stride, logit)
-
-
 def pooled_scores(x: AttentionInput) -> torch.Tensor:
     q, k = x.q_BHTD.double(), x.k_BGSD.double()
 
@@ -111,14 +99,11 @@ def anchor_slots(
     if len(runs) > side.cap:
         picks = [i * len(runs) // side.cap for i in range(side.cap)]
         runs = [runs[pick] for pick in picks]
-    return [
-        (start, end - start, rows[start] if side.representative == "anchor" else rows[start:end].mean(0))
-        for start, end in runs
-    ]
+    return [(start, end - start, rows[start]) for start, end in runs]
 
 
 def anchor_scores(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
-    """DPXA in any of its forms (docs/decisions/0003), one pair of slots at a time."""
+    """DPXA (docs/decisions/0003), one pair of slots at a time."""
     batch, heads = x.q_BHTD.shape[:2]
     score = torch.zeros(batch, heads, x.query_blocks, x.key_blocks, dtype=torch.float64)
     for b in range(batch):
@@ -131,21 +116,15 @@ def anchor_scores(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
             ]
             for n in range(x.query_blocks):
                 q = x.q_BHTD[b, h, n * BLOCK : (n + 1) * BLOCK].double()
-                cells = []
-                for a, (first, _, vector) in enumerate(anchor_slots(q, form, form.q)):
+                for first, _, vector in anchor_slots(q, form, form.q):
                     place = x.q_start + n * BLOCK + first
+                    cells = []
                     for m, start, count, key in keys:
                         seen = min(count, place - start + 1)
                         if seen > 0:
-                            weight = seen if form.weighted else 1
-                            cells.append((a, m, weight * math.exp(float(vector @ key) * x.scale)))
-                parts: dict[tuple[int, int], float] = {}
-                for a, m, mass in cells:
-                    shared = [c[2] for c in cells if c[0] == a or not form.row_normalised]
-                    parts[a, m] = parts.get((a, m), 0.0) + mass / sum(shared)
-                for m in {m for _, m in parts}:
-                    each = [part for (_, column), part in parts.items() if column == m]
-                    score[b, h, n, m] = max(each) if form.largest else sum(each)
+                            cells.append((m, seen * math.exp(float(vector @ key) * x.scale)))
+                    for m, mass in cells:
+                        score[b, h, n, m] += mass / sum(mass for _, mass in cells)
     return score
 
 

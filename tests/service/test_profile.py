@@ -111,7 +111,7 @@ def test_another_models_profile_stops_the_start(model: Path, profile: Path, tmp_
 
 
 def with_options(**options: float) -> dict[str, Any]:
-    return {"method_options": {"block_pool": options}}
+    return {"method_options": {"xattention": options}}
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def with_options(**options: float) -> dict[str, Any]:
     [
         (
             {"prefill": with_options(density=0.6)},
-            "prefill.method_options.block_pool: method_options.density = 0.6: the model's profile has",
+            "prefill.method_options.xattention: method_options.density = 0.6: the model's profile has",
         ),
         (
             {"prefill": with_options(density=0.2, window=300)},
-            "prefill.method_options.block_pool: method_options.density = 0.2: the model's profile has",
+            "prefill.method_options.xattention: method_options.density = 0.2: the model's profile has",
         ),
     ],
 )
@@ -139,14 +139,14 @@ def test_a_density_that_the_profile_has_not_stops_the_start(
 def test_the_default_method_needs_its_level(
     model: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = {"door": {"default_method": "block_pool+delta"}, "prefill": with_options(density=0.2)}
+    sections = {"door": {"default_method": "xattention+delta"}, "prefill": with_options(density=0.2)}
     check_start(load(write_config(tmp_path, model, **sections)))
     without = {"model": {"path": str(model)}, "decode": {"page_selection": "full"}, **sections}
     with pytest.raises(ConfigError) as caught:
         check_start(parse(without))
     says = "method_options.density = 0.2: the model has no profile (model.profile)"
     assert f"door.default_method: {says}" in str(caught.value)
-    assert f"prefill.method_options.block_pool: {says}" in str(caught.value)
+    assert f"prefill.method_options.xattention: {says}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_defaults_of_options_are_checked(options: dict[str, Any], says: str) -> 
 
 def served(model: Path, profile: Path, **options: float) -> ServiceConfig:
     """A door that renews quickly, of a model with a profile."""
-    content = settings(model, default_method="block_pool").model_dump(mode="json")
+    content = settings(model, default_method="xattention").model_dump(mode="json")
     content["model"]["profile"] = str(profile)
-    content["prefill"]["method_options"] = {"block_pool": options}
+    content["prefill"]["method_options"] = {"xattention": options}
     del content["decode"]["full_layers"], content["decode"]["page_budget"]
     content["decode"] |= {"delta_layers": [2], "recency": 3}
     return parse(content)
@@ -195,11 +195,11 @@ def read_by(house: House, **asked: Any) -> MethodSpec:
 
 def test_request_may_choose_a_calibrated_density(make_house: Make, model: Path, profile: Path) -> None:
     house = make_house(served(model, profile))
-    spec = read_by(house, method="block_pool+delta", options={"density": 0.5})
-    assert (spec.name, spec.values["density"]) == ("block_pool+delta", 0.5)
+    spec = read_by(house, method="xattention+delta", options={"density": 0.5})
+    assert (spec.name, spec.values["density"]) == ("xattention+delta", 0.5)
     assert read_by(house).values["density"] == 0.0
     with pytest.raises(
-        InvalidArgument, match=r"attention\.options\.density: .*has 0\.2 to 0\.5 for block_pool with"
+        InvalidArgument, match=r"attention\.options\.density: .*has 0\.2 to 0\.5 for xattention with"
     ):
         read_by(house, options={"density": 0.1})
     with pytest.raises(InvalidArgument, match=r"density = 0\.3: the model's profile has"):
@@ -210,7 +210,7 @@ def test_request_may_choose_a_calibrated_density(make_house: Make, model: Path, 
 
 def test_service_keeps_method_defaults_of_its_own(make_house: Make, model: Path, profile: Path) -> None:
     house = make_house(served(model, profile, density=0.2, min_tokens=99))
-    for asked in ({}, {"method": "block_pool"}, {"method": "block_pool+delta"}):
+    for asked in ({}, {"method": "xattention"}, {"method": "xattention+delta"}):
         values = read_by(house, **asked).values
         assert (values["density"], values["min_tokens"], values["sink"]) == (0.2, 99, 1)
     assert read_by(house, options={"density": 0.5}).values["min_tokens"] == 99
@@ -222,11 +222,9 @@ def test_service_keeps_method_defaults_of_its_own(make_house: Make, model: Path,
             read_by(house, options={option: 1})
     with pytest.raises(InvalidArgument, match=r"options\.tau: counts for nothing at share = 0\.5: give"):
         read_by(house, method="dpxa", options={"share": 0.5, "tau": 0.6})
-    with pytest.raises(InvalidArgument, match=r"options\.cos: counts for nothing at distance = 2\.0: give"):
-        read_by(house, method="delta_kv", options={"distance": 2.0, "cos": 0.8})
     with DeltafrontClient(house.address) as client:
         shown = {method.name: method.defaults for method in client.info().methods}
-    assert (shown["block_pool"]["density"], shown["dpxa"]["density"]) == (0.2, 0.0)
+    assert (shown["xattention"]["density"], shown["dpxa"]["density"]) == (0.2, 0.0)
 
 
 def test_without_a_profile_a_density_is_bad_input(make_house: Make) -> None:
@@ -243,9 +241,9 @@ def test_info_shows_the_profile_and_what_is_in_effect(make_house: Make, model: P
     assert json.loads(info.profile.figures) == {"kl": 0.05, "held out": ["a", 3]}
     levels = [(one.method, one.density, one.tokens) for one in info.profile.levels]
     assert levels == [
-        ("block_pool", 0.2, 256),
-        ("block_pool", 0.2, 1024),
-        ("block_pool", 0.5, 1024),
+        ("xattention", 0.2, 256),
+        ("xattention", 0.2, 1024),
+        ("xattention", 0.5, 1024),
         ("dpxa", 0.3, 512),
     ]
     assert info.profile.levels[3].options["cos"] == 0.4
@@ -260,7 +258,7 @@ def test_info_shows_the_profile_and_what_is_in_effect(make_house: Make, model: P
     ):
         assert text in shown.output
     raw = json.loads(CliRunner().invoke(app, ["info", "--address", house.address, "--json"]).output)
-    assert raw["profile"]["levels"][0]["options"] == {"sink": 1, "window": 1}
+    assert raw["profile"]["levels"][0]["options"] == {"sink": 1, "window": 1, "stride": 8}
 
 
 def test_info_shows_no_profile_if_none_is_served(make_house: Make) -> None:

@@ -49,7 +49,7 @@ def levels_of(
 
 
 def make_profile(directory: Path, **changes: Any) -> Profile:
-    """Of block_pool at two densities, one of them for two lengths, and of dpxa at one."""
+    """Of xattention at two densities, one of them for two lengths, and of dpxa at one."""
     config, spec = read_config(directory), ModelSpec(path=str(directory))
     pool = {(0.2, 256): (0.1, 0.4), (0.2, 1024): (0.3, 0.6), (0.5, 1024): (0.7, 0.9)}
     parts: dict[str, Any] = {
@@ -57,7 +57,7 @@ def make_profile(directory: Path, **changes: Any) -> Profile:
         "model": ProfiledModel(name="tiny", digest=model_digest(spec)),
         "texts": (TEXT,),
         "prefill": (
-            levels_of(config, "block_pool", pool, window=1),
+            levels_of(config, "xattention", pool, window=1),
             levels_of(config, "dpxa", {(0.3, 512): (0.2, 0.8)}, window=128),
         ),
         "decode": DecodePages(full_layers=(0,), delta_layers=(1, 3), page_budget=32, recency=4),

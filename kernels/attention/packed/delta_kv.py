@@ -4,8 +4,6 @@
 Suffixes: J keys that a query block attends to.
 """
 
-from typing import Any
-
 import torch
 
 from deltafront.kernels.attention.inputs import QueryRows, attend_keys, new_output
@@ -23,14 +21,8 @@ CHUNK = 512
 class DeltaKVBackend:
     def __init__(self, options: DeltaKVOptions) -> None:
         self.cos = options.cos
-        self.distance = options.distance
         self.critical = options.critical
-        self._how: dict[str, Any] = {
-            "chunk": CHUNK,
-            "critical": options.critical,
-            "counts": options.counts,
-            "means": options.means,
-        }
+        self._means = options.means
 
     def new_state(self, spec: StateSpec) -> PackedRuns:
         return PackedRuns.empty(spec, CHUNK)
@@ -41,11 +33,10 @@ class DeltaKVBackend:
         x.require_aligned("delta_kv")
         state.check(x, "delta_kv")
         with phase("anchors"):
-            state.extend(x.k_BGSD, CHUNK, self.cos, self.distance)
+            state.extend(x.k_BGSD, CHUNK, self.cos)
         with phase("attention"):
-            if runs_on_cpu(x.q_BHTD, "delta_kv"):
-                return cpu_attend(x, state, **self._how)
-            return kernel_attend(x, state, **self._how)
+            attend = cpu_attend if runs_on_cpu(x.q_BHTD, "delta_kv") else kernel_attend
+            return attend(x, state, critical=self.critical, means=self._means)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
         row_N = x.first_block + torch.arange(x.query_blocks, device=x.q_BHTD.device)
@@ -79,37 +70,26 @@ def cpu_pack_head(
     return keys_PD.float(), values_PD.float(), length_P.float()
 
 
-def cpu_attend(
-    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, means: bool
-) -> torch.Tensor:
-    """Compute attention over packed and exact keys. counts: a packed key of n rows weighs n * exp(s)
-    (equation 4), otherwise exp(s).
-    """
+def cpu_attend(x: AttentionInput, state: PackedRuns, *, critical: int, means: bool) -> torch.Tensor:
+    """Compute attention over packed and exact keys. A packed key of n rows weighs n * exp(s) (equation 4)."""
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
-    chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)
+    chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, CHUNK)
     for b in range(x.q_BHTD.shape[0]):
         for g in range(x.k_BGSD.shape[1]):
             heads = slice(g * x.group, (g + 1) * x.group)
             offset_C = state.offset_BGC[b, g].tolist()
-            start_P, end = state.start_BGP[b, g, : offset_C[chunks_N[-1]]], chunks_N[-1] * chunk
+            start_P, end = state.start_BGP[b, g, : offset_C[chunks_N[-1]]], chunks_N[-1] * CHUNK
             packed = cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end, means=means)
             for n, done in enumerate(chunks_N):
                 rows = slice(n * BLOCK, min((n + 1) * BLOCK, x.q_BHTD.shape[2]))
                 kept = tuple(part[: offset_C[done]] for part in packed)
-                out = _attend_block(x, b, g, rows, exact_from=done * chunk, packed=kept, counts=counts)
+                out = _attend_block(x, b, g, rows, exact_from=done * CHUNK, packed=kept)
                 out_BHTD[b, heads, rows] = out.to(out_BHTD.dtype)
     return out_BHTD
 
 
 def _attend_block(
-    x: AttentionInput,
-    b: int,
-    g: int,
-    rows: slice,
-    *,
-    exact_from: int,
-    packed: tuple[torch.Tensor, ...],
-    counts: bool,
+    x: AttentionInput, b: int, g: int, rows: slice, *, exact_from: int, packed: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     end = x.q_start + rows.stop
     k_JD, v_JD = x.k_BGSD[b, g, exact_from:end], x.v_BGSD[b, g, exact_from:end]
@@ -118,17 +98,14 @@ def _attend_block(
     bias_TJ = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
     keys_PD, values_PD, length_P = packed
     k_JD, v_JD = torch.cat([keys_PD, k_JD.float()]), torch.cat([values_PD, v_JD.float()])
-    weight_P = length_P.log() if counts else torch.zeros_like(length_P)
-    bias_TJ = torch.cat([weight_P.expand(seen.shape[0], -1), bias_TJ], dim=1)
+    bias_TJ = torch.cat([length_P.log().expand(seen.shape[0], -1), bias_TJ], dim=1)
     heads = slice(g * x.group, (g + 1) * x.group)
     return attend_keys(x.q_BHTD[b, heads, rows], k_JD, v_JD, bias_TJ, x.scale)
 
 
-def kernel_attend(
-    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, means: bool
-) -> torch.Tensor:
-    chunks = packed_chunks(x.first_block, x.query_blocks, critical, chunk)[-1]
-    packed = pack(x, state, chunks=chunks, chunk=chunk, critical=critical, counts=counts, means=means)
+def kernel_attend(x: AttentionInput, state: PackedRuns, *, critical: int, means: bool) -> torch.Tensor:
+    chunks = packed_chunks(x.first_block, x.query_blocks, critical, CHUNK)[-1]
+    packed = pack(x, state, chunks=chunks, chunk=CHUNK, critical=critical, means=means)
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), packed=packed)
     return out_BHTD

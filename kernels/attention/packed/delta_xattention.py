@@ -33,7 +33,6 @@ class DeltaXAttentionBackend:
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
-        self.distance = options.distance
         self.exact_share = options.exact_share
         self._means = options.means
 
@@ -46,7 +45,7 @@ class DeltaXAttentionBackend:
         kept = self._check(x, mask)
         state.check(x, "delta_xattention")
         with phase("anchors"):
-            state.extend(x.k_BGSD, BLOCK, self.cos, self.distance)
+            state.extend(x.k_BGSD, BLOCK, self.cos)
         with phase("attention"):
             attend = cpu_attend if runs_on_cpu(x.q_BHTD, "delta_xattention") else kernel_attend
             return attend(x, kept, state, self._exact(x, kept), means=self._means)

@@ -137,7 +137,7 @@ def kernel_attend(
     check_launch(x)
     q, k, v = x.q_BHTD, x.k_BGSD, x.v_BGSD
     out = new_output(x)
-    packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, means=means)
+    packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, means=means)
     constants = tile_constants(q) | {"COLS": 64 if q.shape[3] <= 128 else 32}
     tensors = (q, k, v, out, packed.k_BGPD, packed.v_BGPD, packed.weight_BGP, state.offset_BGC)
     lists = (mask.index_BHNM, exact_BHNM.contiguous().view(torch.int8), mask.count_BHN.contiguous())

@@ -20,8 +20,7 @@ def pack_kernel(
     k_ptr, v_ptr, start_ptr, offset_ptr, packed_k_ptr, packed_v_ptr, weight_ptr,
     stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs,
     heads, start_slots, offset_slots, packed_slots, chunks,
-    D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, MEANS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pack RUNS runs of one KV head. MEANS: sum the rows by tl.dot with the 0/1 matrix [runs, rows];
     otherwise copy first rows.
@@ -56,9 +55,6 @@ def pack_kernel(
         k_row = tl.load(k_base + row_64 * stride_ks + dim[None, :], mask=led, other=0.0).to(tl.float32)
         v_row = tl.load(v_base + row_64 * stride_vs + dim[None, :], mask=led, other=0.0).to(tl.float32)
         v_sum = v_row * length[:, None]
-    if not COUNTS:
-        v_sum = v_sum / length[:, None]
-        length = tl.full([RUNS], 1.0, tl.float32)
     # The attention kernel reads whole tiles: zeros after the last run.
     stored = run < tl.cdiv(runs, _BLOCK) * _BLOCK
     place = (head * packed_slots + run)[:, None] * D + dim[None, :]
@@ -68,13 +64,10 @@ def pack_kernel(
 
 
 def pack(
-    x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool, means: bool
+    x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, means: bool
 ) -> PackedKeys:
     """Pack the runs of the first `chunks` chunks. The tensors are allocated for one run per row, the most
     there can be.
-
-    Args:
-        counts, means: As in `DeltaKVOptions`.
     """
     batch, heads, _, dim = x.k_BGSD.shape
     slots = chunks * chunk + BLOCK
@@ -103,7 +96,6 @@ def pack(
         D=dim,
         RUNS=64,
         ROWS=64,
-        COUNTS=counts,
         MEANS=means,
         PRECISION="ieee" if x.k_BGSD.dtype == torch.float32 else "tf32",
         num_warps=4,

@@ -48,19 +48,13 @@ class PackedRuns:
         if keys > self.max_tokens:
             raise KernelInputError(f"{name}: {keys} keys exceed the state's max_tokens {self.max_tokens}")
 
-    def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float, distance: float = 0.0) -> None:
-        """Find the runs of newly completed chunks, without a synchronisation.
-
-        Args:
-            distance: Largest Euclidean distance to an anchor (DeltaAttention, equation 2); 0: `cos`
-                decides.
-        """
+    def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float) -> None:
+        """Find the runs of newly completed chunks, without a synchronisation."""
         complete = k_BGSD.shape[2] // chunk
         if complete <= self.chunks:
             return
         begin = self.chunks * chunk
-        threshold, metric = (distance, "euclidean") if distance > 0 else (cos, "cosine")
-        found_BGS = find_anchors(k_BGSD[:, :, begin : complete * chunk], threshold, chunk, metric)
+        found_BGS = find_anchors(k_BGSD[:, :, begin : complete * chunk], cos, chunk)
         self._append(found_BGS.reshape(*found_BGS.shape[:2], -1, chunk), begin)
         self.chunks = complete
 

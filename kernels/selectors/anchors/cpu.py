@@ -46,23 +46,19 @@ def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_bloc
     member_BGMRA = slot_BGMRA & member_BGMR[..., None]
     first_row_BGMRA = slot_BGMRA & (picked_BGMR & is_anchor_BGMR)[..., None]
 
-    summed_BGMRA = member_BGMRA if side.representative == "mean" else first_row_BGMRA
     count_BGMA = member_BGMRA.sum(3, dtype=torch.float32)
-    total_BGMAD = summed_BGMRA.float().transpose(3, 4) @ x_BGMRD
-    vector_BGMAD = total_BGMAD / summed_BGMRA.sum(3).clamp(min=1)[..., None]
+    row_BGMA = first_row_BGMRA.int().argmax(3)
+    vector_BGMAD = x_BGMRD.gather(3, row_BGMA[..., None].expand(-1, -1, -1, -1, dim))
     start_M1 = (torch.arange(blocks, device=x_BGSD.device)[:, None] + first_block) * BLOCK
-    first_BGMA = first_row_BGMRA.int().argmax(3) + start_M1
-    return BlockAnchors(vector_BGMAD, first_BGMA.int(), count_BGMA)
+    return BlockAnchors(vector_BGMAD, (row_BGMA + start_M1).int(), count_BGMA)
 
 
-def cpu_scores(
-    x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings
-) -> torch.Tensor:
+def cpu_scores(x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors) -> torch.Tensor:
     """Compute tile scores, float32 score_BHNM (DeltaAttention section 4.3, changed by docs/decisions/0003).
 
     The weight of key slot b for query slot a is n_b exp(q_a . k_b scale), normalised over all earlier keys.
     n_b is b's number of rows; in the query's own block, those up to a's first row. A tile's score is the sum
-    of weights over its key slots, and then the sum (or maximum) over its query slots.
+    of weights over its key slots and query slots.
     """
     batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
     groups, columns, key_slots = keys.count_BGMA.shape[1:]
@@ -75,13 +71,5 @@ def cpu_scores(
     key_count_BH11Y = keys.count_BGMA.reshape(batch, groups, 1, 1, -1).repeat_interleave(x.group, dim=1)
     seen_BHNAY = torch.minimum((first_BHNA1 - key_first_BH11Y + 1).float(), key_count_BH11Y)
     weight_BHNAY = seen_BHNAY.clamp(min=0) * (queries.count_BGMA > 0)[..., None]
-    if not form.weighted:
-        weight_BHNAY = (weight_BHNAY > 0).float()
-
-    logit_BHNAY = logit_BHNAY + weight_BHNAY.log()
-    if form.row_normalised:
-        mass_BHNAY = torch.softmax(logit_BHNAY, dim=-1).nan_to_num(0.0)
-    else:
-        mass_BHNAY = torch.softmax(logit_BHNAY.flatten(3), dim=-1).view_as(logit_BHNAY).nan_to_num(0.0)
-    mass_BHNAM = mass_BHNAY.view(batch, heads, blocks, slots, columns, key_slots).sum(dim=5)
-    return mass_BHNAM.amax(dim=3) if form.largest else mass_BHNAM.sum(dim=3)
+    mass_BHNAY = torch.softmax(logit_BHNAY + weight_BHNAY.log(), dim=-1).nan_to_num(0.0)
+    return mass_BHNAY.view(batch, heads, blocks, slots, columns, key_slots).sum(dim=(3, 5))

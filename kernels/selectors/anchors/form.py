@@ -6,29 +6,24 @@ Suffixes: A anchor slots of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import KernelInputError
 
-Representative = Literal["mean", "anchor"]
-
 
 @dataclass(frozen=True)
 class SideSettings:
-    """How one side (q or k) of a block is summarised.
+    """How one side (q or k) of a block is summarised. A slot holds the first row of its run.
 
     Attributes:
         cap: Slots per block, a power of two up to 128.
-        representative: A slot holds the mean of its rows (`mean`) or its first row (`anchor`).
         relax: A block with more runs than slots is scanned again with the cosine lowered by this. If it
             still has too many, every (runs / cap)-th run is kept.
     """
 
     cap: int
-    representative: Representative
     relax: float | None = None
 
     def __post_init__(self) -> None:
@@ -36,8 +31,6 @@ class SideSettings:
             raise KernelInputError(
                 f"anchors per block must be a power of two within 1 .. 128, got {self.cap}"
             )
-        if self.representative not in ("mean", "anchor"):
-            raise KernelInputError(f"representative {self.representative!r} is not 'mean' or 'anchor'")
 
 
 @dataclass(frozen=True)
@@ -47,18 +40,11 @@ class AnchorSettings:
     Attributes:
         cos: A row joins a run if its cosine to the anchor is at least this.
         centred: Subtract the block's mean before comparing rows, so that a bias of q or k cancels.
-        weighted: Count a key slot once for each of its rows.
-        row_normalised: Normalise the scores of each query anchor; otherwise those of a query block together
-            (the thesis).
-        largest: A tile's score is the maximum over its query anchors, not the sum.
     """
 
     cos: float
     q: SideSettings
     k: SideSettings
-    weighted: bool = True
-    row_normalised: bool = True
-    largest: bool = False
     centred: bool = False
 
 

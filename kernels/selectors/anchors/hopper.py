@@ -173,8 +173,6 @@ def _add_up(
         seen_XWS = (position_XWS - first_WS[None, :, :] + 1).to(gl.float32)
         weight_XWS = gl.maximum(gl.minimum(seen_XWS, weight_XWS), 0.0)
         s_XWS = gl.where(first_WS[None, :, :] > position_XWS, float("-inf"), s_XWS)
-    if not PLAN.weighted:
-        weight_XWS = gl.minimum(weight_XWS, 1.0)
     m_XW = gl.max(s_XWS, 2) * scale
     if DIAGONAL:
         m_XW = gl.where(m_XW == float("-inf"), 0.0, m_XW)

@@ -22,7 +22,6 @@ class ScorePlan:
     dim: int
     q_slots: int
     k_slots: int
-    weighted: bool
     stages: int = 4
     registers: int = 112
 
@@ -43,7 +42,7 @@ def launch(
     part, first_row = sums.part_BHNRM, sums.first_row
     batch, kv_heads, _, dim = x.k_BGSD.shape
     blocks = part.shape[2]
-    plan = plan_of(dim, form.q.cap, form.k.cap, form.weighted)
+    plan = plan_of(dim, form.q.cap, form.k.cap)
     tiles = cdiv(blocks * x.group, plan.units * WARPGROUPS.value)
     steps = (x.first_block + first_row + blocks) // plan.blocks
     splits = splits_of(tiles * batch * kv_heads, steps, multiprocessors(x.q_BHTD.device))

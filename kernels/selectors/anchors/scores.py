@@ -26,12 +26,12 @@ _LEAST_STEPS = 8
 
 
 @triton.jit(do_not_specialize=["query_blocks", "first_block", "first_row_block", "slab_blocks"])
-def _score_kernel(  # noqa: PLR0915
+def _score_kernel(
     q_ptr, q_first_ptr, q_count_ptr, k_ptr, k_first_ptr, k_count_ptr, out_ptr, stride_kb, stride_kg,
     stride_tb, stride_tg, stride_ob, stride_oh, stride_on, stride_or, kv_heads, group, query_blocks,
     first_block, first_row_block, slab_blocks, scale_log2,
-    D: tl.constexpr, Q_SLOTS: tl.constexpr, K_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
-    X: tl.constexpr, W: tl.constexpr, DIAGONAL: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, Q_SLOTS: tl.constexpr, K_SLOTS: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
+    DIAGONAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of query slots against the key blocks before its first diagonal, or from there on
     (DIAGONAL, which takes registers).
@@ -91,8 +91,6 @@ def _score_kernel(  # noqa: PLR0915
         else:
             k_YD = tl.load(k_ptr + (place + column_Y[:, None]).to(tl.int64) * D + column_D[None, :])
             weight_XY = tl.load(k_count_ptr + place + column_Y)[None, :]
-        if not WEIGHTED:
-            weight_XY = tl.minimum(weight_XY, 1.0)
         score_XY = tl.dot(q_XD, tl.trans(k_YD), input_precision="ieee")
         if DIAGONAL:
             score_XY = tl.where(masked_XY, float("-inf"), score_XY)
@@ -124,8 +122,8 @@ def score_sums(
     kv_heads, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks
     part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), columns)
-    sums = Sums(part, first_row, form.row_normalised, form.largest)
-    if takes_hopper(x.q_BHTD.device, x.q_BHTD.dtype, dim, form):
+    sums = Sums(part, first_row)
+    if takes_hopper(x.q_BHTD.device, x.q_BHTD.dtype, dim):
         hopper_launch.launch(x, queries, keys, form, sums)
         return sums
     tiles = triton.cdiv(blocks * x.group * form.q.cap, _TILE)
@@ -146,7 +144,6 @@ def score_sums(
             D=dim,
             Q_SLOTS=form.q.cap,
             K_SLOTS=form.k.cap,
-            WEIGHTED=form.weighted,
             X=_TILE,
             W=_TILE // form.k.cap,
             DIAGONAL=diagonal,
@@ -157,10 +154,8 @@ def score_sums(
     return sums
 
 
-def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> bool:
-    """Say whether the Hopper kernel supports this: 16-bit, D 64 or 128, compute capability 9, slot counts
-    that fit.
-    """
+def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Say whether the Hopper kernel supports this: 16-bit, D 64 or 128, compute capability 9."""
     if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
         return False
-    return head_dim in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4
+    return head_dim in (64, 128)

@@ -6,17 +6,14 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase, StateSpec
-from deltafront.kernels.options import AnchorsOptions, ThesisAnchorsOptions
+from deltafront.kernels.options import AnchorsOptions
 from deltafront.kernels.selectors.anchors.cpu import cpu_scores, cpu_summarise
-from deltafront.kernels.selectors.anchors.form import (
-    AnchorSettings,
-    BlockAnchors,
-    Representative,
-    SideSettings,
-)
+from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors, SideSettings
 from deltafront.kernels.selectors.anchors.scores import score_sums
 from deltafront.kernels.selectors.anchors.summary import empty_table, kernel_summarise
-from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState, SlabSums, rule_of
+from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState, SlabSums
+
+_K_RELAX = 0.15
 
 
 @dataclass
@@ -31,27 +28,16 @@ class KeyAnchors(ScoredState):
 
 
 class AnchorsSelector(ScoredSelector):
-    """The DPXA selector. The keyword arguments turn it into the thesis's form."""
+    """The DPXA selector."""
 
     name = "anchors"
 
-    def __init__(
-        self,
-        options: AnchorsOptions,
-        *,
-        representative: Representative = "anchor",
-        k_relax: float | None = 0.15,
-        weighted: bool = True,
-        row_normalised: bool = True,
-    ) -> None:
+    def __init__(self, options: AnchorsOptions) -> None:
         super().__init__(options)
         self.form = AnchorSettings(
             cos=options.cos,
-            q=SideSettings(options.q_anchors, representative),
-            k=SideSettings(options.k_anchors, representative, k_relax),
-            weighted=weighted,
-            row_normalised=row_normalised,
-            largest=options.largest,
+            q=SideSettings(options.q_anchors),
+            k=SideSettings(options.k_anchors, _K_RELAX),
             centred=options.centred,
         )
         self.scored_share = self.form.q.cap * self.form.k.cap / BLOCK**2
@@ -77,7 +63,7 @@ class AnchorsSelector(ScoredSelector):
             state.done = x.key_blocks
             queries = cpu_summarise(x.q_BHTD, self.form, self.form.q, x.first_block)
         with phase("scoring"):
-            return cpu_scores(x, queries, state.table.until(x.key_blocks), self.form)
+            return cpu_scores(x, queries, state.table.until(x.key_blocks))
 
     def slab_sums(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> tuple[int, SlabSums]:
         with phase("anchors"):
@@ -90,13 +76,6 @@ class AnchorsSelector(ScoredSelector):
         return self.form.q.cap, lambda first, blocks: score_sums(
             x, queries, state.table, self.form, first, blocks
         )
-
-
-class ThesisAnchorsSelector(AnchorsSelector):
-    def __init__(self, options: ThesisAnchorsOptions) -> None:
-        ours = AnchorsOptions(**vars(options), q_anchors=BLOCK, k_anchors=BLOCK, centred=False)
-        super().__init__(ours, k_relax=None, weighted=False, row_normalised=False)
-        self.rule = rule_of(options)
 
 
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:

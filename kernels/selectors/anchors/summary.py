@@ -1,4 +1,4 @@
-"""Fills slots of blocks on the GPU: `next` from a Gram matrix, runs by following it, then sums of rows.
+"""Fills slots of blocks on the GPU: `next` from a Gram matrix, runs by following it, then their first rows.
 
 Suffixes: R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
 """
@@ -77,7 +77,7 @@ def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
 def _fill_kernel(
     x_ptr, start_ptr, runs_ptr, vector_ptr, first_ptr, count_ptr, stride_xb, stride_xg, stride_xs,
     stride_vb, stride_vg, stride_ab, stride_ag, kv_heads, rows, blocks, lanes, first_block,
-    D: tl.constexpr, CAP: tl.constexpr, SLOTS: tl.constexpr, LEVELS: tl.constexpr, MEAN: tl.constexpr,
+    D: tl.constexpr, CAP: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -89,7 +89,7 @@ def _fill_kernel(
         runs = tl.load(runs_ptr + lane)
     height = tl.minimum(rows - block * _BLOCK, _BLOCK)
 
-    slot_A = tl.arange(0, SLOTS)
+    slot_A = tl.arange(0, CAP)
     crowded = runs > CAP
     filled_A = slot_A < tl.minimum(runs, CAP)  # an empty slot is a copy of slot 0 that counts no rows
     run_A = tl.where(crowded, slot_A * runs // CAP, slot_A)
@@ -98,34 +98,17 @@ def _fill_kernel(
     first_A = tl.load(start_ptr + run_A, mask=filled_A, other=0).to(tl.int32)
     end_A = tl.load(start_ptr + after_A, mask=filled_A & (after_A < runs), other=0).to(tl.int32)
     end_A = tl.where(filled_A, tl.where(after_A < runs, end_A, height), 0)
-    second_start = tl.load(start_ptr + 1, mask=runs > 1, other=0).to(tl.int32)
-    second = tl.where(runs > 1, second_start, height) if MEAN else 1
-    summed_end_A = tl.where(filled_A, end_A if MEAN else tl.minimum(first_A + 1, end_A), second)
-
-    row_R = tl.arange(0, _BLOCK)
-    summed_AR = (row_R[None, :] >= first_A[:, None]) & (row_R[None, :] < summed_end_A[:, None])
-    needed_R = tl.max(summed_AR.to(tl.int32), axis=0) > 0
     column_D = tl.arange(0, D)
     x_ptr += batch * stride_xb + kv_head * stride_xg
-    x_RD = tl.load(
-        x_ptr + (block * _BLOCK + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
-        mask=needed_R[:, None],
-        other=0.0,
+    vector_AD = tl.load(
+        x_ptr + (block * _BLOCK + first_A[:, None]).to(tl.int64) * stride_xs + column_D[None, :]
     )
-    total_AD = tl.dot(summed_AR.to(x_RD.dtype), x_RD, input_precision="ieee")
-    vector_AD = total_AD / tl.maximum(summed_end_A - first_A, 1).to(tl.float32)[:, None]
 
-    valid_A = slot_A < CAP
     table = batch * stride_ab + kv_head * stride_ag + block.to(tl.int64) * CAP
-    tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * _BLOCK, mask=valid_A)
-    count_A = tl.where(filled_A, end_A - first_A, 0).to(tl.float32)
-    tl.store(count_ptr + table + slot_A, count_A, mask=valid_A)
+    tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * _BLOCK)
+    tl.store(count_ptr + table + slot_A, tl.where(filled_A, end_A - first_A, 0).to(tl.float32))
     vector_ptr += batch * stride_vb + kv_head * stride_vg + block.to(tl.int64) * CAP * D
-    tl.store(
-        vector_ptr + slot_A[:, None] * D + column_D[None, :],
-        vector_AD.to(vector_ptr.dtype.element_ty),
-        mask=valid_A[:, None],
-    )
+    tl.store(vector_ptr + slot_A[:, None] * D + column_D[None, :], vector_AD)
 
 
 _find_next, _find_runs, _fill = Launcher(_next_kernel), Launcher(_orbit_kernel), Launcher(_fill_kernel)
@@ -185,8 +168,6 @@ def kernel_summarise(
         first_block,
         D=dim,
         CAP=side.cap,
-        SLOTS=max(16, side.cap),
         LEVELS=levels,
-        MEAN=side.representative == "mean",
         num_warps=4,
     )

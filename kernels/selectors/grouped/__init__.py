@@ -1,4 +1,1 @@
-"""Selectors that score tiles by groups of rows: XAttention, strided rows, block means.
-
-Start at `antidiagonal.py`, or at `selector.py` for the other two.
-"""
+"""XAttention's selector: it scores tiles by groups of rows. Start at `antidiagonal.py`."""

@@ -3,17 +3,20 @@
 Suffixes: I, J groups of `stride` query or key rows, S = stride in grouped tensors.
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.interface import AttentionInput, KernelInputError
+from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase
 from deltafront.kernels.options import AntidiagonalOptions
-from deltafront.kernels.selectors.grouped.kernel import Grouping, Groups, own_logits, pack
-from deltafront.kernels.selectors.grouped.selector import GroupedSelector, per_query_head, tile_scores
+from deltafront.kernels.selectors.grouped.kernel import log_sums, own_logits, packed_keys
+from deltafront.kernels.selectors.rules.sums import Sums
+from deltafront.kernels.selectors.scored import ScoredSelector, SlabSums
 
 
-class AntidiagonalSelector(GroupedSelector):
+class AntidiagonalSelector(ScoredSelector):
     name = "antidiagonal"
 
     def __init__(self, options: AntidiagonalOptions, *, with_scores: bool = False) -> None:
@@ -23,13 +26,18 @@ class AntidiagonalSelector(GroupedSelector):
             raise KernelInputError(f"stride {self.stride} is not 4, 8, 16 or 64")
         self.scored_share = 1.0 / self.stride
 
-    def groups(self, x: AttentionInput) -> Groups:
-        grouping = Grouping(self.stride, self.stride, BLOCK // self.stride)
-        own_BHI = own_logits(x, self.stride)
-        return pack(x.q_BHTD, x.k_BGSD, x.q_start, x.scale, grouping, own_BHI)
+    def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
+        with phase("scoring"):
+            return cpu_scores(x, self.stride)
 
-    def cpu_form(self, x: AttentionInput) -> torch.Tensor:
-        return cpu_scores(x, self.stride)
+    def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
+        with phase("scoring"):
+            k_XF, own_BHI = packed_keys(x.k_BGSD, self.stride), own_logits(x, self.stride)
+
+        def sums(first: int, blocks: int) -> Sums:
+            return Sums(log_sums(x, k_XF, own_BHI, self.stride, first, blocks), first)
+
+        return BLOCK // self.stride, sums
 
 
 def scoring_selector(options: AntidiagonalOptions) -> AntidiagonalSelector:
@@ -71,3 +79,21 @@ def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
     return functional.pad(x.float(), (0, 0, 0, -x.shape[2] % BLOCK))
+
+
+def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: int) -> torch.Tensor:
+    """Compute the softmax of every row over its allowed columns, and add up tiles of per_block x per_block
+    groups. Returns float32 score_BHNM. Rows without an allowed column add nothing."""
+    logit_BHIJ = logit_BHIJ.masked_fill(~allowed_IJ, float("-inf"))
+    mass_BHIJ = torch.softmax(logit_BHIJ, dim=-1).nan_to_num(0.0)
+    batch, heads, rows, columns = mass_BHIJ.shape
+    tiles = mass_BHIJ.view(batch, heads, rows // per_block, per_block, columns // per_block, per_block)
+    return tiles.sum(dim=(3, 5))
+
+
+def per_query_head(k_BGJX: torch.Tensor, q_BHIX: torch.Tensor) -> torch.Tensor:
+    """Compute q . k for every query head against its key head: logit_BHIJ."""
+    batch, heads, rows, width = q_BHIX.shape
+    groups = k_BGJX.shape[1]
+    stacked = q_BHIX.reshape(batch, groups, heads // groups * rows, width)
+    return (stacked @ k_BGJX.transpose(2, 3)).view(batch, heads, rows, k_BGJX.shape[2])

@@ -1,15 +1,13 @@
 """Packs groups of rows side by side, and sums scores between groups, on the GPU.
 
-Suffixes: I, J query and key groups of `step` rows, F = slots x D, X query groups and Y key groups of a tile,
+Suffixes: I, J query and key groups of `step` rows, F = step x D, X query groups and Y key groups of a tile,
 W its key blocks.
 
-Two groups' logit is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]. Reads from L2 bound the
-kernel, so antidiagonals (slots = step) of 16-bit inputs are multiplied in 8 bits.
+Two groups' logit is the sum over u < step of q[step i + u] . k[step j + step-1-u]. Reads from L2 bound the
+kernel, so 16-bit inputs are multiplied in 8 bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,17 +27,15 @@ _TILE_X, _TILE_Y = 128, 256
 @triton.jit(do_not_specialize=["rows"])
 def _pack_kernel(
     x_ptr, out_ptr, stride_xb, stride_xg, stride_xs, x_heads, rows, padded_I,
-    D: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, REVERSED: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr,
+    D: tl.constexpr, STEP: tl.constexpr, REVERSED: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the first SLOTS rows of each group side by side, zeros past the end, clamped to +-LIMIT."""
+    """Copy each group's rows side by side, zeros past the end, clamped to +-LIMIT."""
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // x_heads * stride_xb + lane % x_heads * stride_xg
     place_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot_R = place_R % SLOTS
+    row_R = place_R
     if REVERSED:
-        slot_R = SLOTS - 1 - slot_R
-    row_R = place_R // SLOTS * STEP + slot_R
+        row_R = place_R // STEP * STEP + STEP - 1 - place_R % STEP
     column_D = tl.arange(0, D)
     x_RD = tl.load(
         x_ptr + row_R[:, None].to(tl.int64) * stride_xs + column_D[None, :],
@@ -47,10 +43,8 @@ def _pack_kernel(
         other=0.0,
     )
     x_RD = tl.minimum(tl.maximum(x_RD.to(tl.float32), -LIMIT), LIMIT)
-    place_RD = (lane * padded_I * SLOTS + place_R[:, None]) * D + column_D[None, :]
-    tl.store(
-        out_ptr + place_RD, x_RD.to(out_ptr.dtype.element_ty), mask=(place_R < padded_I * SLOTS)[:, None]
-    )
+    place_RD = (lane * padded_I * STEP + place_R[:, None]) * D + column_D[None, :]
+    tl.store(out_ptr + place_RD, x_RD.to(out_ptr.dtype.element_ty), mask=(place_R < padded_I * STEP)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "q_start", "groups_I"])
@@ -82,29 +76,13 @@ def _own_kernel(
     tl.store(own_ptr + tl.program_id(1).to(tl.int64) * groups_I + group_I, own_I, mask=group_I < groups_I)
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """How rows are grouped.
-
-    Attributes:
-        step: Rows per group.
-        slots: Rows of a group that are multiplied: all, or only the first.
-        per_block: Groups per block.
-    """
-
-    step: int
-    slots: int
-    per_block: int
-
-
-def packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: bool) -> torch.Tensor:
+def packed(x_BGSD: torch.Tensor, step: int, multiple: int, *, reverse: bool) -> torch.Tensor:
     batch, heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
-    padded = triton.cdiv(triton.cdiv(rows, grouping.step), multiple) * multiple
-    small = x_BGSD.element_size() == 2 and grouping.slots > 1
-    dtype = torch.float8_e4m3fn if small else x_BGSD.dtype
-    out_XF = torch.empty((batch * heads * padded, grouping.slots * dim), dtype=dtype, device=x_BGSD.device)
-    _pack_kernel[(triton.cdiv(padded * grouping.slots, 64), batch * heads)](
+    padded = triton.cdiv(triton.cdiv(rows, step), multiple) * multiple
+    dtype = torch.float8_e4m3fn if x_BGSD.element_size() == 2 else x_BGSD.dtype
+    out_XF = torch.empty((batch * heads * padded, step * dim), dtype=dtype, device=x_BGSD.device)
+    _pack_kernel[(triton.cdiv(padded * step, 64), batch * heads)](
         x_BGSD,
         out_XF,
         *strides(x_BGSD),
@@ -112,14 +90,18 @@ def packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: 
         rows,
         padded,
         D=dim,
-        STEP=grouping.step,
-        SLOTS=grouping.slots,
+        STEP=step,
         REVERSED=reverse,
         LIMIT=torch.finfo(dtype).max,
         ROWS=64,
         num_warps=4,
     )
     return out_XF
+
+
+def packed_keys(k_BGSD: torch.Tensor, step: int) -> torch.Tensor:
+    """Copy k's groups side by side, rows in reverse within each: (lanes x padded groups, step x D)."""
+    return packed(k_BGSD, step, _TILE_Y, reverse=True)
 
 
 def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
@@ -150,13 +132,13 @@ def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
 def _grouped_kernel(
     q_desc, k_desc, own_ptr, out_ptr, stride_ob, stride_oh, stride_oi, heads, group, rows, padded_I,
     padded_J, own_groups, start_group, first_group, last_group, scale_log2,
-    STEP: tl.constexpr, SLOTS: tl.constexpr, PER_BLOCK: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
-    X: tl.constexpr, Y: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr,
+    STEP: tl.constexpr, PER_BLOCK: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, X: tl.constexpr,
+    Y: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Compute log2 sums per key block of a tile of X query groups, over the key groups up to them.
 
     The slab is the query groups first_group .. last_group-1 of q, which begins at the prompt's start_group.
-    With several slots own_ptr holds the logits of groups against themselves.
+    own_ptr holds the logits of groups against themselves.
     """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # long rows first
     lane = tl.program_id(0)
@@ -166,12 +148,10 @@ def _grouped_kernel(
     group_X = first_group + tile * X + tl.arange(0, X)
     absolute_X = start_group + group_X
     valid_X = group_X < last_group
-    filled_X = tl.minimum(tl.maximum(rows - group_X * STEP, 0), SLOTS)
+    filled_X = tl.minimum(tl.maximum(rows - group_X * STEP, 0), STEP)
     factor_X = scale_log2 / tl.maximum(filled_X, 1)
-    own_X = tl.zeros((X,), tl.float32)
-    if SLOTS > 1:
-        own_X = tl.load(own_ptr + lane.to(tl.int64) * own_groups + group_X, mask=valid_X, other=float("-inf"))
-        own_X = own_X / factor_X
+    own_X = tl.load(own_ptr + lane.to(tl.int64) * own_groups + group_X, mask=valid_X, other=float("-inf"))
+    own_X = own_X / factor_X
     q_row = lane * padded_I + tile * X
     k_row = (batch * (heads // group) + head // group) * padded_J
     column_Y = tl.arange(0, Y)
@@ -187,8 +167,7 @@ def _grouped_kernel(
             score_XY = tl.dot(q_XF, tl.trans(k_YF), score_XY, input_precision="ieee")
         group_Y = block * PER_BLOCK + column_Y
         if (block + W) * PER_BLOCK > start_group + first_group + tile * X:
-            if SLOTS > 1:
-                score_XY = tl.where(group_Y[None, :] == absolute_X[:, None], own_X[:, None], score_XY)
+            score_XY = tl.where(group_Y[None, :] == absolute_X[:, None], own_X[:, None], score_XY)
             score_XY = tl.where(group_Y[None, :] <= absolute_X[:, None], score_XY, float("-inf"))
         score_XWP = tl.reshape(score_XY, (X, W, PER_BLOCK))
         m_XW = tl.max(score_XWP, axis=2)
@@ -203,75 +182,46 @@ def _grouped_kernel(
         )
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Packed key groups, and the queries to score against them.
-
-    Attributes:
-        k_XF: k's groups side by side, (lanes x padded groups, slots x D).
-        own_BHI: `own_logits`; None for one slot.
-        start: Index in the prompt of q's first group.
-    """
-
-    q_BHTD: torch.Tensor
-    k_XF: torch.Tensor
-    own_BHI: torch.Tensor | None
-    grouping: Grouping
-    group: int
-    start: int
-    scale: float
-
-
-def pack(
-    q_BHTD: torch.Tensor,
-    k_BGSD: torch.Tensor,
-    q_start: int,
-    scale: float,
-    grouping: Grouping,
-    own_BHI: torch.Tensor | None = None,
-) -> Groups:
-    """Copy each group of k into one packed row, with its rows reversed."""
-    k_XF = packed(k_BGSD, grouping, _TILE_Y, reverse=True)
-    group = q_BHTD.shape[1] // k_BGSD.shape[1]
-    return Groups(q_BHTD, k_XF, own_BHI, grouping, group, q_start // grouping.step, scale)
-
-
-def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
-    """Compute log2 of sum(e^logit) for each query group and key block, for N = `blocks` query blocks from
+def log_sums(
+    x: AttentionInput, k_XF: torch.Tensor, own_BHI: torch.Tensor, step: int, first_row: int, blocks: int
+) -> torch.Tensor:
+    """Compute log2 of the sums of e^logit per query group and key block, for N = `blocks` query blocks from
     `first_row` on.
+
+    Args:
+        k_XF: `packed_keys` of x.
+        own_BHI: `own_logits` of x.
 
     Returns:
         part_BHNRM, fp16. R: groups per block. M: key blocks up to the last query block.
     """
-    grouping, per_block = groups.grouping, groups.grouping.per_block
-    batch, heads, rows, _ = groups.q_BHTD.shape
-    lanes, block_rows = batch * heads, per_block * grouping.step
-    slab = groups.q_BHTD[:, :, first_row * block_rows : (first_row + blocks) * block_rows]
-    q_XF = packed(slab, grouping, _TILE_X, reverse=False)
-    columns = groups.start // per_block + first_row + blocks
+    per_block = BLOCK // step
+    batch, heads, rows, _ = x.q_BHTD.shape
+    lanes = batch * heads
+    slab = x.q_BHTD[:, :, first_row * BLOCK : (first_row + blocks) * BLOCK]
+    q_XF = packed(slab, step, _TILE_X, reverse=False)
+    columns = x.first_block + first_row + blocks
     part = empty_parts(q_XF, (batch, heads, blocks, per_block), columns)
     width = q_XF.shape[1]
     per_load = min(width, 128 // q_XF.element_size())
-    own = groups.own_BHI
-    padded = (q_XF.shape[0] // lanes, groups.k_XF.shape[0] // (lanes // groups.group))
+    padded = (q_XF.shape[0] // lanes, k_XF.shape[0] // (lanes // x.group))
     slab_groups = (first_row * per_block, (first_row + blocks) * per_block)
     _grouped_kernel[(lanes, triton.cdiv(blocks * per_block, _TILE_X))](
         TensorDescriptor.from_tensor(q_XF, [_TILE_X, per_load]),
-        TensorDescriptor.from_tensor(groups.k_XF, [_TILE_Y, per_load]),
-        own,
+        TensorDescriptor.from_tensor(k_XF, [_TILE_Y, per_load]),
+        own_BHI,
         part,
         *part.stride()[:2],
         part.stride(3),
         heads,
-        groups.group,
+        x.group,
         rows,
         *padded,
-        0 if own is None else own.shape[2],
-        groups.start,
+        own_BHI.shape[2],
+        x.q_start // step,
         *slab_groups,
-        groups.scale * LOG2E,
-        STEP=grouping.step,
-        SLOTS=grouping.slots,
+        x.scale * LOG2E,
+        STEP=step,
         PER_BLOCK=per_block,
         F=width,
         BF=per_load,

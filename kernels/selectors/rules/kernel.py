@@ -96,33 +96,17 @@ def _kept(
 
 
 @triton.jit
-def _score_of_sums(
-    in_ptr, stride_r, column_W, causal_W,
-    R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+def _score_of_sums(in_ptr, stride_r, column_W, causal_W, R: tl.constexpr, W: tl.constexpr):
     score_W = tl.zeros((W,), tl.float32)
-    all_sum = tl.zeros((), tl.float32)
-    row_max = tl.full((), float("-inf"), tl.float32)
-    if not NORM:
-        for row in range(R):
-            part_W = tl.load(in_ptr + row * stride_r + column_W, mask=causal_W, other=float("-inf"))
-            row_max = tl.maximum(row_max, tl.max(part_W.to(tl.float32), axis=0))
     next_W = tl.load(in_ptr + column_W, mask=causal_W, other=float("-inf"))
     for row in range(R):
         part_W = next_W.to(tl.float32)
         more_W = causal_W & (row + 1 < R)  # loaded before it is needed
         next_W = tl.load(in_ptr + (row + 1) * stride_r + column_W, mask=more_W, other=float("-inf"))
-        if NORM:
-            row_max = tl.max(part_W, axis=0)
+        row_max = tl.max(part_W, axis=0)
         p_W = tl.exp2(part_W - tl.where(row_max == float("-inf"), 0.0, row_max))
-        if NORM:
-            row_sum = tl.sum(p_W, axis=0)
-            p_W = p_W * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))
-        else:
-            all_sum += tl.sum(p_W, axis=0)
-        score_W = tl.maximum(score_W, p_W) if LARGEST else score_W + p_W
-    if not NORM:
-        score_W = score_W / tl.where(all_sum > 0.0, all_sum, 1.0)
+        row_sum = tl.sum(p_W, axis=0)
+        score_W += p_W * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))
     return score_W
 
 
@@ -133,8 +117,8 @@ _VARYING = "stride_mb stride_mh stride_mn stride_cb stride_ch first_block sink_b
 def _rule_kernel(
     in_ptr, threshold_ptr, index_ptr, count_ptr, score_ptr, stride_ib, stride_ih, stride_in, stride_ir,
     stride_mb, stride_mh, stride_mn, stride_cb, stride_ch, heads, first_block, sink_blocks, window_blocks,
-    R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, KIND: tl.constexpr,
-    OUTSIDE: tl.constexpr, LEVELS: tl.constexpr, WITH_SCORES: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, OUTSIDE: tl.constexpr, LEVELS: tl.constexpr,
+    WITH_SCORES: tl.constexpr,
 ):  # fmt: skip
     """Select the tiles of one row. R = 0: in_ptr holds scores. KIND = _SCORES_ONLY: write the row's scores
     and select nothing."""
@@ -148,7 +132,7 @@ def _rule_kernel(
     if R == 0:
         score_W = tl.load(in_ptr + column_W, mask=causal_W, other=0.0).to(tl.float32)
     else:
-        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, W, NORM, LARGEST)
+        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, W)
     place = batch * stride_mb + head * stride_mh + row.to(tl.int64) * stride_mn
     if KIND == _SCORES_ONLY:
         tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
@@ -201,12 +185,7 @@ def apply_to_sums(
     given = (index_BHNM, count_BHN, score_BHNM)
     tables = [None if table is None else table[:, :, sums.first_row :] for table in given]
     part = sums.part_BHNRM
-    form = {
-        "R": part.shape[3],
-        "W": width_of(x.prompt_tokens),
-        "NORM": sums.normalised,
-        "LARGEST": sums.largest,
-    }
+    form = {"R": part.shape[3], "W": width_of(x.prompt_tokens)}
     _launch(part, part.stride()[:4], rule, x.first_block + sums.first_row, tables, form)
 
 
@@ -250,7 +229,7 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
     index_BHNM = torch.empty(score_BHNM.shape, dtype=torch.int16, device=device)
     count_BHN = torch.empty(score_BHNM.shape[:3], dtype=torch.int32, device=device)
     kept_BHNM = torch.empty_like(index_BHNM, dtype=torch.float32) if with_scores else None
-    form = {"R": 0, "W": max(16, next_power_of_2(columns)), "NORM": True, "LARGEST": False}
+    form = {"R": 0, "W": max(16, next_power_of_2(columns))}
     tables = (index_BHNM, count_BHN, kept_BHNM)
     _launch(score_BHNM, (*score_BHNM.stride()[:3], 0), rule, first_block, tables, form)
     return TileMask(*tables)

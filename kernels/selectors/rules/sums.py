@@ -19,16 +19,13 @@ class Sums:
     """The log2 score parts of one slab.
 
     Attributes:
-        part_BHNRM: log2 of the parts of tile scores, undefined after the diagonal.
+        part_BHNRM: log2 of the parts of tile scores, undefined after the diagonal. A score is the sum of its
+            rows, each divided by its own sum.
         first_row: The slab's first query block.
-        normalised: Normalise each row of parts by its own sum, not all rows together.
-        largest: A score is the maximum over its rows, not the sum.
     """
 
     part_BHNRM: torch.Tensor
     first_row: int
-    normalised: bool = True
-    largest: bool = False
 
 
 def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torch.Tensor:

@@ -7,14 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.benchmarks.paper_forms.methods import NaiveCellsOptions, XAttentionPaperOptions
-from deltafront.benchmarks.paper_forms.oracle import naive_cells
-from deltafront.benchmarks.paper_forms.tile_scores import NaiveCellsSelector, PairedSelector, TorchSelector
+from deltafront.benchmarks.paper_forms.methods import (
+    NaiveCellsOptions,
+    ThesisAnchorsOptions,
+    XAttentionPaperOptions,
+)
+from deltafront.benchmarks.paper_forms.oracle import cells
+from deltafront.benchmarks.paper_forms.tile_scores import (
+    NaiveCellsSelector,
+    PairedSelector,
+    ThesisAnchorsSelector,
+    TorchSelector,
+)
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, no_phase
 from deltafront.kernels.methods import load, method_spec
 from deltafront.kernels.selectors.rules import cpu
 from deltafront.tests.numerics import chunk_of, spec_of, tiles
+from deltafront.tests.reference.anchor_scan import run_starts
 from deltafront.tests.reference.selection import antidiagonal_scores
 from deltafront.tests.reference.structured import structured_input
 
@@ -53,7 +63,17 @@ def test_naive_cells_equal_the_definition(every: int) -> None:
     x = sample()
     selector = NaiveCellsSelector(NaiveCellsOptions(every=every))
     for part in (x, chunk_of(x, 128, 430)):
-        check(scores(selector, part), naive_cells(part, every))
+        rows = [place - part.q_start for place in range(0, 430, every) if place >= part.q_start]
+        check(scores(selector, part), cells(part, [rows] * 2, [[*range(0, 430, every)]]))
+
+
+def test_thesis_anchors_equal_the_definition() -> None:
+    x = sample()
+    selector = ThesisAnchorsSelector(ThesisAnchorsOptions(cos=0.7))
+    for part in (x, chunk_of(x, 128, 430)):
+        rows, keys = (run_starts(side, 0.7, 128, "cosine") for side in (part.q_BHTD, part.k_BGSD))
+        assert 10 < len(keys[0]) < 400
+        check(scores(selector, part), cells(part, rows, keys))
 
 
 def test_slabs_are_scored_as_one() -> None:

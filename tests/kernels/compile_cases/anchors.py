@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.selectors.anchors import hopper_launch, scores, summary
 from tests.kernels.descriptor_types import descriptor_type
 
@@ -26,7 +25,7 @@ def hopper_case(
         **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
         "scale": "fp32",
     }
-    plan = hopper_launch.plan_of(dim, q_slots, k_slots, weighted=True)
+    plan = hopper_launch.plan_of(dim, q_slots, k_slots)
     return hopper_launch.anchors_hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
 
 
@@ -35,7 +34,7 @@ HOPPER_CASES = [
     hopper_case(128, 32, 8),
     hopper_case(128, 32, 64),
     hopper_case(64, 8, 32),
-    hopper_case(64, 64, 128, torch.float16),
+    hopper_case(64, 32, 64, torch.float16),
 ]
 
 
@@ -51,9 +50,7 @@ SCORE = {
     **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
 }
 
-OURS = {"Q_SLOTS": 8, "K_SLOTS": 32, "WEIGHTED": True, "X": scores._TILE, "W": 4, "STAGES": 2}
-
-THESIS = {"Q_SLOTS": BLOCK, "K_SLOTS": BLOCK, "WEIGHTED": False, "X": scores._TILE, "W": 1, "STAGES": 2}
+OURS = {"Q_SLOTS": 8, "K_SLOTS": 32, "X": scores._TILE, "W": 4, "STAGES": 2}
 
 SCORES_CASES = [
     (scores._score_kernel, SCORE, {"D": 128, **OURS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
@@ -62,8 +59,6 @@ SCORES_CASES = [
     (scores._score_kernel, SCORE, {"D": 256, **OURS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
     (scores._score_kernel, SCORE, {"D": 256, **OURS, "DIAGONAL": True}, {"num_warps": 8}),
     (scores._score_kernel, SCORE, {"D": 128, **OURS, "Q_SLOTS": 32, "K_SLOTS": 64, "DIAGONAL": False}),
-    (scores._score_kernel, SCORE, {"D": 128, **THESIS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
-    (scores._score_kernel, SCORE, {"D": 128, **THESIS, "DIAGONAL": True}),
 ]
 
 
@@ -92,7 +87,7 @@ FILL = {
     **dict.fromkeys(("kv_heads", "rows", "blocks", "lanes", "first_block"), "i32"),
 }
 
-KEYS = {"CAP": 32, "SLOTS": 32, "LEVELS": 2, "MEAN": True}
+KEYS = {"CAP": 32, "LEVELS": 2}
 
 SUMMARY_CASES = [
     (summary._next_kernel, NEXT, {"D": 128, "LEVELS": 2, "CENTRED": True}, {"maxnreg": 168}),
@@ -101,10 +96,9 @@ SUMMARY_CASES = [
     (summary._next_kernel, NEXT, {"D": 256, "LEVELS": 2, "CENTRED": True}),
     (summary._orbit_kernel, ORBIT, {"Z": 32}),
     *((summary._fill_kernel, FILL, {"D": dim, **KEYS}) for dim in (128, 256)),
-    (summary._fill_kernel, FILL, {"D": 128, **KEYS, "MEAN": False}),
-    (summary._fill_kernel, FILL, {"D": 128, **KEYS, "CAP": 64, "SLOTS": 64}),
-    (summary._fill_kernel, FILL, {"D": 128, "CAP": BLOCK, "SLOTS": BLOCK, "LEVELS": 1, "MEAN": False}),
-    (summary._fill_kernel, FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False}),
+    (summary._fill_kernel, FILL, {"D": 128, "CAP": 64, "LEVELS": 2}),
+    (summary._fill_kernel, FILL, {"D": 64, "CAP": 8, "LEVELS": 1}),
+    (summary._fill_kernel, FILL, {"D": 128, "CAP": 1, "LEVELS": 1}),
 ]
 
 COMPILE_CASES = [*HOPPER_CASES, *SCORES_CASES, *SUMMARY_CASES]

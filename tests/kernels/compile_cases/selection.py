@@ -11,15 +11,15 @@ from deltafront.kernels.selectors.rules.rule import LEVELS
 SCAN = {
     "x_ptr": "*bf16",
     "anchor_ptr": "*i8",
-    "threshold": "fp32",
+    "cos": "fp32",
     "heads": "i32",
     "rows": "i32",
     **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
 }
 
 SCAN_CASES = [
-    (anchor_scan._scan_kernel, SCAN, {"CHUNK": BLOCK, "D": 64, "METRIC": anchor_scan.METRICS["euclidean"]}),
-    (anchor_scan._scan_kernel, SCAN, {"CHUNK": 512, "D": 128, "METRIC": anchor_scan.METRICS["cosine"]}),
+    (anchor_scan._scan_kernel, SCAN, {"CHUNK": BLOCK, "D": 64}),
+    (anchor_scan._scan_kernel, SCAN, {"CHUNK": 512, "D": 128}),
 ]
 
 
@@ -40,16 +40,16 @@ GROUPED_CASES = [
     (
         grouped._grouped_kernel,
         GROUPED,
-        {"STEP": 8, "SLOTS": 8, "PER_BLOCK": 16, "F": 1024, **TILES},
+        {"STEP": 8, "PER_BLOCK": 16, "F": 1024, **TILES},
         {"num_warps": 8},
     ),
     (
         grouped._grouped_kernel,
         GROUPED,
-        {"STEP": 64, "SLOTS": 64, "PER_BLOCK": 2, "F": 8192, **TILES},
+        {"STEP": 64, "PER_BLOCK": 2, "F": 8192, **TILES},
         {"num_warps": 8},
     ),
-    (grouped._grouped_kernel, GROUPED, {"STEP": 4, "SLOTS": 1, "PER_BLOCK": 32, "F": 128, **TILES}),
+    (grouped._grouped_kernel, GROUPED, {"STEP": 4, "PER_BLOCK": 32, "F": 512, **TILES}),
 ]
 
 
@@ -73,7 +73,7 @@ PACKING_CASES = [
     (
         grouped._pack_kernel,
         PACK,
-        {"D": 128, "STEP": 8, "SLOTS": 8, "REVERSED": True, "LIMIT": 448.0, "ROWS": 64},
+        {"D": 128, "STEP": 8, "REVERSED": True, "LIMIT": 448.0, "ROWS": 64},
     ),
     (grouped._own_kernel, OWN, {"D": 128, "STEP": 8, "ROWS": 32}),
 ]
@@ -90,7 +90,7 @@ RULE = {
     **dict.fromkeys(("heads", "first_block", "sink_blocks", "window_blocks"), "i32"),
 }
 
-LONG = {"R": 8, "W": 1024, "NORM": True, "LARGEST": False, "LEVELS": LEVELS, "WITH_SCORES": False}
+LONG = {"R": 8, "W": 1024, "LEVELS": LEVELS, "WITH_SCORES": False}
 
 RULE_CASES = [
     *(
@@ -98,7 +98,6 @@ RULE_CASES = [
         for kind in (*rule._KINDS.values(), rule._SCORES_ONLY.value)
     ),
     *((rule._rule_kernel, RULE, {**LONG, "KIND": kind, "OUTSIDE": True}) for kind in rule._KINDS.values()),
-    (rule._rule_kernel, RULE, {**LONG, "LARGEST": True, "KIND": rule._CUMULATIVE.value, "OUTSIDE": True}),
     (
         rule._rule_kernel,
         RULE,
@@ -108,7 +107,6 @@ RULE_CASES = [
             "W": 4096,
             "KIND": rule._CUMULATIVE.value,
             "OUTSIDE": False,
-            "NORM": False,
             "WITH_SCORES": True,
         },
     ),

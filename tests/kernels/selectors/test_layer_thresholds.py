@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THRESHOLDS = {0: (0.7, 0.7, 0.7), 3: (0.3, 0.6, 0.9), 7: (1.0, 0.5, 0.2)}
 OWN = [name for name, preset in PRESETS.items() if preset.module == options.__name__]
 """Others' methods may be loaded beside these."""
-SCORED = ["block_pool", "delta_xattention", "dpxa", "dpxa_thesis", "naive", "xattention"]
+SCORED = ["delta_xattention", "dpxa", "xattention"]
 
 
 def thresholds_of(layer: int, _tokens: int) -> tuple[float, ...]:
@@ -71,7 +71,7 @@ def test_a_density_needs_thresholds_and_counts_as_its_levels_do(name: str) -> No
     for outside in (0, 1):
         asked = selector_of(name, thresholds_of, density=0.08, outside=outside, sink=129, window=300)
         rule = asked.layer_rule(replace(state, layer=3))
-        assert rule == Rule("cumulative", rule.threshold, 2, 4, outside=name != "dpxa_thesis")
+        assert rule == Rule("cumulative", rule.threshold, 2, 4, outside=True)
         assert torch.equal(rule.thresholds(3, state.device), torch.tensor(THRESHOLDS[3], device=state.device))
 
 
@@ -96,7 +96,7 @@ def test_thresholds_reach_a_method_that_delta_correction_wraps() -> None:
     x = structured_input(1100, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
     densities = []
     for threshold in (1.0, 0.3):
-        spec = method_spec("block_pool+delta", {"tau": 0.3, "min_tokens": 1000})
+        spec = method_spec("xattention+delta", {"tau": 0.3, "min_tokens": 1000})
         method = build(spec, lambda _layer, _tokens, threshold=threshold: (threshold,) * 3)
         _, counts = method.attend(x, method.new_state(spec_of(x)))
         densities.append(float(counts.computed) / counts.causal)

@@ -14,18 +14,11 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
-from deltafront.kernels.options import (
-    AnchorsOptions,
-    AntidiagonalOptions,
-    BlockPoolOptions,
-    NaiveOptions,
-    StreamingOptions,
-)
+from deltafront.kernels.options import AnchorsOptions, AntidiagonalOptions, StreamingOptions
 from deltafront.kernels.selectors.anchors.cpu import cpu_summarise
 from deltafront.kernels.selectors.anchors.form import AnchorSettings, SideSettings
 from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
 from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
-from deltafront.kernels.selectors.grouped.selector import BlockPoolSelector, NaiveSelector
 from deltafront.kernels.selectors.rules import cpu
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
@@ -34,8 +27,6 @@ from deltafront.tests.numerics import chunk_of, random_input, spec_of, tiles
 from deltafront.tests.reference.selection import (
     anchor_scores,
     antidiagonal_scores,
-    naive_scores,
-    pooled_scores,
     true_masses,
 )
 from deltafront.tests.reference.structured import structured_input
@@ -44,8 +35,6 @@ ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, q_anchors=4, k_anchor
 CENTRED = replace(ANCHORS, cos=0.4, centred=True)
 SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "antidiagonal": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8)),
-    "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=8)),
-    "block_pool": lambda: BlockPoolSelector(BlockPoolOptions(tau=0.8)),
     "anchors": lambda: AnchorsSelector(ANCHORS),
     "anchors_centred": lambda: AnchorsSelector(CENTRED),
 }
@@ -79,35 +68,12 @@ def test_antidiagonal_equals_the_oracle(stride: int, tokens: int) -> None:
     check_scores(selector.scores(tail, None, no_phase), antidiagonal_scores(tail, stride))
 
 
-def test_naive_and_pooled_equal_the_oracles() -> None:
+@pytest.mark.parametrize("options", [ANCHORS, CENTRED, replace(ANCHORS, k_anchors=64)])
+def test_anchors_equal_the_oracle(options: AnchorsOptions) -> None:
     x = sample(300)
-    naive, pooled = NaiveSelector(NaiveOptions(stride=16)), BlockPoolSelector(BlockPoolOptions())
-    check_scores(naive.scores(x, None, no_phase), naive_scores(x, 16))
-    check_scores(pooled.scores(x, None, no_phase), pooled_scores(x))
-
-
-FORMS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "means": {"representative": "mean"},
-    "not relaxed": {"k_relax": None},
-    "thesis": {
-        "k_relax": None,
-        "weighted": False,
-        "row_normalised": False,
-    },
-}
-
-
-@pytest.mark.parametrize("largest", [False, True])
-@pytest.mark.parametrize("form", [*FORMS, "centred"])
-def test_anchors_equal_the_oracle(form: str, largest: bool) -> None:
-    x = sample(300)
-    if form == "centred":
+    if options.centred:
         x = biased(x)
-    options = replace(ANCHORS, q_anchors=128, k_anchors=128) if form == "thesis" else ANCHORS
-    options = CENTRED if form == "centred" else options
-    options = replace(options, largest=largest)
-    selector = AnchorsSelector(options, **FORMS.get(form, {}))
+    selector = AnchorsSelector(options)
     score = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
     check_scores(score, anchor_scores(x, selector.form))
 
@@ -118,9 +84,9 @@ def test_relaxed_threshold_applies_only_to_blocks_with_excess_anchors() -> None:
     def counts(side: SideSettings) -> torch.Tensor:
         return cpu_summarise(x.k_BGSD, AnchorSettings(0.75, side, side), side).count_BGMA
 
-    strict, relaxed = counts(SideSettings(8, "mean")), counts(SideSettings(8, "mean", 0.3))
+    strict, relaxed = counts(SideSettings(8)), counts(SideSettings(8, 0.3))
     assert int(relaxed.sum()) > int(strict.sum())
-    roomy = SideSettings(128, "mean", 0.3)
+    roomy = SideSettings(128, 0.3)
     plain = counts(replace(roomy, relax=None))
     assert torch.equal(counts(roomy), plain)
     assert int(plain.sum()) == 256
@@ -136,7 +102,7 @@ def biased(x: AttentionInput, size: float = 40.0) -> AttentionInput:
 
 def test_a_bias_of_the_keys_leaves_centred_runs_as_they_are() -> None:
     x = sample(512)
-    side = SideSettings(32, "anchor", 0.15)
+    side = SideSettings(32, 0.15)
     plain, centred = (AnchorSettings(cos, side, side, centred=c) for cos, c in ((0.75, False), (0.4, True)))
 
     def runs(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
@@ -150,8 +116,6 @@ def test_a_bias_of_the_keys_leaves_centred_runs_as_they_are() -> None:
     ("name", "low", "high"),
     [
         ("antidiagonal", 0.5, 1.0),
-        ("naive", 0.9, 1.0),
-        ("block_pool", 0.3, 1.0),
         ("anchors", -1.0, 0.4),  # without `centred` a block has one run: the thesis's form cannot tell keys
         ("anchors_served", 0.9, 1.0),
     ],
@@ -233,9 +197,5 @@ def test_selectors_refuse_misplaced_chunks_and_bad_scales() -> None:
         selector.select(x, selector.new_state(replace(spec_of(x), dtype=torch.float16)), no_phase)
     with pytest.raises(KernelInputError):
         AnchorsSelector(replace(ANCHORS, q_anchors=3))
-    with pytest.raises(KernelInputError):
-        AnchorsSelector(ANCHORS, representative="median")  # type: ignore[arg-type]
     with pytest.raises(KernelInputError, match="stride"):
         AntidiagonalSelector(AntidiagonalOptions(stride=5))
-    with pytest.raises(KernelInputError, match="stride"):
-        NaiveSelector(NaiveOptions(stride=5))

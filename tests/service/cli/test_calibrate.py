@@ -101,7 +101,7 @@ def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     path = tmp_path / "profile.json"
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400, "--serving-budget", 9)
-    levels = ("--density", 0.8, "--density", 0.9, "--length", 600, "--length", 300, "--method", "block_pool")
+    levels = ("--density", 0.8, "--density", 0.9, "--length", 600, "--length", 300, "--method", "xattention")
     done = run(
         model, "--text", tmp_path / "one.txt", *pages, *levels, "--option", "sink=2", "--profile", path
     )
@@ -109,7 +109,7 @@ def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path
     profile = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert profile is not None and profile.decode is not None and profile.decode.page_budget == 9
     (found,) = profile.prefill
-    assert found.method == "block_pool" and found.options["sink"] == 2
+    assert found.method == "xattention" and found.options["sink"] == 2
     families = [(level.density, level.tokens) for level in found.levels]
     assert families == [(0.8, 300), (0.9, 300), (0.8, 600), (0.9, 600)]
     assert "600 tokens, document 1 of 1" in done.stderr
@@ -118,7 +118,7 @@ def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path
 def test_levels_with_xattention_thresholds_are_marked(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
-    level = ("--density", 0.9, "--length", 600, "--method", "block_pool", "--option", "window=1")
+    level = ("--density", 0.9, "--length", 600, "--method", "xattention", "--option", "window=1")
     profiles = []
     for allocation in ("marginal", "threshold"):
         path = tmp_path / f"{allocation}.json"
@@ -153,7 +153,7 @@ def test_layer_search_minimises_the_divergence_of_answers(model: Path, tmp_path:
 def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
     (tmp_path / "two.txt").write_text(PROSE[::-1])
-    path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "block_pool")
+    path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "xattention")
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
     levels = ("--length", 600, "--profile", path)
     assert run(model, *one, *pages, *levels, "--density", 0.8, "--density", 0.9).exit_code == 0
@@ -189,7 +189,7 @@ def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_pat
 def test_adding_a_shorter_length_equals_calibrating_both_in_one_run(model: Path, tmp_path: Path) -> None:
     """A density means itself at the longest prompts of its family, whichever run made them."""
     (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
-    path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "block_pool")
+    path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "xattention")
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
     level = (*one, "--density", 0.8, "--profile", path)
     assert run(model, *level, *pages, "--length", 600).exit_code == 0

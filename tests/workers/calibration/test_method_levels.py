@@ -17,7 +17,7 @@ from deltafront.workers.calibration.thresholds import ADJUSTMENTS, FACTOR, START
 from deltafront.workers.model.calibrated.profile import shaping_options
 from deltafront.workers.model.decoder.stack import LayerStack
 
-POOLED = method_spec("block_pool", {"window": 1})
+POOLED = method_spec("xattention", {"window": 1})
 
 
 def made(seed: int, tokens: int) -> Document:
@@ -38,7 +38,7 @@ def test_makes_a_level_for_each_length_and_density(tiny_stack: LayerStack) -> No
         [0.75, 0.9],
         tell=steps.append,
     )
-    assert found.method == "block_pool" and found.options == shaping_options(POOLED)
+    assert found.method == "xattention" and found.options == shaping_options(POOLED)
     assert [(level.density, level.tokens) for level in found.levels] == [
         (0.75, 400),
         (0.9, 400),
@@ -115,6 +115,6 @@ def test_a_level_by_thresholds_goes_down_to_the_least_of_them(
 
 
 def test_methods_without_thresholds_are_refused(tiny_stack: LayerStack) -> None:
-    for name in ("dense", "streaming", "block_pool+delta"):
+    for name in ("dense", "streaming", "xattention+delta"):
         with pytest.raises(ValueError, match="ranks no tiles"):
             method_levels(tiny_stack, {300: [made(1, 300)]}, method_spec(name), [0.5])

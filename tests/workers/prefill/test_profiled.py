@@ -47,7 +47,7 @@ def at_density(name: str, density: float) -> MethodSpec:
 @pytest.mark.parametrize(("stages", "chunk"), [(1, 1024), (2, 256), (3, 128)])
 @pytest.mark.parametrize(
     ("name", "density", "tokens"),
-    [("block_pool", 0.2, 500), ("block_pool", 0.2, 900), ("block_pool+delta", 0.5, 900), ("dpxa", 0.3, 900)],
+    [("xattention", 0.2, 500), ("xattention", 0.2, 900), ("xattention+delta", 0.5, 900), ("dpxa", 0.3, 900)],
 )
 def test_prompt_is_prefilled_with_its_level_in_any_chunks(
     directory: Path, model: ModelSpec, name: str, density: float, tokens: int, stages: int, chunk: int
@@ -69,19 +69,19 @@ def test_the_length_of_the_prompt_decides_the_level(directory: Path, model: Mode
     even = ModelSpec(path=model.path, dtype="float32", profile=str(path))
     density = []
     for tokens in (512, 640):
-        report, _ = run_in_process(even, config(2, 256), random_ids(tokens), at_density("block_pool", 0.2))
+        report, _ = run_in_process(even, config(2, 256), random_ids(tokens), at_density("xattention", 0.2))
         density.append({layer.computed / layer.causal for layer in report.density[:-1]})
     assert density == [{7 / 10}, {1.0}], "sink and diagonal of four blocks; everything"
 
 
 def test_uncalibrated_density_fails_only_its_request(directory: Path, model: ModelSpec) -> None:
-    ids, spec = random_ids(300), at_density("block_pool", 0.6)
+    ids, spec = random_ids(300), at_density("xattention", 0.6)
     with pytest.raises(
-        PrefillFailed, match=r"block_pool cannot start: method_options.density = 0.6: the model's"
+        PrefillFailed, match=r"xattention cannot start: method_options.density = 0.6: the model's"
     ):
         run_in_process(model, config(2, 256), ids, spec)
     with pytest.raises(PrefillFailed, match=r"method_options.density = 0.2: the model has no profile"):
-        run_in_process(str(directory), config(2, 256), ids, at_density("block_pool", 0.2))
+        run_in_process(str(directory), config(2, 256), ids, at_density("xattention", 0.2))
 
 
 def test_the_profile_of_another_model_stops_the_stage(model: ModelSpec) -> None:
@@ -93,10 +93,10 @@ def test_the_profile_of_another_model_stops_the_stage(model: ModelSpec) -> None:
 
 
 def test_a_stage_warms_up_with_the_services_own_defaults(directory: Path, model: ModelSpec) -> None:
-    ids, spec = random_ids(600), at_density("block_pool", 0.2)
-    defaults = {"block_pool": {"density": 0.2, "window": 1, "min_tokens": 0}}
-    warm = config(2, 128, method_options=defaults, warm_up=("block_pool", "block_pool+delta"))
-    assert warm.method("block_pool") == spec
+    ids, spec = random_ids(600), at_density("xattention", 0.2)
+    defaults = {"xattention": {"density": 0.2, "window": 1, "min_tokens": 0}}
+    warm = config(2, 128, method_options=defaults, warm_up=("xattention", "xattention+delta"))
+    assert warm.method("xattention") == spec
     warmed, cold = (run_in_process(model, one, ids, spec)[1] for one in (warm, config(2, 128)))
     assert (warmed == cold).all()
     with pytest.raises(MethodError, match=r"method_options.density = 0.2: the model has no profile"):

@@ -81,7 +81,7 @@ def test_prompt_lengths_with_other_thresholds_use_another_root(tmp_path: Path) -
     profile = make_profile(model)
 
     def root(tokens: int, density: float) -> bytes:
-        method = method_spec("block_pool", {"density": density, "min_tokens": 0})
+        method = method_spec("xattention", {"density": density, "min_tokens": 0})
         return key_of([1] * tokens, method=method, profile=profile).root
 
     assert root(256, 0.2) == root(300, 0.2) != root(1000, 0.2) == root(4000, 0.2)

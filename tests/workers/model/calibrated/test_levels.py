@@ -26,12 +26,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shaping_options_are_those_that_change_scores() -> None:
     spec = method_spec("dpxa+delta", {"tau": 0.3, "density": 0.08, "cos": 0.5, "gamma": 32})
     assert shaping_options(spec).keys() == {
-        "cos", "centred", "q_anchors", "k_anchors", "largest", "sink", "window",
+        "cos", "centred", "q_anchors", "k_anchors", "sink", "window",
     }  # fmt: skip
     assert shaping_options(spec)["cos"] == 0.5
 
 
-@pytest.mark.parametrize("name", ["block_pool", "block_pool+delta"])
+@pytest.mark.parametrize("name", ["xattention", "xattention+delta"])
 def test_a_prompt_gets_the_level_whose_length_is_nearest_by_ratio(model: Path, name: str) -> None:
     profile = make_profile(model)
     short, long, other = profile.prefill[0].levels
@@ -49,7 +49,7 @@ def test_between_two_densities_thresholds_are_interpolated(model: Path) -> None:
     short, long, other = profile.prefill[0].levels
     assert (short.density, long.density, other.density) == (0.2, 0.2, 0.5)
     for asked, share in ((0.2, 0.0), (0.26, 0.2), (0.35, 0.5), (0.5, 1.0)):
-        thresholds = thresholds_for(profile, method_spec("block_pool", {"density": asked}))
+        thresholds = thresholds_for(profile, method_spec("xattention", {"density": asked}))
         assert thresholds is not None
         for tokens, level in ((1, short), (1 << 20, long)):
             for layer in range(LAYERS):
@@ -70,13 +70,18 @@ def test_nearest_level_has_the_smallest_ratio_of_lengths(lengths: list[int], tok
     ("name", "options", "says"),
     [
         (
-            "block_pool",
+            "xattention",
             {"density": 0.1},
-            "0.2 to 0.5 for block_pool with sink=1, window=1; 0.3 for dpxa with sink=1, window=128, cos=0.4",
+            "0.2 to 0.5 for xattention with sink=1, window=1, stride=8; "
+            "0.3 for dpxa with sink=1, window=128, cos=0.4",
         ),
-        ("block_pool", {"density": 0.6}, "0.2 to 0.5 for block_pool"),
-        ("block_pool", {"density": 0.2, "window": 2}, "0.2 to 0.5 for block_pool with sink=1, window=1"),
-        ("xattention+delta", {"density": 0.2}, "the model's profile has 0.2 to 0.5 for block_pool"),
+        ("xattention", {"density": 0.6}, "0.2 to 0.5 for xattention"),
+        ("xattention", {"density": 0.2, "window": 2}, "0.2 to 0.5 for xattention with sink=1, window=1"),
+        (
+            "xattention+delta",
+            {"density": 0.2, "stride": 4},
+            "the model's profile has 0.2 to 0.5 for xattention",
+        ),
     ],
 )
 def test_refuses_a_level_that_the_profile_lacks(

@@ -130,7 +130,7 @@ WRONG: list[tuple[str, Change]] = [
         lambda c: c["prefill"][0]["levels"].append(first_level(c)),
     ),
     (
-        "prefill[2]: block_pool with these options is there already",
+        "prefill[2]: xattention with these options is there already",
         lambda c: c["prefill"].append(c["prefill"][0]),
     ),
     ("decode.full_layers and delta_layers share [0]", lambda c: c["decode"].update(delta_layers=[0, 3])),
