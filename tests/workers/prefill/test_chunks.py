@@ -192,7 +192,7 @@ def test_long_prompts_lose_little_to_filling_and_draining(tokens: int, stages: i
 def test_chunks_shrink_as_attention_grows() -> None:
     equal = alike(over(2).chunk_cost(DENSE))
     sizes = plan_chunks(0, 131_072, 16_384, equal)
-    assert all(b <= a for a, b in itertools.pairwise(sizes)) and sizes[-2] < sizes[0] / 2
+    assert all(b <= a + equal.even for a, b in itertools.pairwise(sizes)) and sizes[-2] < sizes[0] / 2
     equal = alike(over(2).chunk_cost(SPARSE))
     sizes = plan_chunks(0, 131_072, 16_384, equal)
     assert sizes[-2] > sizes[0] / 2, "sparse attention hardly grows"

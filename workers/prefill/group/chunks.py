@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import accumulate, product
 from statistics import fmean
 
 from deltafront.kernels.constants import BLOCK
@@ -22,11 +22,8 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 
 _CACHE_SIZE = 64
 _TRIES = 8
-_HALVINGS = 5
-_GROWTHS = (0.88, 0.93, 0.96, 0.98, 1.02, 1.05)
-"""Ratios that are tried, besides 1, of a chunk's time to the one before it."""
-_MORE = (1.0, 1.25, 1.6)
-"""Multiples that are tried of the best number of equal chunks."""
+_GROWTHS = (0.9, 0.95, 0.98, 1.0, 1.03)
+"""Ratios that are tried of a chunk's time to the one before it, if stages differ."""
 _MANY = 1000
 """No growth is tried with more chunks: the last is too short to matter, and a power of growth may
 overflow."""
@@ -77,25 +74,18 @@ class ChunkCost:
         sides = ("per_token", "per_pair", "per_chunk")
         return StageCost(*(fmean(getattr(stage, side) for stage in self.stages) for side in sides))
 
-    @property
-    def alike(self) -> bool:
-        return len({*self.stages}) == 1
-
     def of(self, start: int, tokens: int) -> float:
         """Return the cost on a mean stage of tokens start .. start+tokens-1."""
         return self.mean.of(start, tokens)
 
-    def fitting(self, start: int, limit: float) -> int:
-        """Count the tokens of a chunk from `start` on that costs `limit` on a mean stage; 0 if that is not
-        one block."""
+    def tokens_for(self, start: int, limit: float) -> int:
+        """Count the tokens of a chunk from `start` on that costs about `limit` on a mean stage beside
+        `per_chunk`: whole blocks, one at least."""
         mean = self.mean
-        room = limit - mean.per_chunk
-        if room <= 0:
-            return 0
         slope = mean.per_token + mean.per_pair * (start + 0.5)
-        tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * mean.per_pair * room))
-        blocks = int(tokens * (1 + 1e-12)) // BLOCK * BLOCK
-        return blocks if blocks < self.even else blocks // self.even * self.even
+        tokens = 2 * limit / (slope + math.sqrt(slope * slope + 2 * mean.per_pair * limit))
+        step = BLOCK if tokens < self.even else self.even
+        return max(BLOCK, round(tokens / step) * step)
 
 
 @dataclass(frozen=True)
@@ -177,18 +167,13 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
 
     Their time is within 1% of the shortest if stages are equal, and within 3% if they are not.
     """
-    best = even_chunks(start, tokens, largest)
-    if len(cost.stages) == 1 or len(best) == 0:
-        return best
-
-    def shortest(growths: Sequence[float], counts: Sequence[int]) -> tuple[int, ...]:
-        cuts = (_shortest(start, tokens, n, largest, growth, cost) for growth, n in product(growths, counts))
-        return min((best, *cuts), key=lambda sizes: takes(sizes, start, cost))
-
-    best = shortest((1.0,), _counts(start, tokens, len(best), cost))
-    if cost.alike or len(best) > _MANY:
-        return best
-    return shortest(_GROWTHS, [round(len(best) * more) for more in _MORE])
+    even = even_chunks(start, tokens, largest)
+    if len(cost.stages) == 1 or len(even) == 0:
+        return even
+    counts = _counts(start, tokens, len(even), cost)
+    growths = (1.0,) if counts[-1] > _MANY else _GROWTHS
+    cuts = (_cut(start, tokens, n, largest, growth, cost) for growth, n in product(growths, counts))
+    return min((even, *cuts), key=lambda sizes: takes(sizes, start, cost))
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
@@ -216,48 +201,16 @@ def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
     return sorted(tried)
 
 
-def _shortest(
+def _cut(
     start: int, tokens: int, count: int, largest: int, growth: float, cost: ChunkCost
 ) -> tuple[int, ...]:
-    first = max(1.0, growth ** (1 - count))  # then the cheapest chunk costs 1 part
-    together = sum(first * growth**n for n in range(count))
-    low = (
-        cost.of(start, tokens - start) + (count - 1) * cost.mean.per_chunk
-    ) / together  # if the prompt could be cut anywhere
-    step, best = cost.of(max(start, tokens - BLOCK), BLOCK) - cost.mean.per_chunk, None
-    enough = max(cost.of(max(start, tokens - largest), largest), cost.of(start, min(largest, tokens - start)))
-    while best is None and low < enough:
-        high = low + step
-        best = _packed(start, tokens, count, largest, high * first, growth=growth, cost=cost)
-        if best is None:
-            low, step = high, 2 * step
-    if best is None:
-        return even_chunks(start, tokens, largest)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        sizes = _packed(start, tokens, count, largest, middle * first, growth=growth, cost=cost)
-        if sizes is None:
-            low = middle
-        else:
-            best, high = sizes, middle
-    return best
-
-
-def _packed(
-    start: int, tokens: int, count: int, largest: int, limit: float, *, growth: float, cost: ChunkCost
-) -> tuple[int, ...] | None:
-    """Fill chunks up to a cost of `limit`, which grows by `growth` from chunk to chunk; None if that takes
-    more than `count`."""
+    """Cut into about `count` chunks, each of which costs `growth` times the one before it."""
+    parts = [growth**n for n in range(count)]
     sizes: list[int] = []
-    while start < tokens:
-        left = tokens - start
-        size = min(cost.fitting(start, limit), largest)
-        if size < left <= largest and cost.of(start, left) <= limit:
-            size = left  # the last chunk need not be whole blocks
-        size = min(size, left)
-        if size == 0 or len(sizes) == count:
-            return None
-        sizes.append(size)
-        start += size
-        limit *= growth
-    return tuple(sizes)
+    for part, rest in zip(parts, [*accumulate(parts[::-1])][::-1], strict=True):
+        if start < tokens:
+            left = cost.of(start, tokens - start) - cost.mean.per_chunk
+            size = cost.tokens_for(start, left * part / rest)
+            sizes.append(min(size, largest, tokens - start))
+            start += sizes[-1]
+    return (*sizes, *even_chunks(start, tokens, largest))
