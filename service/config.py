@@ -115,10 +115,9 @@ class DoorConfig:
     http://collector:4318/v1/traces, or `console`.
     """
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
-    """A request's size. A door takes a few times as much memory while it receives one."""
-    text_bytes: Annotated[int, Field(ge=1 << 22)] = 64 << 20
-    """Bytes of requests that have arrived and are not tokenised yet, in one door. They take six times as
-    much memory. More get RESOURCE_EXHAUSTED. One bearer token gets at most half.
+    """A request's size. A door takes a few times as much memory while it receives one. It holds four times
+    this of texts that are not tokenised yet, at most half of that for one bearer token; more get
+    RESOURCE_EXHAUSTED. They take six times as much memory.
     """
     allowed_origins: tuple[Origin, ...] = ()
     """Web pages of these origins may call OpenAI's API from a browser (CORS)."""

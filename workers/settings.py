@@ -123,9 +123,6 @@ class PrefillConfig(WorkerConfig):
     """With max_groups: seconds in which groups should read the waiting prompts."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
-    activations: Literal["copied", "distributed"] = "copied"
-    """`copied`: the next stage copies from its neighbour's memory if all stages have GPUs of one host.
-    Otherwise, and always with `distributed`, torch.distributed sends."""
     cache_tokens: Room = 32_768
     cpus_per_stage: NonNegative = 0.5
     gpus_per_stage: NonNegative = 0.0

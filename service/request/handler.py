@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 _FIELD_BYTES = 1 << 20
 """Room for everything that is not text."""
+_TEXTS = 4
+"""Room for texts that are not tokenised yet, in longest messages."""
 Headers = Iterable[tuple[str, str | bytes]]
 """gRPC's metadata or HTTP's headers."""
 Authenticate = Callable[[Headers], Caller]
@@ -71,7 +73,7 @@ class RequestHandler:
         self._authenticate = authenticate
         self._info = info
         self._cancel_at_other_doors = cancel_at_other_doors
-        self.text_budget = TextBudget(resources.settings.text_bytes)
+        self.text_budget = TextBudget(_TEXTS * resources.settings.max_message_bytes)
         self._accepted: set[Accepted] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         """Cancelled runs stay here until they have ended."""

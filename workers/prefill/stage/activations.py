@@ -235,12 +235,12 @@ def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
 def connect_neighbours(
     store: Store | None, rank: int, config: PrefillConfig, stack: LayerStack, rendezvous: Rendezvous
 ) -> Activations:
-    """Connect a stage as `PrefillConfig.activations` says. `store` is the first stage's own; None on the
-    others."""
+    """Connect a stage. It copies from its neighbour's memory if all stages have GPUs of one host; otherwise
+    torch.distributed sends. `store` is the first stage's own; None on the others."""
     stages = config.stages
     store = join_store(rendezvous, stages) if store is None else store
     like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
-    if like.device.type == "cuda" and config.activations == "copied":
+    if like.device.type == "cuda":
         store.set(f"home/{rank}", home())
         if len({store.get(f"home/{other}") for other in range(stages)}) == 1:
             memory, secret = CudaPeerMemory(like.device), rendezvous.secret
