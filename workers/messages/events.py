@@ -7,12 +7,12 @@ from enum import StrEnum
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDensity:
-    """The tiles of one layer, summed over heads, and their time.
+    """The attention tiles of one layer, summed over heads, and the time for them.
 
     Attributes:
-        computed, causal: Tiles.
-        attention: Seconds of attention.
-        choosing: Seconds of anchors, scoring, selection and correction.
+        computed, causal: Numbers of tiles.
+        attention: Seconds spent in attention.
+        choosing: Seconds spent on anchors, scoring, selection and correction.
     """
 
     layer: int
@@ -43,11 +43,11 @@ class PrefillReport:
 
     Attributes:
         queue: Seconds from arrival to the first chunk's start.
-        wall: Seconds from there to the last stage's end.
-        critical: The parts of `wall`: the last stage's phases, activation_wait, other_requests (their chunks)
-            and group_overhead (the rest).
-        stages: The phases of each stage, which overlap in time.
-        launch_bound: Seconds of each stage with chunks whose GPU waited for its host's launches.
+        wall: Seconds from the first chunk's start to the last stage's end.
+        critical: The parts of `wall` in seconds: the last stage's phases, activation_wait, other_requests
+            (chunks of other requests) and group_overhead (the rest).
+        stages: Seconds of each stage's phases. Stages overlap in time.
+        launch_bound: Seconds of each stage in chunks whose GPU waited for the host's launches.
     """
 
     queue: float
@@ -63,7 +63,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """A chunk was prefilled. `so_far` is the report up to its end."""
+    """A chunk was prefilled. `so_far` is the report up to this chunk's end."""
 
     tokens_done: int
     tokens_total: int
@@ -108,7 +108,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A pinned prompt: a decode worker keeps its KV cache until `expires`, in seconds since the epoch."""
+    """A session: a decode worker keeps a prompt's KV cache until `expires`, in seconds since the epoch."""
 
     session_id: str
     expires: float
@@ -117,12 +117,12 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """A prefix hit: a prompt's first `tokens` tokens, which a decode worker has in its prefix cache.
+    """A prefix hit: a decode worker has the KV of a prompt's first `tokens` tokens in its prefix cache.
 
     Attributes:
         exact: Whether dense attention made all of it.
-        disk_tokens: The number of its last tokens that are on disk alone.
-        disk_s: Seconds until these are back; 0 if unknown.
+        disk_tokens: Number of its last tokens whose KV is on disk only.
+        disk_s: Estimated seconds to load these from disk; 0: unknown.
     """
 
     tokens: int
@@ -133,11 +133,11 @@ class Prefix:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """The tokens of a request.
+    """The token counts of a request.
 
     Attributes:
-        cached_tokens: Prompt tokens that were not prefilled again.
-        host_tokens, disk_tokens: How many of these came back from host memory, or from disk.
+        cached_tokens: Prompt tokens whose KV was cached and not computed again.
+        host_tokens, disk_tokens: How many of these were loaded from host memory, or from disk.
     """
 
     prompt_tokens: int
@@ -149,16 +149,17 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeReport:
-    """Decode's share of TTFT, in seconds, and its page use.
+    """The decode worker's parts of the time to first token, in seconds, and its page counts.
 
     Attributes:
-        handoff_exposed: From the job's or the logits' arrival, whichever is later, to the last KV's.
-        decode_wait: Until the scheduler took it.
-        append_prefill: Prefilling appended tokens.
-        recompute: Recomputing blocks and the question.
-        first_step: Sampling the first token.
-        pages_attended, pages_held: Summed over sparse layers and steps.
-        own_steps: The sum over steps of 1 / the requests in the step.
+        handoff_exposed: From the later of the job's and the logits' arrival to the last KV's arrival.
+        decode_wait: From there until the scheduler admitted the request.
+        append_prefill: Prefill of appended tokens.
+        recompute: Recomputation of blocks and of the question.
+        first_step: Sampling of the first token.
+        pages_attended, pages_held: Pages that sparse layers attended to, and all pages, summed over layers
+            and steps.
+        own_steps: The request's share of decode steps: the sum of 1 / batch size over its steps.
         recomputed_tokens: Tokens of the recomputed blocks.
     """
 
@@ -178,7 +179,7 @@ class DecodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenTimings:
-    """Sent just before the first Token. `session` was made of the prompt, if the job asked for it."""
+    """Sent just before the first Token. `session` is the prompt's session, if the job asked for one."""
 
     request_id: str
     report: DecodeReport

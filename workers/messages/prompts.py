@@ -1,6 +1,6 @@
 """Prefix-cache keys: a hash chain over a prompt's pages, under a root (owner, salt, model, method).
 
-A link is a hash of the link before and its page's token ids, so equal links have equal prefixes. A cached
+A link is a hash of the previous link and the page's token ids, so equal links mean equal prefixes. A cached
 page's name is its root and its link.
 """
 
@@ -15,7 +15,7 @@ PAGE_BYTES = PAGE_TOKENS * 4
 
 
 def root_of(*about: object) -> bytes:
-    """Return a hash of these values, whose `repr` must show them completely."""
+    """Hash these values into a root. Their `repr` must show them completely."""
     return hashlib.sha256(repr(about).encode()).digest()[:LINK_BYTES]
 
 
@@ -44,11 +44,11 @@ class PromptKey:
         root: Hash of owner, salt, model and the method that prefills the prompt.
         exact_root: The root for dense attention, whose KV serves every method; equal to `root` if the method
             prefills this prompt densely.
-        lasting_tokens: Number of first tokens that get the same KV from a prefill group in a longer prompt.
+        lasting_tokens: Number of first tokens whose KV would be the same in a longer prompt.
         chain: Links of the full pages.
-        tail: Packed ids after them.
-        remembers: Whether the request's pages are cached when it ends.
-        retain_s: Seconds for which its pages are evicted after all others.
+        tail: Packed token ids after the full pages.
+        remembers: Whether to put the request's pages into the prefix cache when it ends.
+        retain_s: Seconds for which its cached pages are evicted after all others.
     """
 
     root: bytes

@@ -1,4 +1,4 @@
-"""A door's requests to prefill groups and decode workers, and how these refuse or fail."""
+"""A door's requests to prefill groups and decode workers, and their refusals and failures."""
 
 import sys
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ blocks precede it."""
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 is greedy; top_k 0 and top_p 1 are off.
+    """Sampling parameters. Temperature 0 is greedy; top_k 0 and top_p 1 are off.
 
-    A seed's random numbers do not depend on the batch.
+    With a seed, the tokens do not depend on the batch.
     """
 
     temperature: float = 0.0
@@ -41,15 +41,14 @@ class PageSelection(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """Options that hold for a whole request. A door's call has them, and tells a decode worker once, with the
-    reservation.
+    """A request's options on every worker. A door sends them to the decode worker once, with the reservation.
 
     Attributes:
-        page_selection: The pages that each step of the answer attends to.
+        page_selection: The page selection of decode steps.
         recompute_blocks: Blocks of the prompt to recompute densely before the first token.
         keep_ttl_s: Seconds for which a session of the prompt is kept.
         deadline: Seconds since the epoch.
-        trace: The W3C `traceparent` above the request; empty: not recorded.
+        trace: The W3C `traceparent` of the parent span; empty: not traced.
         constraint: The grammar that the answer follows, in llguidance's form; empty: none.
     """
 
@@ -63,27 +62,27 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """Asks a decode worker for the pages of a request.
+    """Asks a decode worker to reserve pages for a request.
 
-    It builds on held tokens, whose pages are shared: a session's, or a cached prefix's.
+    The request may build on held tokens, those of a session or a cached prefix, whose pages it shares.
 
     Attributes:
-        owner: A digest of who may use the session; empty without authentication.
-        new_tokens: Tokens of the prompt after the held ones, which a group or the worker prefills. A client's
-            appended text counts.
-        max_tokens: Tokens of the answer still to come; 0: prefill only.
+        owner: A digest of the caller, who alone may use the session; empty without authentication.
+        new_tokens: Prompt tokens after the held ones, including appended text. A group or the worker prefills
+            them.
+        max_tokens: Answer tokens still to generate; 0: prefill only.
         session_id: The session that it builds on.
         prefix_tokens: Tokens of the cached prefix that it starts with, in whole pages.
         reads_rest: Whether the worker itself prefills the tokens after the prefix; otherwise a prefill group
             does.
         key: Finds the prefix, and makes the request's KV findable; None: neither.
-        keep_tokens: As in the GenerateJob.
-        options: Pages for recomputed blocks are reserved, and an impossible page selection is refused, before
-            prefill.
+        keep_tokens: As in `GenerateJob`.
+        options: The request's options. They reserve pages for recomputed blocks, and an impossible page
+            selection is refused before prefill.
         wait: Whether to wait for pages, until the deadline and for the configured time at most.
-        door: The door that asks.
-        resume_tokens: Tokens of the answer that were streamed before, where a group prefills the prompt. They
-            come with the GenerateJob.
+        door: The name of the door that asks.
+        resume_tokens: Answer tokens that were already streamed, if a group prefills the prompt. Their ids
+            come with the `GenerateJob`.
     """
 
     request_id: str
@@ -102,13 +101,15 @@ class Reservation:
 
     @property
     def reads(self) -> bool:
-        """True if the worker itself prefills the new tokens, which then come with the GenerateJob."""
+        """Say whether the worker itself prefills the new tokens, whose ids then come with the
+        `GenerateJob`.
+        """
         return self.session_id is not None or self.reads_rest
 
 
 def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
-    """Count the pages for recomputing `blocks` blocks of `tokens` tokens. Other requests may share the old
-    pages.
+    """Return the number of new pages needed to recompute `blocks` blocks of a prompt of `tokens` tokens.
+    Other requests may share the old pages.
 
     Without appended text, the prompt's last tokens need new pages, too.
     """
@@ -138,12 +139,12 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """The worker took nothing.
+    """A worker's refusal: it reserved or accepted nothing.
 
     Attributes:
-        needed, free: Pages.
-        retry_after_s: Seconds until it is worth asking again; None: never, or unknown.
-        tokens_left: The model's positions that are left for an answer.
+        needed, free: Numbers of pages.
+        retry_after_s: Seconds after which to ask again; None: never, or unknown.
+        tokens_left: Positions of the model that the prompt leaves for an answer.
     """
 
     reason: RefusalReason
@@ -156,11 +157,11 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """The worker has taken the pages.
+    """The worker has reserved the pages.
 
     Attributes:
         held_tokens: Tokens of the session or prefix that the request builds on.
-        host_tokens, disk_tokens: How many of these come back from host memory, or from disk.
+        host_tokens, disk_tokens: How many of these are loaded from host memory, or from disk.
     """
 
     pages: int
@@ -176,10 +177,10 @@ class PrefillJob:
     Attributes:
         token_ids: Little-endian uint32.
         decode_worker: The actor that reserved pages and gets the KV.
-        start: Number of first tokens, a multiple of BLOCK, whose KV is fetched from there instead of
-            computed.
-        attempt: How many attempts came before.
-        trace: The W3C `traceparent` above this work; empty: not recorded.
+        start: Number of first tokens, a multiple of BLOCK, whose KV stages fetch from the decode worker
+            instead of computing it.
+        attempt: Number of earlier attempts.
+        trace: The W3C `traceparent` of the parent span; empty: not traced.
     """
 
     request_id: str
@@ -199,14 +200,14 @@ class PrefillJob:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """Asks a decode worker to answer a request that has a reservation, whose options hold.
+    """Asks a decode worker to answer a request with a reservation. The reservation's options apply.
 
     Attributes:
         extend_ids: Packed ids of the tokens that the worker prefills itself: text after a session or prefix,
-            and tokens of the answer that were streamed before.
-        keep_tokens: Number of first prompt tokens that become a session when the first token is out.
-        prompt_ids: Ids of the tokens before the appended ones; empty unless blocks may be recomputed, now
-            or for the session.
+            and answer tokens that were already streamed.
+        keep_tokens: Number of first prompt tokens that become a session once the first token is sent.
+        prompt_ids: Packed ids of the tokens before the appended ones; empty unless blocks may be recomputed,
+            now or in a later request on the session.
         answered_tokens: Number of last `extend_ids` that belong to the answer.
     """
 
@@ -220,7 +221,7 @@ class GenerateJob:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepSession:
-    """Asks for a session of a reserved request's prompt, once its KV cache is complete.
+    """Asks a decode worker to make a session of a reserved request's prompt, once its KV is complete.
 
     Attributes:
         prompt_ids: As in `GenerateJob`.
@@ -231,11 +232,11 @@ class KeepSession:
 
 
 class PrefillFailed(Exception):
-    """A prefill ended without a result. str() is one plain line. The group may live on."""
+    """A prefill ended without a result. str() is one line. The group may still be alive."""
 
 
 class PrefillCancelled(PrefillFailed): ...
 
 
 class DecodeFailed(Exception):
-    """A decode worker could not do it. str() is one plain line."""
+    """A decode worker's request failed. str() is one line."""

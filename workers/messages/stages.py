@@ -11,7 +11,7 @@ from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
 class Rendezvous(NamedTuple):
     """The address at which a group's stages or a decode worker's ranks meet.
 
-    A process that reaches the store and has the secret can use it, so the secret travels by Ray.
+    The store admits every process that has the secret, so the secret travels only by Ray.
     """
 
     address: str
@@ -24,7 +24,7 @@ class RequestFailed(Exception):
 
 
 class OtherMemory(DecodeFailed):
-    """A stage was sent to one decode worker, but maps the memory of another."""
+    """A stage got a request for one decode worker, but maps the memory of another."""
 
 
 class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed): ...
@@ -36,8 +36,8 @@ class OpenRequest:
 
     Attributes:
         pages: The request's pages on every stage.
-        serial: Its unique number, which `abandon` names. An id may be used again.
-        start: Tokens whose KV the decode worker has.
+        serial: A unique number, by which `abandon` names the request. A request id may be used again.
+        start: Number of first tokens whose KV the decode worker already has.
         attempt: As in `PrefillJob`.
     """
 
@@ -53,7 +53,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCommand:
-    """Run tokens start .. start+tokens-1. `token_ids` are uint32, and sent to the first stage only."""
+    """Prefill tokens start .. start+tokens-1. `token_ids` are uint32 and sent to the first stage only."""
 
     request_id: str
     start: int
@@ -71,7 +71,7 @@ class ChunkReport:
     Attributes:
         phases: Seconds of `wall` by name: projection, anchors, scoring, selection, attention, correction,
             kv_gather, handoff, activation_wait, activation_send, kv_fetch.
-        launched_ahead: Seconds from the last launch on a GPU to the chunk's end there; None on a CPU.
+        launched_ahead: Seconds from the host's last launch to the chunk's end on the GPU; None on a CPU.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class ChunkReport:
 class KVAnnouncement:
     """KV of layers layer .. layer+layers-1 for tokens start .. start+tokens-1 can be read.
 
-    Only the transport's two ends know `payload`.
+    Only the two ends of the transport know the type of `payload`.
     """
 
     request_id: str
@@ -106,8 +106,8 @@ class PageWriter:
     """A stage that writes one attempt's KV into the decode worker's own pages.
 
     Attributes:
-        home: Its host, as `peer_memory.home` names it.
-        memory: The memory that it maps (`PagedKVCache.memory`).
+        home: Its host, from `peer_memory.home`.
+        memory: Name of the memory that it maps (`PagedKVCache.memory`).
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Workers' names and states, as doors find and read them."""
+"""Workers' names and states, which doors read."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ RATE_LASTS_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:
-    """A worker as admission sees it.
+    """A worker's state, from which doors decide about admission.
 
     Attributes:
-        draining: It gets new requests only if there is no other worker.
-        compilations: How many kernels it has compiled, by phase (`warm_up`, `serving`).
-        pairing: `settings.pairing` of its configuration; empty: any fits.
+        draining: The worker gets new requests only if there is no other.
+        compilations: Number of compiled kernels, by phase (`warm_up`, `serving`).
+        pairing: `settings.pairing` of its configuration; empty: fits any.
     """
 
     name: str
@@ -33,10 +33,10 @@ class GroupStats(WorkerStats):
     """A prefill group.
 
     Attributes:
-        waiting_tokens: Admitted tokens that are not computed yet.
+        waiting_tokens: Admitted tokens that are not prefilled yet.
         tokens_per_second: The recent rate of prefill; 0: unknown.
-        nodes, compilations: Those of all stages.
-        max_waiting: The most waiting requests; None: unknown.
+        nodes, compilations: Over all stages.
+        max_waiting: The most requests that may wait; None: unknown.
         idle_s: Seconds since its last prefill.
         fetched_tokens_per_second: The recent rate of KV fetched back from decode workers; 0: unknown.
     """
@@ -54,17 +54,18 @@ class GroupStats(WorkerStats):
 
     @property
     def rate(self) -> float:
-        """tokens_per_second if it is recent enough to refuse by, otherwise 0.
+        """tokens_per_second if it is recent enough to refuse requests by, otherwise 0.
 
-        Only prefill corrects a rate. One that includes compilations must not keep all prompts out.
+        Only further prefill corrects a rate, so a slow rate with compilations must not refuse all prompts.
         """
         return self.tokens_per_second if self.idle_s < RATE_LASTS_S else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerUse:
-    """An owner's requests at a decode worker through one door, and their tokens of KV cache. An empty door
-    stands for sessions."""
+    """An owner's requests at a decode worker through one door, and the tokens of their KV cache. An empty
+    door name counts sessions.
+    """
 
     owner: str
     door: str
@@ -74,16 +75,16 @@ class OwnerUse:
 
 @dataclass(frozen=True, kw_only=True)
 class TierStats:
-    """A tier below the GPU: `host` memory or `disk`. Counts are pages.
+    """The state of a cache tier below the GPU: `host` memory or `disk`. Counts are pages.
 
     Attributes:
-        room: The most pages that it holds.
+        room: Capacity in pages.
         pages: Pages in it now.
         evicted: Pages evicted so far.
         evicted_retained: How many of these were still retained.
-        evicted_age_s: The sum of seconds since their last uses.
-        missed: Pages that were evicted before they were copied there, or not readable.
-        back, back_s: Pages copied back, and the seconds that it took.
+        evicted_age_s: The sum, over evicted pages, of the seconds since their last use.
+        missed: Pages that were evicted before they were copied to this tier, or could not be read.
+        back, back_s: Pages copied back, and the seconds it took.
     """
 
     tier: str
@@ -104,10 +105,10 @@ class DecodeStats(WorkerStats):
 
     Attributes:
         pages_free: Free pages, evictable ones of the prefix cache included.
-        waiting: Waiting requests, those in prefill included.
-        decoding: Requests that run, or wait only for a place in the batch.
-        draining: Its sessions are still served.
-        append_tokens_per_second: The recent rate of long appended text; 0: unknown.
+        waiting: Waiting requests, including those in prefill.
+        decoding: Requests that decode, or wait only for a place in the batch.
+        draining: The worker drains; its sessions are still served.
+        append_tokens_per_second: The recent prefill rate of long appended text; 0: unknown.
         page_bytes: Bytes of a page on all ranks.
         pages_remembered: Pages of the prefix cache, in use or not.
         pages_evicted, pages_evicted_retained, evicted_age_s: As in `TierStats`, of the pages.

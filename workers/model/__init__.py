@@ -1,2 +1,3 @@
-"""A model: its `directory`, `weights`, `decoder` and `calibrated` profile. `directory` and `calibrated` are
-free of torch."""
+"""A model: its `directory`, `weights`, `decoder` and `calibrated` profile. `directory` and `calibrated` do
+not import torch.
+"""

@@ -1,5 +1,4 @@
-"""Reads a PEFT LoRA adapter's files and refuses adapters that would be applied wrongly, in milliseconds and
-without torch.
+"""Reads a PEFT LoRA adapter's files, without torch, and refuses adapters that need unsupported features.
 
 Source: LoRA (Hu et al. 2021), section 4.1: W + B·A·alpha/r; rsLoRA (Kalajdzievski 2023): alpha/sqrt(r).
 """
@@ -37,8 +36,8 @@ class AdapterFiles:
     """An adapter's files.
 
     Attributes:
-        weights: The file of its tensors.
-        modules: The linear layers that it changes, and the names of their tensors A and B.
+        weights: The file with its tensors.
+        modules: The linear layers that it changes → the names of their tensors A and B.
     """
 
     weights: Path

@@ -51,7 +51,7 @@ class KVStream(Protocol):
         Args:
             start: Position of the chunk's first token.
             sides_T: `cache.Sides`, as the stage's pages hold them. They must not change before the last chunk
-            is sent.
+                is sent.
         Returns:
             Bytes that will be transferred.
         Raises:
@@ -63,8 +63,7 @@ class KVStream(Protocol):
 
         Returns:
             A function to call once the device has computed the chunk. It returns when the whole chunk has
-                been
-            sent, and raises HandoffError if the request has failed.
+                been sent, and raises HandoffError if the request has failed.
         """
 
     def put_logits(self, logits_V: torch.Tensor) -> None:

@@ -1,1 +1,1 @@
-"""A model's profile, which `workers/calibration` makes. Free of torch."""
+"""A model's profile, made by `workers/calibration`. It does not import torch."""

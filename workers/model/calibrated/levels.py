@@ -12,7 +12,7 @@ from deltafront.workers.model.calibrated.profile import Level, Profile, shaping_
 def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | None:
     """Return the thresholds that `kernels.build` takes for a method's `density`; None if it asks for none.
 
-    They come from the level of the nearest length, interpolated between densities.
+    They come from the levels of the nearest prompt length, interpolated between densities.
 
     Raises:
         MethodError: The density is outside the profile.
@@ -32,8 +32,8 @@ def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | No
 
 
 def lengths_of_thresholds(profile: Profile | None, spec: MethodSpec, tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the levels whose thresholds a prompt of `tokens` tokens gets. Prompts with equal
-    ones get equal thresholds.
+    """Return the lengths of the levels that determine the thresholds of a prompt of `tokens` tokens. Prompts
+    with equal results get equal thresholds.
 
     Empty if the method has no `density`. Raises MethodError as `thresholds_for` does.
     """
@@ -61,7 +61,7 @@ def _around(profile: Profile | None, spec: MethodSpec, asked: float) -> tuple[li
 
 
 def nearest(levels: Sequence[Level], tokens: int) -> Level:
-    """Return the level whose length is nearest by ratio; the shorter of two."""
+    """Return the level whose length is nearest by ratio; on a tie, the shorter."""
     return min(levels, key=lambda level: (abs(math.log(level.tokens / tokens)), level.tokens))
 
 

@@ -1,7 +1,8 @@
 """A model's profile: a JSON file of calibrated values.
 
-`prefill` has thresholds, by method and by the options that shape its scores. They reach a mean density at a
-length of prompt. `decode` has the Δ-layers and the page budget. `figures` is for people.
+`prefill` has thresholds by method and by the options that shape its scores. Each level of thresholds reaches
+a mean density at a prompt length. `decode` has the Δ-layers and the page budget. `figures` is for people
+only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ProfileError(ModelError):
-    """A profile cannot be used. The message names the key."""
+    """Raised for a profile that cannot be used. The message names the key."""
 
 
 class _Section(BaseModel):
@@ -41,14 +42,14 @@ class _Section(BaseModel):
 
 
 class ProfiledModel(_Section):
-    """The model that was calibrated. `digest` is its `model_digest`."""
+    """The calibrated model. `digest` is its `model_digest`."""
 
     name: str
     digest: Sha256
 
 
 class ProfiledText(_Section):
-    """A text that was read. `sha256` is of its bytes, and `tokens` counts the tokens read."""
+    """A text used in calibration. `sha256` is the hash of its bytes; `tokens` counts the tokens used."""
 
     sha256: Sha256
     tokens: Count
@@ -59,11 +60,11 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """Thresholds that reach a density, [layer][query head], called `amounts` in the file.
+    """Thresholds that reach a density, by [layer][query head]; `amounts` in the file.
 
     Args:
-        density: The mean share of causal tiles at the longest prompts, for which requests ask.
-        density_at_length: The same at prompts of `tokens` tokens, called `share` in the file.
+        density: The density that requests ask for: the mean share of causal tiles at the longest prompts.
+        density_at_length: The mean share at prompts of `tokens` tokens; `share` in the file.
     """
 
     density: Annotated[float, Field(gt=0, le=1)]
@@ -81,7 +82,7 @@ class MethodLevels(_Section):
 
 
 class DecodePages(_Section):
-    """Values for these keys of the configuration's `decode`."""
+    """Values for the keys of the same names in the configuration's `decode`."""
 
     full_layers: tuple[Layer, ...]
     delta_layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
@@ -119,7 +120,7 @@ class Profile(_Section):
             raise ProfileError(f"{path}: {problem}") from None
 
     def write(self, path: Path) -> None:
-        """Write the profile atomically, with rows of values on one line. Raises ProfileError."""
+        """Write the profile atomically, with each row of values on one line. Raises ProfileError."""
         text = json.dumps(
             self.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False, allow_nan=False
         )
@@ -133,10 +134,10 @@ class Profile(_Section):
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
-        """Return the profile with more levels. They replace those of the same method, options, density and
+        """Return the profile with new levels. They replace levels of the same method, options, density and
         length.
 
-        `texts` are those that the levels were made on.
+        `texts` are the texts that the new levels were calibrated on.
         """
         families = {_key(levels): levels for levels in self.prefill}
         key = _key(made)
@@ -177,8 +178,9 @@ class Profile(_Section):
 
 
 def load_profile(model: ModelSpec) -> Profile | None:
-    """Read a model's profile, if it names one, and check it. Raises ProfileError, which names key and
-    file."""
+    """Read and check the profile that the model's configuration names, if any. Raises ProfileError, which
+    names key and file.
+    """
     if model.profile is None:
         return None
     try:

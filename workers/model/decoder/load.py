@@ -34,10 +34,10 @@ def load_model(
     collectives: Collectives = SINGLE_RANK,
     tell: Tell = silent,
 ) -> LayerStack:
-    """Load a stage's share of a model, or a rank's part of it.
+    """Load a stage's share of a model's layers, or a rank's part of all layers.
 
     Raises:
-        ModelError: The model cannot be loaded, split or quantised like that.
+        ModelError: The model cannot be loaded, or not split or quantised like this.
         ValueError: The dtype is unknown.
     """
     _check_quantisation(model, torch.device(device))
@@ -79,8 +79,9 @@ def torch_dtype(model: ModelSpec) -> torch.dtype:
 
 
 def set_up_compute_thread(threads: int, device: str) -> None:
-    """Set this thread's torch threads and GPU. On a CPU, lower its priority, so that refusals do not wait
-    for a chunk."""
+    """Set this thread's number of torch threads and its GPU. On a CPU, lower its priority, so that the
+    event loop does not wait for a chunk.
+    """
     torch.set_num_threads(threads)
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)

@@ -28,8 +28,8 @@ KEYS_AT_ONCE = 1 << 17
 class BlockAttention:
     """Finds the blocks that a question's last rows attend to most.
 
-    A block's mass is its largest share of a row's attention, over all heads on all ranks and all layers
-    without a window.
+    A block's mass is the largest share of attention that any row gives it, over all heads on all ranks and
+    all layers without a window.
     """
 
     def __init__(self, tokens: int, collectives: Collectives = SINGLE_RANK) -> None:
@@ -38,15 +38,15 @@ class BlockAttention:
         self._mass_M: torch.Tensor | None = None
 
     def add(self, q_THD: torch.Tensor, k_GSD: torch.Tensor) -> None:
-        """Add a layer. q_THD is rotated, and only the first `tokens` keys count."""
+        """Add a layer's attention. q_THD is rotated; only the first `tokens` keys count."""
         mass_M = attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens])
         self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
 
     def most_attended(self, count: int) -> list[int]:
         """Return at most `count` complete blocks, ascending.
 
-        Block 0 is never among them: its rows attended to everything. The last block ranks last, since local
-        heads give it most of their mass.
+        Block 0 is never among them, because its prefill was dense anyway. The last block ranks last, since
+        local heads give it most of their mass.
         """
         complete = self._tokens // BLOCK
         if self._mass_M is None or complete < 2:
@@ -58,8 +58,9 @@ class BlockAttention:
 
 
 def attention_by_block(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
-    """Return mass_M (float32): each block's largest share of a row's attention in one head. Rows see all
-    keys."""
+    """Return mass_M (float32): the largest share of attention that any row and head gives each block. No
+    causal mask is applied.
+    """
     groups, _, dim = k_GSD.shape
     q_TGJD = (q_THD * dim**-0.5).reshape(len(q_THD), groups, -1, dim)
     q_GXD = q_TGJD.transpose(0, 1).flatten(1, 2)
@@ -88,14 +89,14 @@ def recompute(
     kv_rows: Callable[[int], KVRows],
     context: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Compute the blocks' K and V in all layers, with dense attention to everything before them.
+    """Compute the blocks' K and V in all layers, with dense attention to all earlier tokens.
 
     Args:
         ids_P: The blocks' token ids.
         blocks: Complete blocks, ascending.
         kv_rows: Returns the rows to which a layer's new K and V are written.
-        context: Called next. It returns k_GSD and v_GSD of all tokens before the last block, followed by the
-            blocks' new ones.
+        context: Called after the rows are written. It returns k_GSD and v_GSD of all tokens before the last
+            block, followed by the blocks' new K and V.
     """
     config, device = stack.config, stack.device
     mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseBackend()

@@ -12,12 +12,11 @@ from deltafront.workers.model.directory.rope_config import RopeConfig
 
 
 class Rope:
-    """Computes the angles of a layer's heads. Channel f rotates with channel f + D/2; weights are arranged
-    for that.
+    """Computes rotary angles. Channel f rotates with channel f + D/2; weights are reordered for that at load.
 
     Args:
         rotary_dim: Channels that are rotated; None: all.
-        scale: Multiplies scores, as YaRN's factor does: cos and sin are multiplied by its root.
+        scale: Factor of attention scores, such as YaRN's: cos and sin are multiplied by its square root.
     """
 
     def __init__(
@@ -46,9 +45,9 @@ class Rope:
         return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
 
     def query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
-        """Return the factors of rotated queries, float32 [T, 1, 1]; None if there are none.
+        """Return factors that multiply rotated queries, float32 [T, 1, 1]; None if the model has none.
 
-        They grow with each trained length (Llama 4's temperature, in transformers' Ministral 3).
+        They grow with each multiple of the trained length (Llama 4's temperature, used by Ministral 3).
         """
         if not self._beta:
             return None
@@ -56,13 +55,15 @@ class Rope:
         return (1.0 + self._beta * lengths_T.log1p())[:, None, None]
 
     def unrotated(self, angles: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, shaped like `angles`, for layers without rope."""
+        """Return cos and sin that rotate nothing, shaped like `angles`, for layers without RoPE."""
         cos_T1F, sin_T1F = angles
         return torch.full_like(cos_T1F, self._still_magnitude), torch.zeros_like(sin_T1F)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return radians per token, float32 [F], and the factor of YaRN or LongRoPE on cos and sin, else 1."""
+    """Return inverse frequencies in radians per token, float32 [F], and YaRN's or LongRoPE's factor of cos
+    and sin (otherwise 1).
+    """
     exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base_F = 1.0 / config.theta**exponent_F
     scaling = config.scaling

@@ -1,6 +1,6 @@
 """The decoder, for any contiguous part of its layers.
 
-The caller computes attention (`LayerAttention`), since it knows where the KV cache is. So one loop serves
+The caller supplies attention (`LayerAttention`), since it knows where the KV cache is. So one loop serves
 prefill, decode and calibration. Each step between GEMMs is one kernel, and nothing waits for the device.
 
 Shape suffixes also: X = H + 2 G.
@@ -39,13 +39,13 @@ class LayerAttention(Protocol):
     """Computes the attention of a layer, by its number in the model."""
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Return the rows to which K and V are written. Called before anything of the layer is launched."""
+        """Return the cache rows for the layer's new K and V. Called before any launch of the layer."""
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
-        """Attend with rotated queries. Their K and V have been written to `kv_rows`.
+        """Compute attention of rotated queries, whose K and V have been written to `kv_rows`.
 
         Returns:
-            out_THD of those last rows that later layers need; None if they need none.
+            out_THD of the last rows, as many as later layers need; None if they need none.
         """
 
 
@@ -57,7 +57,7 @@ class AttentionCalls:
 
 @dataclass
 class Residual:
-    """The residual, and the update that the next norm adds to it. Each rank has a part of the update."""
+    """The residual stream, and the update that the next norm adds to it. The update is the sum over ranks."""
 
     hidden_TC: torch.Tensor
     update_TC: torch.Tensor | None = None
@@ -77,7 +77,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer. A half that another stack computes has None as its weights."""
+    """One layer. The weights of a half (attention or MLP) that another stack computes are None."""
 
     number: int
     config: ModelConfig
@@ -86,7 +86,7 @@ class DecoderLayer:
     collectives: Collectives = SINGLE_RANK
 
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
-        """Return rotated q_THD, and write K and V into `kv`."""
+        """Compute q, k and v. Return rotated q_THD, and write K and V into `kv`."""
         weights, config = self._attention, self.config
         qkv_TO = weights.qkv(norm_of(residual, weights.input_norm_C, config.rms_eps, weights.qkv.quantised))
         if config.qk_norm_all_heads and weights.qk_norm_JD is not None:
@@ -163,8 +163,8 @@ def _norm_all_heads(
 
 
 def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quantised: bool) -> LinearInput:
-    """Add the update to the residual, and return its norm, quantised or not. Without weights, return the
-    residual."""
+    """Add the update to the residual and return the residual's norm, quantised if asked for. Without weights,
+    return the residual."""
     if weight_C is None:
         residual.hidden_TC, residual.update_TC = residual.total(), None
         return residual.hidden_TC
@@ -176,11 +176,11 @@ def norm_of(residual: Residual, weight_C: torch.Tensor | None, eps: float, quant
 
 
 class LayerStack:
-    """Some layers of a model, with the embedding and output head if it has these.
+    """Consecutive layers of a model, with the embedding on the first stage and the output head on the last.
 
     It may begin with the MLP of the layer before `layers`, and lack its own last MLP. With several ranks it
     has a part of every layer: `config` counts this rank's heads and MLP columns. Hidden states and logits are
-    whole on every rank.
+    complete on every rank.
     """
 
     def __init__(
@@ -232,7 +232,9 @@ class LayerStack:
         return self._weights.attentions[0].qkv.quantised
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return hidden_TC of token ids. They must be in range: CUDA cannot report it."""
+        """Return hidden_TC of token ids. The ids must be below the vocabulary size: CUDA cannot report an
+        error.
+        """
         if self._weights.embedding_VC is None:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
         hidden_TC = F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
@@ -242,8 +244,7 @@ class LayerStack:
     def forward(
         self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend, layers: range | None = None
     ) -> torch.Tensor:
-        """Run layers like `run`, for a caller without a KV cache: `attend` gets each layer's rotated q, k
-        and v."""
+        """Run layers without a KV cache: `attend` gets each layer's rotated q, k and v."""
         shape = len(hidden_TC), self.config.kv_heads, self.config.head_dim
         rows_T = torch.arange(len(hidden_TC), device=self.device)
         fresh: dict[int, KVRows] = {}
@@ -273,10 +274,10 @@ class LayerStack:
         Args:
             positions_T: Each row's absolute position, in any order.
             layers: Some of the stack's layers; None: all.
-            phase: Times everything here as "projection". `attention` times itself.
+            phase: Times all work here as "projection". `attention` times itself.
 
         Returns:
-            hidden_TC of the rows that are still needed.
+            hidden_TC of the rows that later layers or logits need.
         """
         layers = self.layers if layers is None else layers
         with phase("projection"):

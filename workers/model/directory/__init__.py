@@ -1,2 +1,2 @@
-"""Reads and checks a model's directory, without torch, because doors read it too. Start at `store` and
+"""Reads and checks a model's directory, without torch, because doors read it, too. Start at `store` and
 `model_config`."""

@@ -1,6 +1,6 @@
-"""A model's chat template, in the dialect of Jinja that such templates use.
+"""A model's chat template, in the Jinja dialect of transformers.
 
-As a program, this module reads a template and renders samples, for `check_template`.
+Run as a program, this module parses a template and renders samples, for `check_template`.
 """
 
 import json
@@ -44,10 +44,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], answer: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Return the prompt of a conversation. Raises jinja2.TemplateError if the template refuses it.
+        """Render a conversation into a prompt. Raises jinja2.TemplateError if the template refuses it.
 
         Args:
-            answer: Whether the prompt ends with the opening of the assistant's answer.
+            answer: Whether to end the prompt with the opening of the assistant's answer
+                (add_generation_prompt).
             variables: Further variables, such as `bos_token`.
         """
         try:
@@ -96,10 +97,11 @@ def _environment() -> jinja2.Environment:
 
 
 def check_template(source: str, variables: Mapping[str, Any]) -> str | None:
-    """Say why a template cannot be used: it nests too deeply, or takes too much time or memory. None if it
-    can.
+    """Return the reason to refuse a template: it nests too deeply, or takes too much time or memory. None if
+    it can be used.
 
-    It runs in another process, since jinja bounds neither. What it refuses to render is no fault.
+    The template runs in another process, since jinja bounds neither time nor memory. A template may refuse
+    the samples.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     asked = json.dumps({"source": source, "variables": dict(variables)})
