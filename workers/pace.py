@@ -1,8 +1,8 @@
-"""Measures how fast a worker has been lately."""
+"""Measures a worker's recent speed."""
 
 
 class Recent:
-    """A rate of tokens, in which each new piece of work weighs older ones by 0.9."""
+    """A rate in tokens per second: a moving average that weights older work by 0.9 per new piece."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

@@ -12,7 +12,9 @@ def silent(what: str) -> None:
 
 
 def progress(who: str, now: Callable[[], float] = time.monotonic) -> Tell:
-    """Return a function that prints what `who` has done, and after how many seconds."""
+    """Return a function that prints a line: the worker `who`, the step it has done, and the seconds so
+    far.
+    """
     began = now()
 
     def tell(what: str) -> None:

@@ -1,6 +1,6 @@
-"""Roles as Ray actors: hosts a plain class in an actor, and calls an actor like the plain class.
+"""Roles as Ray actors: hosts a plain class in an actor, and makes proxies with the same methods.
 
-A proxy never raises Ray's exceptions. It raises the exception that its caller makes of a `Failure`.
+A proxy never raises Ray's exceptions. It raises the exception that `meaning` makes of a `Failure`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ Role_co = TypeVar("Role_co", covariant=True)
 
 
 class Host(Protocol[Role_co]):
-    """An actor's class, whose `hosted` is the plain object that plays the role."""
+    """Base class of actors: `hosted` is the plain object that implements the role."""
 
     @property
     def hosted(self) -> Role_co: ...
 
 
 def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
-    """Decorate an actor's class with the role's missing methods, each forwarded to `hosted`."""
+    """Return a decorator that adds the role's missing methods to an actor class. Each forwards to
+    `hosted`.
+    """
 
     def complete(actor_class: Any) -> Any:
         for name, form in forms(role).items():
@@ -77,7 +79,8 @@ def _forwarding(name: str, form: Form) -> Callable[..., Any]:
 
 
 class DeferredWork:
-    """The two-part commands that an actor has begun, by key. An end that is asked for early waits."""
+    """The deferred commands whose first part an actor has run, by key. A request for the result waits for the
+    first part."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -116,11 +119,11 @@ def _end_begun(self: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an actor gave no answer.
+    """The reason why a call of an actor failed.
 
     Attributes:
-        message: Words that follow the actor's name.
-        cause: What the method raised; None if the actor is gone or cannot be reached.
+        message: The text after the actor's name.
+        cause: The exception that the method raised; None if the actor is dead or unreachable.
     """
 
     message: str
@@ -128,7 +131,7 @@ class Failure:
 
 
 def remote(role: Callable[..., Role], name: str, actor: Any, meaning: Callable[[Failure], Exception]) -> Role:
-    """Make a proxy of an actor that hosts `role`. `meaning` makes the exception of a failure.
+    """Make a proxy for an actor that hosts `role`. `meaning` turns a `Failure` into the exception to raise.
 
     Commands are sent outside their caller's context: otherwise `ray.cancel` of a request's stream would
     remove them from the actor's queue.
@@ -208,7 +211,7 @@ def failure_of(error: RayError) -> Failure:
 def start_actor(
     actor_class: Any, cpus: float, gpus: float, options: dict[str, Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Start an actor of a class that `hosts` has decorated. Ray never restarts it."""
+    """Start an actor of a class decorated by `hosts`. Ray never restarts it."""
     commanded = Form.COMMAND in actor_class.forms.values()
     lanes = {"concurrency_groups": _THREADS} if commanded else {"max_concurrency": _CALLS}
     made = ray.remote(max_restarts=0, **lanes)(actor_class)
@@ -216,7 +219,8 @@ def start_actor(
 
 
 def placement_of(cpus: float, gpus: float, actors: int) -> tuple[list[dict[str, float]], str]:
-    """Return bundles (0: the replica, then `actors`) and the strategy PACK, since stages may need several
-    one-GPU nodes."""
+    """Return the Ray bundles (0: the replica, then one per actor) and the strategy PACK, since stages may
+    need several one-GPU nodes.
+    """
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus > 0 else {})
     return [{"CPU": REPLICA_CPUS}, *(dict(bundle) for _ in range(actors))], "PACK"

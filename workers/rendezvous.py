@@ -1,4 +1,4 @@
-"""The rendezvous of the processes of one model, before torch.distributed links them."""
+"""The rendezvous of a group's stages or a worker's ranks, before torch.distributed links them."""
 
 import secrets
 import socket
@@ -14,7 +14,7 @@ _meet = partial(TCPStore, timeout=timedelta(seconds=120), wait_for_workers=False
 
 
 def host_store(address: str, processes: int) -> tuple[TCPStore, Rendezvous]:
-    """Make the store in the first process, on a free port of `address`."""
+    """Make the rendezvous store in the first process, on a free port of `address`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)  # TCPStore would listen on all addresses
     port, handed_over = listening.getsockname()[1], listening.detach()

@@ -36,9 +36,9 @@ _ASK_WHY_S = 10.0
 class Replica:
     """Base of the Serve deployments that own actors. The actors die with it.
 
-    Only health is served through a replica: doors find the actors by name. When `head` is lost, the health
-    check replaces dead actors in place (`_build`), and the others keep what they have loaded. Only if that
-    fails does the check fail, and Serve builds a new replica.
+    A replica serves only health checks: doors find the actors by name. When `head` is lost, the health check
+    replaces dead actors in place (`_build`), and the others keep what they have loaded. If that fails, the
+    health check fails, and Serve starts a new replica.
 
     Deploy one with its module's `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The
     constructor calls `_begin`, which returns once all actors have loaded, and raises what loading raises.
@@ -84,9 +84,9 @@ class Replica:
         raise NotImplementedError
 
     async def check_health(self) -> None:
-        """Check the actors, every second, for Serve.
+        """Check the actors. Serve calls this every second.
 
-        It returns while actors are being replaced, since loading takes longer than Serve waits.
+        It succeeds while actors are being replaced, since loading takes longer than Serve waits.
         """
         if self._rebuilding is not None and not self._rebuilding.done():
             if time.monotonic() - self._began > REBUILD_PATIENCE_S:
@@ -115,7 +115,7 @@ class Replica:
         self._build()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the worker's state by name. Serve chooses the number of replicas by it."""
+        """Return the worker's state, from which Serve's autoscaling chooses the number of replicas."""
         state = vars(await self.head.stats.remote())
         return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
 
@@ -156,11 +156,12 @@ class Replica:
 
 @contextlib.contextmanager
 def last_line_alone(name: str, *, served: bool) -> Iterator[None]:
-    """Raise the error of a constructor as what an actor raised, with its traceback in the log.
+    """Re-raise a constructor's error as the actor's own exception, and log its traceback.
 
     Args:
-        served: In a process of Serve's, which ends after the error. Serve takes the whole traceback for the
-            deployment's message, where operators look for a reason. So it gets the last line alone.
+        served: Whether this is a Serve replica, whose process ends after the error. Serve would show the
+            whole traceback as the deployment's message, where operators look for a reason. So it gets only
+            the last line.
     """
     try:
         yield
@@ -172,7 +173,7 @@ def last_line_alone(name: str, *, served: bool) -> Iterator[None]:
 
 
 def cause_of(error: Exception) -> Exception:
-    """Return what an actor raised; `error` itself where Ray does not say."""
+    """Return the exception that an actor raised; `error` itself if Ray does not have it."""
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, Exception) else error
     found = [*_LAST_LINE.finditer(str(error))] if isinstance(error, RayActorError) else []

@@ -1,14 +1,14 @@
-"""One protocol for each role: stage, prefill group, decode worker. Free of torch and Ray.
+"""One protocol for each role: stage, prefill group, decode worker, rank. It needs neither torch nor Ray.
 
-Plain classes implement them; `remote` makes a proxy of an actor. The form of a method tells how its calls
-travel:
+Plain classes implement them; `remote` makes a proxy for an actor. A method's signature says how its calls
+are sent:
 
-- `async def`: a call; calls run side by side.
+- `async def`: a call; calls run concurrently.
 - `def … -> AsyncIterator`: a stream; closing it early ends its work.
 - `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in order.
-- `def … -> Deferred`: a command of two parts. The first runs as other commands do and returns a function,
-  which waits for the result beside the commands that follow.
-- `def … -> None`: a notice. It overtakes commands, and its caller does not learn whether it failed.
+- `def … -> Deferred`: a command in two parts. The first part runs like other commands and returns a function
+  that waits for the result, concurrently with later commands.
+- `def … -> None`: a notice. It overtakes commands, and the caller does not learn whether it failed.
 """
 
 import inspect
@@ -31,23 +31,23 @@ GenerateEvent = events.FirstTokenTimings | events.Token | events.FinishEvent
 
 
 class Stage(Protocol):
-    """A stage, as its controller sees it.
+    """A stage's methods for its controller.
 
     RequestFailed concerns one request. Any other error of a command ends the group.
     """
 
     def open(self, request: stages.OpenRequest) -> Answer[None]:
-        """Prepare for a request's chunks. For a resumed one, fetch the KV of earlier chunks back."""
+        """Prepare for a request's chunks. If the request is resumed, fetch the KV of earlier chunks back."""
 
     def run_chunk(self, command: stages.ChunkCommand) -> Deferred[stages.ChunkReport]:
-        """Run a chunk. The first part ends when everything is launched, so that the next chunk's launches
-        need not wait."""
+        """Run a chunk. The first part returns when everything is launched, so that the next chunk can be
+        launched."""
 
     def close(self, request_id: str) -> Answer[bool]:
-        """Forget a request, if it is known. Nothing of it may run here afterwards.
+        """End a request, if it is known. None of its commands may follow.
 
         Returns:
-            Whether its pages are free. If not, a decode worker still reads them: call again later.
+            Whether its pages are free. If not, call again later: a decode worker still reads them.
         """
 
     def pages_used(self) -> Answer[int]: ...
@@ -90,33 +90,37 @@ class Group(Leased, Protocol):
 
 
 class KVReceiver(Protocol):
-    """A decode worker, as stages see it. It ignores unknown requests."""
+    """A decode worker's methods for stages. It ignores unknown requests."""
 
     async def announce(self, announcement: stages.KVAnnouncement) -> None: ...
 
     async def first_logits(self, message: stages.FirstLogits) -> None: ...
 
     async def kv(self, wanted: stages.KVRange) -> stages.HostKV:
-        """Return KV that has arrived, for a stage that resumes where another died. Raises DecodeFailed."""
+        """Return KV that has arrived, for a stage that resumes a prompt of a dead group. Raises
+        DecodeFailed.
+        """
 
     async def open_pages(self, writer: stages.PageWriter) -> tuple[int, ...]:
-        """Return the request's page table, and keep its pages until the stage closes them or ends. Raises
+        """Return the request's page table, and hold its pages until the stage closes them or ends. Raises
         DecodeFailed."""
 
     async def close_pages(self, writer: stages.PageWriter) -> None: ...
 
 
 class Rank(Protocol):
-    """A rank of a decode worker other than 0, as rank 0 sees it."""
+    """The methods of a decode worker's other ranks for rank 0."""
 
     def compute(self, work: str, *arguments: Any) -> None:
-        """Send a call of `DecodeRunner`. It runs after those sent before. If it fails, the other ranks wait
-        until the worker is replaced."""
+        """Run a call of `DecodeRunner`, after those sent before. If it fails, the other ranks hang until the
+        worker is replaced."""
 
     async def read(
         self, announcement: stages.KVAnnouncement, layers: Sequence[int], pages: Sequence[int]
     ) -> int:
-        """Read this rank's heads of announced KV into its pages. Returns bytes. Raises HandoffError."""
+        """Read this rank's heads of announced KV into its pages. Returns the bytes read. Raises
+        HandoffError.
+        """
 
     async def kv(self, wanted: stages.KVRange, pages: Sequence[int]) -> stages.HostKV:
         """Return this rank's heads of KV that has arrived."""
@@ -130,16 +134,16 @@ class Rank(Protocol):
 
 
 class DecodeWorker(Leased, KVReceiver, Protocol):
-    """A decode worker, as doors and stages see it."""
+    """A decode worker's methods for doors and stages."""
 
     async def reserve(self, reservation: requests.Reservation) -> requests.Reserved | requests.Refused: ...
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """Begin another attempt at a prompt whose group is gone. KV after the returned point is dropped, and
-        only the new attempt's messages are taken.
+        """Begin another attempt at a prompt whose group is lost. KV after the returned point is dropped, and
+        only the new attempt's messages are accepted.
 
         Returns:
-            The last of these points, in tokens, before which all KV is here; the number of held tokens if
+            The last of `points`, in tokens, before which all KV has arrived; the number of held tokens if
                 there is none.
         Raises:
             DecodeFailed: The request's prompt is not being prefilled.
@@ -149,7 +153,7 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
         """Yield one FirstTokenTimings, each Token, and one FinishEvent."""
 
     async def keep(self, job: requests.KeepSession) -> events.SessionKept | requests.Refused:
-        """Turn a prefilled request into a session once all its KV is here.
+        """Turn a prefilled request into a session once all its KV has arrived.
 
         Returns:
             Refused if the request is unknown or cancelled, or its deadline has passed.
@@ -159,7 +163,7 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
         """
 
     async def find_prefix(self, key: prompts.PromptKey) -> events.Prefix | None:
-        """Return the prompt's prefix hit here; None if that is less than a page."""
+        """Return the prompt's prefix hit on this worker; None if that is less than a page."""
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         """End a session. Returns False if the owner has no such session."""
@@ -202,13 +206,14 @@ class _StandIn:
 
 
 def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form], Callable[..., Any]]) -> Role:
-    """Make an object that plays `role`; nothing checks that. `method` makes each method from its name and
-    form."""
+    """Make an object with the methods of `role`, unchecked by the type checker. `method` makes each method
+    from its name and form.
+    """
     return cast(Role, _StandIn(name, {each: method(each, form) for each, form in forms(role).items()}))
 
 
 def sent(actor: Any, method: Callable[[Any, T], Awaitable[Any]], argument: T) -> Any:
-    """Call an actor, and return Ray's reference to its answer, for threads that wait for many."""
+    """Call an actor and return Ray's reference to its answer, for threads that wait for several answers."""
     return getattr(actor, method.__name__).remote(argument)
 
 

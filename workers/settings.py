@@ -1,4 +1,4 @@
-"""The workers' configuration, frozen and free of torch.
+"""The workers' configuration: frozen dataclasses that need no torch.
 
 The classes are sections of the configuration file (`service/config.py`), which checks their fields' bounds. A
 class made in code is not checked.
@@ -109,11 +109,11 @@ class PrefillConfig(WorkerConfig):
     """A prefill group.
 
     Attributes:
-        groups: Prefill groups, which read different prompts.
-        stages: Processes of a group, each with a share of the layers.
-        chunk_tokens: Tokens of the longest chunk. Several GPU stages get shorter ones.
-        cache_tokens: Room for the KV cache in each stage.
-        cpus_per_stage, gpus_per_stage: What each stage asks Ray for.
+        groups: Number of prefill groups, which prefill different prompts.
+        stages: Pipeline stages of a group: processes, each with a share of the layers.
+        chunk_tokens: Tokens of the longest chunk. Several GPU stages get shorter chunks.
+        cache_tokens: Size of the KV cache in each stage, in tokens.
+        cpus_per_stage, gpus_per_stage: CPUs and GPUs that each stage requests from Ray.
     """
 
     groups: Count = 1
@@ -160,17 +160,17 @@ class DecodeConfig(WorkerConfig):
     """A decode worker and its page selection (DELTA, Algorithm 2).
 
     Attributes:
-        workers: Decode workers, which answer different requests.
+        workers: Number of decode workers, which answer different requests.
         tensor_parallel: Ranks of a worker, each on its own GPU with its share of heads and matrices.
-        cache_tokens: Room for the KV cache of a worker.
-        max_batch: Requests that a worker decodes at once.
-        append_chunk_tokens: Tokens after a session or a cached prefix that a worker reads at once.
+        cache_tokens: Size of a worker's KV cache, in tokens.
+        max_batch: Maximum number of requests in a worker's batch.
+        append_chunk_tokens: Chunk size when a worker prefills tokens after a session or a cached prefix.
         max_session_ttl_s: The longest time for which a client may keep a session.
-        page_selection: The default of requests.
-        page_budget: K, the pages that a sparse layer reads.
+        page_selection: The default for requests.
+        page_budget: K, the number of pages that a sparse layer attends to.
         recency: L, the number of last pages that are always among them.
-        full_layers: Dense layers without scoring.
-        delta_layers: Dense layers with scoring; without any, `delta` is refused.
+        full_layers: Dense layers that score no pages.
+        delta_layers: Δ-layers: dense layers that score pages. Without any, `delta` is refused.
     """
 
     workers: Count = 1
@@ -223,7 +223,9 @@ class DecodeConfig(WorkerConfig):
             yield f"full_layers and delta_layers share {both}"
 
     def layer_problems(self, layers: int, windows: Collection[int] = ()) -> Iterator[str]:
-        """Yield what is wrong, the key first. `windows` are layers with a window."""
+        """Yield a line for each wrong key, which names it first. `windows` are layers with a sliding
+        window.
+        """
         if among := sorted({*windows} & {*self.delta_layers}):
             yield f"delta_layers names {among}, which attend to a window: such layers choose no pages"
         for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):
@@ -241,7 +243,7 @@ class HandoffConfig:
             host. `nixl`: across hosts, from GPU to GPU or host to host, by RDMA if there is any; it needs its
             package. `mapped`: a stage and a decode worker on one GPU share weights and pages, and nothing is
             handed over.
-        ack_timeout_s: A decode worker that takes longer for what a stage sends has failed.
+        ack_timeout_s: A decode worker that takes longer to acknowledge a stage's message counts as failed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -251,9 +253,8 @@ class HandoffConfig:
 
 
 def pairing(model: ModelSpec, handoff: HandoffConfig, kv_dtype: KVDtype | None) -> str:
-    """Name the form of KV and its transport.
+    """Return a string that is equal for groups and decode workers with the same KV format and transport.
 
-    While one configuration replaces another, groups and decode workers with equal names can serve a prompt
-    together.
+    While one configuration replaces another, only workers with equal strings can serve a prompt together.
     """
     return repr((replace(model, profile=None), handoff.transport, kv_dtype))

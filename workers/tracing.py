@@ -1,7 +1,7 @@
 """OpenTelemetry spans, in each process that works on a request.
 
 Their context comes with the message, as a W3C `traceparent`. Without it, or without a provider, nothing is
-recorded and OpenTelemetry is not imported. A span begins by its host's wall clock and is timed by the
+recorded and OpenTelemetry is not imported. A span's start is by its host's wall clock, its duration by the
 process's own clock.
 """
 
@@ -30,10 +30,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class SpanSink:
-    """Where spans go.
+    """The destination of spans.
 
     Attributes:
-        target: A collector's OTLP URL over HTTP, CONSOLE, or empty: nowhere.
+        target: A collector's OTLP URL over HTTP, CONSOLE, or empty: none.
         model: The model's name in spans.
     """
 
@@ -42,11 +42,11 @@ class SpanSink:
 
 
 class Span:
-    """A piece of a request's work. Without arguments it does nothing.
+    """A span: a piece of a request's work. Without arguments it does nothing.
 
     Args:
-        clock: The clock of all its moments.
-        since: When it began.
+        clock: The clock of all its times.
+        since: The start time.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Span:
 
     @property
     def context(self) -> str:
-        """The `traceparent` for work below it; empty: not recorded."""
+        """The `traceparent` for child spans; empty: not traced."""
         if self._span is None:
             return ""
         known = self._span.get_span_context()
@@ -135,12 +135,12 @@ NO_TRACER = Tracer()
 
 
 def wall_ns(ago: float) -> int:
-    """Return the time of `ago` seconds before now, in nanoseconds since the epoch."""
+    """Return the time `ago` seconds before now, in nanoseconds since the epoch."""
     return time.time_ns() - round(ago * _NS)
 
 
 def provider(sink: SpanSink, instance: str) -> TracerProvider | None:
-    """Make the provider that sends this process's spans; None if there is no target.
+    """Make the provider that exports this process's spans; None if there is no target.
 
     `instance` is the process's name. Raises ImportError.
     """

@@ -20,7 +20,7 @@ def said_when_slow(
     """Say what the block waits for every `after_s` seconds.
 
     Args:
-        what: Returns the words after "waits for". It is called on another thread, since the block may occupy
+        what: Returns the text after "waits for". It is called on another thread, since the block may occupy
             its own.
         after_s: Seconds; None: SLOW_S.
         say: Takes the line. By default it is logged.

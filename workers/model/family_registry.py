@@ -73,8 +73,9 @@ def load_families(module: str) -> None:
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """Return the family that a config.json names by architecture, or else by `model_type`; None if it is not
-    served."""
+    """Return the family of a config.json, by architecture or else by `model_type`; None if it is not
+    supported.
+    """
     named = config.get("architectures")
     if named:
         return FAMILIES.get(named[0]) if isinstance(named, list) else None
@@ -91,14 +92,14 @@ def gguf_families() -> dict[str, list[tuple[Family, GgufNames]]]:
 
 
 def unserved_features(config: Mapping[str, Any]) -> list[str]:
-    """List the features of a family that is not served, as far as its config.json shows."""
+    """List the features for which we do not support a model, as far as its config.json shows."""
     text = config.get("text_config")
     told = {**config, **(text if isinstance(text, dict) else {})}
     return list(dict.fromkeys(feature for key, feature in _SIGNS.items() if told.get(key)))
 
 
 def wrapped_architectures() -> frozenset[str]:
-    """Return the multimodal architectures whose language model is served."""
+    """Return the multimodal architectures whose language model is supported."""
     return frozenset(name for family in FAMILIES.values() for name in family.wrappers)
 
 

@@ -1,7 +1,7 @@
-"""Shares a model's layers over a pipeline's stages.
+"""Splits a model's layers over the stages of a pipeline.
 
-A layer has two halves, attention and MLP. A stage computes consecutive halves; the residual is as wide
-between halves as between layers.
+A layer has two halves, attention and MLP. A stage computes consecutive halves: the hidden state has the same
+width between halves as between layers.
 """
 
 from bisect import bisect_right
@@ -14,7 +14,7 @@ _CACHE_SIZE = 512
 
 @dataclass(frozen=True)
 class LayerShare:
-    """The layers whose attention (`layers`), and whose MLP (`mlps`), a stage computes.
+    """A stage's share: it computes the attention of `layers` and the MLPs of `mlps`.
 
     Start and end of `mlps` equal those of `layers` or are one less.
     """
@@ -29,7 +29,7 @@ def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
     the split that cuts the fewest layers in two, then to the most even one.
 
     Args:
-        costs: Of attention, MLP, attention, …
+        costs: The costs of the halves: attention, MLP, attention, …
     """
     before = (0, *accumulate(costs))
     low, high = max(costs), before[-1]
@@ -62,7 +62,7 @@ def _furthest(before: tuple[int, ...], at: int, later: int, limit: int) -> int:
 def _cuts(before: tuple[int, ...], stages: int, limit: int) -> tuple[int, ...]:
     @cache
     def best(at: int, later: int) -> tuple[int, int, tuple[int, ...]] | None:
-        """Return the number of cuts within layers, the sum of the shares' squares, and the cuts."""
+        """Return the number of cuts within layers, the sum of the squared costs of shares, and the cuts."""
         left = before[-1] - before[at]
         if later == 0:
             return (0, left**2, ()) if left <= limit else None

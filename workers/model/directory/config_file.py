@@ -1,4 +1,4 @@
-"""Reads config.json into a `ModelConfig`. `families` has the differences between families."""
+"""Reads config.json into a `ModelConfig`. `families` describes how families differ."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MULTIPLIERS = ("_multiplier", "_scaling")
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read config.json, and the end tokens that any file names.
+    """Read config.json, and the end tokens from all files that name some.
 
     Args:
         overrides: Values for keys of OVERRIDES.
@@ -126,9 +126,10 @@ def parsed_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = 
 
 
 def lost_window_note(config: ModelConfig) -> str | None:
-    """Return a line if this is Mistral 7B v0.1, or a model trained from it, without its windows.
+    """Return a warning if this is Mistral 7B v0.1, or a model trained from it, without its sliding window.
 
-    llama.cpp's converter writes it as a Llama, which has none. No other model has this shape and base.
+    llama.cpp's converter writes it as a Llama, which has no window. No other model has this shape and RoPE
+    base.
     """
     shape = (config.architecture, config.layers, config.hidden, config.intermediate, config.kv_heads)
     if shape != _MISTRAL_7B or config.rope != RopeConfig(10_000.0) or config.positions <= _MISTRAL_WINDOW:

@@ -1,9 +1,9 @@
-"""A model's digests, which change with the values that the model computes.
+"""A model's digests, which identify what the model computes.
 
 `model_digest` covers the decoder's shape with overrides, and name, type, shape and first bytes of each
-tensor, an adapter's too. A profile names it. `content_digest` covers every byte of the weights. Files of
-cached KV name it, since KV of another model would make wrong answers. `mark_complete` compares the files with
-digests that came with them.
+tensor, including an adapter's. Profiles contain it. `content_digest` covers every byte of the weights. Files
+of cached KV contain it, since KV of another model would make wrong answers. `mark_complete` compares the
+files with the digests that came with them.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def directory_of(model: ModelSpec) -> Path:
     """Return the directory of the model on this node.
 
     Raises:
-        ModelError: There is none, or its digest is not `model.digest`.
+        ModelError: There is no such model, or its digest is not `model.digest`.
     """
     directory = model_directory(model.path)
     if model.digest is not None and (found := model_digest(model)) != model.digest:
@@ -93,11 +93,11 @@ def directory_of(model: ModelSpec) -> Path:
 def content_digest(model: ModelSpec, cache: Path | None = None) -> str:
     """Return a digest of every byte of weights and adapter, with `model_digest`. Raises ModelError.
 
-    A file is read once, by eight threads: the 140 GB of a 70B model take half a minute where the disk gives
-    5 GB/s, and loading finds them in the page cache. Later only its size, times and inode are compared.
+    Eight threads read each file once: the 140 GB of a 70B model take half a minute from a disk of 5 GB/s, and
+    are then in the page cache for loading. Later calls only compare the file's size, times and inode.
 
     Args:
-        cache: Where files' digests are kept; by default deltafront/digests in XDG_CACHE_HOME, or in ~/.cache.
+        cache: Directory for files' digests; by default deltafront/digests in XDG_CACHE_HOME, or in ~/.cache.
     """
     files = list(_weight_files(model_directory(model.path)))
     if model.adapter is not None:
@@ -215,16 +215,16 @@ def _gguf(path: Path) -> Iterator[Tensor]:
 
 
 def mark_complete(directory: Path) -> int:
-    """Compare a model's files with their digests, and write the mark that pods wait for.
+    """Compare a model's files with their digests, and write the file that pods wait for.
 
-    The digests are those of SHA256SUMS, beside the files, or else what the hub's client noted of its
+    The digests come from SHA256SUMS beside the files, or else from the metadata of huggingface_hub's
     downloads.
 
     Returns:
         The number of files compared.
 
     Raises:
-        ModelError: A file differs, is missing or has no digest. The directory then has no mark.
+        ModelError: A file differs, is missing or has no digest. The mark is then not written.
     """
     mark = directory / COMPLETE
     mark.unlink(missing_ok=True)

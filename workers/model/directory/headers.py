@@ -1,6 +1,6 @@
-"""Compares weights with a configuration by their files' headers, in milliseconds.
+"""Checks weights against a configuration by the headers of their files, in milliseconds.
 
-Only biases that must be 0 are read.
+It reads no tensors but biases that must be 0.
 """
 
 import math
@@ -99,7 +99,7 @@ class _BoundedReader(GGUFReader):  # type: ignore[misc]  # the library has no ty
 
 
 def open_gguf(path: Path) -> Any:
-    """Return a `gguf.GGUFReader` of a file. Raises ModelError."""
+    """Open a file with `gguf.GGUFReader`. Raises ModelError."""
     try:
         check_file(path)
         return _BoundedReader(path)
@@ -119,10 +119,10 @@ def _tensors(
 
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
-    """Check the decoder's tensors. GGUF weights are checked when they are read.
+    """Check the decoder's tensors in safetensors files. GGUF weights are checked when they are read.
 
-    Each must be complete, in its shape, and in 16 bits or quantised with all its parts. None may be left
-    over. Raises ModelError.
+    Each tensor must be complete, have its shape, and have 16 bits or be quantised with all its parts. No
+    tensor may be left over. Raises ModelError.
     """
     stored = _stored(directory)
     if stored is None:
@@ -156,9 +156,9 @@ def _check_counts(directory: Path, stored: Mapping[str, Stored], config: ModelCo
 
 
 def quantisation_notes(directory: Path, held_in: str) -> Iterator[str]:
-    """Yield a line for each thing that happens to quantised weights. Raises ModelError.
+    """Yield a line for each conversion of quantised weights. Raises ModelError.
 
-    `held_in` is the form in which stages hold them.
+    `held_in` is the format in which stages hold them.
     """
     form = quantised_form(directory)
     if form is None:

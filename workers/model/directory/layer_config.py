@@ -1,4 +1,4 @@
-"""Reads from config.json which layers have experts, windows or no rope."""
+"""Reads from config.json which layers have experts, sliding windows or no RoPE."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 class MixtureConfig:
     """An MLP of `experts` small MLPs, of which a router chooses `per_token` for each token.
 
-    Fields that are not here are those of `kernels.experts.routing.Router`.
+    The fields not listed here are those of `kernels.experts.routing.Router`.
 
     Args:
         sigmoid: The router's probabilities are sigmoids, with a bias for the choice; otherwise a softmax.
-        shared_width: Width of an MLP beside the experts, which all tokens take; 0: there is none.
+        shared_width: Width of the shared expert, an MLP for all tokens; 0: none.
         dense_layers: Layers with an ordinary MLP, `dense_width` wide.
     """
 
@@ -42,14 +42,15 @@ class MixtureConfig:
     dense_width: int = 0
 
     def of_rank(self, ranks: int) -> MixtureConfig:
-        """Return the part that each of `ranks` ranks has."""
+        """Return the configuration of one of `ranks` ranks."""
         shared, dense = self.shared_width // ranks, self.dense_width // ranks
         return replace(self, shared_width=shared, dense_width=dense)
 
 
 def read_mixture(raw: Mapping[str, Any], layers: int) -> MixtureConfig | None:
-    """Read the mixture; None if the family has no experts. Raises ModelError for values that contradict one
-    another."""
+    """Read the mixture of experts; None if the family has none. Raises ModelError for contradictory
+    values.
+    """
     if not raw.get("num_experts"):
         return None
     experts = few(raw, "num_experts", positive_int(raw, "num_experts"))
@@ -95,11 +96,11 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 def read_windows(
     raw: Mapping[str, Any], family: Family, layers: int, positions: int
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Return a window's tokens, a row's own included, and the layers that have it; None and () if there is
-    none.
+    """Return the sliding window in tokens, the row's own included, and the layers that have it; None and ()
+    if there is none.
 
     Raises:
-        ModelError: The family has no windows in transformers, or not these.
+        ModelError: In transformers, this family has no such windows.
     """
     window, implied = raw.get("sliding_window"), family.implied
     is_read = "use_sliding_window" in implied or "sliding_window" not in implied  # others' windows stay
@@ -133,7 +134,7 @@ def _kinds(raw: Mapping[str, Any], family: Family, layers: int) -> list[str]:
 
 
 def unrotated_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the layers without rope: zeros of a list, or the last of every few layers."""
+    """Return the layers without RoPE: those with a 0 in a list, or every n-th layer."""
     named, every = raw.get("no_rope_layers"), raw.get("no_rope_layer_interval")
     if named is None:
         return () if every is None else tuple(n for n in range(layers) if (n + 1) % every == 0)

@@ -32,19 +32,19 @@ class ModelConfig:
 
     Args:
         intermediate: Width of an MLP, or of each expert.
-        positions: The most tokens of a prompt with its answer.
-        sliding_window: Tokens that a row of `window_layers` sees, its own included; None: there are none.
+        positions: The maximum context length: tokens of a prompt with its answer.
+        sliding_window: Tokens that a row of `window_layers` sees, its own included; None: no windows.
         norms: Whether layers norm the inputs of attention and MLP, their outputs, or both.
-        qk_norm_all_heads: q and k are normed over all their heads together.
-        fused_qkv, fused_gate_up: Checkpoints have these as one tensor.
-        activation: SiLU or GELU of a gate, or the square of ReLU without a gate.
-        rotary_dim: How many channels of a head, the first ones, are rotated; None: all.
+        qk_norm_all_heads: QK norm is over all heads together, not per head.
+        fused_qkv, fused_gate_up: Checkpoints store these as one tensor.
+        activation: SiLU or GELU with a gate, or ReLU² without one.
+        rotary_dim: Number of a head's first channels that are rotated; None: all.
         interleaved_rope: Channel 2 f rotates with channel 2 f + 1.
         unrotated_layers: Layers whose q and k are not rotated.
-        embedding_scale, logit_scale: Multiply embeddings and logits.
-        attention_scale: Multiplies scores, beside head_dim ** -0.5.
+        embedding_scale, logit_scale: Factors of embeddings and logits.
+        attention_scale: Factor of attention scores, besides head_dim ** -0.5.
         mixture: The layers' experts, except in its `dense_layers`; None: no MLP has experts.
-        window_rope: The rope of `window_layers`, if it is another.
+        window_rope: The RoPE of `window_layers`, if it differs.
         norm_offset: Added to the weights of all norms.
     """
 
@@ -83,7 +83,8 @@ class ModelConfig:
     norm_offset: float = 0.0
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
-        """Share the layers over stages so that the slowest stage is fastest. Cuts may be within layers.
+        """Split the layers over stages so that the slowest stage is as fast as possible. A cut may be within
+        a layer.
 
         Costs are multiply-adds per token of a long prompt. The last layer needs no output, and the last stage
         runs the output head once per 512 tokens. Raises ModelError if there are more stages than layers.
@@ -99,9 +100,9 @@ class ModelConfig:
         return balanced(tuple(costs), stages)
 
     def of_rank(self, ranks: int) -> ModelConfig:
-        """Return the part of every layer that each of `ranks` ranks has.
+        """Return the configuration of one of `ranks` tensor-parallel ranks.
 
-        Raises ModelError unless ranks can have equally many key/value heads and MLP columns.
+        Raises ModelError unless KV heads and MLP columns divide evenly over ranks.
         """
         shared = [(self.kv_heads, "key/value heads"), *((width, "MLP columns") for width in self.mlp_widths)]
         for count, what in shared:
@@ -118,34 +119,36 @@ class ModelConfig:
         )
 
     def of_layer(self, layer: int) -> ModelConfig:
-        """Return a model whose layers are all like this one."""
+        """Return the configuration of a model whose layers are all like this one."""
         if self.mixture is None or layer not in self.mixture.dense_layers:
             return self
         return replace(self, mixture=None, intermediate=self.mixture.dense_width)
 
     def kinds(self, layers: range) -> list[tuple[ModelConfig, int]]:
-        """Return each kind of these layers, as from `of_layer`, and their number."""
+        """Return each kind of layer among these (a configuration from `of_layer`) and its number of
+        layers.
+        """
         dense = [n for n in self.mixture.dense_layers if n in layers] if self.mixture else []
         return [(self, len(layers) - len(dense)), *((self.of_layer(n), len(dense)) for n in dense[:1])]
 
     def matrix_widths(self, ranks: int = 1) -> tuple[int, ...]:
-        """Return the input widths of a rank's matrices. Raises ModelError as `of_rank`."""
+        """Return the input widths of a rank's matrices. Raises ModelError like `of_rank`."""
         part = self.of_rank(ranks)
         return self.hidden, *part.mlp_widths, part.q_heads * self.head_dim
 
     @property
     def windows(self) -> dict[int, int]:
-        """The number of tokens that a row sees, by layer. Layers that see all tokens are left out."""
+        """The sliding window in tokens, by layer. Layers without a window are left out."""
         return dict.fromkeys(self.window_layers, self.sliding_window or 0)
 
     @property
     def macs_per_pair(self) -> int:
-        """Multiply-adds of a layer's attention for each query and key."""
+        """Multiply-adds of a layer's attention per pair of query and key."""
         return 2 * self.q_heads * self.head_dim
 
     @property
     def attention_matrices(self) -> int:
-        """Parameters of a layer's attention matrices, which equal a token's multiply-adds."""
+        """Number of parameters in a layer's attention matrices; also the multiply-adds per token."""
         return self.qkv_matrices + self.hidden * self.head_dim * self.q_heads
 
     @property
@@ -159,18 +162,18 @@ class ModelConfig:
 
     @property
     def mlp_matrices(self) -> int:
-        """Parameters of a layer's MLP matrices, without the router's."""
+        """Number of parameters in a layer's MLP matrices, without the router."""
         return self._mlp_numbers(sum(self.mlp_modules.values()))
 
     @property
     def wide_numbers(self) -> int:
-        """Parameters of a layer that stay in float32: the router's, if it uses sigmoids."""
+        """Number of a layer's parameters that stay in float32: the router's, if it uses sigmoids."""
         mixture = self.mixture
         return mixture.experts * (self.hidden + 1) if mixture is not None and mixture.sigmoid else 0
 
     @property
     def mlp_macs(self) -> int:
-        """Multiply-adds of a layer's MLP for each token."""
+        """Multiply-adds of a layer's MLP per token."""
         if (mixture := self.mixture) is None:
             return self.mlp_matrices
         width = mixture.per_token * self.intermediate + mixture.shared_width
@@ -186,11 +189,10 @@ class ModelConfig:
     def weights(
         self, layers: range, mlps: range | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
-        """Count the parameters of the attentions of `layers` and of the MLPs of `mlps` (None: the same
+        """Count the parameters of the attention of `layers` and of the MLPs of `mlps` (None: the same
         layers).
 
-        `embedding` and `head` add those of the embedding, and of the output head with its norm. A tied table
-        counts once.
+        `embedding` adds the embedding, `head` the output head with its norm. A tied table counts once.
         """
         attention = _numbers(self._halves()[0])
         if self.qk_norm and not self.qk_norm_all_heads:  # its scales are loaded once for each head
@@ -201,7 +203,7 @@ class ModelConfig:
         return halves + (tables * self.vocab + head) * self.hidden
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of all tensors by a Llama checkpoint's names, without a tied head."""
+        """Return the shapes of all tensors under a Llama checkpoint's names, without a tied output head."""
         table = {EMBEDDING: (self.vocab, self.hidden), "model.norm.weight": (self.hidden,)}
         head = {} if self.tied_embeddings else {HEAD: (self.vocab, self.hidden)}
         layers = {
@@ -220,15 +222,14 @@ class ModelConfig:
 
     @property
     def gate_up_modules(self) -> dict[str, int]:
-        """The linear layers before the activation, and each one's outputs as a multiple of the MLP's
-        width."""
+        """The linear layers before the activation → their output width as a multiple of the MLP's width."""
         if self.fused_gate_up:
             return {"gate_up_proj": 2}
         return dict.fromkeys(("gate_proj", "up_proj") if self.is_gated else ("up_proj",), 1)
 
     @property
     def mlp_modules(self) -> dict[str, int]:
-        """A layer's modules that are MLPs, and their widths."""
+        """A layer's MLP modules → their widths."""
         if (mixture := self.mixture) is None:
             return {"mlp": self.intermediate}
         shared = {SHARED: mixture.shared_width} if mixture.shared_width else {}
@@ -262,7 +263,9 @@ class ModelConfig:
         return 2 * layers * self.kv_heads * self.head_dim
 
     def kv_bytes(self, layers: int, number_bytes: int, int8: bool) -> int:
-        """Count the bytes of one token's K and V. In 8 bits each row of a head has a scale of one byte."""
+        """Count the bytes of one token's K and V. In 8 bits each head's K and V also have a scale byte
+        each.
+        """
         values = self.kv_values(layers)
         return values + 2 * layers * self.kv_heads if int8 else values * number_bytes
 

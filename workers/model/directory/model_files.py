@@ -1,4 +1,4 @@
-"""Reads the files of a model directory, and says which of them hold the weights."""
+"""Reads the files of a model directory and finds those that hold the weights."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ class ModelError(ValueError):
 
 @contextlib.contextmanager
 def broken(path: Path) -> Iterator[None]:
-    """Raise errors of content that no reader foresaw as ModelError, which names the file."""
+    """Turn unexpected errors from a file's content into a ModelError that names the file."""
     try:
         yield
     except ModelError:
@@ -60,7 +60,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelError, which names the file."""
+    """Read a JSON object from a file. Raises ModelError, which names the file."""
     try:
         check_file(path)
         content = parse_json(path.read_text(encoding="utf-8"))
@@ -90,14 +90,14 @@ def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -
 
 
 def few(raw: Mapping[str, Any], key: str, value: int) -> int:
-    """Return a number of layers or experts. Raises ModelError if no model has so many."""
+    """Check and return a number of layers or experts. Raises ModelError if it is implausibly large."""
     if value > _MOST:
         raise ModelError(f"config.json: {key} = {raw[key]!r} is more than any model has")
     return value
 
 
 def natural(raw: Mapping[str, Any], key: str) -> int:
-    """Return a positive integer, or 0 if the key is missing. Raises ModelError."""
+    """Read a positive integer from a key; 0 if the key is missing. Raises ModelError."""
     return positive_int(raw, key) if raw.get(key) else 0
 
 
@@ -108,7 +108,7 @@ def positive_number(where: str, key: str, value: object) -> float:
 
 
 def weight_index(directory: Path) -> dict[str, Path] | None:
-    """Return each tensor's file; None if there is no index. Raises ModelError."""
+    """Return each tensor's file from the index; None if there is no index. Raises ModelError."""
     path = directory / WEIGHT_INDEX
     if not path.exists():
         return None
@@ -119,7 +119,7 @@ def weight_index(directory: Path) -> dict[str, Path] | None:
 
 
 def weight_file(directory: Path) -> Path:
-    """Return the single file of weights; of a GGUF in parts, the first. Raises ModelError."""
+    """Return the only file of weights (the first part of a split GGUF). Raises ModelError."""
     single = directory / _SINGLE
     if single.exists():
         return single
@@ -146,5 +146,5 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def gguf_files(directory: Path) -> list[Path]:
-    """Return the GGUF files of a folder; of one in parts, the first. Raises ModelError."""
+    """Return the GGUF files of a folder, only the first part of split ones. Raises ModelError."""
     return sorted({gguf_parts(path)[0] for path in directory.glob("*.gguf")})

@@ -1,7 +1,7 @@
-"""Describes quantised checkpoints: how config.json names their form, and which tensors a matrix is made of.
+"""Describes quantised checkpoints: their formats in config.json, and the tensors that store a matrix.
 
 It needs no torch; `weights/dequantise.py` computes the values. Stored scales of activations and KV are not
-used: activations are quantised dynamically, and KV has 16 bits or scales for each row (decision 0022).
+used: activations are quantised dynamically, and KV has 16 bits or a scale per row (decision 0022).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -30,10 +30,10 @@ Kind = Literal["FP8", "AWQ", "GPTQ", "compressed-tensors", "bitsandbytes nf4"]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that a quantised matrix X.weight is computed from. Its name is `X.` and one of `names`.
+    """A stored tensor of a quantised matrix X.weight. Its name is `X.` followed by one of `names`.
 
     Args:
-        shapes: The shapes that fit; empty: all do.
+        shapes: The shapes that it may have; empty: any.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class Part:
         return next((stem + name for name in self.names if stem + name in names), None)
 
     def problem(self, dtype: str, shape: Shape) -> str:
-        """Return what is wrong with a tensor; empty if nothing is."""
+        """Return what is wrong with a tensor's dtype or shape; empty if nothing is."""
         if dtype in self.dtypes and (not self.shapes or shape in self.shapes):
             return ""
         kind = "floats" if self.dtypes == FLOATS else self.dtypes[0]
@@ -58,9 +58,10 @@ class Quantised:
 
     Args:
         group: Number of inputs that share a scale; None: all of them.
-        block: Outputs and inputs that share an FP8 scale; None: each output, or the matrix, has one.
-        zero_offset: The real zero point less the stored one.
-        ordered: A tensor says which group each input is in.
+        block: Numbers of outputs and inputs that share an FP8 scale; None: one scale per output, or one for
+            the matrix.
+        zero_offset: The real zero point minus the stored one.
+        ordered: A tensor gives the group of each input (GPTQ's act-order).
         symmetric: There are no zero points.
         nested: The scales are quantised, too.
     """
@@ -83,7 +84,7 @@ class Quantised:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Names of parts that an unquantised matrix does not have."""
+        """Names of the parts that only quantised matrices have."""
         return tuple(name for part in self.parts(1, 1) for name in part.names if name != "weight")
 
     def matrices(self, names: Iterable[str]) -> frozenset[str]:
@@ -160,12 +161,12 @@ def _words(form: Quantised, values: int) -> int:
 
 
 def quantised_form(directory: Path, config: Mapping[str, Any] | None = None) -> Quantised | None:
-    """Return how weights are quantised; None if they have 16 bits or more.
+    """Return the format of quantised weights; None if they have 16 bits or more.
 
-    `config` is config.json if it was read already.
+    `config`: the content of config.json, if already read.
 
     Raises:
-        ModelError: They are quantised in a form that is not served.
+        ModelError: The format is not supported.
     """
     config = text_config(read_json(directory / "config.json")) if config is None else config
     file, given = "config.json", config.get("quantization_config")

@@ -1,4 +1,4 @@
-"""Reads rotary embedding and positions from config.json, in all its spellings."""
+"""Reads RoPE and the maximum context length from config.json, under all key names in use."""
 
 import math
 from collections.abc import Mapping
@@ -26,8 +26,9 @@ _BETA = "llama_4_scaling_beta"
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """A rope. `scaling` always has a `rope_type`. With `llama_4_scaling_beta`, queries grow with their
-    position."""
+    """A rotary position embedding. `scaling` always has a `rope_type`. With `llama_4_scaling_beta`,
+    queries are scaled by their position.
+    """
 
     theta: float
     scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
@@ -38,7 +39,7 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Family) -> RopeConfig:
-    """Read and check the rope. Raises ModelError."""
+    """Read and check the RoPE. Raises ModelError."""
     given = _rope_keys(raw)
     kind = str(given["rope_type"])
     if kind not in _KEYS or any(isinstance(value, dict) for value in given.values()):
@@ -68,16 +69,16 @@ def read_rope(raw: Mapping[str, Any], overrides: Mapping[str, Any], family: Fami
 
 
 def of_full_layers(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return config.json with the rope of layers without windows, if layers have several."""
+    """Return config.json with the RoPE of full-attention layers, if layers have different ones."""
     ropes = raw.get("rope_parameters") if _LOCAL in family.implied else None
     own = ropes.get("full_attention") if isinstance(ropes, dict) else None
     return {**raw, "rope_parameters": own} if isinstance(own, dict) else dict(raw)
 
 
 def window_rope(raw: Mapping[str, Any], full: RopeConfig, family: Family) -> RopeConfig | None:
-    """Return the rope of layers with windows; None if it is `full`, the other layers' rope.
+    """Return the RoPE of layers with windows; None if it equals `full`, that of the other layers.
 
-    Older files name only its base.
+    Older files give only its base.
     """
     if _LOCAL not in family.implied:
         return None
@@ -90,7 +91,7 @@ def window_rope(raw: Mapping[str, Any], full: RopeConfig, family: Family) -> Rop
 
 
 def rotary_dim(raw: Mapping[str, Any], head_dim: int) -> int:
-    """Count the channels of a head that are rotated, which are the first. Raises ModelError."""
+    """Return how many of a head's first channels are rotated. Raises ModelError."""
     part = _rope_keys(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     part = 1.0 if part is None else positive_number("config.json", "partial_rotary_factor", part)
     dim = int(head_dim * part)
@@ -100,7 +101,9 @@ def rotary_dim(raw: Mapping[str, Any], head_dim: int) -> int:
 
 
 def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, Any]) -> int:
-    """Count the positions as vLLM does: YaRN reaches `factor` times the trained length, unless overridden."""
+    """Return the maximum context length like vLLM: with YaRN `factor` times the trained length, unless
+    overridden.
+    """
     given = positive_int({**raw, **overrides}, "max_position_embeddings")
     if rope.kind != "yarn" or "max_position_embeddings" in overrides:
         return given
@@ -108,7 +111,7 @@ def positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, 
 
 
 def refuse_unscaled(overrides: Mapping[str, Any], known: int) -> None:
-    """Refuse more positions than the model's own, `known`, unless another rope_theta comes with them. Raises
+    """Refuse a context longer than the model's own, `known`, unless rope_theta is overridden, too. Raises
     ModelError."""
     wanted = overrides.get("max_position_embeddings", 0)
     if wanted > known and "rope_theta" not in overrides:
@@ -120,9 +123,9 @@ def refuse_unscaled(overrides: Mapping[str, Any], known: int) -> None:
 
 
 def resolved(rope: RopeConfig, raw: Mapping[str, Any], positions: int) -> RopeConfig:
-    """Choose LongRoPE's factors (Ding et al. 2024, section 3.3) once for all prompts, as vLLM does.
+    """Choose LongRoPE's factors (Ding et al. 2024, section 3.3) once for all prompts, like vLLM.
 
-    KV that is kept must not depend on how long a prompt becomes. `positions` are those that are served.
+    Cached KV must not depend on how long a prompt becomes. `positions` is the served context length.
     """
     if rope.kind != "longrope":
         return rope

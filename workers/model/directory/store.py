@@ -1,7 +1,7 @@
 """Finds a model's directory by the name that a user gives it.
 
-A GGUF file takes each process seconds to read, so it is converted once, into a cache. Its quantised tensors
-become bf16, which rounds an order of magnitude finer than 4 to 6 bits.
+A GGUF file takes every process seconds to read, so it is converted once, into a cache. Quantised tensors
+become bf16, whose rounding error is a tenth of that of 4 to 6 bits.
 """
 
 import contextlib
@@ -52,11 +52,12 @@ _NOT_HUB_FILES = ("consolidated*", "*/*")
 
 
 def model_directory(model: str, cache: Path | None = None) -> Path:
-    """Return a model's directory, converted or downloaded if need be. Raises ModelError.
+    """Return a model's directory, after conversion or download if necessary. Raises ModelError.
 
     Args:
         model: A local directory or .gguf file (any of several parts), DEFAULT_MODEL, or a hub id.
-        cache: For converted GGUF files; by default deltafront/models in XDG_CACHE_HOME, or in ~/.cache.
+        cache: Directory for converted GGUF files; by default deltafront/models in XDG_CACHE_HOME, or in
+            ~/.cache.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -76,7 +77,7 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
 
 
 def config_directory(model: str) -> Path:
-    """Return a directory with a model's config.json: as `model_directory`, but a hub id's without weights.
+    """Return a directory with a model's config.json, like `model_directory`, but without downloading weights.
     Raises ModelError."""
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
@@ -98,7 +99,7 @@ def _is_hub_id(model: str) -> bool:
 
 
 def adapter_directory(adapter: str) -> Path:
-    """Return an adapter's directory. A relative path may also start at this project's tree."""
+    """Return an adapter's directory. A relative path may also start at this project's root."""
     for path in (Path(adapter).expanduser(), _TREE / adapter):
         if (path / "adapter_config.json").is_file():
             return path.resolve()
@@ -106,7 +107,7 @@ def adapter_directory(adapter: str) -> Path:
 
 
 def profile_file(profile: str, folder: Path | None = None) -> Path:
-    """Return a profile's path. A relative one may also start at `folder` or at this project's tree."""
+    """Return a profile's path. A relative path may also start at `folder` or at this project's root."""
     given = Path(profile).expanduser()
     for place in (folder or Path(), Path(), _TREE):
         if (place / given).is_file():
@@ -132,10 +133,10 @@ def embedded_gguf() -> Path:
 
 
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
-    """Convert a GGUF file unless the cache has it, and remove old conversions that are no longer read. Raises
+    """Convert a GGUF file unless the cache has it, and remove old conversions that no process reads. Raises
     ModelError.
 
-    An atomic rename publishes a conversion, so many processes may convert at once.
+    An atomic rename publishes a conversion, so several processes may convert at once.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = home / "deltafront" / "models" if cache is None else Path(cache)

@@ -1,4 +1,4 @@
-"""Finds the language model in a checkpoint, multimodal or not, and our names of its tensors. Without
+"""Finds the language model in a checkpoint, multimodal or not, and maps its tensors to our names. It needs no
 torch."""
 
 from collections.abc import Iterable, Mapping
@@ -34,8 +34,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
     """Map our names of the language model's tensors to those in a checkpoint.
 
-    Tensors for images are left out, and so are layers after the model's that predict further tokens.
-    `config` is config.json.
+    Vision tensors and multi-token-prediction layers are left out. `config` is config.json's content.
     """
     text = text_config(config)
     family = family_of(text)
@@ -48,10 +47,9 @@ def own_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]
 
 
 def further_layers(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return the name prefixes of layers after the model's, which predict further tokens (DeepSeek-V3, arXiv
-    2412.19437, section 2.2).
+    """Return the name prefixes of multi-token-prediction layers (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    `raw` is config.json by our keys.
+    `raw` is config.json under our keys.
     """
     if "num_nextn_predict_layers" not in family.implied:
         return ()

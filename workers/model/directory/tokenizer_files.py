@@ -65,8 +65,9 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_json(directory: Path) -> str:
-    """Return the content of tokenizer.json, made from tekken.json if there is only that. Raises
-    ModelError."""
+    """Return the content of tokenizer.json; if there is only tekken.json, it is converted. Raises
+    ModelError.
+    """
     path = directory / TOKENIZER
     if is_tekken(directory):
         return json.dumps(tekken.tekken_of(directory).tokenizer_json())
@@ -123,7 +124,9 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> tuple[Path, 
 
 
 def check_chat_template(directory: Path) -> None:
-    """Refuse a chat template that would never end. Do so before anything else reads it. Raises ModelError."""
+    """Refuse a chat template that would never end. Call this before anything else reads it. Raises
+    ModelError.
+    """
     config = _of_tekken(directory) | read_json_or_empty(directory / _CONFIG)
     path, source = _template_source(directory, config)
     if source is None:
@@ -174,7 +177,7 @@ def end_tokens(directory: Path) -> tuple[int, ...]:
     """Return the ids of tokens that end an answer. Raises ModelError.
 
     They are `eos_token`, and the token after an assistant's message in the chat template. ChatML's
-    `<|im_end|>` may be only there.
+    `<|im_end|>` may appear only in the template.
     """
     path = directory / TOKENIZER
     if not has_tokenizer(directory):

@@ -29,13 +29,14 @@ class GgufNames:
     """How llama.cpp's files name a family.
 
     Args:
-        permuted: Rows of q and k alternate between the halves of each rotary head.
-        tensors: Names of a block's tensors, beside those of all families → our modules.
-        keys: Metadata keys of numbers → keys of config.json.
-        implied: Keys of config.json that files lack → llama.cpp's values.
-        by_layers: Number of layers → such keys of only the model with as many layers.
-        told_by: A metadata key of this family's files, if another family has the same architecture.
-        adds_offset: Norms' weights include `ModelConfig.norm_offset`.
+        permuted: llama.cpp interleaves the two halves of each rotary head in the rows of q and k.
+        tensors: Names of a block's tensors, besides those common to all families → our modules.
+        keys: Metadata keys with numbers → keys of config.json.
+        implied: Keys of config.json that GGUF files lack → llama.cpp's values.
+        by_layers: Number of layers → implied keys of only the model with that number.
+        told_by: A metadata key that only this family's files have, if another family has the same
+            architecture.
+        adds_offset: The stored norm weights include `ModelConfig.norm_offset`.
     """
 
     architecture: str
@@ -53,22 +54,21 @@ class Family:
     """Features of a family that a plain Llama lacks.
 
     Args:
-        name: For people.
+        name: The name shown to users.
         architecture, model_type: transformers' names.
-        wrappers: Multimodal architectures whose language model it is.
+        wrappers: Multimodal architectures that contain this language model.
         hidden_act: The activation, which config.json must not contradict.
-        rope_theta: Used if config.json names none.
-        implied: Keys of config.json → transformers' values for missing ones. The family has only these keys
-            of `OPTIONAL`.
-        only: Keys of config.json → the values that are served, for each element of a list.
-        fixed: Fields of ModelConfig that no key tells.
-        keys: Its names of config.json's keys → Llama's.
-        layers: How names of its layers' tensors begin, before the layer's number.
-        tensors: Its names of modules, within a layer or outside → ours, as in `ModelConfig.shapes`.
-        scales_by_width: Embeddings are multiplied by the root of the hidden size.
-        rotates_windows_alone: If some layers have windows, only these are rotated.
-        gguf: None: its GGUF files are not read.
-        note: For its users.
+        rope_theta: The default if config.json has none.
+        implied: Keys of config.json → transformers' defaults. The family has only these keys of `OPTIONAL`.
+        only: Keys of config.json → the values that are supported, also for each element of a list.
+        fixed: Fields of ModelConfig that no key of config.json gives.
+        keys: The family's key names in config.json → Llama's.
+        layers: Prefix of a layer's tensor names, before the layer's number.
+        tensors: The family's module names, within a layer or outside → ours, as in `ModelConfig.shapes`.
+        scales_by_width: Embeddings are multiplied by the square root of the hidden size.
+        rotates_windows_alone: If some layers have windows, only these use RoPE.
+        gguf: None: its GGUF files are not supported.
+        note: Shown to users of the family.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Family:
     note: str = ""
 
     def own_config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with Llama's names of keys, and with values for missing keys."""
+        """Return config.json with Llama's key names, and with defaults for missing keys."""
         renamed = {own: raw[key] for key, own in self.keys.items() if key in raw}
         return {**self.implied, **raw, **renamed}
 

@@ -19,7 +19,7 @@ Parts = Mapping[str, torch.Tensor]
 
 
 def dequantised(form: Quantised, parts: Parts, outputs: int, inputs: int) -> torch.Tensor:
-    """Return weight_OI. `parts` are by the first of each part's names. Raises ModelError."""
+    """Return weight_OI. `parts` maps the first of each part's names to its tensor. Raises ModelError."""
     return _FORMS[form.kind](form, parts, outputs, inputs)
 
 

@@ -1,5 +1,5 @@
-"""Reads configuration and weights of a GGUF file under our names, and converts it to a safetensors directory
-under the family's."""
+"""Reads configuration and weights of a GGUF file under our names, and converts the file to a safetensors
+directory with the family's names."""
 
 import json
 import math
@@ -94,7 +94,7 @@ _FACTORS = """attention.output_scale logit_scale embedding_scale residual_scale
 
 
 class GgufSource:
-    """A memory-mapped file, with all its parts. Tensors are dequantised one by one."""
+    """A memory-mapped GGUF file with all its parts. Tensors are dequantised one by one."""
 
     def __init__(self, path: str | Path) -> None:
         parts = gguf_parts(Path(path))
@@ -164,7 +164,7 @@ class GgufSource:
         return data
 
     def read_compact(self, name: str) -> torch.Tensor:
-        """Return a tensor, rounded to bf16 if the file has it quantised."""
+        """Return a tensor, as bf16 if it is quantised in the file."""
         data = self.read(name)
         kind = self._tensors[self._names[name][0]].tensor_type.name
         return data if kind in ("F32", "F16") else data.to(torch.bfloat16)
@@ -197,7 +197,7 @@ class GgufSource:
             )
 
     def config(self) -> dict[str, Any]:
-        """Return the config.json that this metadata stands for."""
+        """Make the config.json that corresponds to this metadata."""
         heads, hidden = self.model_field("attention.head_count"), self.model_field("embedding_length")
         head_dim = self.model_field("attention.key_length", hidden // heads)
         rotated = self.model_field("rope.dimension_count", head_dim)

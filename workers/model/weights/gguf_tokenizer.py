@@ -23,9 +23,9 @@ class Metadata(Protocol):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is cut into words. Each regex cuts what the ones before it left.
+    """Splits text into words. Each regex splits the pieces left by the ones before it.
 
-    `add_bos` is used if the file does not say.
+    `add_bos` is the default for files without this key.
     """
 
     splits: tuple[str, ...]

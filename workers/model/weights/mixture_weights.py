@@ -16,9 +16,9 @@ class MixtureWeights:
     Args:
         router_EC: Never quantised, since a rounded router would choose other experts; float32 if there is a
             bias_E.
-        gate_up, down: All experts' matrices, one below the other. Each gate is followed by its up.
-        bias_E: Added to the probabilities for the choice, float32.
-        shared_gate_up, shared_down: The matrices of an MLP that all tokens take.
+        gate_up, down: All experts' matrices, stacked by rows. Each gate is followed by its up.
+        bias_E: Added to the probabilities when experts are chosen, float32.
+        shared_gate_up, shared_down: The matrices of the shared expert.
     """
 
     config: MixtureConfig

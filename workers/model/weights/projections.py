@@ -1,5 +1,5 @@
-"""Linear layers: all GEMMs with weights, in decoder and output head. A new form of weights changes
-this file and `stack_weights`.
+"""Linear layers: all GEMMs with weights, in decoder and output head. To add a weight format, change this file
+and `stack_weights`.
 
 Shape suffixes also: I input width, O output width.
 """
@@ -34,7 +34,7 @@ class Linear:
         return linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gated(self, x_TI: LinearInput) -> LinearInput:
-        """Return SiLU(gate) · up, in the form that the next layer takes."""
+        """Return SiLU(gate) · up, in the format of the next linear layer's input."""
         return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gelu_gated(self, x_TI: LinearInput) -> LinearInput:
@@ -86,7 +86,7 @@ class Fp8Linear:
         return squared_relu(self(x_TI), fp8=True)
 
     def compile(self) -> None:
-        """Compile nothing: every M has the same kernels."""
+        """Do nothing: the same kernels serve every M."""
 
 
 def _plain(x_TI: LinearInput) -> torch.Tensor:

@@ -29,8 +29,8 @@ class SafetensorsSource:
     """Reads safetensors files. A file is opened when one of its tensors is first read.
 
     Args:
-        files: By the tensors' names in the files.
-        stored_names: These names, by ours.
+        files: Tensor names in the files → files.
+        stored_names: Our tensor names → names in the files.
     """
 
     def __init__(self, files: Mapping[str, Path], stored_names: Mapping[str, str]) -> None:
@@ -57,7 +57,7 @@ class SafetensorsSource:
 class QuantisedSource:
     """Reads a quantised checkpoint as dequantised matrices.
 
-    `check_weights` has compared its parts with config.json. `shapes` has all of the model's tensors.
+    `check_weights` must have passed. `shapes` has all of the model's tensors.
     """
 
     def __init__(self, source: WeightSource, form: Quantised, shapes: Mapping[str, Shape]) -> None:

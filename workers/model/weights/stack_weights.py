@@ -1,8 +1,8 @@
 """Reads a stage's share of the weights, fused into few matrices. Shape suffixes also: J = H + G.
 
-A rank of a decode worker has a part of each (Megatron-LM, Shoeybi et al. 2019, section 3): its heads' rows of
-q, k and v, its rows of gate and up, the matching columns of the output and down projections, and its rows of
-the output head.
+A tensor-parallel rank of a decode worker has a part of each (Megatron-LM, Shoeybi et al. 2019, section 3):
+its heads' rows of q, k and v, its rows of gate and up, the matching columns of the output and down
+projections, and its rows of the output head.
 """
 
 import logging
@@ -39,11 +39,11 @@ class StackSpec:
     """The part of a model that a stage holds.
 
     Args:
-        layers, mlps: The layers whose attention, and whose MLP, it has; mlps None: `layers`.
+        layers, mlps: It has the attention of `layers` and the MLPs of `mlps` (None: the same layers).
         embedding, head: Whether it has the embedding and the output head.
         adapter: A LoRA adapter's directory.
-        quantisation: The form of the layers' matrices; None: `dtype`.
-        rank, ranks: Which part of every matrix it has, of how many (tensor parallelism).
+        quantisation: The format of the layers' matrices; None: `dtype`.
+        rank, ranks: The tensor-parallel rank and the number of ranks.
     """
 
     config: ModelConfig
@@ -226,8 +226,8 @@ class _Reader:
 def rotary_order(config: ModelConfig) -> torch.Tensor | None:
     """Return the order of a head's channels in which channel f rotates with channel f + D/2; None: as stored.
 
-    Channels that are not rotated end each half. With D = 4 and interleaved rope it is [0, 2, 1, 3]. With D =
-    8 and rotary_dim 4 it is [0, 1, 4, 5, 2, 3, 6, 7].
+    Channels without rotation come last in each half. With D = 4 and interleaved RoPE the order is [0, 2, 1,
+    3]. With D = 8 and rotary_dim 4 it is [0, 1, 4, 5, 2, 3, 6, 7].
     """
     dim, turned = config.head_dim, config.rotary_dim or config.head_dim
     if turned == dim and not config.interleaved_rope:
@@ -239,7 +239,7 @@ def rotary_order(config: ModelConfig) -> torch.Tensor | None:
 
 
 def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:
-    """Read tensors, merge the adapter in float32, cast, upload and quantise.
+    """Read tensors, merge the adapter in float32, cast, copy to the device and quantise.
 
     Raises:
         ModelError: Weights are missing, left over, misshapen or quantised, or the adapter does not fit.

@@ -1,7 +1,7 @@
-"""Makes a tokenizer.json from tekken.json, which may be the only tokenizer in Mistral's own repositories.
+"""Converts tekken.json, which may be the only tokenizer in Mistral's repositories, to a tokenizer.json.
 
-Its tokens are bytes with a rank. The pair that makes the token of the lowest rank merges first. Control
-tokens come before all others (mistral-common, `tokens/tokenizers/tekken.py`).
+Its tokens are byte strings with a rank. The pair that makes the token of the lowest rank merges first.
+Control tokens have the first ids (mistral-common, `tokens/tokenizers/tekken.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}
 
 
 def tekken_of(directory: Path) -> Tekken:
-    """Read a model's tekken.json, which takes half a second, once per process. Raises ModelError."""
+    """Read a model's tekken.json, once per process, since it takes half a second. Raises ModelError."""
     path = directory / FILE
     return _read(path, path.stat().st_mtime_ns)
 

@@ -1,7 +1,7 @@
 """Copies weights from files to a GPU through pinned memory.
 
-One thread reads mapped memory far slower than storage or bus could. So several threads fill two pinned
-buffers each, in turn, while full ones go to the GPU.
+One thread reads mapped memory far more slowly than storage and PCIe allow. So several threads fill two pinned
+buffers each, alternately, while full buffers are copied to the GPU.
 """
 
 import os
@@ -58,7 +58,9 @@ def _pinned() -> Buffer:
 
 
 def in_threads(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[Made]:
-    """Yield make(item) in order. Threads work at most `threads` + 1 items ahead of the caller."""
+    """Yield make(item) for each item, in order. Threads run at most `threads` + 1 items ahead of the
+    caller.
+    """
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[Made]] = deque()
         try:

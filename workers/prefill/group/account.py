@@ -75,8 +75,9 @@ class Account:
 
 
 def waited(report: ChunkReport) -> float:
-    """Return the seconds of a chunk in which its stage waited for the stage before it or for a decode
-    worker."""
+    """Return the seconds of a chunk in which its stage waited for the previous stage or for a decode
+    worker.
+    """
     return report.phases.get("activation_wait", 0.0) + report.phases.get("kv_fetch", 0.0)
 
 
@@ -87,10 +88,10 @@ def _launch_bound(report: ChunkReport) -> float:
 
 
 class Pace:
-    """Estimates the time that a chunk may take before its stage is asked for a sign of life.
+    """Computes how long a chunk may take before its stage is asked for a sign of life.
 
-    That is slack_s plus twice the time per token of the request's last chunk, since attention grows. A first
-    chunk is compared with the last first chunk of its method.
+    That is slack_s plus twice the time at the pace of the request's last chunk, since attention grows. A
+    first chunk is compared with the last first chunk of its method.
     """
 
     def __init__(self, slack_s: float) -> None:
@@ -98,8 +99,8 @@ class Pace:
         self._first: dict[str, float] = {}
 
     def record_chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
-        """Record a finished chunk. Returns its seconds per token on the slowest stage, without waits for
-        others."""
+        """Record a finished chunk. Returns its seconds per token on the slowest stage, not counting waits for
+        other processes."""
         pace = max(report.wall - waited(report) for report in reports) / tokens
         if start == 0:
             self._first[method] = pace
@@ -112,7 +113,8 @@ class Pace:
 
 
 class Throughput:
-    """The rate over about the last `_MEMORY_S` seconds with work. An idle time of RATE_LASTS_S resets it."""
+    """The rate in tokens per second over about the last `_MEMORY_S` busy seconds. RATE_LASTS_S idle seconds
+    reset it."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

@@ -1,10 +1,10 @@
-"""Cuts a prompt into chunks. Few chunks keep fixed costs small. Short ones keep the pipeline's bubbles at the
-first and last chunk small. Costs are in multiply-adds (`ModelWork`). Pure, and free of torch.
+"""Cuts a prompt into chunks. Fewer chunks lower fixed costs; shorter chunks lower pipeline bubbles at the
+first and last chunk. Costs are in multiply-adds (`ModelWork`). Pure, and without torch.
 
-Equal stages form a proportionate flow shop: it takes the sum of the chunks' times and (stages - 1) times the
-longest, so chunks should take equally long. Attention makes later tokens cost more, so later chunks have
-fewer. If later stages are faster, chunks should grow shorter, so that the last wait is short. If they are
-slower, chunks should grow longer, so that the last stage begins sooner.
+Equal stages form a proportionate flow shop: the total is the sum of the chunks' times plus (stages - 1) times
+the longest, so chunks should take equally long. Attention makes later tokens cost more, so later chunks have
+fewer tokens. If later stages are faster, chunks should become shorter, so that the last wait is short. If
+they are slower, chunks should become longer, so that the last stage begins sooner.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SPARSE = 0.087
 
 @dataclass(frozen=True)
 class StageCost:
-    """A chunk's cost on one stage. The unit is the cost of a token's GEMMs on a mean stage.
+    """A chunk's cost on one stage. The unit is the cost of one token's GEMMs on the average stage.
 
     Attributes:
-        per_pair: For each query and each key up to it.
+        per_pair: Cost per causal pair of query and key.
     """
 
     per_token: float
@@ -63,7 +63,7 @@ class ChunkCost:
     """A chunk's cost on each stage.
 
     Attributes:
-        even: Chunks of at least this many tokens are multiples of it.
+        even: Chunks of at least this many tokens are rounded to multiples of it.
     """
 
     stages: tuple[StageCost, ...]
@@ -75,7 +75,7 @@ class ChunkCost:
         return StageCost(*(fmean(getattr(stage, side) for stage in self.stages) for side in sides))
 
     def of(self, start: int, tokens: int) -> float:
-        """Return the cost on a mean stage of tokens start .. start+tokens-1."""
+        """Return the cost of tokens start .. start+tokens-1 on the average stage."""
         return self.mean.of(start, tokens)
 
     def tokens_for(self, start: int, limit: float) -> int:
@@ -93,8 +93,8 @@ class StageWork:
     """A stage's share of a model, in multiply-adds.
 
     Attributes:
-        per_pair: For each query and key, in layers without windows.
-        halves: Number of attentions and MLPs.
+        per_pair: Multiply-adds per pair of query and key, in layers without windows.
+        halves: Number of attention and MLP halves.
     """
 
     per_token: int
@@ -111,8 +111,9 @@ class ModelWork:
 
     @classmethod
     def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
-        """Count the work of the shares of `ModelConfig.split`. The last layer computes only keys and
-        values."""
+        """Compute the work of each share of `ModelConfig.split`. The last layer computes only keys and
+        values.
+        """
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]
@@ -149,7 +150,7 @@ class ChunkSizes:
         self._largest, self._work = largest, work
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
-        """Cut tokens start .. tokens-1 into chunks, and return their sizes."""
+        """Return the sizes of the chunks for tokens start .. tokens-1."""
         if self._work is None:
             return even_chunks(start, tokens, self._largest)
         return plan_chunks(start, tokens, self._largest, self._work.chunk_cost(method))
@@ -177,9 +178,10 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
-    """Return the time from the first chunk's start to the last one's end, in `StageCost`'s unit.
+    """Return the time from the first chunk's start to the last chunk's end, in `StageCost`'s unit.
 
-    A stage begins a chunk when it is done with its chunk before, and the stage before it with this one.
+    A stage begins a chunk when it has finished its previous chunk and the previous stage has finished this
+    one.
     """
     free = [0.0] * len(cost.stages)
     for size in sizes:

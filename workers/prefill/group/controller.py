@@ -1,10 +1,10 @@
 """The head of a prefill group: sends chunks to its stages, and ends requests.
 
-It decides without awaiting, and then tells all stages (`pipeline`), so all get the same commands in the same
-order. Cancelling is safe only because of that: tensors travel between stages without headers.
+It decides without awaiting, and then commands all stages (`pipeline`), so all get the same commands in the
+same order. Cancelling is safe only because of that: tensors travel between stages without headers.
 
-A request takes no pages before its first turn (`schedule`). When it ends, its chunks in flight stop
-within a layer's time.
+A request takes no pages before its first chunk is scheduled (`schedule`). When it ends, its chunks in flight
+stop within a layer's time.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ class PrefillController:
     """Runs prompts through a group's stages, chunk by chunk.
 
     Args:
-        end_stages: Called once, when the group is lost, with the number of the stage that hangs; None if none
-            does. It must turn every answer that stages still owe into an error.
+        end_stages: Called once, when the group is lost, with the number of the stage that hangs, or None. It
+            must turn every answer that stages still owe into an error.
         pulse: Asks a stage, by number, for a sign of life.
-        work: The work of a chunk's layers; see `ChunkSizes`.
+        work: The layers' work, from which `ChunkSizes` chooses chunks.
     """
 
     def __init__(
@@ -115,8 +115,9 @@ class PrefillController:
         return self._requests.stats(self.name, self._clock())
 
     async def check(self) -> str:
-        """Return `failure`. If no request is here, first ask whether the stages live; a busy stage shows it
-        by its chunk."""
+        """Return the group's `failure`. If no request runs, first ask whether the stages are alive; a busy
+        stage shows it by its chunks.
+        """
         if not self.failure and not self._requests:
             try:
                 await self.stage_pages()
@@ -153,8 +154,9 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
-        """End the request if its lease expires. It is checked twice, because a paused process hears renewals
-        late."""
+        """End the request when its lease expires. The lease is checked twice, because a paused process
+        receives renewals late.
+        """
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"no door has renewed {request.job.request_id} for {lease:g} s")
         grace = _LEASE_GRACE * lease
@@ -234,8 +236,8 @@ class PrefillController:
     # --- endings --------------------------------------------------------------------------------------
 
     def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
-        """End a request, once, with this event. The close command goes to all stages at once, after the
-        chunks in flight.
+        """End a request, once, with this event. All stages get the close command at once, after the chunks in
+        flight.
 
         Returns:
             A future that is done when the request's pages are free.

@@ -1,7 +1,7 @@
 """A prefill group in Ray: its actors, and the Serve deployment that owns them. It imports no torch.
 
-When a group is lost, its stages keep their weights and form the next group together: a single new stage would
-be out of step with its peers.
+When a group is lost, all of its stages keep their weights and form a new group: a single new stage would be
+out of step with its peers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
-    """Return one replica's bundles (0 for replica and controller, then one a stage) and strategy."""
+    """Return one replica's Ray bundles (0 for replica and controller, then one per stage) and strategy."""
     return placement_of(config.cpus_per_stage, config.gpus_per_stage, config.stages)
 
 
@@ -79,7 +79,7 @@ class StageActor:
         self._compilations = Compilations()
 
     def host(self) -> Rendezvous:
-        """Open the store where the group's stages meet. Only the first stage does."""
+        """Open the store where the group's stages meet. Only the first stage does this."""
         from deltafront.workers.rendezvous import host_store
 
         address = str(ray.util.get_node_ip_address())
@@ -87,8 +87,9 @@ class StageActor:
         return rendezvous
 
     def load(self) -> tuple[str, ModelWork | None]:
-        """Load this stage's share of the model, once. Returns the node's id, and the layers' work on a
-        GPU."""
+        """Load this stage's share of the model, once. Returns the node's id and, on a GPU, the layers'
+        work.
+        """
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._work()
@@ -153,7 +154,7 @@ class StageActor:
         return self._stage
 
     def pulse(self) -> int:
-        """Answer, whatever the stage computes."""
+        """Give a sign of life, even while the stage computes."""
         return os.getpid()
 
     def compilations(self) -> Phases:
@@ -162,7 +163,7 @@ class StageActor:
 
 @hosts(Group)
 class ControllerActor(Leaving):
-    """The group's controller, which doors find by name. Its calls run side by side."""
+    """The actor of the group's controller, which doors find by name. Its calls run concurrently."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class ControllerActor(Leaving):
         def end_stage(hanging: int | None) -> None:
             """Kill the stage that hangs. That breaks its peers' links, so they answer with errors.
 
-            The replica decides whether the peers live on.
+            The replica decides whether to keep the peers.
             """
             if hanging is not None:
                 ray.kill(stages[hanging])
@@ -202,8 +203,8 @@ class ControllerActor(Leaving):
         return replace(await self.hosted.stats(), draining=self.draining, compilations=counts, **self._about)
 
     async def check(self) -> str:
-        """Return why the group is lost. In the background, also count the kernels that stages have
-        compiled."""
+        """Return why the group is lost; empty if it is not. In the background, also count the kernels that
+        stages have compiled."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self._count())
         return await self.hosted.check()
@@ -269,7 +270,7 @@ class PrefillGroup(Replica):
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:
-        """Return the stages that are dead or do not leave in time, which happens over NCCL."""
+        """Return the stages that are dead or do not leave in time, as happens with NCCL."""
         leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
@@ -280,7 +281,7 @@ class PrefillGroup(Replica):
 
 
 def _exported_memory(wanted: str) -> Any:
-    """Wait until a decode worker of this pairing exports its memory. All are asked, since one may hang."""
+    """Wait until a decode worker of this pairing exports its memory. All are asked, because one may hang."""
     asked: dict[str, Any] = {}
     while True:
         for name in _decode_workers() - asked.keys():

@@ -1,6 +1,6 @@
-"""A group's stages, as one object that takes chunks.
+"""The pipeline of a group's stages.
 
-At most one chunk for each stage is in flight, and one more waits at the first stage, so that this stage never
+At most one chunk per stage is in flight. One more is queued at the first stage, so that this stage never
 waits for a report. So a new request waits for few chunks of other requests.
 """
 
@@ -25,7 +25,7 @@ class Pipeline:
 
     Args:
         on_entry_free: Called when the first stage has finished a chunk.
-        slack_s: The seconds that a command may take before its stage is asked for a sign of life.
+        slack_s: Seconds that a command may take before its stage is asked for a sign of life.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Pipeline:
         """Send a chunk to all stages.
 
         Args:
-            opening: Sent before a request's first chunk.
-            allowed: Returns the seconds that a stage may take for the chunk.
+            opening: The command to send before a request's first chunk. allowed: Returns the seconds that a
+                stage may take for the chunk.
         Returns:
-            A task that ends with the stages' reports, after those of all earlier chunks. It raises what
-                `Stage` raises.
+            A task that returns the stages' reports, after those of all earlier chunks. It raises the errors
+                of `Stage`.
         """
         opened: list[asyncio.Task[Any]] = []
         if opening is not None:
@@ -101,7 +101,7 @@ class Pipeline:
         return task
 
     async def idle(self) -> None:
-        """Wait for all missing answers of stages, then stop watching them."""
+        """Wait for all outstanding answers of stages, then stop watching them."""
         with said_when_slow(lambda: f"answers that stages owe: {'; '.join(self._watch.owed)}"):
             while self._tasks:
                 await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""A prefill group's requests: the waiting and the running ones, their pages, and refusals.
+"""The table of a prefill group's requests: waiting and running requests, their pages, and refusals.
 
-It sends no command and ends no request. Only the event loop's thread uses it.
+It sends no commands and ends no requests. Only the event loop's thread uses it.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class Request:
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
         """Make the command for the next chunk, and count its tokens as sent.
 
-        A resumed prompt is cut as if from its beginning, so that the results are bitwise the same.
+        A resumed prompt has the same chunks as from its beginning, so that results are bitwise equal.
         """
         method, start, total = self.job.method, self.sent, self.job.tokens
         if not self._next_sizes:
@@ -103,7 +103,7 @@ class Request:
         )
 
     def end_span(self, event: PrefillEvent | PrefillFailed | None, now: float) -> None:
-        """End the request's span. `event` ended the request; None: its caller stopped reading."""
+        """End the request's trace span. `event` ended the request; None: the caller stopped reading."""
         began, error = self.account.began, ""
         self.span.part("queue", self.account.arrived, now if began is None else began)
         finish = "cancelled"
@@ -189,8 +189,9 @@ class PrefillRequests:
         return None
 
     def queue_refusal(self, tokens: int, now: float) -> Refused | None:
-        """Refuse a prompt if the queue is full. Refused prompts are told to come back one after the other, as
-        places become free."""
+        """Refuse a prompt if the queue is full. Refused prompts get staggered retry times, as places in
+        the queue become free.
+        """
         waiting = sum(not request.opened for request in self._live())
         if waiting < self._config.max_waiting:
             return None
@@ -241,9 +242,9 @@ class PrefillRequests:
         return sum(request.job.tokens - request.done for request in self._live())
 
     def _next_turn(self, now: float) -> float | None:
-        """Return the seconds until a refused prompt should come back; None while the rate is unknown.
+        """Return the retry time of a refused prompt in seconds; None while the rate is unknown.
 
-        It is later than the last refused prompt's, by the mean time of a prompt's prefill here.
+        It is later than that of the last refused prompt, by the mean time of a prompt's prefill here.
         """
         rate = self._throughput.tokens_per_second
         if rate <= 0:

@@ -1,11 +1,11 @@
 """Chooses the request whose chunk enters a prefill group next: shortest remaining first, with ageing. Pure.
 
 A question of 256 tokens overtakes a document of 512K between two chunks. While no chunk of the document runs,
-it earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk of t tokens costs 2t of
-credit: since `remaining` falls by t, too, the document's rank worsens by t. It takes t / ageing seconds to
-earn that back, so an aged document proceeds at about `ageing` tokens a second.
+the document earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk of t tokens
+costs 2t of credit: since `remaining` falls by t, too, the document's rank worsens by t. It takes t / ageing
+seconds to earn that back, so an aged document proceeds at about `ageing` tokens a second.
 
-A prompt that is too big for the free pages holds back those after it, but not those that have their pages.
+A prompt that is too big for the free pages blocks later prompts, except those that already have pages.
 """
 
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ AGEING = 256.0
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A request with tokens left to send, whether it waits for its first chunk or runs.
+    """A request with tokens left to prefill, waiting or running.
 
     Attributes:
         remaining, credit: Tokens.
-        idle_since: Since when no chunk of it runs; None while one does.
-        pages: Pages that its first chunk takes or took.
-        opened: Whether it runs: its first chunk was sent.
+        idle_since: Time since when none of its chunks runs; None while one does.
+        pages: Number of pages that it takes with its first chunk.
+        opened: Whether it is running: its first chunk was sent.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
-"""Finds a stage that hangs: its answer is late and it gives no sign of life.
+"""Detects a hanging stage: its answer is late and it gives no sign of life.
 
 A stage works through its commands in order, so only the oldest can be late. A late stage is asked for a sign
-of life, which it gives while it computes, compiles or waits. If it answers, it is asked again later, for
-`stall_s` in all.
+of life, which it can give while it computes, compiles or waits. If it answers, it is asked again later, until
+`stall_s` have passed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ASK_AGAIN_S = 1.0
 
 @dataclass(eq=False, kw_only=True)
 class ExpectedAnswer:
-    """A command that a stage has to answer.
+    """A command that a stage has yet to answer.
 
     Attributes:
-        command: What it is, for messages.
-        allowed: Returns the seconds it may take, once the stage can work on it.
-        after: The same chunk on the stage before.
-        waited: How many of these seconds have passed.
+        command: Its description in messages.
+        allowed: Returns the seconds that it may take, from when the stage can work on it.
+        after: The expected answer for the same chunk from the previous stage.
+        waited: How many of the allowed seconds have passed.
         silent: Seconds since the stage was asked for a sign of life.
-        asked_again: The value of `waited` at which it is asked again.
+        asked_again: The value of `waited` at which to ask the stage again.
     """
 
     stage: int
@@ -47,11 +47,11 @@ class ExpectedAnswer:
 
 
 class StageWatch:
-    """Watches stages while answers of theirs are missing.
+    """Watches stages that owe answers.
 
     Args:
         pulse: Asks a stage for a sign of life.
-        hangs: Called with a stage's number and what is wrong with it.
+        hangs: Called with the number of a hanging stage and what is wrong with it.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StageWatch:
 
     @property
     def owed(self) -> list[str]:
-        """The commands that each stage has still to answer."""
+        """The commands that each stage has yet to answer."""
         owed = (one for waiting in self._expected for one in tuple(waiting))
         return [f"{one.command} (stage {one.stage})" for one in owed]
 

@@ -1,5 +1,5 @@
-"""Sends hidden states from one stage to the next. Only the elements travel: both sides know shape and order
-from the commands.
+"""Sends hidden states from one stage to the next, without headers: both sides know shape and order from the
+commands.
 
 Between GPUs of one host (`PeerActivations`) the next stage copies them from a ring in this stage's memory, by
 copy engines: NCCL would take multiprocessors from the GEMMs. Processes only tell each other how many
@@ -36,7 +36,7 @@ SLOTS = 3
 
 
 class LinkClosed(Exception):
-    """The group is shutting down, so nothing more will arrive."""
+    """The link was closed because the group shuts down."""
 
 
 class Activations(Protocol):
@@ -64,16 +64,16 @@ class NoActivations:
 
 
 class GroupActivations:
-    """Links stages, each in its own process, over torch.distributed: NCCL or gloo.
+    """Links stages in different processes by torch.distributed: NCCL or gloo.
 
-    Every link has its own process group: a group serialises sends and receives, but a middle stage must
-    receive while it still sends.
+    Every link has its own process group: a process group serialises sends and receives, but a middle stage
+    must receive while it still sends.
     """
 
     def __init__(
         self, store: Store, rank: int, stages: int, like: torch.Tensor, timeout_s: float = 1800.0
     ) -> None:
-        """Join the group. All ranks must do so at the same time.
+        """Join the group. All stages must call this at the same time.
 
         Args:
             like: An empty tensor [0, hidden] with the dtype and device of chunks.
@@ -115,7 +115,7 @@ class _Link:
     """The link to one neighbour, with the ring between the two stages.
 
     Args:
-        mark: Records an event after everything launched so far. A count is sent once the event is reached.
+        mark: Records an event after everything launched so far. A count is sent after the event.
         timeout_s: The longest wait for a count.
     """
 
@@ -155,11 +155,11 @@ class _Link:
 
 
 class PeerActivations:
-    """One stage's links over shared GPU memory. All stages must make theirs at the same time, with the same
-    store, secret and sizes.
+    """One stage's links over shared GPU memory. All stages must construct theirs at the same time, with the
+    same store, secret and sizes.
 
-    The store only says where a stage listens. A neighbour must know the secret before anything from it is
-    unpickled.
+    The store only has the addresses on which stages listen. A neighbour must prove that it has the secret
+    before anything from it is unpickled.
     """
 
     def __init__(
@@ -218,8 +218,8 @@ class PeerActivations:
         link.send_count(link.written)
 
     def abort(self) -> None:
-        """Close the links. A neighbour's memory stays mapped while this object lives: the device may still
-        copy from it."""
+        """Close the links. A neighbour's memory stays mapped while this object exists, because the device may
+        still copy from it."""
         for link in (self._before, self._after):
             if link is not None:
                 link.abort()

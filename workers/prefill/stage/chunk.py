@@ -1,7 +1,7 @@
-"""One chunk in one stage.
+"""Runs one chunk on one stage.
 
-In each layer `ChunkAttention` writes KV into the prompt's pages, hands it off and attends. `ChunkWork`
-collects the chunk's results and counters.
+In each layer `ChunkAttention` writes KV into the prompt's pages, sends it to the decode worker and computes
+attention. `ChunkWork` collects the chunk's results and counters.
 """
 
 import time
@@ -25,7 +25,7 @@ from deltafront.workers.prefill.stage.phases import PhaseTimer
 class ChunkWork:
     """Collects one chunk's results and counters.
 
-    `seal` launches the copies of results to the host. After `wait` any thread can read them while the device
+    `seal` launches the copies of results to the host. After `wait` any thread can read them, while the device
     computes the next chunk.
 
     Attributes:
@@ -63,8 +63,9 @@ class ChunkWork:
         self.through = time.perf_counter()
 
     def report(self, stage: int, after: float) -> ChunkReport:
-        """Make the report, after `wait`. The chunk's time begins no earlier than `after`, when the chunk
-        before was computed."""
+        """Make the report, after `wait`. The chunk's time starts no earlier than `after`, the end of the
+        previous chunk.
+        """
         phases, density = self.timer.seconds(), self._density()
         computing = max(self.through - max(self.began, after), sum(phases.values()))
         if self.fetch_s:
@@ -99,7 +100,7 @@ class OpenPrompt:
     """A prompt in prefill on this stage.
 
     Attributes:
-        states: The method's state between chunks, by layer, unless it has skipped queries there.
+        states: The method's state between chunks, by layer; none where queries have been skipped.
         first_page: The first of pages_N if they are contiguous, else None.
         fetch_s: As in `ChunkWork`.
     """
@@ -115,7 +116,7 @@ class OpenPrompt:
 
 
 class ChunkAttention:
-    """A `LayerAttention` of one chunk. `last_layer` is the model's."""
+    """The `LayerAttention` of one chunk. `last_layer` is the model's last layer."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class ChunkAttention:
         return self._cache.rows_of_run(self._prompt.first_page, start, tokens)
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Return where the chunk's KV goes. Raises RequestFailed if the request was abandoned."""
+        """Return the cache rows for the chunk's KV. Raises RequestFailed if the request was abandoned."""
         if self._abandoned():
             raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
         return self._cache.kv_rows(layer, self._rows_T)
@@ -197,7 +198,7 @@ class ChunkAttention:
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """Return whether all elements are finite, as a tensor, so that nothing waits for the device."""
+    """Say whether all elements are finite, as a tensor on the device, to avoid a synchronisation."""
     return torch.isfinite(x).all()
 
 

@@ -1,7 +1,7 @@
 """Times a chunk's phases without slowing the chunk down.
 
-Phases nest: the Δ correction runs a whole method inside. Time counts for the innermost phase alone, and for
-the layer that was current when it began. So phases are disjoint and lie within the chunk.
+Phases nest: the Δ correction runs a whole method inside. Time counts only for the innermost phase, and for
+the layer that was current when that phase began. So phases are disjoint and lie within the chunk.
 """
 
 import time
@@ -38,8 +38,9 @@ class PhaseTimer:
             self._stack.pop()
 
     def mark(self) -> Any:
-        """Record a CUDA event after everything launched so far, which can be waited for without spinning;
-        None on a CPU."""
+        """Record a CUDA event after everything launched so far. Waiting for it does not spin. None on a
+        CPU.
+        """
 
     def seconds(self) -> dict[str, float]:
         """Return seconds by phase, once, after the last phase. On CUDA it waits for the device."""
@@ -76,8 +77,8 @@ class CudaPhases(PhaseTimer):
     """Times one chunk by device time between events on the current stream. Only `seconds` waits for them.
 
     One event ends a phase and begins the next, because an event costs the host as much as a small launch.
-    Launches between two phases count for the later one. A phase in which only the host works shows how long
-    the stream was idle.
+    Launches between two phases count for the later one. The time of a phase with only host work is the time
+    for which the stream was idle.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """A stage of a prefill group.
 
-Stages must stay in step, so a stage receives once and sends once for every chunk. If a request fails, the
+Stages must stay in step, so for every chunk a stage receives once and sends once. If a request fails, the
 stage sends zeros and reports `RequestFailed` at the chunk's end. Any other exception ends the group.
 """
 
@@ -46,7 +46,7 @@ _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, t
 
 
 class PrefillStage:
-    """A `roles.Stage`, used on one thread.
+    """Implements `roles.Stage`. It is used on one thread.
 
     A second thread calls the functions that `run_chunk` returns, in the same order. Any thread may call
     `abandon`.
@@ -86,7 +86,7 @@ class PrefillStage:
         self._activations = activations
 
     def leave(self) -> None:
-        """Leave a lost group, but keep the model. Returns when no decode worker reads a page.
+        """Leave a lost group, but keep the model. Returns once no decode worker reads this stage's pages.
 
         Raises the device's error, if that ended the group.
         """
@@ -188,7 +188,7 @@ class PrefillStage:
         return sum(prompt.pages_N.numel() for prompt in self._open.values())
 
     def abandon(self, serial: int) -> None:
-        """Stop a request's chunks. A serial is never reused, so a call after `close` does no harm."""
+        """Stop a request's chunks. A serial is never reused, so a call after `close` is harmless."""
         self._abandoned.add(serial)
 
     # --- a chunk -----------------------------------------------------------------------------------------
@@ -305,10 +305,10 @@ def load_stage(
 
     Args:
         activations: None in a group of one stage.
-        sender: Makes the hand-off's end for the stage's cache.
-        memory: The decode worker's weights and pages, to use instead of its own.
+        sender: Makes the `KVSender` for the stage's cache.
+        memory: The decode worker's weights and pages, to use in place of the stage's own.
         kv_dtype: As in `DecodeConfig`.
-        source: Fetches KV of resumed prompts; None if none is resumed.
+        source: Fetches the KV of resumed prompts; None: prompts are not resumed.
     """
     for module in config.method_modules:
         load_methods(module)

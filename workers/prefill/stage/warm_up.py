@@ -1,8 +1,8 @@
 """Compiles all kernels before a stage takes requests, so that no request waits for a compiler.
 
-Kernels do not specialise on lengths, counts and positions. So made-up prompts of a whole and a ragged chunk
-need almost all forms of them. The rest depends on a prompt's length: widths that are powers of two, and the
-attention kernel's order of work. For those, a tile attends to keys of every class of length.
+Kernels do not specialise on lengths, counts and positions. So dummy prompts with a full and a partial chunk
+compile almost all of them. The rest depends on a prompt's length: widths that are powers of two, and the
+attention kernel's order of work. For those, a tile attends to keys of every length class.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ def warm_up(
     longest: int = 0,
     tell: Tell = silent,
 ) -> None:
-    """Prefill a few prompts in chunks with each method. Layers that run the same kernels are run once.
+    """Prefill a few prompts in chunks with each method. Of layers that use the same kernels, one is run.
 
     Args:
-        longest: On a GPU, also compile for all classes of length up to it; 0: for none.
+        longest: On a GPU, also compile for all length classes up to this many tokens; 0: none.
     Raises:
         MethodError: The profile lacks a method's density.
     """
@@ -59,8 +59,7 @@ def warm_up(
 
 @torch.inference_mode()
 def warm_up_kv(stack: LayerStack) -> None:
-    """Write KV in 8 bits to a page and read it back. The page is not the stage's own, which may be a decode
-    worker's."""
+    """Write 8-bit KV to a temporary page and read it back. The stage's own pages may be a decode worker's."""
     layers, config = stack.layers[:1], stack.config
     heads = config.kv_heads, config.head_dim
     cache = PagedKVCache(layers, *heads, 1, stack.dtype, stack.device, int8=True)
@@ -78,21 +77,24 @@ def warm_up_kv(stack: LayerStack) -> None:
 
 
 def first_of_kinds(stack: LayerStack) -> list[int]:
-    """Return the stack's first layer with a window and its first without, if there are such."""
+    """Return the stack's first layer with a sliding window and its first layer without one, where they
+    exist.
+    """
     kinds = {layer in stack.config.window_layers: layer for layer in reversed(stack.layers)}
     return sorted(kinds.values())
 
 
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
-    """Return a length of whole chunks and a ragged one, which the method computes itself, and one of at most
-    `shortest` tokens, which it leaves to another method."""
+    """Return prompt lengths for warm-up: one of full chunks and one with a partial chunk, for the method
+    itself, and one of at most `shortest` tokens, for which the method uses dense attention.
+    """
     several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
     return [several_chunks + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
 
 
 def length_classes(longest: int) -> list[int]:
-    """Return BLOCK, 2·BLOCK, 4·BLOCK, … below `longest`, and `longest`. Kernels are compiled alike between
-    two of them."""
+    """Return BLOCK, 2·BLOCK, 4·BLOCK, … below `longest`, and `longest`. Lengths between two of them share
+    compiled kernels."""
     return [BLOCK << power for power in range(longest.bit_length()) if BLOCK << power < longest] + [longest]
 
 
