@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deltafront.benchmarks.markdown import markdown
-from deltafront.service.config import DoorConfig, ServiceConfig
+from deltafront.service.config import ServiceConfig
+from deltafront.service.settings import DoorConfig
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, PrefillConfig
 
 SECTIONS: Mapping[str, type] = {

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import ipaddress
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from deltafront.service.settings import DoorConfig
 from deltafront.workers.kv.pages.host_tier import BATCH_PAGES
 from deltafront.workers.messages import methods
 from deltafront.workers.messages.methods import PAGE_TOKENS
@@ -30,30 +29,14 @@ from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import profile_file
 from deltafront.workers.model.family_registry import FamilyError, load_families
 from deltafront.workers.settings import (
-    Count,
     DecodeConfig,
     HandoffConfig,
-    Labels,
     ModelSpec,
-    NonNegative,
-    Positive,
     PrefillConfig,
 )
-from deltafront.workers.tracing import CONSOLE
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WARM_UP_TOKENS = 256
-
-_ID_MARKS = "._:/+-"
-MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_ID_MARKS)}]*")
-
-Port = Annotated[int, Field(ge=1, le=65_535)]
-Host = Annotated[str, AfterValidator(lambda given: str(ipaddress.ip_address(given)))]
-"""An IP address of this machine; `0.0.0.0` or `::` for all."""
-Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
-"""A web origin, such as https://chat.example.org; `*` for all."""
-File = Annotated[Path, AfterValidator(lambda path, info: Path((info.context or {}).get("folder", "")) / path)]
-"""A relative path begins at the configuration file's folder."""
 
 
 @dataclass(frozen=True)
@@ -78,104 +61,6 @@ RECOMPUTED = 8
 
 class ConfigError(ValueError):
     """The configuration is wrong. The message names file and key."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoorConfig:
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    replicas: Count = 2
-    """With two doors, clients notice only a pause when one dies."""
-    per_node: Count | None = None
-    """The most doors on one node. None: any number."""
-    node_labels: Labels = dataclasses.field(default_factory=dict)
-    """Labels of nodes where doors may run; empty: anywhere."""
-    drain_s: NonNegative = 0.0
-    """How long a removed door may take to finish its requests, beyond five seconds. A Python
-    client whose request breaks off goes on at another door.
-    """
-    cpus: NonNegative = 0.1
-    """CPUs that each door asks Ray for."""
-    host: Host = "127.0.0.1"
-    """Where clients' ports listen. On a cluster `0.0.0.0`, since pods are reached at their own addresses.
-    Other ports of `deltafront serve` are at loopback.
-    """
-    max_requests: Count = 256
-    """Prompts and answers that one door works on at once. More get RESOURCE_EXHAUSTED."""
-    grpc_port: Port = 9000
-    """The Python client and the command line."""
-    http_port: Port = 8000
-    """OpenAI's API."""
-    metrics_port: Port = 9464
-    """Prometheus metrics."""
-    metrics_host: Host | None = None
-    """By default `host`."""
-    tracing: str = ""
-    """Where OpenTelemetry spans go: the URL of a collector's OTLP over HTTP, such as
-    http://collector:4318/v1/traces, or `console`.
-    """
-    max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
-    """A request's size. A door takes a few times as much memory while it receives one. It holds four times
-    this of texts that are not tokenised yet, at most half of that for one bearer token; more get
-    RESOURCE_EXHAUSTED. They take six times as much memory.
-    """
-    allowed_origins: tuple[Origin, ...] = ()
-    """Web pages of these origins may call OpenAI's API from a browser (CORS)."""
-    tokens_file: File | None = None
-    """Bearer tokens (`service/door/auth.py`). Without it every caller may call and use any session."""
-    token_requests: Count | None = None
-    """Prompts and answers that one bearer token may have at once, unless its line says otherwise."""
-    token_tokens: Count | None = None
-    """Tokens of KV cache, sessions too, that one bearer token may hold, unless its line says otherwise."""
-    tls_certificate: File | None = None
-    """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
-    tls_key: File | None = None
-    """PEM, of tls_certificate."""
-    tls_client_ca: File | None = None
-    """PEM. With it clients need a certificate that it signed."""
-    tls_port: Port = 9443
-    """gRPC with TLS."""
-    tls_only: bool = True
-    """With TLS, refuse requests on Ray Serve's ports, which cannot be encrypted."""
-    model_name: str = ""
-    """By default made from model.path."""
-    display_name: str = ""
-    """For people. By default model_name if that is given, else the model's own name."""
-    default_method: str = ""
-    """The attention method of requests that name none. By default `dpxa` if the model has a profile, else
-    what lost least on models without one (`prefill.unmeasured`).
-    """
-    default_max_tokens: Count = 256
-    """Tokens of an answer whose request does not say."""
-    reasoning: Literal["think", "off"] = "off"
-    """`think`: chat answers of OpenAI's API give the text within <think>…</think> as `reasoning`."""
-    sampling_defaults: Literal["model", "neutral"] = "neutral"
-    """For requests that leave out temperature, top_p or top_k. `model`: they are those of the model's
-    generation_config.json, as in vLLM. `neutral`: the request is greedy.
-    """
-    default_session_ttl_s: Positive = 600.0
-    """How long a session is kept whose request does not say."""
-    prefix_reuse: bool = True
-    """Decode workers keep a prefix cache. A prompt hits the blocks of one with the same beginning and owner,
-    if dense attention or the same method and options made them. Without tokens_file all callers are one
-    owner.
-    """
-    prefix_scope: Literal["owner", "all"] = "owner"
-    """`all`: callers share the prefix cache. Then a caller who guesses a prompt's beginning can see from the
-    time and from `cached_tokens` that it was sent before.
-    """
-    replays: Annotated[int, Field(ge=0, le=10)] = 2
-    """Retries of a request after its worker died."""
-    worker_wait_s: Positive = 60.0
-    """How long a request waits for a worker while a role has none."""
-    refresh_s: Positive = 1.0
-    """How often a door asks every worker how it is."""
-    renew_s: Positive = 1.0
-    """How often a door renews its requests' leases (`stream_lease_s` of workers)."""
-
-    @property
-    def metrics_at(self) -> str:
-        return self.metrics_host or self.host
 
 
 class ServiceConfig(BaseModel):
@@ -247,10 +132,12 @@ class ServiceConfig(BaseModel):
 
     def _contradictions(self) -> Iterator[str]:
         prefill, decode, door = self.prefill, self.decode, self.door
-        if prefill.max_groups is not None and prefill.max_groups < prefill.groups:
-            yield f"prefill.max_groups = {prefill.max_groups}: must be at least prefill.groups"
-        if decode.max_workers is not None and decode.max_workers < decode.workers:
-            yield f"decode.max_workers = {decode.max_workers}: must be at least decode.workers"
+        for section, what, least, most in (
+            ("prefill", "groups", prefill.groups, prefill.max_groups),
+            ("decode", "workers", decode.workers, decode.max_workers),
+        ):
+            if most is not None and most < least:
+                yield f"{section}.max_{what} = {most}: must be at least {section}.{what}"
         if prefill.cache_tokens < prefill.chunk_tokens:
             yield f"prefill.cache_tokens = {prefill.cache_tokens}: must be at least prefill.chunk_tokens"
         if prefill.stall_s <= self.handoff.ack_timeout_s:
@@ -260,19 +147,24 @@ class ServiceConfig(BaseModel):
         if decode.page_selection == "delta" and not decode.delta_layers:
             yield "decode.delta_layers: empty, so page_selection must be full (calibrate layers for delta)"
         yield from (f"decode.{problem}" for problem in decode.contradictions())
-        if self.handoff.transport == "cuda_ipc" and "cpu" in (prefill.device, decode.device):
-            yield "handoff.transport: cuda_ipc needs prefill.device and decode.device to be cuda"
-        if self.handoff.transport == "nixl" and find_spec("nixl") is None:
-            yield "handoff.transport: nixl needs the package nixl, which is not installed: deltafront[nixl]"
-        if self.handoff.transport == "mapped":
-            yield from (f"{problem}, with handoff.transport: mapped" for problem in self._mapped_problems())
+        yield from self._transport_problems()
         if door.default_session_ttl_s > decode.max_session_ttl_s:
             yield "door.default_session_ttl_s: must not exceed decode.max_session_ttl_s"
         for key, lease in (("prefill", prefill.stream_lease_s), ("decode", decode.stream_lease_s)):
             if door.renew_s * 2 > lease:
                 yield f"door.renew_s: must be at most half of {key}.stream_lease_s"
-        yield from self._door_contradictions()
+        if decode.host_cache_gib and not door.prefix_reuse:
+            yield "decode.host_cache_gib: needs door.prefix_reuse: it is for prompts that are remembered"
+        yield from door.contradictions()
         yield from self._quantisation_problems()
+
+    def _transport_problems(self) -> Iterator[str]:
+        if self.handoff.transport == "cuda_ipc" and "cpu" in (self.prefill.device, self.decode.device):
+            yield "handoff.transport: cuda_ipc needs prefill.device and decode.device to be cuda"
+        if self.handoff.transport == "nixl" and find_spec("nixl") is None:
+            yield "handoff.transport: nixl needs the package nixl, which is not installed: deltafront[nixl]"
+        if self.handoff.transport == "mapped":
+            yield from (f"{problem}, with handoff.transport: mapped" for problem in self._mapped_problems())
 
     def _mapped_problems(self) -> Iterator[str]:
         prefill, decode = self.prefill, self.decode
@@ -294,28 +186,6 @@ class ServiceConfig(BaseModel):
             )
         if prefill.surge or decode.surge:
             yield "prefill.surge and decode.surge: must be false"
-
-    def _door_contradictions(self) -> Iterator[str]:
-        door = self.door
-        if door.model_name and not MODEL_ID.fullmatch(door.model_name):
-            yield (
-                f"door.model_name = {door.model_name!r}: is an id, of letters, digits and {_ID_MARKS}; "
-                "what people are shown is door.display_name"
-            )
-        if self.decode.host_cache_gib and not door.prefix_reuse:
-            yield "decode.host_cache_gib: needs door.prefix_reuse: it is for prompts that are remembered"
-        if door.tokens_file is None and (door.token_requests or door.token_tokens):
-            yield "door.tokens_file: missing, and without it there is no token to limit"
-        if (door.tls_certificate is None) != (door.tls_key is None):
-            yield "door.tls_certificate and door.tls_key: both are needed, or none"
-        if door.tls_client_ca is not None and door.tls_certificate is None:
-            yield "door.tls_client_ca: needs door.tls_certificate"
-        if door.tls_certificate and door.tls_port in (door.grpc_port, door.http_port, door.metrics_port):
-            yield "door.tls_port: must differ from the other ports"
-        if door.tracing and door.tracing != CONSOLE and not door.tracing.startswith(("http://", "https://")):
-            yield f"door.tracing = {door.tracing!r}: must be a URL, or {CONSOLE}"
-        if len({door.grpc_port, door.http_port, door.metrics_port}) < 3:
-            yield "door: grpc_port, http_port and metrics_port must differ"
 
     def _quantisation_problems(self) -> Iterator[str]:
         kind = self.model.quantisation

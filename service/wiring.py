@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deltafront import __version__
-from deltafront.service.config import ConfigError, DoorConfig, ServiceConfig
+from deltafront.service.config import ConfigError, ServiceConfig
 from deltafront.service.door.auth import Authenticator, TokenFile
 from deltafront.service.door.tls import Certificates, Gate, TlsFiles
 from deltafront.service.fleet.fleet import Fleet
@@ -23,6 +23,7 @@ from deltafront.service.request.check import Limits, model_sampling
 from deltafront.service.request.context import Resources
 from deltafront.service.request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
 from deltafront.service.request.text.tokenizer import TextTokenizer
+from deltafront.service.settings import DoorConfig
 from deltafront.service.tracing import Tracing
 from deltafront.workers.messages.methods import PRESETS
 from deltafront.workers.messages.requests import Sampling

@@ -6,8 +6,9 @@ Those without a key in the configuration form a block that follows from the gRPC
 import socket
 from collections.abc import Iterator
 
-from deltafront.service.config import ConfigError, DoorConfig
+from deltafront.service.config import ConfigError
 from deltafront.service.listening import LOOPBACK, is_local, joined
+from deltafront.service.settings import DoorConfig
 
 _FIRST_BLOCK, _BLOCKS, _BLOCK_PORTS = 20_000, 120, 100
 """The blocks lie between the ports of Ray's workers and those that the kernel gives to clients."""

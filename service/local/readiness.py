@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deltafront.service.config import DoorConfig
 from deltafront.service.listening import joined, reachable
 from deltafront.service.local.ports import public_ports
+from deltafront.service.settings import DoorConfig
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 _PERIOD_S = 0.1

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deltafront.service.config import DoorConfig
 from deltafront.service.errors import DeltafrontError
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.metrics import Metrics
@@ -14,6 +13,7 @@ from deltafront.service.request.callers import Caller, Callers, RequestUse
 from deltafront.service.request.text.text_budget import HeldText
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.request.ttft_clock import TtftClock
+from deltafront.service.settings import DoorConfig
 from deltafront.service.tracing import Trace, Tracing
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.grammars import Grammars

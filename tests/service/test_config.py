@@ -20,7 +20,8 @@ from deltafront.kernels.methods import PRESETS
 from deltafront.service import wiring
 from deltafront.service.cli.serve import describe_attention
 from deltafront.service.cli.size import SHAPES, kv_bytes
-from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
+from deltafront.service.config import ConfigError, load, parse
+from deltafront.service.settings import MODEL_ID, DoorConfig
 from deltafront.service.wiring import check_start
 from deltafront.workers.model import family_registry as registry
 from deltafront.workers.model.directory.config_file import read_config

@@ -1,0 +1,142 @@
+"""The doors' section of the configuration file. Workers' sections are in `workers/settings.py`."""
+
+import dataclasses
+import ipaddress
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from deltafront.workers.settings import Count, Labels, NonNegative, Positive
+from deltafront.workers.tracing import CONSOLE
+
+_ID_MARKS = "._:/+-"
+MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_ID_MARKS)}]*")
+
+Port = Annotated[int, Field(ge=1, le=65_535)]
+Host = Annotated[str, AfterValidator(lambda given: str(ipaddress.ip_address(given)))]
+"""An IP address of this machine; `0.0.0.0` or `::` for all."""
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
+"""A web origin, such as https://chat.example.org; `*` for all."""
+File = Annotated[Path, AfterValidator(lambda path, info: Path((info.context or {}).get("folder", "")) / path)]
+"""A relative path begins at the configuration file's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoorConfig:
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    replicas: Count = 2
+    """With two doors, clients notice only a pause when one dies."""
+    per_node: Count | None = None
+    """The most doors on one node. None: any number."""
+    node_labels: Labels = dataclasses.field(default_factory=dict)
+    """Labels of nodes where doors may run; empty: anywhere."""
+    drain_s: NonNegative = 0.0
+    """How long a removed door may take to finish its requests, beyond five seconds. A Python
+    client whose request breaks off goes on at another door.
+    """
+    cpus: NonNegative = 0.1
+    """CPUs that each door asks Ray for."""
+    host: Host = "127.0.0.1"
+    """Where clients' ports listen. On a cluster `0.0.0.0`, since pods are reached at their own addresses.
+    Other ports of `deltafront serve` are at loopback.
+    """
+    max_requests: Count = 256
+    """Prompts and answers that one door works on at once. More get RESOURCE_EXHAUSTED."""
+    grpc_port: Port = 9000
+    """The Python client and the command line."""
+    http_port: Port = 8000
+    """OpenAI's API."""
+    metrics_port: Port = 9464
+    """Prometheus metrics."""
+    metrics_host: Host | None = None
+    """By default `host`."""
+    tracing: str = ""
+    """Where OpenTelemetry spans go: the URL of a collector's OTLP over HTTP, such as
+    http://collector:4318/v1/traces, or `console`.
+    """
+    max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
+    """A request's size. A door takes a few times as much memory while it receives one. It holds four times
+    this of texts that are not tokenised yet, at most half of that for one bearer token; more get
+    RESOURCE_EXHAUSTED. They take six times as much memory.
+    """
+    allowed_origins: tuple[Origin, ...] = ()
+    """Web pages of these origins may call OpenAI's API from a browser (CORS)."""
+    tokens_file: File | None = None
+    """Bearer tokens (`service/door/auth.py`). Without it every caller may call and use any session."""
+    token_requests: Count | None = None
+    """Prompts and answers that one bearer token may have at once, unless its line says otherwise."""
+    token_tokens: Count | None = None
+    """Tokens of KV cache, sessions too, that one bearer token may hold, unless its line says otherwise."""
+    tls_certificate: File | None = None
+    """PEM. With it every door speaks TLS on tls_port. It is read again when it changes."""
+    tls_key: File | None = None
+    """PEM, of tls_certificate."""
+    tls_client_ca: File | None = None
+    """PEM. With it clients need a certificate that it signed."""
+    tls_port: Port = 9443
+    """gRPC with TLS."""
+    tls_only: bool = True
+    """With TLS, refuse requests on Ray Serve's ports, which cannot be encrypted."""
+    model_name: str = ""
+    """By default made from model.path."""
+    display_name: str = ""
+    """For people. By default model_name if that is given, else the model's own name."""
+    default_method: str = ""
+    """The attention method of requests that name none. By default `dpxa` if the model has a profile, else
+    what lost least on models without one (`prefill.unmeasured`).
+    """
+    default_max_tokens: Count = 256
+    """Tokens of an answer whose request does not say."""
+    reasoning: Literal["think", "off"] = "off"
+    """`think`: chat answers of OpenAI's API give the text within <think>…</think> as `reasoning`."""
+    sampling_defaults: Literal["model", "neutral"] = "neutral"
+    """For requests that leave out temperature, top_p or top_k. `model`: they are those of the model's
+    generation_config.json, as in vLLM. `neutral`: the request is greedy.
+    """
+    default_session_ttl_s: Positive = 600.0
+    """How long a session is kept whose request does not say."""
+    prefix_reuse: bool = True
+    """Decode workers keep a prefix cache. A prompt hits the blocks of one with the same beginning and owner,
+    if dense attention or the same method and options made them. Without tokens_file all callers are one
+    owner.
+    """
+    prefix_scope: Literal["owner", "all"] = "owner"
+    """`all`: callers share the prefix cache. Then a caller who guesses a prompt's beginning can see from the
+    time and from `cached_tokens` that it was sent before.
+    """
+    replays: Annotated[int, Field(ge=0, le=10)] = 2
+    """Retries of a request after its worker died."""
+    worker_wait_s: Positive = 60.0
+    """How long a request waits for a worker while a role has none."""
+    refresh_s: Positive = 1.0
+    """How often a door asks every worker how it is."""
+    renew_s: Positive = 1.0
+    """How often a door renews its requests' leases (`stream_lease_s` of workers)."""
+
+    @property
+    def metrics_at(self) -> str:
+        return self.metrics_host or self.host
+
+    def contradictions(self) -> Iterator[str]:
+        if self.model_name and not MODEL_ID.fullmatch(self.model_name):
+            yield (
+                f"door.model_name = {self.model_name!r}: is an id, of letters, digits and {_ID_MARKS}; "
+                "what people are shown is door.display_name"
+            )
+        if self.tokens_file is None and (self.token_requests or self.token_tokens):
+            yield "door.tokens_file: missing, and without it there is no token to limit"
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            yield "door.tls_certificate and door.tls_key: both are needed, or none"
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            yield "door.tls_client_ca: needs door.tls_certificate"
+        if self.tls_certificate and self.tls_port in (self.grpc_port, self.http_port, self.metrics_port):
+            yield "door.tls_port: must differ from the other ports"
+        if self.tracing and self.tracing != CONSOLE and not self.tracing.startswith(("http://", "https://")):
+            yield f"door.tracing = {self.tracing!r}: must be a URL, or {CONSOLE}"
+        if len({self.grpc_port, self.http_port, self.metrics_port}) < 3:
+            yield "door: grpc_port, http_port and metrics_port must differ"
