@@ -293,55 +293,49 @@ def state_of(stats: WorkerStats) -> WorkerState:
     return WorkerState(usage=usage, queue_tokens=getattr(stats, "waiting_tokens", 0), up=1, **known)
 
 
+_WORKER_GAUGES = {
+    "usage": ("kv_cache_usage_ratio", "KV pages in use"),
+    "pages_free": ("kv_pages_free", "KV pages that no request or session holds, cached ones included"),
+    "pages_total": ("kv_pages", "KV pages, held or not"),
+    "running": ("num_requests_running", "Requests that a worker computes"),
+    "waiting": ("num_requests_waiting", "Requests that wait in a worker"),
+    "sessions": ("sessions", "Sessions that a decode worker holds"),
+    "queue_tokens": ("queue_tokens", "Prompt tokens that a prefill group has yet to read"),
+    "tokens_per_second": ("prefill_tokens_per_second", "How fast a prefill group reads, lately"),
+    "up": ("worker_up", "1 for a worker that answers, 0 for one that did"),
+    "draining": ("worker_draining", "1 for a worker that ends what it has and goes"),
+    "pages_remembered": ("kv_pages_remembered", "KV pages in the prefix cache"),
+    "pages_evicted": ("kv_pages_evicted", "Pages evicted from the prefix cache since the start"),
+    "pages_evicted_retained": ("kv_pages_evicted_retained", "Those that were still to be retained"),
+    "page_bytes": ("kv_page_bytes", "Bytes of a page of a decode worker"),
+    "evicted_age_s": ("kv_evicted_age_seconds", "Their ages since their last use, added up"),
+    "append_tokens_per_second": ("append_tokens_per_second", "How fast a decode worker reads a rest, lately"),
+    "fetched_tokens_per_second": ("kv_fetch_tokens_per_second", "How fast KV came back to stages, lately"),
+}
+"""A field of WorkerState → its gauge's name and text."""
+_TIER_GAUGES = {
+    "room": ("kv_tier_room_pages", "Pages that a tier below the GPU holds at most"),
+    "pages": ("kv_tier_pages", "Cached pages"),
+    "evicted": ("kv_tier_evicted_pages", "Pages evicted since the start"),
+    "evicted_retained": ("kv_tier_evicted_retained_pages", "Those that were still to be retained"),
+    "evicted_age_s": ("kv_tier_evicted_age_seconds", "Their ages since their last use, added up"),
+    "missed": ("kv_tier_missed_pages", "Pages that were gone before they were copied there, or lost"),
+    "back": ("kv_tier_back_pages", "Pages that came back since the start"),
+    "back_s": ("kv_tier_back_seconds", "The time that took"),
+    "bytes_per_page": ("kv_tier_page_bytes", "Bytes of a page"),
+}
+"""A field of TierStats → its gauge's name and text."""
+
+
 class WorkerGauges:
     """Gauges of all workers. Each door reports all, so queries take `max by (worker)` first."""
 
     def __init__(self, gauge: Callable[..., Any]) -> None:
-        self._gauge = gauge
         self._known: set[str] = set()
-        self._gauges = [  # in the order of WorkerState
-            self._gauge("kv_cache_usage_ratio", "KV pages in use", "worker"),
-            self._gauge(
-                "kv_pages_free", "KV pages that no request or session holds, cached ones included", "worker"
-            ),
-            self._gauge("kv_pages", "KV pages, held or not", "worker"),
-            self._gauge("num_requests_running", "Requests that a worker computes", "worker"),
-            self._gauge("num_requests_waiting", "Requests that wait in a worker", "worker"),
-            self._gauge("sessions", "Sessions that a decode worker holds", "worker"),
-            self._gauge("queue_tokens", "Prompt tokens that a prefill group has yet to read", "worker"),
-            self._gauge("prefill_tokens_per_second", "How fast a prefill group reads, lately", "worker"),
-            self._gauge("worker_up", "1 for a worker that answers, 0 for one that did", "worker"),
-            self._gauge("worker_draining", "1 for a worker that ends what it has and goes", "worker"),
-            self._gauge("kv_pages_remembered", "KV pages in the prefix cache", "worker"),
-            self._gauge("kv_pages_evicted", "Pages evicted from the prefix cache since the start", "worker"),
-            self._gauge("kv_pages_evicted_retained", "Those that were still to be retained", "worker"),
-            self._gauge("kv_page_bytes", "Bytes of a page of a decode worker", "worker"),
-            self._gauge("kv_evicted_age_seconds", "Their ages since their last use, added up", "worker"),
-            self._gauge(
-                "append_tokens_per_second", "How fast a decode worker reads a rest, lately", "worker"
-            ),
-            self._gauge("kv_fetch_tokens_per_second", "How fast KV came back to stages, lately", "worker"),
-        ]
-        tier = "worker tier"
         self._known_tiers: set[tuple[str, str]] = set()
-        self._tiers = {
-            "room": self._gauge("kv_tier_room_pages", "Pages that a tier below the GPU holds at most", tier),
-            "pages": self._gauge("kv_tier_pages", "Cached pages", tier),
-            "evicted": self._gauge("kv_tier_evicted_pages", "Pages evicted since the start", tier),
-            "evicted_retained": self._gauge(
-                "kv_tier_evicted_retained_pages", "Those that were still to be retained", tier
-            ),
-            "evicted_age_s": self._gauge(
-                "kv_tier_evicted_age_seconds", "Their ages since their last use, added up", tier
-            ),
-            "missed": self._gauge(
-                "kv_tier_missed_pages", "Pages that were gone before they were copied there, or lost", tier
-            ),
-            "back": self._gauge("kv_tier_back_pages", "Pages that came back since the start", tier),
-            "back_s": self._gauge("kv_tier_back_seconds", "The time that took", tier),
-            "bytes_per_page": self._gauge("kv_tier_page_bytes", "Bytes of a page", tier),
-        }
-        self._compilations = self._gauge(
+        self._gauges = {field: gauge(*said, "worker") for field, said in _WORKER_GAUGES.items()}
+        self._tiers = {field: gauge(*said, "worker tier") for field, said in _TIER_GAUGES.items()}
+        self._compilations = gauge(
             "kernel_compilations",
             "Forms of kernels compiled, or loaded from disk: in warm-up, or while requests may wait",
             "worker phase",
@@ -362,8 +356,8 @@ class WorkerGauges:
         """Show all live workers, and zeros for those that are gone."""
         gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # a series cannot be removed
         for worker, state in {**gone, **workers}.items():
-            for gauge, value in zip(self._gauges, state, strict=True):
-                gauge.labels(worker).set(value)
+            for field, gauge in self._gauges.items():
+                gauge.labels(worker).set(getattr(state, field))
         for worker, tier in self._known_tiers:
             if worker in gone:
                 for gauge in self._tiers.values():

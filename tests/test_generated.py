@@ -140,8 +140,11 @@ def test_imports_of_readmes_python_exist() -> None:
 def declared() -> list[tuple[str, str]]:
     """Kind and name of every metric that the service declares."""
     source = (ROOT / "service" / "metrics.py").read_text()
-    found: list[tuple[str, str]] = re.findall(r'self\._(histogram|counter|gauge)\(\s*"(\w+)"', source)
-    return found
+    found = re.findall(r'\b_?(histogram|counter|gauge)\(\s*"(\w+)"', source)
+    return [
+        *found,
+        *(("gauge", name) for name in re.findall(r'^    "\w+": \("(\w+)", ', source, re.MULTILINE)),
+    ]
 
 
 def declared_series() -> set[str]:
