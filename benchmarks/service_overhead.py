@@ -27,12 +27,12 @@ from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.benchmarks.streams import ending
+from deltafront.kernels.methods import method_spec
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.config import ServiceConfig, load
 from deltafront.service.local.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.tests.workers.in_process import run_in_process
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.settings import PrefillConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from deltafront.kernels import methods
+from deltafront.kernels.constants import DECODE_HEAD_DIMS, PAGE_TOKENS, PREFILL_HEAD_DIMS
 from deltafront.service.settings import DoorConfig
 from deltafront.workers.kv.pages.host_tier import BATCH_PAGES
-from deltafront.workers.messages import methods
-from deltafront.workers.messages.methods import PAGE_TOKENS
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.directory.model_config import ModelConfig
@@ -103,7 +103,7 @@ class ServiceConfig(BaseModel):
     def _method_problems(self) -> Iterator[str]:
         for module in self.prefill.method_modules:  # they register the names checked below
             try:
-                methods.load_methods(module)
+                methods.load(module)
             except methods.MethodError as error:
                 yield f"prefill.method_modules: {error}"
         for key, name, options in self._named_methods:
@@ -209,8 +209,8 @@ class ServiceConfig(BaseModel):
         if 0 < gib < (least := BATCH_PAGES * PAGE_TOKENS * token / 2**30):
             problems.append(f"decode.host_cache_gib = {gib:g}: must be 0, or at least {least + 5e-4:.3f}")
         # A decode worker prefills appended text with prefill's kernels.
-        heads = methods.PREFILL_HEAD_DIMS
-        both = tuple(dim for dim in methods.DECODE_HEAD_DIMS if dim in heads)
+        heads = PREFILL_HEAD_DIMS
+        both = tuple(dim for dim in DECODE_HEAD_DIMS if dim in heads)
         for key, part, dims in (("prefill", self.prefill, heads), ("decode", self.decode, both)):
             if part.device == "cuda" and model.head_dim not in dims:
                 taken, own = ", ".join(map(str, dims)), model.head_dim

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deltafront import __version__
+from deltafront.kernels.methods import PRESETS
 from deltafront.service.config import ConfigError, ServiceConfig
 from deltafront.service.door.auth import Authenticator, TokenFile
 from deltafront.service.door.tls import Certificates, Gate, TlsFiles
@@ -25,7 +26,6 @@ from deltafront.service.request.handler import CancelAtOtherDoors, RequestHandle
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.settings import DoorConfig
 from deltafront.service.tracing import Tracing
-from deltafront.workers.messages.methods import PRESETS
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.states import DecodeStats, WorkerStats
 from deltafront.workers.model.adapter import AdapterFiles

@@ -61,19 +61,20 @@ ROOMS = {
         workers.model workers.kv kernels""",
     "service.errors": "",
     "service.settings": "workers.settings workers.tracing",
-    "service.config": """workers.messages workers.settings service.settings workers.kv.pages.host_tier
-        workers.model.family_registry workers.model.directory workers.model.calibrated""",
+    "service.config": """kernels.constants kernels.methods workers.settings service.settings
+        workers.kv.pages.host_tier workers.model.family_registry workers.model.directory
+        workers.model.calibrated""",
     "service.metrics": "workers.messages service.errors",
     "service.fleet": "workers.messages workers.roles workers.remote workers.waits service.errors",
-    "service.request": """workers.messages workers.roles workers.settings workers.waits
-        workers.model.directory workers.model.calibrated workers.model.grammars service.errors
-        service.settings service.metrics service.tracing service.fleet""",
+    "service.request": """kernels.constants kernels.methods workers.messages workers.roles workers.settings
+        workers.waits workers.model.directory workers.model.calibrated service.errors service.settings
+        workers.model.grammars service.metrics service.tracing service.fleet""",
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages workers.waits service.errors service.request protos",
-    "service.wiring": """workers.messages workers.settings workers.tracing workers.model.directory
-        workers.model.adapter workers.model.grammars
-        workers.model.calibrated service.settings service.config service.metrics service.fleet service.request
-        service.door service.tracing""",
+    "service.wiring": """kernels.methods workers.messages workers.settings workers.tracing
+        workers.model.directory workers.model.adapter workers.model.grammars workers.model.calibrated
+        service.settings service.config
+        service.metrics service.fleet service.request service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.listening": "",
     "service.entry": "service.cli",
@@ -86,12 +87,11 @@ ROOMS = {
     "service.client": """workers.messages service.errors service.door.wire service.door.status
         service.request.answers service.request.calls protos""",
     "service.local": """workers.messages workers.waits service.settings service.config service.haproxy
-        service.listening
-        service.app""",
-    "service.cli": """kernels.methods workers.messages workers.settings workers.model.directory
-        workers.model.calibrated workers.model.decoder workers.calibration workers.kv.pages.pool
-        service.errors service.config service.listening service.wiring service.request.answers
-        service.request.text.tokenizer service.client service.local""",
+        service.listening service.app""",
+    "service.cli": """kernels.constants kernels.methods workers.messages workers.settings
+        workers.model.directory workers.model.calibrated workers.model.decoder workers.calibration
+        workers.kv.pages.pool service.errors service.config service.listening service.wiring
+        service.request.answers service.request.text.tokenizer service.client service.local""",
 }
 
 # A package → the only modules or rooms that take it. Oracles are in tests/reference.

@@ -17,11 +17,11 @@ import numpy as np
 
 from deltafront.benchmarks.engine.rows import BATCH, Row, row
 from deltafront.benchmarks.streams import ending
+from deltafront.kernels.constants import BLOCK
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.errors import Overloaded
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished
 from deltafront.workers.messages.events import Token
-from deltafront.workers.messages.methods import BLOCK
 
 T = TypeVar("T")
 _TRIES = 30

@@ -24,10 +24,10 @@ from deltafront.benchmarks.engine.cached import Made, cached_row
 from deltafront.benchmarks.engine.measure import APPENDED
 from deltafront.benchmarks.engine.rows import Row, row
 from deltafront.benchmarks.engine.setup import ANSWER_ROOM
+from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.kv.pages.store_tier import GROUP_PAGES
-from deltafront.workers.messages.methods import PAGE_TOKENS
 
 GROUP_TOKENS = GROUP_PAGES * PAGE_TOKENS
 _PATIENCE_S = 120.0

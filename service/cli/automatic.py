@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from deltafront.kernels.constants import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
 from deltafront.service.cli.planner import Demand, HostPlan, best, configuration, gpus_needed, longest, uses
 from deltafront.service.cli.size import GIB, kv_bytes
 from deltafront.service.config import ConfigError
 from deltafront.service.local.machine import Gpu, Machine
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from deltafront.workers.messages.methods import DECODE_HEAD_DIMS, PREFILL_HEAD_DIMS
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.settings import KVDtype, PrefillConfig
 

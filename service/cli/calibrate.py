@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.methods import MethodError, method_spec
 from deltafront.service.cli.terminal import err, fail, read_options, read_text
 from deltafront.service.wiring import shown_name
 from deltafront.workers.calibration import probes
 from deltafront.workers.calibration.probes import ANSWER_WEIGHT, Document, Text
-from deltafront.workers.messages.methods import PAGE_TOKENS
 from deltafront.workers.model.calibrated.profile import (
     DecodePages,
     Profile,

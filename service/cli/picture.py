@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from deltafront.kernels.methods import MethodError, MethodSpec
 from deltafront.service.cli import terminal
 from deltafront.service.cli.terminal import ADDRESS, Address, Bearer, Method, Options, Tls, err
 from deltafront.service.config import ConfigError, ServiceConfig, load
@@ -20,7 +21,6 @@ from deltafront.service.request.answers import Timings
 from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.service.wiring import local_model
 from deltafront.workers.messages.events import Progress
-from deltafront.workers.messages.methods import MethodError, MethodSpec
 from deltafront.workers.model.directory.model_files import ModelError
 
 if TYPE_CHECKING:

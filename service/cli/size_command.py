@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from deltafront.kernels.constants import DECODE_HEAD_DIMS
 from deltafront.service.cli.planner import (
     MOST_GPUS,
     Demand,
@@ -26,7 +27,6 @@ from deltafront.service.cli.planner import (
 from deltafront.service.cli.size import DTYPE_BYTES, GIB, RESERVE_GIB, SHAPES, Sizing, check, row, sizing
 from deltafront.service.cli.terminal import err, fail
 from deltafront.service.config import ConfigError, parse
-from deltafront.workers.messages.methods import DECODE_HEAD_DIMS
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError

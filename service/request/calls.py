@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from deltafront.kernels.methods import MethodSpec
 from deltafront.service.errors import InvalidArgument
-from deltafront.workers.messages.methods import MethodSpec
 from deltafront.workers.messages.requests import PageSelection, RequestOptions, Sampling
 
 MAX_MESSAGES = 4096

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deltafront.kernels.methods import MethodError, MethodSpec, reads_whole_prompts
 from deltafront.service.errors import DeadlineExceeded, InvalidArgument, TooLong, shown
 from deltafront.service.request.calls import (
     AttentionMethod,
@@ -22,7 +23,6 @@ from deltafront.service.request.calls import (
     SamplingParams,
     check_count,
 )
-from deltafront.workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
 from deltafront.workers.messages.requests import PageSelection, RequestOptions, Sampling
 from deltafront.workers.model.calibrated.levels import thresholds_for
 from deltafront.workers.model.calibrated.profile import Profile

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltafront.kernels.constants import BLOCK
 from deltafront.workers.messages.events import (
     ChunkRead,
     DecodeReport,
@@ -28,7 +29,6 @@ from deltafront.workers.messages.events import (
     SessionKept,
     Token,
 )
-from deltafront.workers.messages.methods import BLOCK
 from deltafront.workers.messages.prompts import PromptKey, links_of
 from deltafront.workers.messages.requests import (
     DecodeFailed,

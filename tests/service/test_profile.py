@@ -13,13 +13,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from deltafront.kernels.methods import MethodSpec
 from deltafront.service.cli.main import app
 from deltafront.service.cli.serve import read_settings
 from deltafront.service.client import DeltafrontClient, PrefillFinished
 from deltafront.service.config import ConfigError, ServiceConfig, load, parse
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.wiring import check_start
-from deltafront.workers.messages.methods import MethodSpec
 from deltafront.workers.model.directory import store
 from deltafront.workers.settings import DecodeConfig
 

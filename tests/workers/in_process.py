@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.kv.cache import PagedKVCache, Sides, row_forms
 from deltafront.workers.kv.fetch import KVSource
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, UsePages, check_kv, described
 from deltafront.workers.messages.events import PrefillDone, PrefillReport
-from deltafront.workers.messages.methods import MethodSpec
 from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.prefill.group.chunks import ModelWork

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.service.request.run.prefix import prompt_key
-from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.prompts import PromptKey
 
 from .prompts import packed

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.layers.kv_int8 import dequantise, quantise
+from deltafront.kernels.methods import method_spec
 from deltafront.tests.workers.in_process import InProcessReader, local_controller
 from deltafront.tests.workers.in_ranks import followers, parts, unused
 from deltafront.workers.decode.decode_attention import plan_layers
@@ -24,7 +25,6 @@ from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.runner import DecodeRunner, warm_up
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.messages.events import ChunkRead
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import GenerateJob, KeepSession, Sampling
 from deltafront.workers.messages.stages import KVRange
 from deltafront.workers.model.decoder.stack import LayerStack

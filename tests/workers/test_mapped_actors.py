@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from ray.exceptions import RayError
 
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.methods import method_spec
 from deltafront.tests.workers.in_process import InProcessReader
 from deltafront.tests.workers.in_ranks import part
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.decode.worker import DecodeReplica
 from deltafront.workers.messages.events import PrefillDone, Token
-from deltafront.workers.messages.methods import BLOCK, method_spec
 from deltafront.workers.messages.requests import GenerateJob, PrefillJob, Reservation, Sampling
 from deltafront.workers.messages.states import DECODE_PREFIX, NAMESPACE
 from deltafront.workers.prefill.group.group import PrefillGroup

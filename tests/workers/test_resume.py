@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from deltafront.kernels import options
+from deltafront.kernels.methods import PRESETS, MethodSpec, method_spec, resume_step
 from deltafront.service.request.run.prefix import resume_at
 from deltafront.tests.workers.in_process import InProcessReader, local_controller
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
-from deltafront.workers.messages.methods import PRESETS, MethodSpec, method_spec, resume_step
 from deltafront.workers.messages.requests import GenerateJob, PrefillFailed, PrefillJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange
 from deltafront.workers.prefill.group.controller import PrefillController

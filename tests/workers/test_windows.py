@@ -14,6 +14,7 @@ import transformers
 
 from deltafront.kernels.attention.inputs import window_begin
 from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.tests.numerics import assert_rows_close, row_errors
 from deltafront.tests.workers.in_process import local_controller
 from deltafront.workers.calibration import delta_layer_search, delta_layers
@@ -26,7 +27,6 @@ from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.messages.events import PrefillDone
-from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.decoder.load import load_model

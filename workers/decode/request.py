@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.reads import Recompute, Step, next_layers, plan_reads
 from deltafront.workers.decode.step_rows import Row
 from deltafront.workers.decode.times import RequestTimes
@@ -17,7 +18,6 @@ from deltafront.workers.kv.pages.leases import Lease
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import RequestPages
 from deltafront.workers.messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
-from deltafront.workers.messages.methods import BLOCK
 from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Reservation
 from deltafront.workers.model.grammars import GrammarState
 from deltafront.workers.tracing import NO_SPAN, Span

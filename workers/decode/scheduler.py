@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.reads import Read, Recompute, Step
 from deltafront.workers.decode.request import DecodeRequest
 from deltafront.workers.decode.runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult, SampledToken
 from deltafront.workers.messages.events import FinishReason, Token
-from deltafront.workers.messages.methods import BLOCK
 from deltafront.workers.model.grammars import Mask
 from deltafront.workers.pace import Recent
 from deltafront.workers.settings import DecodeConfig

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deltafront.workers.messages.methods import PAGE_TOKENS
+from deltafront.kernels.constants import PAGE_TOKENS
 
 LINK_BYTES = 16
 PAGE_BYTES = PAGE_TOKENS * 4

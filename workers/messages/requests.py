@@ -4,7 +4,8 @@ import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from deltafront.workers.messages.methods import BLOCK, PAGE_TOKENS, MethodSpec
+from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
+from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.messages.prompts import PromptKey
 
 ID_BYTES = 4

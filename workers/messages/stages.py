@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.messages.events import LayerDensity
-from deltafront.workers.messages.methods import MethodSpec
 from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
 
 

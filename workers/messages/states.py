@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deltafront.workers.messages.methods import PAGE_TOKENS
+from deltafront.kernels.constants import PAGE_TOKENS
 
 RATE_LASTS_S = 60.0
 """How long a group's rate stays valid while it is idle."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.methods import MethodSpec, is_exact
 from deltafront.service.errors import InvalidArgument, TooLong
 from deltafront.service.request.calls import Call, Prompt, pack_ids
 from deltafront.service.request.context import Resources
 from deltafront.service.request.text.text_budget import HeldText
 from deltafront.service.request.text.tokenizer import TemplateError, TextTooLong, TokenLimit
-from deltafront.workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact
 from deltafront.workers.messages.requests import ID_BYTES, recompute_pages
 from deltafront.workers.model.grammars import GrammarError, grammar_of
 

@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.methods import MethodSpec, is_exact, lasting_tokens, resume_step
 from deltafront.service.errors import WorkerError
 from deltafront.service.fleet.fleet import Fleet
 from deltafront.service.fleet.fleet_view import not_draining
 from deltafront.workers.messages.events import Prefix
-from deltafront.workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact, lasting_tokens, resume_step
 from deltafront.workers.messages.prompts import LINK_BYTES, PromptKey, chain_of, root_of
 from deltafront.workers.messages.requests import ID_BYTES
 from deltafront.workers.messages.states import DecodeStats, GroupStats

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from deltafront.kernels.methods import resume_step
 from deltafront.service.errors import WorkerError, WorkerFailed, WorkerLost
 from deltafront.service.fleet.fleet_view import Charge
 from deltafront.service.request.calls import Call
@@ -24,7 +25,6 @@ from deltafront.workers.messages.events import (
     Progress,
     summed_by_layer,
 )
-from deltafront.workers.messages.methods import resume_step
 from deltafront.workers.messages.requests import PrefillJob, RefusalReason, Refused
 from deltafront.workers.roles import DecodeWorker, Group
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+from deltafront.kernels.methods import is_exact
 from deltafront.service.errors import (
     DeadlineExceeded,
     NotFound,
@@ -30,7 +31,6 @@ from deltafront.service.request.run.plan import Plan, constrained, plan_answer, 
 from deltafront.service.request.run.prefix import PrefixHit, find_prefix, prompt_key
 from deltafront.service.request.run.prompt_prefill import PromptPrefill
 from deltafront.workers.messages import events, prompts, requests
-from deltafront.workers.messages.methods import is_exact
 from deltafront.workers.roles import DecodeWorker
 
 _LAST_REPORT_S = 5.0

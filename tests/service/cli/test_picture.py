@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from deltafront.kernels.methods import method_spec
 from deltafront.service.cli import drawing
 from deltafront.service.client import Timings
 from deltafront.workers.calibration.tiles import TilesRead, tiles_read
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.settings import ModelSpec
 
 from ...workers.tiny_model import HEADS, LAYERS

@@ -16,12 +16,11 @@ import pytest
 import yaml
 
 from deltafront.benchmarks.models.public import SERVED, Public
-from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.constants import BLOCK, DECODE_HEAD_DIMS
 from deltafront.service.cli import planner, size
 from deltafront.service.cli.planner import Demand, best
 from deltafront.service.cli.size import GIB, SHAPES, rank_bytes, stage_bytes
 from deltafront.service.config import load
-from deltafront.workers.messages.methods import DECODE_HEAD_DIMS
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from deltafront.kernels.methods import method_spec
 from deltafront.tests.workers.in_process import run_in_process
 from deltafront.workers.calibration.tiles import tiles_read
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..tiny_model import HEADS, LAYERS, make_tiny_model, random_ids

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
+from deltafront.kernels.methods import method_spec
 from deltafront.workers.kv.pages import request_pages
 from deltafront.workers.messages.events import FinishReason, Prefix
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import (
     GenerateJob,
     KeepSession,

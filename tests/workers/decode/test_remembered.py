@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from deltafront.kernels.methods import method_spec
 from deltafront.workers.messages.events import FinishReason, Prefix
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import GenerateJob, KeepSession, RefusalReason, Refused, Reservation
 
 from ..conftest import Answer, Bench

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from deltafront.kernels.methods import method_spec
 from deltafront.workers.messages.events import LayerDensity
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import PrefillJob
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
 from deltafront.workers.prefill.group.chunks import ModelWork

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from deltafront.kernels.methods import method_spec
 from deltafront.service.cli.size import SHAPES
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.prefill.group.chunks import (
     ChunkCost,
     ModelWork,

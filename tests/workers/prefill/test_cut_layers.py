@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltafront.workers.messages.methods import MethodSpec, method_spec
+from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import DecoderLayer, Residual
 from deltafront.workers.model.directory.model_config import ModelConfig

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.workers.messages.methods import method_spec
+from deltafront.kernels.methods import method_spec
 from deltafront.workers.messages.stages import ChunkReport
 from deltafront.workers.prefill.group.account import Account, Throughput
 

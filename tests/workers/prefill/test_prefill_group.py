@@ -14,9 +14,9 @@ import pytest
 import ray
 import torch
 
+from deltafront.kernels.methods import method_spec
 from deltafront.tests.numerics import assert_rows_close
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import (
     PrefillCancelled,
     PrefillFailed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltafront.workers.messages.methods import MethodSpec, method_spec
+from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillJob
 from deltafront.workers.prefill.group.chunks import ChunkSizes
 from deltafront.workers.prefill.group.request_table import Request

@@ -13,8 +13,8 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
+from deltafront.kernels.methods import method_spec
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import PrefillFailed, Refused
 from deltafront.workers.messages.stages import ChunkCommand, OpenRequest, RequestFailed
 from deltafront.workers.prefill.group.controller import PrefillController

@@ -16,10 +16,10 @@ import torch
 
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.tests.numerics import assert_rows_close, row_errors
 from deltafront.tests.workers.in_process import DeviceKV, local_controller, run_in_process
 from deltafront.workers.messages.events import PrefillDone
-from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
 from deltafront.workers.messages.stages import (
     FirstLogits,

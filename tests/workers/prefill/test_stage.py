@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from deltafront.kernels.methods import MethodSpec
 from deltafront.tests.numerics import assert_rows_close
 from deltafront.tests.workers.in_process import InProcessSender
 from deltafront.workers.kv.handoff.protocols import HandoffError
-from deltafront.workers.messages.methods import MethodSpec
 from deltafront.workers.messages.stages import (
     ChunkCommand,
     HandoffFailed,

@@ -10,8 +10,8 @@ import torch
 
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.methods import method_spec
 from deltafront.tests.workers.in_process import run_in_process
-from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.messages.events import LayerDensity, PrefillReport, summed_by_layer
-from deltafront.workers.messages.methods import MethodSpec
 from deltafront.workers.messages.stages import ChunkReport
 from deltafront.workers.messages.states import RATE_LASTS_S
 

@@ -17,7 +17,7 @@ from itertools import accumulate, product
 from statistics import fmean
 
 from deltafront.kernels.constants import BLOCK
-from deltafront.workers.messages.methods import MethodSpec
+from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.model.directory.model_config import ModelConfig
 
 _CACHE_SIZE = 64

@@ -13,10 +13,10 @@ import torch
 
 from deltafront.kernels.interface import Attention, AttentionInput, StateSpec, TileCounts
 from deltafront.kernels.layers.rope import KVRows
+from deltafront.kernels.methods import resume_step
 from deltafront.workers.kv.cache import PagedKVCache, Sides
 from deltafront.workers.kv.handoff.protocols import KVStream
 from deltafront.workers.messages.events import LayerDensity
-from deltafront.workers.messages.methods import resume_step
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from deltafront.workers.prefill.stage.phases import PhaseTimer
 

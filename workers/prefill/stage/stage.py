@@ -16,11 +16,11 @@ import torch
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError, StateSpec
 from deltafront.kernels.methods import MethodError
+from deltafront.kernels.methods import load as load_methods
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.fetch import KVSource, NoKVSource, from_host, pieces
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
 from deltafront.workers.kv.pages.pool import first_of_run, pages_for
-from deltafront.workers.messages.methods import load_methods
 from deltafront.workers.messages.stages import (
     ChunkCommand,
     ChunkReport,

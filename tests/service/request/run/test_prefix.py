@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.methods import lasting_tokens, method_spec
 from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run.prefix import (
     Rates,
@@ -21,7 +23,6 @@ from deltafront.service.request.run.prefix import (
 )
 from deltafront.tests.states import decode_stats
 from deltafront.workers.messages.events import Prefix
-from deltafront.workers.messages.methods import PAGE_TOKENS, lasting_tokens, method_spec
 from deltafront.workers.messages.prompts import LINK_BYTES, chain_of, links_of
 from deltafront.workers.messages.states import DecodeStats
 

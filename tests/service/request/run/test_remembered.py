@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, retries
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.fleet.session_ids import worker_of
 from deltafront.service.request.run import attempt
-from deltafront.workers.messages.methods import PAGE_TOKENS
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation
 
 from ...fleet.test_fleet import changed
