@@ -1,1 +1,1 @@
-"""The front door; runs on CPU nodes and never imports torch."""
+"""The front end (API server). It runs on CPU nodes and never imports torch."""

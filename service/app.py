@@ -126,11 +126,15 @@ class DoorReplica(FrontDoor):
             await self._tls.start()
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
-        """Cancel requests for the door that asks, and return how many. Serve calls all doors."""
+        """Cancel requests at this door on behalf of another, and return their number. Serve calls all
+        doors.
+        """
         return 0 if door == self._id else self._requests.cancel_here(owner, request_id)
 
     async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:
-        """Return how many were cancelled. A door that dies or hangs meanwhile ends its requests anyway."""
+        """Cancel at the other doors and return the number. A door that dies or hangs meanwhile ends its
+        requests anyway.
+        """
         context = serve.get_replica_context()
         doors = serve.get_deployment_handle(context.deployment, context.app_name)
         asked = doors.broadcast("end_requests", self._id, owner, request_id)

@@ -1,7 +1,6 @@
 """The configuration, read and checked once at start.
 
-A field has its own bounds, here and in `workers/settings.py`. Checks of several values are in
-`ServiceConfig`.
+Each field has its bounds, here and in `workers/settings.py`. `ServiceConfig` checks combinations of fields.
 """
 
 from __future__ import annotations
@@ -41,7 +40,9 @@ _WARM_UP_TOKENS = 256
 
 @dataclass(frozen=True)
 class DefaultAttention:
-    """The attention of requests that name no method. measured: the operator or a profile chose it."""
+    """The attention of requests that name no method. measured: chosen by the operator or by a profile, not
+    by the built-in default.
+    """
 
     method: str
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -242,11 +243,11 @@ class ServiceConfig(BaseModel):
 def parse(
     content: Mapping[str, Any], source: str = "configuration", folder: Path | None = None
 ) -> ServiceConfig:
-    """Check plain data, from YAML or Serve's `args`. Raises ConfigError.
+    """Parse and check a configuration given as plain data, from YAML or Serve's `args`. Raises ConfigError.
 
     Args:
-        source: Names the data in errors.
-        folder: Where relative paths begin.
+        source: The data's name in error messages.
+        folder: The folder to which relative paths refer.
     """
     try:
         return ServiceConfig.model_validate(_with_profile(content, folder), context={"folder": folder or ""})
@@ -275,8 +276,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(path: Path) -> ServiceConfig:
-    """Read a YAML file. A relative path may also start at the package, which brings samples. Paths in the
-    file are relative to its folder. Raises ConfigError."""
+    """Read a YAML configuration. A relative path may also refer to the package's samples. Paths in the
+    file are relative to its folder. Raises ConfigError.
+    """
     path = path if path.exists() or not (_PACKAGE / path).is_file() else _PACKAGE / path
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)

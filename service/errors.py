@@ -9,7 +9,7 @@ _LONGEST_MESSAGE = 4000
 
 
 def shown(value: str) -> str:
-    """Quote the beginning of what a caller sent, for a message."""
+    """Quote the beginning of a caller's value for an error message."""
     return repr(value) if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]!r}…"
 
 
@@ -18,7 +18,7 @@ def cut(text: str, longest: int) -> str:
 
 
 class Code(StrEnum):
-    """The codes of errors, named as in gRPC. Metrics count them as outcomes."""
+    """Error codes, named as in gRPC. Metrics count them as outcomes."""
 
     INVALID_ARGUMENT = "invalid_argument"
     NOT_FOUND = "not_found"
@@ -43,7 +43,7 @@ class DeltafrontError(Exception):
 
 
 class InvalidArgument(DeltafrontError):
-    """The request can never work. `field` names what to change."""
+    """The request is invalid. `field` names the field to change."""
 
     code = Code.INVALID_ARGUMENT
 
@@ -53,17 +53,17 @@ class InvalidArgument(DeltafrontError):
 
 
 class TooLong(InvalidArgument):
-    """The prompt does not fit the model's positions."""
+    """The prompt is longer than the model's context."""
 
 
 class NotFound(DeltafrontError):
-    """No such session for this token."""
+    """The caller has no such session."""
 
     code = Code.NOT_FOUND
 
 
 class Overloaded(DeltafrontError):
-    """There is no room now, or ever (without retry_after_s)."""
+    """There is no capacity now; without retry_after_s, there never will be."""
 
     code = Code.RESOURCE_EXHAUSTED
 
@@ -75,7 +75,7 @@ class DeadlineExceeded(DeltafrontError):
 
 
 class TooSlow(DeadlineExceeded):
-    """The request itself did not arrive in time, whatever its deadline."""
+    """The request's message took too long to arrive, whatever its deadline."""
 
 
 class Unauthenticated(DeltafrontError):
@@ -113,7 +113,7 @@ class RemoteError(DeltafrontError):
 
 
 class WorkerError(Exception):
-    """The door may retry the request. `worker` is the actor's name."""
+    """A worker failed; the door may retry the request. `worker` is the actor's name."""
 
     def __init__(self, worker: str, message: str) -> None:
         super().__init__(message)
@@ -126,7 +126,7 @@ class WorkerLost(WorkerError):
 
 
 class WorkerFailed(WorkerError):
-    """The call failed, but the worker lives."""
+    """The call failed, but the worker is alive."""
 
 
 class WorkerHandoffFailed(WorkerFailed):

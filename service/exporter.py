@@ -1,4 +1,4 @@
-"""The scrape port that all doors of a node share. Connections that send nothing take no thread."""
+"""The Prometheus scrape port that all doors of a node share. Idle connections take no thread."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed"}
 
 
 class Exporter:
-    """Serves /metrics. It waits for the port while another door has it."""
+    """Serves /metrics. While another door has the port, it waits for it."""
 
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""Chooses the configuration of `serve` where no file gives one: this machine's GPUs, or its CPUs."""
+"""Chooses a configuration for `serve` without a file, from this machine's GPUs or CPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ which takes seconds for tens of GiB."""
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """The flags of `serve` that take part in the choice; None: not given."""
+    """The flags of `serve` that affect the choice; None: not given."""
 
     gpus: int | None = None
     device: Literal["cpu", "cuda"] | None = None
@@ -38,7 +38,9 @@ NO_WISHES = Wishes()
 
 @dataclass(frozen=True)
 class Choice:
-    """content: for `service.config.parse`, without the adapter. lines: what was chosen and what fits."""
+    """content: the configuration for `service.config.parse`, without the adapter. lines: what was chosen and
+    what fits, to print.
+    """
 
     content: dict[str, Any]
     lines: tuple[str, str]
@@ -48,11 +50,11 @@ def choose(model: ModelConfig, path: str, machine: Machine, wishes: Wishes) -> C
     """Choose how to serve a model on this machine.
 
     Args:
-        model: From the model's own directory.
+        model: The configuration in the model's directory.
         path: The model's directory, file or hub id, for the configuration.
 
     Raises:
-        ConfigError: The machine has fewer GPUs than asked for, or the model does not fit them.
+        ConfigError: The machine has fewer GPUs than requested, or the model does not fit them.
     """
     _check_numbers(wishes)
     dims = sorted(set(PREFILL_HEAD_DIMS) & set(DECODE_HEAD_DIMS))
@@ -148,7 +150,9 @@ def _kv_dtype(name: str | None) -> KVDtype | None:
 
 
 def host_gib(free_gib: float, kept_gib: float) -> float:
-    """Choose the host memory of the prefix cache. It holds what GPUs hold, too, so less than that is none."""
+    """Choose the prefix cache's host memory in GiB. It also holds what the GPUs hold, so a smaller size is
+    useless: 0.
+    """
     gib = int(min(_HOST_SHARE * free_gib, _HOST_PAGES * kept_gib))
     return float(gib) if gib > kept_gib else 0.0
 

@@ -210,14 +210,14 @@ class _Documents:
         self._questions = questions
 
     def for_pages(self, budget: int, tokens: int | None) -> list[Document]:
-        """Make documents of the texts, to choose Δ-layers by. Raises ValueError if one is too short.
+        """Make documents from the texts, for choosing Δ-layers. Raises ValueError if a text is too short.
 
-        With questions there are three more: facts alone, where all pages look alike; several values for one
+        With questions there are three more: only facts, where all pages look alike; several values for one
         key; and chains of variables.
 
         Args:
-            budget: Pages.
-            tokens: Tokens of a document; by default four budgets.
+            budget: Page budget K.
+            tokens: Tokens of a document; by default four times the budget.
         """
         from deltafront.workers.calibration.delta_layers import shortest_text
 
@@ -232,7 +232,7 @@ class _Documents:
         return [*self.of_length(most), *(kind(random.Random(0), room, count, first) for kind, count in more)]
 
     def of_length(self, tokens: int) -> list[Document]:
-        """Make a document of each text. With its questions it has about this many tokens."""
+        """Make one document per text, of about this many tokens including its questions."""
         room = tokens - self._questions * ANSWER_TOKENS
         return [
             probes.needles(random.Random(number), room, self._questions, text)

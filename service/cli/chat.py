@@ -1,7 +1,7 @@
 """`deltafront chat`: a conversation in the terminal, about a document if one is given.
 
-The document is read once and kept as a session. Each question goes to it with the conversation so far, from
-which failed and stopped questions are dropped.
+The document is prefilled once and kept as a session. Each question extends it by the conversation so far,
+without failed and stopped questions.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def chat_command(
     recompute: Recompute = None,
     keep: Keep = None,
 ) -> None:
-    """Talk with the model; questions from standard input, one a line. Ctrl-C stops an answer, Ctrl-D ends."""
+    """Chat with the model: one question per line of standard input. Ctrl-C stops an answer, Ctrl-D ends."""
     if file == "-":
         terminal.fail("standard input is for questions: give the document as a file")
     opening = [_message("system", system)] if system else []
@@ -68,12 +68,12 @@ def chat_command(
 
 @dataclass
 class Conversation:
-    """A conversation, perhaps about a document.
+    """A conversation, optionally about a document.
 
     Attributes:
-        opening: Messages before the questions, with the document.
-        prefill, decode: Options of requests.
-        keep: Seconds to keep the document.
+        opening: Messages before the questions, including the document.
+        prefill, decode: Options of the requests.
+        keep: Seconds to keep the document's session.
     """
 
     client: DeltafrontClient
@@ -96,7 +96,7 @@ class Conversation:
                     bar.show(event)
 
     def ask(self, question: str) -> None:
-        """Print the answer. If the session is gone, prefill the document again first."""
+        """Send a question and print the answer. If the session is gone, first prefill the document again."""
         turns = [*self.turns, _message("user", question)]
         try:
             text = self._answer(turns)

@@ -1,6 +1,7 @@
-"""`deltafront drain`: take this pod's Ray node out of service, as a preStop hook.
+"""`deltafront drain`: drain this pod's Ray node, as a preStop hook.
 
-Kubernetes tells only the pod that it will end. Serve replaces replicas, and lets them finish, if Ray is told.
+Kubernetes tells only the pod that it will end. Serve replaces replicas, and lets them finish, if Ray drains
+the node.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def drain_command(
         str, typer.Option(help="Which node, where several run on this machine.", show_default=False)
     ] = "",
 ) -> None:
-    """Have Ray move what runs on this node, and wait until nothing is left (a pod's preStop)."""
+    """Drain this Ray node and wait until nothing runs on it (for a pod's preStop hook)."""
     from ray._private.services import find_node_ids
 
     try:
@@ -58,7 +59,7 @@ def drain_with_head(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Sequence[str]:
-    """Drain a node as `drain_node` does, and wait for a head that is away. Raises DrainError."""
+    """Drain a node like `drain_node`, and wait if Ray's head is temporarily gone. Raises DrainError."""
     from ray.exceptions import RayError
 
     began = clock()
@@ -82,7 +83,7 @@ def drain_node(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Sequence[str]:
-    """Drain the one node of `local` that Ray knows.
+    """Drain the node of `local` that Ray knows; there must be exactly one.
 
     Returns:
         The classes of the actors that are left after deadline_s.
@@ -123,7 +124,7 @@ def _say(line: str) -> None:
 
 
 class RayHead:
-    """The head of this machine's Ray cluster, asked as `ray drain-node` does. Nodes are ids in hex.
+    """A client of the Ray cluster's head, using the calls of `ray drain-node`. Nodes are ids in hex.
 
     Raises:
         DrainError: No Ray runs here.
@@ -145,14 +146,14 @@ class RayHead:
         return GcsClient(address=self.address)
 
     def nodes(self) -> dict[str, bool]:
-        """Return living nodes, and whether each is the head's."""
+        """Return the ids of living nodes, and whether each is the head node."""
         from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
         nodes = self._client.get_all_node_info(timeout=_TIMEOUT_S, state_filter=GcsNodeInfo.ALIVE)
         return {node.node_id.hex(): node.is_head_node for node in nodes.values()}
 
     def drain(self, node: str, deadline_s: float) -> str | None:
-        """Drain a node. Return a reason if Ray refuses."""
+        """Drain a node. Returns Ray's reason if it refuses."""
         from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
         deadline_ms = int((time.time() + deadline_s) * 1000)

@@ -29,7 +29,7 @@ _PARTS = ((24, 71, 133), (217, 119, 6), (22, 128, 89), (190, 50, 50), (112, 72, 
 
 
 def to_terminal(console: Console, tiles: TilesRead, title: str) -> None:
-    """Print the mean map of all heads, then a shade for each head."""
+    """Print the tile map averaged over heads, then one shaded cell per head."""
     console.print(title, highlight=False)
     mean_NM = tiles.read_LHNM.mean((0, 1), dtype=np.float32)
     read_NM, causal_NM = _shrink(mean_NM), _shrink(np.tri(len(mean_NM), dtype=np.float32))
@@ -55,7 +55,7 @@ def _shade(share: float | None) -> str:
 
 
 def to_image(tiles: TilesRead, title: str, timings: Timings | None) -> Image.Image:
-    """Draw a map for each head (column) and layer (row), and below them the parts of TTFT."""
+    """Draw a tile map for each head (column) and layer (row), and below them the parts of TTFT."""
     layers, heads, blocks, _ = tiles.read_LHNM.shape
     side = _MAP if blocks > _MAP else blocks * (_MAP // blocks)
     parts = [] if timings is None else significant_parts(timings)

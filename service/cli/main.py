@@ -66,7 +66,7 @@ def _needs_server(context: typer.Context) -> None:
 
 
 def _add_server_command(name: str, module: str) -> None:
-    """Add a command of a machine that serves. A client's machine has its name alone."""
+    """Add a command that needs the server's packages. A client-only installation shows just its name."""
     if importlib.util.find_spec("ray") is None:
         anything = {"allow_extra_args": True, "ignore_unknown_options": True}
         app.command(name, context_settings=anything)(_needs_server)
@@ -95,7 +95,7 @@ def prefill(
     timings: ShowTimings = False,
     json: Json = False,
 ) -> None:
-    """Read a document and keep it; prints the session's id."""
+    """Prefill a document and keep it as a session; prints the session's id."""
     text = terminal.read_text(file)
     with terminal.connect(address, token, tls) as client, terminal.ProgressBar(err) as bar:
         result: PrefillFinished | None = None
@@ -148,7 +148,7 @@ def generate(
     timings: ShowTimings = False,
     json: Json = False,
 ) -> None:
-    """Answer a document, or a question about a session."""
+    """Generate an answer to a prompt, or to a question about a session."""
     if (file is None) == (session is None):
         fail("give either FILE or --session")
     if session is not None and not question:
@@ -182,14 +182,14 @@ def _show_finish(finish: GenerateFinished, *, asked_session: bool, timings: bool
 
 @sessions.command()
 def release(session_id: str, address: Address = ADDRESS, token: Bearer = "", tls: Tls = False) -> None:
-    """Free a session's pages now."""
+    """End a session and free its pages."""
     with terminal.connect(address, token, tls) as client:
         client.release(session_id)
 
 
 @app.command()
 def info(address: Address = ADDRESS, token: Bearer = "", tls: Tls = False, json: Json = False) -> None:
-    """The model, its limits, methods and capacity."""
+    """Show the model, its limits, methods and capacity."""
     with terminal.connect(address, token, tls) as client:
         server = client.info()
     if json:
@@ -200,7 +200,7 @@ def info(address: Address = ADDRESS, token: Bearer = "", tls: Tls = False, json:
 
 @app.command()
 def verify(directory: Annotated[Path, typer.Argument(help="A model's directory.")]) -> None:
-    """Compare a model's files with their digests and mark it complete (the model's Job)."""
+    """Compare a model's files with their digests and mark it complete (for the model's Kubernetes Job)."""
     from deltafront.service.wiring import checked_config
     from deltafront.workers.model.directory.digest import COMPLETE, mark_complete
     from deltafront.workers.model.directory.model_files import ModelError

@@ -1,7 +1,7 @@
-"""`deltafront picture`: which tiles are computed for a prompt, and where its time to first token went.
+"""`deltafront picture`: draws the tiles computed for a prompt, and the parts of its time to first token.
 
-This process prefills it, with the configuration's model and chunks. Unlike a server it computes all rows of
-the last layer. torch is imported when the command runs.
+This process prefills the prompt, with the configuration's model and chunks. Unlike a server it computes all
+rows of the last layer. torch is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def picture_command(
     token: Bearer = "",
     tls: Tls = False,
 ) -> None:
-    """Draw the attention tiles that a prompt computes and, with --ask, where its time to first token went."""
+    """Draw the attention tiles computed for a prompt and, with --ask, the parts of its time to first
+    token.
+    """
     _require_pillow()
     options = terminal.read_options(option)
     text = terminal.read_text(file)

@@ -1,4 +1,5 @@
-"""Chooses the configuration of one host's GPUs that serves a model. Memory is counted as in `size`."""
+"""Plans how a model is served on the GPUs of one host: stages, ranks and cache sizes. Memory is counted as in
+`size`."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -33,12 +34,12 @@ _TILE_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The purpose and limits of a plan. A host's GPUs have `gpu_gib` each.
+    """The requirements of a plan. Each of the host's GPUs has `gpu_gib`.
 
     Attributes:
-        quantisations: Those that may be chosen, the best first.
-        kv_dtype: As asked for.
-        stages, ranks: None: any number.
+        quantisations: Weight formats to choose from, the best first.
+        kv_dtype: The requested format of the KV cache.
+        stages, ranks: Required numbers; None: any.
     """
 
     model: ModelConfig
@@ -56,13 +57,14 @@ class Demand:
 
     @property
     def room(self) -> int:
-        """Bytes of a GPU that one process may fill."""
+        """Bytes of GPU memory that one process may fill."""
         return int((self.gpu_gib - self.reserve_gib) * GIB)
 
 
 @dataclass(frozen=True)
 class HostUse:
-    """How GPUs are shared out. beside: ranks are on the stages' GPUs; otherwise on GPUs of their own."""
+    """How GPUs are assigned to stages and ranks. beside: ranks share the stages' GPUs; otherwise they have
+    separate GPUs."""
 
     quantisation: Quantisation | None
     stages: int
@@ -77,11 +79,11 @@ class HostUse:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """A use with its sizes.
+    """A `HostUse` with sizes.
 
     Attributes:
-        prefill_tokens, decode_tokens: `cache_tokens` of both.
-        stage_bytes, rank_bytes: With that KV cache, but without what the stage maps.
+        prefill_tokens, decode_tokens: `cache_tokens` of prefill and decode.
+        stage_bytes, rank_bytes: Bytes with that KV cache, but without memory that the stage maps.
     """
 
     use: HostUse
@@ -93,10 +95,10 @@ class HostPlan:
 
 
 def uses(demand: Demand) -> Iterator[HostUse]:
-    """Yield uses, the best first: unquantised weights, then many stages (for the first token), then many
+    """Yield uses, the best first: unquantised weights, then more stages (for the first token), then more
     ranks.
 
-    Ranks have GPUs of their own where there are enough for both.
+    Ranks have separate GPUs if there are enough for both.
     """
     most = min(demand.gpus, demand.model.layers)
     counts = [n for n in range(most, 0, -1) if demand.stages in (None, n)]
@@ -107,14 +109,17 @@ def uses(demand: Demand) -> Iterator[HostUse]:
 
 
 def best(demand: Demand) -> HostPlan | None:
-    """Plan the first of `uses` that fits: with room for two contexts if stages and decode hold both, else
-    one."""
+    """Plan the first of `uses` that fits, with KV cache for two contexts if both stages and decode workers
+    can hold them, else for one.
+    """
     plans = (plan(demand, use, held) for use in uses(demand) for held in (2, 1))
     return next((found for found in plans if found is not None), None)
 
 
 def plan(demand: Demand, use: HostUse, prompts: int) -> HostPlan | None:
-    """Fill the GPUs. prompts: contexts that stages have room for. Returns None if something does not fit."""
+    """Fill the GPUs' memory. prompts: number of contexts that stages hold. Returns None if something does
+    not fit.
+    """
     context = cache_tokens(demand.tokens)
     how = demand.dtype, use.quantisation, demand.kv_dtype
     stage = _stage_bytes(demand, use, prompts * context)
@@ -158,18 +163,18 @@ def gpus_needed(demand: Demand) -> int | None:
 
 
 def cache_tokens(tokens: int) -> int:
-    """Round up to whole pages, and to what warm-up needs."""
+    """Round a cache size up to full pages, and to the minimum of warm-up."""
     return max(pages_for(tokens) * PAGE_TOKENS, _LEAST_TOKENS)
 
 
 def recomputed_tokens(tokens: int) -> int:
-    """Count the tokens of room for recomputed blocks. Short prompts are prefilled densely."""
+    """Return the cache tokens needed for recomputed blocks; 0 for short prompts, whose prefill is dense."""
     dense = tokens <= UNMEASURED.options["min_tokens"]
     return 0 if dense else PAGE_TOKENS * recompute_pages(RECOMPUTED, tokens, appended=False)
 
 
 def missing_bytes(demand: Demand) -> int:
-    """Return the bytes that the fullest GPU lacks, in the use that lacks least; 0 if one fits."""
+    """Return the bytes that the fullest GPU lacks, in the use that comes closest; 0 if one fits."""
     return min((max(_excess(demand, use), 0) for use in uses(demand)), default=0)
 
 
@@ -182,7 +187,7 @@ def _excess(demand: Demand, use: HostUse) -> int:
 
 
 def configuration(demand: Demand, found: HostPlan, path: str) -> dict[str, Any]:
-    """Make plain data for `service.config.parse`. path: the model's."""
+    """Make the configuration for `service.config.parse`. path: the model's path."""
     use, stretched = found.use, demand.tokens > demand.model.positions
     chunk = min(_CHUNK_TOKENS, found.prefill_tokens // _TILE_TOKENS * _TILE_TOKENS)
     model: dict[str, Any] = {"path": path, "dtype": demand.dtype}
@@ -256,7 +261,7 @@ def explained(demand: Demand, found: HostPlan) -> list[str]:
 
 
 def beyond_training(model: ModelConfig, tokens: int) -> list[str]:
-    """Return a line that says what is lost if a context has more tokens than the model has positions."""
+    """Return a warning if contexts are longer than the model's positions; otherwise None."""
     if tokens <= model.positions:
         return []
     return [

@@ -74,10 +74,10 @@ def serve_command(
 def read_settings(
     config: Path | None, model: str | None, adapter: str | None, wishes: Wishes = NO_WISHES
 ) -> ServiceConfig:
-    """Read the file, or choose a configuration for this machine where there is none, which is printed.
+    """Read the configuration file; without one, choose a configuration for this machine and print it.
 
     Raises:
-        ConfigError: The file is wrong, flags contradict each other, or the machine does not do.
+        ConfigError: The file is wrong, flags contradict each other, or the machine is not sufficient.
         ModelError: The model cannot be used.
     """
     if config is None:
@@ -124,7 +124,7 @@ def with_keys(settings: ServiceConfig, section: str, keys: Mapping[str, int | No
 
 
 def describe_attention(settings: ServiceConfig) -> str:
-    """Say in one line what requests get that name no method."""
+    """Describe, in one line, the attention of requests that name no method."""
     default, blocks = settings.default_attention, settings.recompute_blocks
     chosen = f"{default}, {blocks} blocks recomputed" if default.method != "dense" else "dense"
     if default.measured:

@@ -1,4 +1,4 @@
-"""Computes the GPUs and memory that a model takes at given context lengths.
+"""Computes the GPUs and memory that a model needs at given context lengths.
 
 Weights and KV cache are counted as workers allocate them. Everything else is a flat reserve per process.
 """
@@ -44,13 +44,13 @@ class Sizing:
     """The GPUs for contexts that are prefilled one at a time, and decoded `concurrency` at once.
 
     Attributes:
-        tokens: Prompt and answer.
+        tokens: Tokens of prompt and answer.
         stages: None if no number fits.
         ranks: GPUs of a decode worker (decode.tensor_parallel).
-        stage_bytes, decode_bytes: Bytes of a GPU.
+        stage_bytes, decode_bytes: Bytes used on each GPU.
         contexts_per_worker: 0 if its GPUs cannot hold the weights and one context.
         host_cache_gib: Host memory of a decode worker (decode.host_cache_gib); 0: none.
-        host_tokens: Tokens whose KV cache host memory holds.
+        host_tokens: Tokens whose KV fits into that host memory.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Sizing:
 
     @property
     def gpus(self) -> int | None:
-        """All GPUs; None if something does not fit."""
+        """The total number of GPUs; None if something does not fit."""
         if self.stages is None or self.decode_workers is None:
             return None
         return self.stages + self.decode_workers * self.ranks
@@ -113,12 +113,14 @@ def weight_bytes(
 
 
 def kv_bytes(model: ModelConfig, layers: int, dtype: Dtype, kv_dtype: KVDtype | None = None) -> int:
-    """Count the bytes of one token's K and V. In 8 bits each row of a head has a scale of a byte."""
+    """Count the bytes of one token's K and V. In 8 bits each head's K and V also have a scale byte each."""
     return model.kv_bytes(layers, DTYPE_BYTES[dtype], kv_dtype is not None)
 
 
 def brought_back_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """Count the bytes of a stage's copy in `dtype` of one layer's 8-bit KV cache, which it attends to."""
+    """Count the bytes of the copy in `dtype` that a stage makes of one layer's 8-bit KV cache, to attend
+    to.
+    """
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     return 0 if kv_dtype is None else tokens * kv_bytes(model, 1, dtype)
 
@@ -131,7 +133,8 @@ def stage_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Count the fullest stage's weights and KV cache. Raises ModelError for more stages than layers."""
+    """Count the bytes of weights and KV cache on the fullest stage. Raises ModelError for more stages than
+    layers."""
     tokens = pages_for(cache_tokens) * PAGE_TOKENS
     brought_back = brought_back_bytes(model, cache_tokens, dtype, kv_dtype)
     sizes = []
@@ -151,8 +154,8 @@ def rank_bytes(
     quantisation: Quantisation | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """Count the weights and KV cache of a decode worker's rank: its part of layers and head, the whole
-    embedding. Raises ModelError if the ranks cannot share the model equally."""
+    """Count the bytes of weights and KV cache on one rank: its part of layers and output head, and the whole
+    embedding. Raises ModelError if the model does not divide evenly over the ranks."""
     part, size = model.of_rank(ranks), DTYPE_BYTES[dtype]
     kv = pages_for(cache_tokens) * PAGE_TOKENS * kv_bytes(part, model.layers, dtype, kv_dtype)
     rows = 0 if model.tied_embeddings else -(-model.vocab // ranks)  # a tied head is part of the embedding
@@ -161,7 +164,7 @@ def rank_bytes(
 
 
 def rank_counts(model: ModelConfig) -> list[int]:
-    """List the numbers of ranks that a decode worker can be cut into."""
+    """List the possible tensor-parallel sizes of a decode worker."""
     whole = math.gcd(model.kv_heads, *model.mlp_widths)
     return [n for n in range(1, whole + 1) if whole % n == 0]
 
@@ -185,7 +188,7 @@ def sizing(
 
     Args:
         stages: None: as few as fit.
-        ranks: None: as many as take the fewest GPUs.
+        ranks: None: the number that needs the fewest GPUs.
 
     Raises:
         ModelError: There are more stages than layers, or the ranks cannot share the model equally.
@@ -230,7 +233,7 @@ def sizing(
 
 
 def host_tokens(model: ModelConfig, gib: float, dtype: Dtype, kv_dtype: KVDtype | None) -> int:
-    """Count the tokens whose KV cache host memory holds, in whole pages of all ranks."""
+    """Return the tokens whose KV fits into `gib` GiB of host memory, in full pages of all ranks."""
     return int(gib * GIB) // (PAGE_TOKENS * kv_bytes(model, model.layers, dtype, kv_dtype)) * PAGE_TOKENS
 
 
@@ -248,7 +251,7 @@ def check(
 
 
 def row(sized: Sizing) -> dict[str, str]:
-    """Return column → value. Prefill is stages × GiB, decode is workers × ranks × GiB."""
+    """Return a table row: column → value. Prefill is stages × GiB, decode is workers × ranks × GiB."""
     stage, decode = sized.stage_bytes / GIB, decode_cell(sized)
     workers = sized.decode_workers
     host = f"{sized.host_cache_gib:g} GiB, {sized.host_tokens:,} tokens"
@@ -269,12 +272,12 @@ def row(sized: Sizing) -> dict[str, str]:
 
 
 def named(sized: Sizing) -> str:
-    """Return a model's name, and which of its parts have 8 bits."""
+    """Return a model's name, with the parts that have 8 bits."""
     parts = [sized.model, sized.quantisation, sized.kv_dtype and f"K/V {sized.kv_dtype}"]
     return ", ".join(part for part in parts if part)
 
 
 def decode_cell(sized: Sizing) -> str:
-    """Return a worker's ranks × GiB, or its GiB if it is one."""
+    """Format a worker's memory: ranks × GiB, or GiB for one rank."""
     gib = f"{sized.decode_bytes / GIB:.1f}"
     return gib if sized.ranks == 1 else f"{sized.ranks} × {gib}"

@@ -1,4 +1,4 @@
-"""`deltafront size`: what a model takes, or which configuration to use on given GPUs."""
+"""`deltafront size`: the GPUs and memory that a model needs, or a configuration for given GPUs."""
 
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,9 +78,9 @@ def size_command(
     ] = None,
     write: Annotated[Path | None, typer.Option(help="With --gpus, write the configuration there.")] = None,
 ) -> None:
-    """How many GPUs, and what is in their memory, for a model at given context lengths.
+    """Print the number of GPUs and their memory for a model at given context lengths.
 
-    With --gpus: which configuration to use on the GPUs of one host.
+    With --gpus: print a configuration for the GPUs of one host.
     """
     if dtype not in DTYPE_BYTES:
         fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
@@ -194,7 +194,7 @@ def _path(name: str) -> str:
 
 
 def _notes(sized: Sizing, model: ModelConfig) -> Iterator[str]:
-    """Yield what `serve` would refuse of a model on GPUs."""
+    """Yield a line for each reason why `serve` would refuse the model on GPUs."""
     for line in beyond_training(model, sized.tokens):
         yield f"{sized.model}: {line}"
     if model.head_dim not in DECODE_HEAD_DIMS:

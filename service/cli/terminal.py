@@ -130,7 +130,7 @@ class ProgressBar:
 def stream_answer(
     client: DeltafrontClient, request: dict[str, Any], quiet: bool
 ) -> tuple[str, GenerateFinished]:
-    """Print an answer unless quiet. Returns the text and the last event."""
+    """Receive an answer, and print it unless quiet. Returns the text and the last event."""
     text = ""
     with ProgressBar(err) as bar:
         for event in client.generate(**request):
@@ -172,7 +172,7 @@ def show_timings(console: Console, timings: Timings) -> None:
 
 
 def describe_usage(usage: Usage, asked_session: bool) -> str:
-    """Say how many tokens were cached and, if no session was asked for, whose they may be."""
+    """Describe how many tokens were cached and, if no session was requested, where they may come from."""
     counts = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them not read again"
     if asked_session or not usage.cached_tokens:
         return counts

@@ -35,8 +35,9 @@ from deltafront.workers.messages.events import Progress, Token
 
 
 class AsyncDeltafrontClient:
-    """`DeltafrontClient` for asyncio: the same arguments, events and errors. It is made inside of a running
-    event loop, and used in that one."""
+    """`DeltafrontClient` for asyncio: the same arguments, events and errors. Create it in a running event
+    loop, and use it in that loop.
+    """
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class AsyncDeltafrontClient:
         return self._stream(self._stub.Generate, *generate_request(prompt, **options))
 
     async def release(self, session_id: str) -> None:
-        """Free a session's pages now. Raises NotFound."""
+        """End a session and free its pages. Raises NotFound."""
         request = wire.fill_message(pb.ReleaseSessionRequest, session_id=session_id)
         retries = Retries(self._retry_s, None)
         try:
@@ -84,7 +85,7 @@ class AsyncDeltafrontClient:
                 raise
 
     async def cancel(self, request_id: str) -> int:
-        """Cancel all requests of this token with this id. Returns their number."""
+        """Cancel all requests with this id and this client's token. Returns their number."""
         request = wire.fill_message(pb.CancelRequestRequest, request_id=request_id)
         return int((await self._call(self._stub.CancelRequest, request)).requests)
 

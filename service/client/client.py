@@ -33,18 +33,19 @@ from deltafront.workers.messages.events import Progress, Token
 
 
 class DeltafrontClient:
-    """Calls a server. Methods raise subclasses of DeltafrontError. Closing an iterator cancels its request.
+    """The synchronous client of a server. Methods raise subclasses of DeltafrontError. Closing an iterator
+    cancels its request.
 
-    After a lost connection a request resumes where its answer stopped. A server that never answered is
-    Unavailable at once. One whose machine is gone is noticed after 6 minutes of silence.
+    After a lost connection a request resumes where its answer stopped. If the server never answered,
+    Unavailable is raised at once. A server whose machine is gone is noticed after 6 minutes of silence.
 
     Args:
         token: A bearer token; by default DELTAFRONT_TOKEN.
-        tls: The address speaks TLS. True takes the environment's files.
-        retry_s: How long to retry without an answer; 0 raises ConnectionLost at once.
+        tls: Use TLS. True takes the files named by the environment.
+        retry_s: Seconds for which to retry without an answer; 0 raises ConnectionLost at once.
 
     Raises:
-        InvalidArgument: The address is not host:port, or no header can hold the token.
+        InvalidArgument: The address is not host:port, or the token has characters that a header cannot hold.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DeltafrontClient:
         yield from self._stream(self._stub.Generate, request, deadline)
 
     def release(self, session_id: str) -> None:
-        """Free a session's pages now. Raises NotFound."""
+        """End a session and free its pages. Raises NotFound."""
         request = wire.fill_message(pb.ReleaseSessionRequest, session_id=session_id)
         retries = Retries(self._retry_s, None)
         try:
@@ -95,7 +96,7 @@ class DeltafrontClient:
                 raise
 
     def cancel(self, request_id: str) -> int:
-        """Cancel all requests of this token with this id. Returns their number."""
+        """Cancel all requests with this id and this client's token. Returns their number."""
         request = wire.fill_message(pb.CancelRequestRequest, request_id=request_id)
         return int(self._call(self._stub.CancelRequest, request).requests)
 

@@ -1,4 +1,4 @@
-"""The parts that both clients share: channel options, token, and errors in our own terms."""
+"""The parts that both clients share: channel options, token, and translation of errors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ safety net."""
 
 
 class Connection:
-    """An address, how to call it, and what its errors mean. Raises InvalidArgument for a wrong address or
-    token.
+    """A server's address with gRPC's channel options and error translation. Raises InvalidArgument for a
+    wrong address or token.
 
     Args:
         grpc_module: `grpc` or `grpc.aio`.
@@ -49,11 +49,11 @@ class Connection:
         )
 
     def answered(self) -> None:
-        """Note that a Deltafront server is there."""
+        """Record that a Deltafront server has answered at this address."""
         self._answered = True
 
     def translate(self, error: Any) -> DeltafrontError:
-        """Say what an error of gRPC means."""
+        """Translate a gRPC error into a DeltafrontError."""
         if self.closed:
             return Cancelled("the client was closed")
         details, metadata = error.details() or "", error.trailing_metadata() or ()

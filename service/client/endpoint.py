@@ -56,11 +56,11 @@ def wrong_endpoint(address: str, details: str) -> InvalidArgument | None:
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files.
+    """Paths of PEM files for TLS.
 
     Attributes:
-        ca: The signer of the server's certificate; by default the system's.
-        certificate, key: The client's own, if the server asks.
+        ca: The CA of the server's certificate; by default the system's CAs.
+        certificate, key: The client's own, if the server requires one.
     """
 
     ca: Path | None = None

@@ -1,4 +1,4 @@
-"""Turns the arguments of both clients into messages of the contract."""
+"""Turns the arguments of both clients into protobuf messages."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class PrefillOptions(TypedDict, total=False):
     """Arguments of `prefill` and `generate`.
 
     Attributes:
-        method, options: Attention, such as `dpxa` and {"share": 0.1}. By default the server's.
-        session_ttl_s: Seconds that the session is kept. `generate` keeps one only if it is given.
-        timeout_s: Seconds until the server gives up.
+        method, options: Attention method, such as `dpxa` and {"share": 0.1}. By default the server's.
+        session_ttl_s: Seconds for which the session is kept. `generate` keeps one only if this is given.
+        timeout_s: Seconds until the request fails with DeadlineExceeded.
         request_id: For `cancel` and the server's audit log. By default random.
-        cache_salt: The prefix cache shares only with requests of the same salt.
-        retain_s: A hint to keep the prompt in the prefix cache for this number of seconds; 0: not at all.
-        skip_cache: Prefill all of the prompt, whatever of it is cached.
-        chat_template_kwargs: Variables of the template for messages.
-        special_tokens: `parse` reads control tokens in text, but never in messages. By default `text`.
+        cache_salt: Only requests with the same salt share cached prefixes.
+        retain_s: A hint to keep the prompt in the prefix cache for this many seconds; 0: do not cache it.
+        skip_cache: Prefill the whole prompt, even if a prefix is cached.
+        chat_template_kwargs: Variables of the chat template.
+        special_tokens: `parse`: control tokens spelled in a text prompt take effect (never in messages). By
+            default `text`.
     """
 
     method: str
@@ -51,10 +52,10 @@ class GenerateOptions(PrefillOptions, total=False):
     """More arguments of `generate`.
 
     Attributes:
-        session_id, append: A session of `prefill` and what follows it, in place of a prompt.
+        session_id, append: A session from `prefill` and the text or messages after it, in place of a prompt.
         max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos: As in vLLM's SamplingParams.
         page_selection: `full` or `delta`. By default the server's.
-        recompute_blocks: Blocks of a sparse prompt that are computed again densely. By default the server's.
+        recompute_blocks: Number of blocks to recompute densely after sparse prefill. By default the server's.
         json_schema, regex, grammar: At most one, which the answer follows. A grammar is llguidance's Lark, or
             GBNF.
     """
@@ -76,8 +77,8 @@ class GenerateOptions(PrefillOptions, total=False):
 
 
 def prefill_request(prompt: PromptLike, **given: Any) -> tuple[Any, float | None]:
-    """Make a message of PrefillOptions. Returns it and the deadline in seconds since the epoch, if there is
-    one. Raises InvalidArgument."""
+    """Make the message of a prefill. Returns it and the deadline, in seconds since the epoch, if any. Raises
+    InvalidArgument."""
     _check_names(given, PrefillOptions)
     request = calls.PrefillRequest(
         prompt=_prompt(prompt, given.get("special_tokens", "text"), given.get("chat_template_kwargs")),
@@ -87,7 +88,7 @@ def prefill_request(prompt: PromptLike, **given: Any) -> tuple[Any, float | None
 
 
 def generate_request(prompt: PromptLike | None, **given: Any) -> tuple[Any, float | None]:
-    """Make a message of GenerateOptions, as `prefill_request` does."""
+    """Make the message of a generate request. Returns and raises like `prefill_request`."""
     _check_names(given, GenerateOptions)
     selection = given.get("page_selection", "")
     if selection not in list(PageSelection):

@@ -12,7 +12,9 @@ _LONGEST_PAUSE_S = 2.0
 
 @dataclass
 class Retries:
-    """Retries one request for retry_s without an answer. deadline: seconds since the epoch."""
+    """Decides about retries of one request, for at most `retry_s` without an answer. deadline: seconds
+    since the epoch.
+    """
 
     retry_s: float
     deadline: float | None
@@ -29,9 +31,9 @@ class Retries:
         self._pause_s = _FIRST_PAUSE_S
 
     def pause_s(self, error: DeltafrontError) -> float:
-        """Return how many seconds to wait before the next try.
+        """Return the seconds to wait before the next try.
 
-        After a lost connection an overloaded server is retried too: the dead door's pages may not be free
+        After a lost connection, Overloaded is retried too, because the dead door's pages may not be free
         yet.
 
         Raises:

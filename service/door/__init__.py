@@ -1,1 +1,3 @@
-"""The edges: gRPC (`grpc_door.py`) and OpenAI's HTTP (`http_door.py`); who may call (`auth.py`)."""
+"""The protocols of a door: gRPC (`grpc_door.py`), OpenAI's HTTP (`http_door.py`), and authentication
+(`auth.py`).
+"""

@@ -85,7 +85,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Authenticator:
-    """Finds a request's caller. `gate` refuses unencrypted requests."""
+    """Authenticates a request's caller. `gate` refuses requests without TLS."""
 
     tokens: TokenFile | None
     gate: Gate | None = None

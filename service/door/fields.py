@@ -1,4 +1,6 @@
-"""Reads protobuf messages without decoding them, because each field takes more memory than its bytes."""
+"""Inspects protobuf messages without decoding them, because a decoded field takes more memory than its
+bytes.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ _SEARCHED_FIELDS = 64
 
 
 def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
-    """Say whether a message, with the messages in it, has more than `max_fields`. Raises ValueError for
+    """Say whether a message, including nested ones, has more than `max_fields` fields. Raises ValueError for
     invalid protobuf."""
     messages: list[tuple[int, int, Any]] = [(0, len(data), descriptor)]
     count = 0
@@ -29,7 +31,7 @@ def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
 
 
 def text_of(data: bytes, number: int) -> str:
-    """Find a text among a message's first fields; empty if there is none."""
+    """Find the text field `number` among a message's first fields; empty if it is not there."""
     text = b""
     with contextlib.suppress(ValueError):  # what was found before the error stands
         for found, wire, start, stop in islice(_fields(data, 0, len(data)), _SEARCHED_FIELDS):

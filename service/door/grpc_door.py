@@ -45,14 +45,17 @@ def _answering(rpc: str, kind: type[_M]) -> Callable[..., AsyncIterator[_M]]:
 
 
 class FrontDoor:
-    """A door. Health is answered on any loop, everything else on the one that made the door."""
+    """The gRPC service of a door. Health is answered on any event loop, everything else on the one that
+    created the door.
+    """
 
     def __init__(self, requests: RequestHandler) -> None:
         self._requests = requests
         self._loop = asyncio.get_running_loop()
 
     def owner(self, rpc: str, metadata: Headers) -> str:
-        """Return a caller's owner, before its message is received. Raises Unauthenticated."""
+        """Authenticate a call before its message is received, and return the caller's owner id. Raises
+        Unauthenticated."""
         return self._requests.owner(rpc, metadata)
 
     Prefill = _answering("Prefill", pb.PrefillResponse)
@@ -102,7 +105,7 @@ class FrontDoor:
     async def Watch(
         self, request: UndecodedMessage, grpc_context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Yield the status whenever it changes, until the stream is ended (`registration.py`)."""
+        """Yield the health status whenever it changes, until `registration.py` ends the stream."""
         last: Any = None
         service: Any = None
         with _status_on(grpc_context):

@@ -1,8 +1,8 @@
 """The HTTP edge for OpenAI's clients, and /health for probes.
 
-Requests run as they do for gRPC. A streamed answer is server-sent events. While its prompt waits or is read,
-lines that clients skip keep proxies from closing the connection. The status goes out with the first of them,
-so a later error is an event.
+Requests run as for gRPC. A streamed answer is server-sent events. While its prompt waits or is prefilled,
+comment lines keep proxies from closing the connection. The first of them also sends the HTTP status, so a
+later error is an event.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class HttpDoor:
     """Makes the ASGI application.
 
     Args:
-        max_body_bytes: Bytes of a request at most.
-        keep_alive_s: Seconds of a stream's silence at most.
-        origins: Web pages of these origins may call; `*` for all.
+        max_body_bytes: Maximum size of a request body.
+        keep_alive_s: Longest silence of a stream, in seconds.
+        origins: Web origins that may call (CORS); `*` for all.
     """
 
     def __init__(

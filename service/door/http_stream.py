@@ -1,4 +1,4 @@
-"""Streamed answers over HTTP: server-sent events, until they end or the client leaves."""
+"""Streamed answers over HTTP: server-sent events, until they end or the client disconnects."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ vLLM and SGLang take one for the beginning of an event. A line without the space
 
 
 class EventStream:
-    """A response of server-sent events. `started` tells whether the status is out.
+    """A response of server-sent events. `started`: whether the HTTP status was sent.
 
     Args:
-        comments: Lines that clients skip say how far the prompt is.
+        comments: Whether comment lines report prefill progress.
     """
 
     def __init__(self, send: Send, comments: bool = False) -> None:
@@ -47,8 +47,9 @@ class EventStream:
             await self.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
 
     async def skipped(self, comment: str) -> None:
-        """Send a line that clients skip, unless the last one has just been sent. One newline: after two, some
-        clients take it for an event."""
+        """Send a comment line, which clients skip, unless the last one was just sent. It ends with one
+        newline: after two, some clients take it for an event.
+        """
         if (now := time.monotonic()) - self._skipped_at >= _LINE_S:
             self._skipped_at = now
             await self.write(f": {comment}\n".encode() if self._comments else _EMPTY_LINE)
@@ -66,9 +67,9 @@ class EventStream:
 async def until_disconnect(
     events: AsyncGenerator[RequestEvent, None], receive: Receive, keep_alive_s: float
 ) -> AsyncGenerator[RequestEvent | None, None]:
-    """Yield the events, and None after each silence. Raises ClientDisconnect.
+    """Yield the events, and None after each silence of keep_alive_s. Raises ClientDisconnect.
 
-    Closing it closes `events`, which frees whatever the request holds.
+    Closing it closes `events`, which frees all resources of the request.
     """
     gone, next_event = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(anext(events))
     try:
@@ -98,7 +99,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def answer_http_1_0_without_chunks() -> None:
-    """Make this process's uvicorn send no chunks to HTTP/1.0, which has none (RFC 9112, 6.1)."""
+    """Make this process's uvicorn send no chunked encoding to HTTP/1.0, which lacks it (RFC 9112, 6.1)."""
     httptools_impl.RequestResponseCycle = _Response  # type: ignore[misc]
 
 

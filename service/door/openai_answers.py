@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The form of an endpoint's answers. `source` is the field that holds the prompt."""
+    """The object names in an endpoint's answers. `source` is the request field that holds the prompt."""
 
     prefix: str
     object_type: str
@@ -73,11 +73,11 @@ TEXT = Endpoint(
 
 @dataclass(frozen=True)
 class Reply:
-    """Makes the objects that answer one request.
+    """Makes the response objects of one request.
 
     Args:
-        positions: What prompt and answer share.
-        reasoning: None if all of the text is content.
+        positions: Maximum tokens of prompt and answer together.
+        reasoning: Splits reasoning from content; None: all text is content.
     """
 
     endpoint: Endpoint
@@ -88,7 +88,9 @@ class Reply:
     reasoning: ReasoningSplitter | None = None
 
     def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
-        """Make the object of a whole answer. parts: all but the last one, which `finish` has."""
+        """Make the response object of a complete answer. parts: all parts but the last one, which `finish`
+        has.
+        """
         parts = [*parts, *self.parts(finish.text, finish.usage.completion_tokens, last=True)]
         whole = AnswerPart("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
         choice = _choice(self.endpoint.answer(whole), _reason(finish))
@@ -103,15 +105,17 @@ class Reply:
         return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in parts]
 
     def parts(self, text: str, tokens: int, last: bool = False) -> list[AnswerPart]:
-        """Tell reasoning from content; nothing while the text is held back. tokens: the answer's number, this
-        text's included."""
+        """Split text into reasoning and content; empty while it is held back. tokens: tokens of the answer so
+        far, including this text."""
         if self.reasoning is None:
             return [AnswerPart(content=text)] if text else []
         parts = [self.reasoning.push(text, tokens), *([self.reasoning.flush()] if last else [])]
         return [part for part in parts if any(part)]
 
     def last_chunks(self, finish: GenerateFinished, options: StreamOptions) -> list[Json]:
-        """End with the held-back text, the finish reason with our report, and usage if it was asked for."""
+        """Make a stream's last chunks: the held-back text, the finish reason with the `deltafront` report,
+        and usage if requested.
+        """
         usage = finish.usage if options.continuous_usage_stats else None
         chunks = self.chunks(self.parts(finish.text, finish.usage.completion_tokens, last=True), usage)
         chunks += [
@@ -164,7 +168,7 @@ def _report(finish: GenerateFinished) -> Json:
 
 
 def model_card(info: ServerInfo, created: int) -> Json:
-    """Describe the model. `max_model_len` is the number of positions, which prompt and answer share."""
+    """Make the model's object for /v1/models. `max_model_len` counts tokens of prompt and answer together."""
     card = {"id": info.model, "object": "model", "created": created, "owned_by": "deltafront"}
     return {**card, "display_name": info.display_name, "max_model_len": info.max_positions}
 
@@ -220,11 +224,12 @@ def error_object(
 
 
 def error_body(error: DeltafrontError, source: str, positions: int) -> Json:
-    """Make an error's object.
+    """Make OpenAI's object of an error.
 
     Args:
-        source: Replaces the contract's `prompt` and `append` in the message.
-        positions: The model's. Clients know a prompt that is too long by the words of OpenAI that name them.
+        source: Replaces gRPC's field names `prompt` and `append` in the message.
+        positions: The model's context length. Clients recognise a too long prompt by OpenAI's wording, which
+            contains it.
     """
     status, kind, code = _classify(error)
     message, param = error.message.replace("the deadline", "timeout_s"), None
@@ -252,7 +257,7 @@ def _is_late(error: DeltafrontError) -> bool:
 
 
 def headers_of(error: DeltafrontError) -> dict[str, str]:
-    """Return headers that say when to retry. OpenAI's client retries by itself unless it is told not to."""
+    """Return retry headers. OpenAI's client retries by itself unless a header forbids it."""
     if error.retry_after_s is not None:
         return {"retry-after": str(math.ceil(max(error.retry_after_s, 0.0)))}
     if _is_late(error):

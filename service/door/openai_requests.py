@@ -1,7 +1,7 @@
-"""OpenAI's chat completions and completions as plain data.
+"""Parses OpenAI's chat completions and completions.
 
-A field is refused by name if it is unknown or asks for something that this service lacks. Null, values that
-change nothing (`n: 1`) and labels (`user`) are accepted. The service's own fields stand beside OpenAI's.
+A field is refused by name if it is unknown or not supported. Null, values without effect (`n: 1`) and labels
+(`user`) are accepted. The service's own fields stand beside OpenAI's.
 """
 
 import difflib
@@ -115,7 +115,7 @@ class UnknownModel(NotFound):
 
 
 class NotJson(InvalidArgument):
-    """The body is of another content type."""
+    """The body's content type is not JSON."""
 
     def __init__(self, content_type: str) -> None:
         super().__init__(
@@ -137,7 +137,7 @@ class StreamOptions(_Strict):
 
 
 class _CommonFields(_Strict):
-    """Fields of both endpoints. From `method` on they are the gRPC contract's."""
+    """Fields of both endpoints. Those from `method` on are the same as in gRPC."""
 
     model: str
     stream: bool = False
@@ -181,7 +181,7 @@ _F = TypeVar("_F", bound=_CommonFields)
 
 
 def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
-    """Read a chat completion. Raises InvalidArgument or UnknownModel."""
+    """Parse a chat completion request. Raises InvalidArgument or UnknownModel."""
     fields = _read(_ChatFields, body, model, _MAX_VALUES)
     check_count("messages", len(fields.messages))
     messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(fields.messages))
@@ -206,7 +206,7 @@ def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
 
 
 def read_text(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions | None]:
-    """Read a completion. Raises InvalidArgument or UnknownModel."""
+    """Parse a completion request. Raises InvalidArgument or UnknownModel."""
     fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
     prompt = replace(
         _prompt(fields.prompt),

@@ -25,13 +25,13 @@ class _State(Enum):
 
 
 class ReasoningSplitter:
-    """Splits an answer that comes in any pieces. Text that may begin a marker is held back.
+    """Splits a streamed answer into reasoning and content. Text that may begin a marker is held back.
 
     Args:
-        opened: The template has written the first marker.
+        opened: Whether the chat template has already written the opening marker.
 
     Attributes:
-        tokens: Tokens of the answer up to the marker that ends the reasoning; 0 without reasoning.
+        tokens: Tokens of the answer up to the closing marker; 0 without reasoning.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -40,7 +40,7 @@ class ReasoningSplitter:
         self.tokens = 0
 
     def push(self, text: str, tokens: int) -> AnswerPart:
-        """Split the next text. tokens: the answer's number, this text's included."""
+        """Split the next text. tokens: tokens of the answer so far, including this text."""
         self._held += text
         if self._state is _State.BEGINNING:
             self._begin(self._held.lstrip())

@@ -1,4 +1,4 @@
-"""Registers the services with a gRPC server, around three faults of Serve's.
+"""Registers the services with a gRPC server, and works around three faults of Serve and gRPC.
 
 - Serve decodes requests before our code runs, and answers INTERNAL to invalid ones. So messages arrive
   undecoded, as `UndecodedMessage`, and the door decodes them once it knows the caller and has room.
@@ -59,7 +59,7 @@ _DEFAULT_MESSAGE_BYTES = 16 << 20
 
 @dataclass
 class UndecodedMessage:
-    """A message as it arrived. It can be read once, which frees the bytes."""
+    """An undecoded message. It can be read once, which frees its bytes."""
 
     kind: type[Message]
     data: bytes = dataclasses.field(repr=False)
@@ -88,13 +88,13 @@ class UndecodedMessage:
 
 
 class Entrance:
-    """Lets a server's calls in, before anything of them is received.
+    """Admits a server's calls before their messages are received.
 
     Args:
-        door: The door of this process. None in Serve's proxies, which hand calls on to a door.
-        mark: Changes a call's metadata before its caller is looked for.
-        watches_per_connection: None behind HAProxy, which shares connections, and counts each client's
-            (`haproxy_config.py`).
+        door: The door of this process. None in Serve's proxies, which forward calls to a door.
+        mark: Changes a call's metadata before authentication.
+        watches_per_connection: Maximum health watches of a connection. None with HAProxy, which shares
+            connections and limits each client itself (`haproxy_config.py`).
     """
 
     of_process: ClassVar[FrontDoor | None] = None
@@ -220,7 +220,7 @@ class _Handler:
 
 
 def open_door(door: FrontDoor | None) -> None:
-    """Say which door this process has. Serve adds services to a replica's server once its door is made."""
+    """Set this process's door. Serve adds services to a replica's server once the door exists."""
     Entrance.of_process = door
 
 
@@ -234,7 +234,7 @@ def add_health_to_server(servicer: Any, server: Any, entrance: Entrance | None =
 
 
 def add_reflection_to_server(_servicer: Any, server: Any) -> None:
-    """Add `grpc.reflection.v1`, and v1alpha, the same by another name, unless Serve adds that itself."""
+    """Add `grpc.reflection.v1`, and its alias v1alpha unless Serve adds that itself."""
     _describe_reflection()
     names = [REFLECTION, reflection.SERVICE_NAME]
     servicer = reflection.aio.ReflectionServicer((SERVICE.full_name, HEALTH.full_name, *names))

@@ -73,7 +73,7 @@ def is_ours(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
 
 
 def not_ours(code: grpc.StatusCode | int) -> tuple[grpc.StatusCode, str]:
-    """Translate a status of Serve's or Ray's. gRPC keeps a code as a member or its number."""
+    """Translate a gRPC status that Serve or Ray set. code: an enum member or its number."""
     exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
     if code in (exhausted, exhausted.value[0]):
         return exhausted, "this server works on as many requests as it may: try again"

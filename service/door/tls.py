@@ -40,7 +40,7 @@ def ends(certificate: Path) -> float:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. `client_ca` signed clients' certificates; None: clients need none."""
+    """Paths of PEM files. `client_ca` signs clients' certificates; None: clients need no certificate."""
 
     certificate: Path
     key: Path
@@ -67,11 +67,11 @@ class TlsFiles:
 
 
 class Certificates:
-    """Knows when the certificates of this process expire.
+    """Tracks when the certificates of this process expire.
 
     Args:
-        door: Read again when it changes, as the door does.
-        ray: Read once, as Ray does.
+        door: The door's certificate, read again when its file changes.
+        ray: Ray's certificate, read once.
     """
 
     def __init__(self, door: Path | None, ray: Path | None = None) -> None:
@@ -79,7 +79,9 @@ class Certificates:
         self._stamps: dict[str, int] = {}
 
     def changed(self) -> Iterator[tuple[str, float]]:
-        """Yield name and expiry, in seconds since the epoch, of certificates new since the last call."""
+        """Yield name and expiry (seconds since the epoch) of certificates that have changed since the last
+        call.
+        """
         for name, path in self._paths.items():
             if name == "ray" and name in self._stamps:
                 continue
@@ -118,7 +120,7 @@ class _Reloading:
 
 
 class Gate:
-    """Marks requests through the TLS port with a secret, and refuses others."""
+    """Adds a secret header to requests on the TLS port, and refuses requests without it."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -143,8 +145,8 @@ class TlsPort:
         """Bind the port. Raises OSError or ValueError for unusable files.
 
         Args:
-            address: host:port; port 0 takes any.
-            max_calls: gRPC refuses more before it reads them.
+            address: host:port; port 0: any free port.
+            max_calls: Maximum concurrent calls. gRPC refuses more before it reads them.
         """
         files.check()
         self._server = grpc.aio.server(
@@ -166,7 +168,7 @@ class TlsPort:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Stop. Running requests have grace_s to end."""
+        """Stop the server. Running requests get `grace_s` seconds to end."""
         with said_when_slow(lambda: f"requests through the TLS port, which have {grace_s:g} s to end"):
             await self._server.stop(grace_s)
 

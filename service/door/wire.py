@@ -1,7 +1,7 @@
 """The mapping between protobuf and plain data, in both directions, by the names of their fields.
 
-A newer peer may send unknown values: an event becomes None, a reason FinishReason.OTHER, a page selection an
-InvalidArgument.
+A newer peer may send unknown values: an unknown event becomes None, an unknown finish reason
+FinishReason.OTHER, an unknown page selection raises InvalidArgument.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -73,14 +73,16 @@ _ALWAYS_READ = ("attention", "sampling", "usage", "timings", "density", "expires
 
 
 def generate_request(request: calls.GenerateRequest) -> pb.GenerateRequest:
-    """Make a message. Raises InvalidArgument, also for two sources, because a message can hold only one."""
+    """Make the message of a generate request. Raises InvalidArgument, also for two prompt sources: a
+    message holds only one.
+    """
     if request.prompt is not None and request.session_id is not None:
         raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
     return write(pb.GenerateRequest, request)
 
 
 def response(kind: type[_Message], event: RequestEvent) -> _Message:
-    """Make the message of an event. Raises ValueError for an event that does not answer this rpc."""
+    """Make the response message of an event. Raises ValueError for an event that this rpc does not send."""
     name, frequent = _EVENTS[type(event)], isinstance(event, Progress | Token)  # no field in _FORMS
     return kind(**{name: vars(event) if frequent else _to_wire(kind, name, event, name)})
 
@@ -91,13 +93,14 @@ def read_response(message: pb.PrefillResponse | pb.GenerateResponse) -> Any:
 
 
 def write(kind: type[_Message], value: Any, prefix: str = "") -> _Message:
-    """Make a message from a dataclass. Raises InvalidArgument as `fill_message` does."""
+    """Make a protobuf message of type `kind` from a dataclass. Raises InvalidArgument like `fill_message`."""
     return fill_message(kind, prefix, **vars(value))
 
 
 def fill_message(kind: type[_Message], prefix: str = "", **fields: Any) -> _Message:
-    """Make a message. For a value that does not fit raises InvalidArgument, with `prefix` before the field's
-    name."""
+    """Make a protobuf message of type `kind`. Raises InvalidArgument for a wrong value, with `prefix`
+    before the field's name.
+    """
     message = kind()
     for name, value in fields.items():
         try:
@@ -108,7 +111,7 @@ def fill_message(kind: type[_Message], prefix: str = "", **fields: Any) -> _Mess
 
 
 def read(message: Message) -> Any:
-    """Turn a message into its plain data. Raises InvalidArgument."""
+    """Convert a protobuf message to its dataclass. Raises InvalidArgument."""
     fields = message.DESCRIPTOR.fields
     return _KINDS[type(message)](**{field.name: _from_wire(message, field) for field in fields})
 
