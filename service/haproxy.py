@@ -1,4 +1,4 @@
-"""Writes the program that Ray Serve starts as HAProxy.
+"""Writes the wrapper script that Ray Serve starts as HAProxy.
 
 Serve writes HAProxy's configuration, but lets us name the program. Ours is a shell script. It switches
 splicing off: with splicing, HAProxy 2.8 does not tell a door that a client has left, and spins until the

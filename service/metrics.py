@@ -1,7 +1,7 @@
 """All metrics. Only doors observe them.
 
 prometheus_client in multiprocess mode keeps exact sums in files that outlive a process. The doors of a node
-share a directory. The door that has the scrape port reports all doors' values, those of dead ones included.
+share a directory. The door that has the scrape port reports the values of all doors, including dead ones.
 """
 
 import os
@@ -40,7 +40,7 @@ _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K")
 
 
 class CachedIn(StrEnum):
-    """Where the KV cache of a prompt's first tokens was."""
+    """A source of a prompt's cached tokens: a session, or a tier of the prefix cache."""
 
     SESSION = "session"
     ENTRIES = "entries"
@@ -184,7 +184,7 @@ class Metrics:
         self._e2e.labels(method_rpc).observe(seconds)
 
     def certificate(self, name: str, ends: float) -> None:
-        """Show when a certificate ends, in seconds since the epoch."""
+        """Set a certificate's expiry, in seconds since the epoch."""
         self._certificates.labels(name).set(ends)
 
     def count_replay(self) -> None:
@@ -197,7 +197,9 @@ class Metrics:
         self._again.inc(tokens)
 
     def observe_first_token(self, parts: Sequence[tuple[str, float]], prefill_tokens: int) -> None:
-        """Observe the time to first token and its `parts`. prefill_tokens: without cached ones."""
+        """Observe the time to first token and its `parts`. prefill_tokens: prompt tokens without cached
+        ones.
+        """
         prompt = next((name for bound, name in _LENGTHS if prefill_tokens <= bound), "more")
         self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
         for part, seconds in parts:
@@ -207,7 +209,7 @@ class Metrics:
         self._between.observe(seconds)
 
     def observe_usage(self, usage: Usage, *, in_session: bool = False) -> None:
-        """Count prompt tokens. in_session: a session held the cached ones."""
+        """Count prompt tokens. in_session: whether a session held the cached ones."""
         self._prompt.observe(usage.prompt_tokens)
         below = usage.host_tokens + usage.disk_tokens
         self._cached.labels(CachedIn.SESSION if in_session else CachedIn.ENTRIES).inc(
@@ -266,7 +268,9 @@ class Metrics:
 
 
 class WorkerState(NamedTuple):
-    """A worker's gauges. usage: share of pages in use. queue_tokens: prompt tokens not yet prefilled."""
+    """The values of a worker's gauges. usage: share of pages in use. queue_tokens: prompt tokens not yet
+    prefilled.
+    """
 
     usage: float = 0.0
     pages_free: int = 0
@@ -348,12 +352,12 @@ class WorkerGauges:
                 gauge.labels(worker, tier.tier).set(getattr(tier, name))
 
     def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
-        """Show the kernels compiled so far, by phase. Counters would be added up over doors."""
+        """Set the number of kernels compiled so far, by phase. A counter would be added up over doors."""
         for phase, count in phases:
             self._compilations.labels(worker, phase).set(count)
 
     def update(self, workers: Mapping[str, WorkerState]) -> None:
-        """Show all live workers, and zeros for those that are gone."""
+        """Set the gauges of all live workers, and zeros for those that are gone."""
         gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # a series cannot be removed
         for worker, state in {**gone, **workers}.items():
             for field, gauge in self._gauges.items():
@@ -391,7 +395,7 @@ def density(layers: tuple[LayerDensity, ...]) -> float:
 
 
 def scoring_overhead(report: PrefillReport) -> float:
-    """Return the time of anchors, scores and selection over the time of attention."""
+    """Return the ratio of the time for anchors, scores and selection to the time for attention."""
     attention = sum(stage.get("attention", 0.0) for stage in report.stages)
     scoring = sum(stage.get(name, 0.0) for stage in report.stages for name in _SCORING)
     return scoring / attention if attention > 0 else 0.0

@@ -40,7 +40,9 @@ class Interval:
 
 
 class Trace(Span):
-    """A request's span. trace_id: 32 hexadecimal digits; without a span the caller's, or empty."""
+    """A request's trace span. trace_id: 32 hexadecimal digits; without a span that of the caller, or
+    empty.
+    """
 
     def __init__(self, trace_id: str, *recorded: Any) -> None:
         super().__init__(*recorded)

@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 
 def local_model(settings: ServiceConfig) -> ServiceConfig:
-    """Get model and adapter as directories, downloaded or converted, and check everything. Raises ModelError
-    or ConfigError.
+    """Resolve model and adapter to local directories, with download or conversion, and check them and the
+    configuration. Raises ModelError or ConfigError.
     """
     spec = settings.model
     adapter = None if spec.adapter is None else str(adapter_directory(spec.adapter))
@@ -57,10 +57,10 @@ def local_model(settings: ServiceConfig) -> ServiceConfig:
 
 
 def shared_model(settings: ServiceConfig) -> ServiceConfig:
-    """Check everything here, for processes of any node. Raises ModelError or ConfigError.
+    """Check model and configuration, for workers on other nodes. Raises ModelError or ConfigError.
 
-    The model keeps its configured name, so that each node finds it for itself, and gets its digest, so that
-    all of them find the same.
+    The model keeps its configured name, so that each node resolves it, and gets its digest, so that all nodes
+    find the same model.
     """
     local, spec = local_model(settings), settings.model
     return local.with_model(path=spec.path, adapter=spec.adapter, digest=model_digest(local.model))
@@ -90,7 +90,7 @@ def request_handler(
     gate: Gate | None = None,
     tracing: Tracing | None = None,
 ) -> RequestHandler:
-    """Make the handler of a door's requests. door_id: tells this door from others. Raises ModelError,
+    """Make the handler of a door's requests. door_id: this door's unique id. Raises ModelError,
     FileNotFoundError or ConfigError."""
     directory, door = directory_of(settings.model), settings.door
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
@@ -205,7 +205,7 @@ def _profile(profile: Profile) -> ProfileInfo:
 
 
 def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
-    """Make the part that finds a request's caller. Raises ConfigError."""
+    """Make the authenticator of requests. Raises ConfigError."""
     gate = gate if door.tls_only else None
     if door.tokens_file is None:
         return Authenticator(None, gate)
@@ -241,7 +241,9 @@ def make_tracing(door: DoorConfig, door_id: str) -> Tracing:
 
 
 def check_start(settings: ServiceConfig) -> None:
-    """Check what would otherwise fail in every replica. Raises ConfigError or ModelError."""
+    """Check, before the start, everything that would fail in every replica. Raises ConfigError or
+    ModelError.
+    """
     authenticator(settings.door)
     tls_files(settings.door)
     make_tracing(settings.door, "").stop()
@@ -278,7 +280,7 @@ def certificates(door: DoorConfig) -> Certificates:
 
 
 def observer(metrics: Metrics, certificates: Certificates | None = None) -> Callable[[FleetView], None]:
-    """Return a function that shows the workers' states, and when certificates end, as gauges."""
+    """Return a function that sets the gauges of workers' states and of certificates' expiry."""
 
     def observe(view: FleetView) -> None:
         for name, end in certificates.changed() if certificates else ():

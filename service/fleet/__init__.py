@@ -1,1 +1,3 @@
-"""The workers as a door knows them. Start at `fleet.py`; `admission.py` decides, `ray_directory.py` finds."""
+"""A door's view of the workers. Start at `fleet.py`; `admission.py` chooses workers, `ray_directory.py`
+finds them.
+"""

@@ -1,7 +1,7 @@
-"""Decides where a prompt may go, and whether there is time. Pure.
+"""Chooses candidate workers for a prompt, and refuses prompts that cannot meet their deadline. Pure.
 
-States may be a second old. So they order the candidates, and only refuse what no worker could ever hold.
-Workers themselves say that they are full. Without a recent rate, no request is refused for its deadline.
+States may be a second old. So they only order candidates, and refuse prompts that no worker could ever hold.
+Whether a worker is full, only the worker says. Without a recent rate, no request is refused for its deadline.
 """
 
 import math
@@ -30,9 +30,9 @@ class Need:
     """The tokens that a request needs.
 
     Attributes:
-        prefill_tokens: The whole prompt's.
+        prefill_tokens: Tokens of the whole prompt.
         found_tokens: Those of them in a prefix hit.
-        recompute_tokens: Room for recomputed blocks.
+        recompute_tokens: Tokens of the pages for recomputed blocks.
     """
 
     prefill_tokens: int
@@ -51,7 +51,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Admitted:
-    """Candidates, the best first. ttft_s: predicted for the first group."""
+    """Candidate workers, the best first. ttft_s: predicted with the first group."""
 
     groups: tuple[str, ...]
     workers: tuple[str, ...]
@@ -92,7 +92,9 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
-    """Predict the seconds until the queue and the prompt are prefilled; None without a recent rate."""
+    """Predict the seconds until the group has prefilled its queue and this prompt; None without a recent
+    rate.
+    """
     if group.rate <= 0:
         return None
     return (group.waiting_tokens + need.new_tokens) / group.rate
@@ -117,7 +119,7 @@ def _deadline_rejection(need: Need, group: GroupStats) -> Rejected | None:
 
 
 def _worker_rank(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bool, float, int, str]:
-    """Rank enough free pages first, then the most, or those on the group's node."""
+    """Sort key: workers with enough free pages first, then those on the group's node or with the most."""
     full = need.pages(worker.page_tokens) > worker.pages_free
     bonus = _SAME_NODE * worker.pages_total if worker.node in group.nodes else 0.0
     return full, -worker.pages_free - bonus, worker.running, worker.name

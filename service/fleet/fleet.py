@@ -42,14 +42,14 @@ class WorkerHandles:
 
 class Directory(Protocol):
     async def find(self) -> WorkerHandles:
-        """Find all workers. Raises Unavailable if they cannot be looked for now."""
+        """Find all workers. Raises Unavailable if the lookup fails."""
 
 
 class Fleet:
     """Polls workers, and renews and cancels requests on them.
 
     Args:
-        pairing: `workers.settings.pairing`. Workers of other configurations are left alone.
+        pairing: `workers.settings.pairing`. Workers with another pairing are ignored.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Fleet:
         )
 
     async def stop(self) -> None:
-        """Stop polling. Cancelled requests are still told to workers."""
+        """Stop polling. Pending cancellations are still sent to workers."""
         for task in self._repeating:
             task.cancel()
         if self._tasks:
@@ -100,7 +100,7 @@ class Fleet:
                 await asyncio.wait(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Run in the background. The kept reference prevents the task's collection."""
+        """Run a coroutine as a background task, and keep a reference so that it is not garbage-collected."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -121,7 +121,7 @@ class Fleet:
         await self._poll(self._handles, timeout_s, known=True)
 
     async def poll_shared(self) -> None:
-        """Get states that are not older than this call. Concurrent callers share a poll."""
+        """Poll the workers' states. Concurrent callers share a poll that starts after their calls."""
         await self._shared_poll.run()
 
     async def _poll(
@@ -161,7 +161,7 @@ class Fleet:
         return {name: state for name, state in states.items() if state.pairing in ("", self._pairing)}
 
     async def wait_to_take_over(self) -> None:
-        """Wait until this door can serve, or other configurations' workers are gone.
+        """Wait until this door can serve, or until workers of other configurations are gone.
 
         Until then Serve keeps the doors that this one replaces.
         """
@@ -195,7 +195,7 @@ class Fleet:
         return worker
 
     def forget(self, name: str) -> None:
-        """Avoid a worker that failed, until it is found again."""
+        """Stop using a failed worker until it is found again."""
         self._handles = WorkerHandles(
             without(self._handles.groups, name), without(self._handles.workers, name)
         )
@@ -204,13 +204,13 @@ class Fleet:
             self._forgotten.append(name)
 
     def charge(self, charge: Charge) -> None:
-        """Count an admitted request at once, since the next poll is up to a second away."""
+        """Add an admitted request's load to the view at once, since the next poll is up to a second away."""
         self.view = self.view.charged(charge)
         if self._polls:
             self._charges.append(charge)
 
     def hold_lease(self, worker: Leased, request_id: str) -> None:
-        """Renew the lease until `drop_lease`."""
+        """Renew a request's lease on a worker until `drop_lease`."""
         self._held.setdefault(worker.name, set()).add(request_id)
 
     def drop_lease(self, worker: Leased, request_id: str) -> None:
@@ -229,7 +229,7 @@ class Fleet:
         self._notify(worker.renew((request_id,)), f"confirm {request_id} on {worker.name}")
 
     def release(self, worker: DecodeWorker, session_id: str, owner: str) -> None:
-        """Drop a session whose id no client has."""
+        """Release a session whose id no client has."""
         self._notify(worker.release_session(session_id, owner), f"release a session on {worker.name}")
 
     def _notify(self, call: Awaitable[Any], description: str) -> None:

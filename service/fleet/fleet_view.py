@@ -1,4 +1,4 @@
-"""Workers' last known states, and what was sent to them since. Pure."""
+"""Workers' last known states, corrected by the load sent to them since. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _H = TypeVar("_H")
 
 @dataclass(frozen=True)
 class Charge:
-    """Tokens of a group's queue and pages of a decode worker that an admitted request takes."""
+    """The load of an admitted request: tokens in a group's queue, and pages of a decode worker."""
 
     group: str
     tokens: int
@@ -31,12 +31,12 @@ class FleetView:
 
     @property
     def ready(self) -> bool:
-        """Whether both roles have a worker that has started."""
+        """Say whether each role has a worker that has started."""
         return bool(self.groups and self.workers)
 
     @property
     def last_resort(self) -> set[str]:
-        """Draining workers that must keep serving, since all of their role drain."""
+        """The draining workers that must keep serving, because all workers of their role drain."""
         roles: list[Mapping[str, GroupStats | DecodeStats]] = [self.groups, self.workers]
         return {name for role in roles if all(state.draining for state in role.values()) for name in role}
 
@@ -58,7 +58,7 @@ def not_draining(states: Sequence[_S]) -> Sequence[_S]:
 def latest_states(
     polled: Mapping[str, _H], answers: Mapping[str, _S], now: Mapping[str, _H], last: Mapping[str, _S]
 ) -> dict[str, _S]:
-    """Return the answers of workers that are known `now`, or the last states of those found since the
+    """Return the polled answers of workers that are known `now`, and the last states of those found since the
     poll."""
     sources = {name: answers if polled.get(name) is handle else last for name, handle in now.items()}
     return {name: states[name] for name, states in sources.items() if name in states}

@@ -1,7 +1,7 @@
 """Serve's autoscaling policies for prefill groups and decode workers. Pure.
 
-Serve's own policy counts requests through replicas, but doors call the actors. So replicas record their
-workers' states for these policies (`workers/replica.py`). Serve applies bounds and delays.
+Serve's default policy counts requests to replicas, but doors call the actors directly. So replicas record
+their workers' states for these policies (`workers/replica.py`). Serve applies bounds and delays.
 """
 
 import math
@@ -15,7 +15,7 @@ Decision = tuple[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Backlog:
-    """A prefill group's queue. tokens_per_second: 0 without a rate."""
+    """A prefill group's queue. tokens_per_second: prefill rate; 0: unknown."""
 
     waiting_tokens: float
     tokens_per_second: float
@@ -23,7 +23,7 @@ class Backlog:
 
 @dataclass(frozen=True)
 class Load:
-    """A decode worker's load. requests: how many decode, or wait to decode."""
+    """A decode worker's load. requests: number of requests that decode or wait to decode."""
 
     pages_used: float
     pages_total: float
@@ -31,7 +31,7 @@ class Load:
 
 
 def groups_wanted(groups: Sequence[Backlog], current: int, backlog_s: float) -> int:
-    """Return the fewest groups that prefill their queues within backlog_s."""
+    """Return the smallest number of groups that can prefill all queues within backlog_s seconds."""
     rates = [group.tokens_per_second for group in groups if group.tokens_per_second > 0]
     if not rates:
         return current
@@ -40,8 +40,8 @@ def groups_wanted(groups: Sequence[Backlog], current: int, backlog_s: float) -> 
 
 
 def workers_wanted(workers: Sequence[Load], current: int, usage: float, max_batch: int) -> int:
-    """Return the fewest workers that use at most `usage` of their pages, and hold all requests in their
-    batches."""
+    """Return the smallest number of workers that use at most the share `usage` of their pages and have all
+    requests in their batches."""
     if not workers:
         return current
     pages = sum(worker.pages_total for worker in workers) / len(workers)

@@ -1,8 +1,9 @@
 """Ends the processes and removes the folder of a killed service.
 
-A service locks a file in its folder, and the kernel releases the lock when it dies. All processes of Ray and
-HAProxy keep a log open there. So whoever gets the lock may kill them and remove the folder. A reaper process,
-which runs this file without the package, does so at once. If it was killed too, the next start does.
+A service locks a file in its folder, and the kernel releases the lock when the service dies. All processes of
+Ray and HAProxy keep a log open there. So a process that gets the lock may kill them and remove the folder. A
+reaper process, which runs this file without the package, does so at once; if it was killed, too, the next
+start does.
 
 Environment variables do not identify the processes, since Ray's write their titles over them.
 """
@@ -27,7 +28,7 @@ EXIT_S = 5.0
 
 @contextlib.contextmanager
 def service_folder(terminal: int | None = None, last_words: str = "") -> Iterator[Path]:
-    """Make a folder that is cleared when the block ends, or this process is killed.
+    """Make a folder that is removed when the `with` block ends or this process is killed.
 
     Args:
         terminal: A descriptor to which the reaper writes `last_words` if this process ends without `said`.
@@ -52,12 +53,12 @@ def service_folder(terminal: int | None = None, last_words: str = "") -> Iterato
 
 
 def said(folder: Path) -> None:
-    """Note that this process has said why it ends."""
+    """Record that this process has printed why it ends."""
     (folder / _SAID).touch()
 
 
 def clean_up_killed_services() -> list[Path]:
-    """Clear the folders of this user's killed services. Returns them."""
+    """Clean up after this user's killed services. Returns their folders."""
     locks = Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}")
     return [lock.parent for lock in locks if _clear_if_dead(lock)]
 

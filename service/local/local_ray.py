@@ -1,4 +1,4 @@
-"""Ray, Serve and Deltafront on this machine, for as long as a block runs."""
+"""Runs Ray, Serve and Deltafront on this machine during a `with` block."""
 
 import contextlib
 import functools
@@ -84,12 +84,12 @@ class RayProcesses:
         self._folder = folder
 
     def said(self) -> None:
-        """Note that the terminal has the failure. Ray may end this process at any time from then on."""
+        """Record that the failure was printed. From then on Ray may end this process at any time."""
         if self._folder is not None:
             cleanup.said(self._folder)
 
     def failure(self) -> str | None:
-        """Say which process has ended, and how; None if none has."""
+        """Describe the process that has ended, and how; None if all run."""
         for name, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"{REQUIRED[name]} ({name}) {_describe_exit(code)}"
@@ -118,16 +118,16 @@ def running(
     terminal: Console | None = None,
     log: Path | None = None,
 ) -> Iterator[RayProcesses]:
-    """Start everything, wait until it answers, and stop it when the block ends. Raises ConfigError or
-    StartError.
+    """Start Ray, Serve and the service, wait until it answers, and stop all when the `with` block ends.
+    Raises ConfigError or StartError.
 
     When one of Ray's processes has ended, leaving the block kills the others.
 
     Args:
         settings: From `wiring.local_model`.
         make: By default `app.application`.
-        terminal: Where to say what holds the service up, and that it has ended.
-        log: The file that this process' output goes to.
+        terminal: Console for messages about delays and the service's end.
+        log: The file with this process's output.
     """
     prepare(settings)
     descriptor = None if terminal is None else terminal.file.fileno()
@@ -214,7 +214,7 @@ def _print_log_ends(sessions: Path) -> None:
 def prepare(settings: ServiceConfig) -> None:
     """Clean up after killed services, and check libraries, GPUs and ports. Raises ConfigError.
 
-    A taken port is checked for some time, since a killed service may still free it.
+    A port in use is checked repeatedly for a while, since a killed service may still free it.
     """
     check_socket_paths(tempfile.gettempdir())
     cleanup.clean_up_killed_services()
@@ -230,8 +230,9 @@ def prepare(settings: ServiceConfig) -> None:
 
 
 def check_socket_paths(temporary: str) -> None:
-    """Check that HAProxy takes its sockets' paths; otherwise it would be restarted for ever. Raises
-    ConfigError."""
+    """Check that the paths of HAProxy's sockets are short enough; otherwise it would be restarted forever.
+    Raises ConfigError.
+    """
     longest = _LONGEST_SOCKET_PATH - len(_SOCKET_PATH)
     if len(temporary) > longest:
         raise ConfigError(
@@ -314,7 +315,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_gpus(settings: ServiceConfig, present: float) -> None:
-    """Check that Ray has enough GPUs; otherwise Serve would wait for ever. Raises ConfigError."""
+    """Check that Ray has enough GPUs; otherwise Serve would wait forever. Raises ConfigError."""
     prefill, decode = settings.prefill, settings.decode
     needed = prefill.groups * prefill.stages * prefill.gpus_per_stage
     needed += decode.workers * decode.tensor_parallel * decode.gpus

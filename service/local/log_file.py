@@ -17,7 +17,9 @@ _FIRST_LINE = b"Log of deltafront serve\n"
 
 
 def default_log(grpc_port: int) -> Path:
-    """Return the port's file in this user's folder. Raises ConfigError if the folder is another user's."""
+    """Return the log file for this gRPC port, in this user's folder. Raises ConfigError if another user
+    owns the folder.
+    """
     folder = _folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -34,8 +36,8 @@ def _folder() -> Path:
 def output_to(path: Path) -> Iterator[Console]:
     """Redirect the output of this process and its children to a log. Yields a console on standard error.
 
-    A log of an earlier start is replaced. Devices, pipes, and files behind links such as /dev/stdout are
-    appended to. Raises ConfigError for another file, or one that cannot be written.
+    The log of an earlier start is replaced. Devices, pipes and links such as /dev/stdout are appended to.
+    Raises ConfigError for a file that is no such log or cannot be written.
     """
     try:
         log = _opened(path)

@@ -1,4 +1,6 @@
-"""Says what this machine has, and checks that a configuration finds the libraries, GPUs and open files."""
+"""Describes this machine's hardware, and checks that it has the libraries, GPUs and open files of a
+configuration.
+"""
 
 import contextlib
 import ctypes
@@ -23,7 +25,7 @@ _OWN_FILES = 128
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that CUDA shows to this process. gib: all of its memory."""
+    """A GPU that CUDA shows to this process. gib: its total memory."""
 
     name: str
     gib: float
@@ -35,8 +37,8 @@ class Machine:
 
     Attributes:
         gpus: In CUDA's order.
-        no_gpu: Why there are none; None if there are.
-        free_gib: Host memory that is free, or can be made free, within the control group's limit.
+        no_gpu: The reason why there are none; None if there are some.
+        free_gib: Host memory that is free or reclaimable, within the cgroup's limit.
     """
 
     gpus: tuple[Gpu, ...]
@@ -82,7 +84,9 @@ def _files_for(connections: int) -> int:
 
 
 def why_no_cuda() -> str | None:
-    """Say why no GPU can be used. It asks the driver, since torch takes seconds to load."""
+    """Return the reason why no GPU can be used; None if some can. It asks the driver, since torch takes
+    seconds to load.
+    """
     torch = importlib.util.find_spec("torch")
     if not (torch and torch.origin and (Path(torch.origin).parent / "lib" / _TORCH_CUDA).exists()):
         return "torch is a build without CUDA"

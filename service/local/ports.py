@@ -1,6 +1,6 @@
 """The ports of a service on one machine.
 
-Those without a key in the configuration form a block that follows from the gRPC port.
+Ports without a configuration key are in a block whose start depends on the gRPC port.
 """
 
 import socket
@@ -19,7 +19,7 @@ _AGENT_PORTS = """metrics_agent_port metrics_export_port dashboard_agent_listen_
 
 
 def public_ports(door: DoorConfig) -> Iterator[tuple[str, str, str, int]]:
-    """Yield purpose, key, host and port of each configured port. All other ports are at loopback."""
+    """Yield purpose, key, host and port of each configured port. All other ports are on loopback."""
     yield "gRPC", "grpc_port", door.host, door.grpc_port
     yield "OpenAI", "http_port", door.host, door.http_port
     if door.tls_certificate is not None:
@@ -28,7 +28,7 @@ def public_ports(door: DoorConfig) -> Iterator[tuple[str, str, str, int]]:
 
 
 def describe_exposure(door: DoorConfig) -> str:
-    """Say which addresses other machines can reach, and whether requests need a token."""
+    """Describe which addresses other machines can reach, and whether requests need a token."""
     ports = public_ports(door)
     exposed = [f"{purpose} {joined(host, port)}" for purpose, _, host, port in ports if not is_local(host)]
     if not exposed:
@@ -40,7 +40,8 @@ def describe_exposure(door: DoorConfig) -> str:
 def serve_ports(grpc_port: int) -> dict[str, str]:
     """Return Ray Serve's internal ports, by environment variable.
 
-    Services must not share them: replicas bind with SO_REUSEPORT, and would get each other's requests.
+    Two services must not share these ports: replicas bind with SO_REUSEPORT, and would get each other's
+    requests.
     """
     first, singles = _block_start(grpc_port), len(_SERVE_PORTS) + len(_AGENT_PORTS)
     replicas, half = first + singles, (_BLOCK_PORTS - singles) // 2
@@ -62,14 +63,14 @@ def _block_start(grpc_port: int) -> int:
 
 
 def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
-    """Return the address of each of HAProxy's ports. Without it Serve's fallback proxy would be public."""
+    """Return the address of each of HAProxy's ports. Otherwise Serve's fallback proxy would be public."""
     internal = serve_ports(door.grpc_port)
     hosts = {int(internal[name]): LOOPBACK for name in _SERVE_PORTS}
     return hosts | dict.fromkeys((door.grpc_port, door.http_port), door.host)
 
 
 def check_ports(door: DoorConfig) -> None:
-    """Check that no port is taken, but for the replicas' own. Raises ConfigError with the key.
+    """Check that no port is in use, except the replicas' ports. Raises ConfigError with the key.
 
     HAProxy listens with SO_REUSEPORT, so a second service would silently get half the requests.
     """

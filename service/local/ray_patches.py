@@ -15,7 +15,7 @@ _RETRY_S = 0.2
 
 @contextmanager
 def slow_start(grpc_port: int) -> Iterator[None]:
-    """Let a Ray node that starts in this block take START_S seconds, for which Ray has no setting.
+    """Give a Ray node that starts in the `with` block START_S seconds, for which Ray has no setting.
 
     Ray gives up if agents have not written their ports to files within 15 s, or a node has not registered
     after 30. So agents get fixed ports, their files are written here, and registration is retried.

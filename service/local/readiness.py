@@ -40,8 +40,9 @@ class StartError(RuntimeError):
 
 
 def wait_until_running(status: Callable[[], Any], name: str, failure: Failure) -> None:
-    """Wait until Serve's application runs, however long its model loads. Raises StartError once it cannot run
-    any more. status: `serve.status`."""
+    """Wait until Serve's application runs, however long its model loads. Raises StartError when it can no
+    longer start. status: `serve.status`.
+    """
     while (application := status().applications.get(name)) is None or application.status != "RUNNING":
         if reason := _deployment_failure(application):
             raise StartError(reason)
@@ -112,7 +113,7 @@ def failure_reason(error: BaseException | str) -> str:
 
 
 def is_permanent(text: str) -> bool:
-    """Say whether a retry would fail too: after our own errors and programming mistakes."""
+    """Say whether a retry would fail, too: true for our own errors and for programming mistakes."""
     errors = _errors(text)
     return bool(errors) and (errors[-1][0].startswith(_OURS) or errors[-1][0].split(".")[-1] in _PERMANENT)
 

@@ -30,7 +30,7 @@ _LOG_LINES = 30
 
 
 class NotServing(RuntimeError):
-    """The service does not serve. The message ends with the log's last lines."""
+    """The service does not run. The message ends with the log's last lines."""
 
 
 class LocalService:
@@ -78,7 +78,7 @@ class LocalService:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop. The folder and its log stay where the block failed."""
+        """Stop the service. If the `with` block failed, its folder and log are kept."""
         if self.stop() == 0 and kind is None:
             shutil.rmtree(self._folder, ignore_errors=True)  # a killed process may still close files
 

@@ -1,6 +1,6 @@
-"""Tells the terminal what holds up a service: memory that is short, and workers that die again and again.
+"""Prints what delays a service: too little memory, and workers that die repeatedly.
 
-Ray and Serve tell it to the log and to Serve's status alone.
+Ray and Serve report these only in the log and in Serve's status.
 """
 
 import re
@@ -45,12 +45,12 @@ class Troubles:
             look()
 
     def look_at_log(self) -> None:
-        """Say what is new in the log."""
+        """Print news from the log."""
         for line in killed_for_memory(self._new_lines()):
             self._say(line)
 
     def look_at_workers(self) -> None:
-        """Say which workers start again for a new reason."""
+        """Print workers that restart for a new reason."""
         try:
             application = self._status().applications.get(self._name)
         except Exception:  # Ray starts or ends; whoever waits for it says so
@@ -72,7 +72,7 @@ class Troubles:
 
 
 def killed_for_memory(lines: Iterable[str]) -> Iterator[str]:
-    """Yield a line of ours for each of Ray's that counts workers which it has killed."""
+    """Yield a message for each line of Ray's that counts workers killed for memory."""
     for line in lines:
         if (match := _KILLED.search(line)) and int(match[1]):
             yield (
@@ -82,7 +82,7 @@ def killed_for_memory(lines: Iterable[str]) -> Iterator[str]:
 
 
 def deaths(application: Any) -> Iterator[tuple[str, str]]:
-    """Yield each deployment of which a replica did not start or has died, and a line that says why."""
+    """Yield each deployment with a replica that has died or failed to start, and the reason in one line."""
     for name, deployment in {} if application is None else application.deployments.items():
         if deployment.status != "HEALTHY" and "rror" in deployment.message:
             yield name, f"{name} starts again: {failure_reason(deployment.message)}"

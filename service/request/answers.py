@@ -1,4 +1,4 @@
-"""Events that answer a request, for the door and the Python client."""
+"""The events of an answer, for the door and the Python client."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Density:
-    """Computed ÷ causal tiles, in the mean and by layer."""
+    """The share of causal tiles that was computed, on average and by layer."""
 
     method: str = ""
     mean: float = 0.0
@@ -39,8 +39,9 @@ class PrefillFinished:
 
 @dataclass(frozen=True)
 class GenerateFinished:
-    """The last event of an answer. `density` has no method if no group prefilled the prompt. `page_share` is
-    attended ÷ held pages of sparse layers."""
+    """The last event of an answer. `density` has no method if no group prefilled the prompt. `page_share`:
+    share of pages that sparse layers attended to.
+    """
 
     reason: FinishReason
     text: str
@@ -66,7 +67,7 @@ class MethodInfo:
 
 @dataclass(frozen=True)
 class ProfileLevel:
-    """A calibrated density, for prompts of about `tokens` tokens."""
+    """A density for which a profile has thresholds, at prompts of about `tokens` tokens."""
 
     method: str
     options: dict[str, float]
@@ -85,7 +86,7 @@ class ProfileInfo:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Facts about a server. `display_name` is for people."""
+    """A server's model, limits and methods. `display_name` is the model's name for people."""
 
     version: str
     model: str

@@ -1,4 +1,4 @@
-"""One log line for each request that ended, without any content."""
+"""The audit log: one line per ended request, without any content."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger("deltafront.audit")
 
 @dataclass
 class Audit:
-    """The fields of a request's line. `token` is the caller's name."""
+    """The fields of a request's audit line. `token` is the caller's name."""
 
     rpc: str
     request_id: str = ""
@@ -40,7 +40,7 @@ class Audit:
                 self.finish = event.reason.value
 
     def write(self, outcome: str, seconds: float) -> dict[str, Any]:
-        """Write the line. outcome: `finished` or an error's code."""
+        """Write the audit line. outcome: `finished` or an error's code."""
         self.seconds = round(seconds, 3)
         if outcome != "finished" or not self.finish:
             self.finish = outcome

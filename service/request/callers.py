@@ -1,7 +1,7 @@
 """Callers and their quotas.
 
-A door asks the workers what a caller with a quota uses elsewhere. Requests that reach two doors at the same
-moment do not see each other, so a caller may then get its quota twice.
+A door asks the workers what a caller with a quota uses through other doors. Requests that reach two doors at
+the same moment do not see each other, so a caller may then get its quota twice.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ RETRY_S = 1.0
 
 
 def fits_share(owner: str, mine: int, everyone: int, most: int) -> bool:
-    """Say whether an owner may hold `mine`, where all owners together then hold `everyone` of `most`.
+    """Say whether an owner may hold `mine`, if all owners together then hold `everyone` of a total of `most`.
 
-    An owner may hold as much as is left free: the first one half, the next one half of the rest. So a
-    newcomer finds room. Without tokens all callers are one owner, who may hold all.
+    An owner may hold as much as is left free: the first owner half, the next half of the rest. So there is
+    room for a new owner. Without authentication all callers are one owner, who may hold everything.
     """
     return everyone <= most and (owner == ANYONE or mine <= most - everyone)
 
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of a caller's use at any moment. None is no limit.
+    """Limits of what a caller uses at one time. None is no limit.
 
     Args:
-        tokens: Tokens of KV cache, sessions included. A request counts its prompt and its longest answer.
+        tokens: Tokens of KV cache, including sessions. A request counts its prompt and its longest answer.
     """
 
     requests: int | None = None
@@ -41,7 +41,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Caller:
-    """`owner` is a digest of the token. `name` is for logs."""
+    """An authenticated caller. `owner` is a digest of its bearer token. `name` is for logs."""
 
     owner: str
     name: str
@@ -50,8 +50,9 @@ class Caller:
 
 @dataclass(eq=False)
 class RequestUse:
-    """A request's part of its caller's quota, from when it is accepted. requests: 0 for one that is not
-    counted."""
+    """A request's use of its caller's quota, counted from its acceptance. requests: 1, or 0 if it does not
+    count.
+    """
 
     caller: Caller
     _callers: Callers
@@ -60,7 +61,9 @@ class RequestUse:
     running: bool = False
 
     def run(self) -> None:
-        """Let the request run, once it has arrived. Raises Overloaded if the door runs as many as it may."""
+        """Count the request as running, once its message has arrived. Raises Overloaded if the door is
+        full.
+        """
         self._callers.check_running()
         self.running = True
 
@@ -71,7 +74,7 @@ class RequestUse:
         self._callers.end(self)
 
     async def set_tokens(self, tokens: int) -> None:
-        """Count the request's tokens of KV cache. Raises Overloaded if its caller may not hold that many."""
+        """Count the request's KV cache, in tokens. Raises Overloaded if its caller may not hold that many."""
         owner, callers, limit = self.caller.owner, self._callers, self.caller.quota.tokens
         if limit is not None:
             if tokens > limit:
@@ -87,12 +90,12 @@ class RequestUse:
 
 @dataclass(eq=False)
 class Callers:
-    """Counts what every caller uses.
+    """Counts what each caller uses, against its quota.
 
     Args:
-        worker_uses: Returns what the workers reported last.
-        ask_workers: Makes them report again.
-        max_requests: How many run at once. Twice as many may be arriving.
+        worker_uses: Returns the uses that workers last reported.
+        ask_workers: Makes the workers report again.
+        max_requests: Maximum number of running requests. Twice as many may be arriving.
     """
 
     door: str
@@ -102,7 +105,9 @@ class Callers:
     _accepted: set[RequestUse] = field(default_factory=set, init=False)
 
     async def request(self, caller: Caller) -> RequestUse:
-        """Count a request until its block ends, before its message is received. Raises Overloaded."""
+        """Count a request during the `with` block, which begins before its message is received. Raises
+        Overloaded.
+        """
         limit = caller.quota.requests
         if limit is not None:
             if self.requests(caller.owner, elsewhere=False) < limit:

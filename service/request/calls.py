@@ -1,4 +1,4 @@
-"""Requests, and calls, which are checked requests."""
+"""Unchecked requests, and calls, which are checked requests."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Messages = tuple[Mapping[str, str], ...]
 
 
 class SpecialTokens(StrEnum):
-    """How a text that spells control tokens is tokenised."""
+    """How to tokenise control tokens that are spelled in a text prompt."""
 
     TEXT = "text"
     PARSE = "parse"
@@ -28,9 +28,9 @@ class Prompt:
 
     Args:
         token_ids: Little-endian uint32.
-        special_tokens: For `text`. Messages never spell control tokens.
-        add_special_tokens: Write the tokens before a prompt that the tokenizer writes before a text, such as
-            BOS. None: before text, and not before messages, whose template writes them.
+        special_tokens: For `text`. In messages, control tokens are never parsed.
+        add_special_tokens: Whether to add the tokenizer's leading tokens, such as BOS. None: for text but not
+            for messages, whose template writes them.
     """
 
     text: str | None = field(default=None, repr=False)
@@ -56,7 +56,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class AttentionMethod:
-    """An unchecked method. Without a name it is the server's default."""
+    """An unchecked attention method with options. No name: the server's default."""
 
     name: str = ""
     options: Mapping[str, float] = field(default_factory=dict)
@@ -99,7 +99,9 @@ class Constraint:
 
 @dataclass(frozen=True)
 class GenerateRequest(PrefillRequest):
-    """A request for an answer. `answered_ids`, little-endian uint32, arrived before a connection was lost."""
+    """A request for an answer. `answered_ids` (little-endian uint32): tokens that the client received
+    before it lost its connection.
+    """
 
     session_id: str | None = None
     append: Prompt | None = None
@@ -147,11 +149,11 @@ class Call:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Pack as little-endian uint32. Ray's platforms all have an I of 4 bytes."""
+    """Pack token ids as little-endian uint32."""
     return array("I", ids).tobytes()
 
 
 def check_count(name: str, messages: int) -> None:
-    """Check the number of messages; edges do so before they parse them. Raises InvalidArgument."""
+    """Check the number of messages, before they are parsed. Raises InvalidArgument."""
     if messages > MAX_MESSAGES:
         raise InvalidArgument(name, f"{messages} are too many: at most {MAX_MESSAGES}")

@@ -1,4 +1,4 @@
-"""Checks that turn requests into calls. A refusal names the field as the gRPC contract does."""
+"""Checks requests and makes calls of them. A refusal names the field as in gRPC."""
 
 import math
 import time
@@ -64,7 +64,7 @@ class Limits:
 
     @property
     def max_characters(self) -> int:
-        """Characters of the longest text that can fit. A character has at least one byte."""
+        """The most characters that a text within the limits can have. A character has at least one byte."""
         return self.positions * self.longest_token
 
 

@@ -1,4 +1,4 @@
-"""A run's context: the parts of its door, and its own request's state."""
+"""The context of a request's run: the door's shared parts, and the request's state."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from deltafront.workers.model.grammars import Grammars
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Parts that a door makes once.
+    """The parts that all requests of a door share.
 
     Args:
-        vocabulary: Token ids below it have an embedding.
-        positions: Tokens of the longest prompt with its answer.
+        vocabulary: Number of token ids with an embedding.
+        positions: Maximum tokens of a prompt with its answer.
     """
 
     door: str
@@ -45,13 +45,13 @@ class Resources:
 
 @dataclass(eq=False, kw_only=True)
 class Accepted:
-    """A request's state that edge and run share.
+    """The state of an accepted request, shared by the protocol (gRPC or HTTP) and the run.
 
     Args:
-        conclude: Counts and audits the request, the first time that it is called.
-        events: None follows the last.
-        task: The run; None for a request without a stream.
-        outcome: Its error; None before the run, and after success.
+        conclude: Writes the request's metrics and audit line; later calls do nothing.
+        events: The queue of events; None follows the last event.
+        task: The task of the run; None for a request without a stream.
+        outcome: The request's error; None before the run and after success.
     """
 
     caller: Caller

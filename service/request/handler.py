@@ -1,11 +1,11 @@
 """The requests of one door. Each has exactly one outcome and one line in the audit log.
 
-An edge (a protocol) does three things:
+A protocol's code does three things:
 
-1. It calls `accept`. The block that follows is the request's life.
-2. It reads the message for `run`, and keeps no reference to the text.
-3. It sends the events, and turns the block's DeltafrontError into a status. It closes the stream when its
-client leaves, which cancels the run.
+1. It opens a `with` block by `accept`, which lasts as long as the request.
+2. It parses the message for `run`, and keeps no reference to the text.
+3. It sends the events, and turns the block's DeltafrontError into a status. It closes the stream when the
+   client disconnects, which cancels the run.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ async def no_other_doors(_owner: str, _request_id: str) -> int:
 
 
 class RequestHandler:
-    """Accepts and runs a door's requests. `info` is the part of ServerInfo that does not change."""
+    """Accepts and runs a door's requests. `info` is the constant part of ServerInfo."""
 
     def __init__(
         self,
@@ -96,8 +96,9 @@ class RequestHandler:
         return 2 * self._limits.max_characters + _FIELD_BYTES
 
     def generation_prompt(self, request: GenerateRequest) -> str:
-        """Return what the chat template writes before the answer; nothing for prompts that are not
-        messages."""
+        """Return the text that the chat template writes before the answer; empty unless the prompt is
+        messages.
+        """
         prompt = request.append or request.prompt
         if prompt is None or prompt.messages is None:
             return ""
@@ -111,9 +112,9 @@ class RequestHandler:
         return self._resources.settings.reasoning == "think"
 
     def owner(self, rpc: str, headers: Headers) -> str:
-        """Return a caller's owner before its message is received. An unknown caller's request ends here.
+        """Authenticate a request before its message is received, and return the caller's owner id.
 
-        Any thread may call it. Raises Unauthenticated.
+        Any thread may call it. Raises Unauthenticated, and audits the refused request.
         """
         try:
             return self._authenticate(headers).owner
@@ -126,13 +127,14 @@ class RequestHandler:
     async def accept(
         self, rpc: str, headers: Headers, *, request_id: str = "", size: int = 0, counted: bool = True
     ) -> AsyncIterator[Accepted]:
-        """Accept a request, perhaps before it has arrived. Audit it once, however the block ends.
+        """Accept a request, possibly before its message has arrived, for a `with` block. Audit it once at the
+        end.
 
         Args:
             rpc: The name in metrics and the audit log.
-            request_id: Unchecked, for the audit log.
-            size: Bytes that have arrived. For more, `text` grows.
-            counted: Whether it counts against its caller's quota of requests.
+            request_id: The unchecked id, for the audit log.
+            size: Bytes that have arrived. For further bytes, call `text.grow`.
+            counted: Whether it counts against the caller's quota of requests.
 
         Raises:
             Unauthenticated, Overloaded
@@ -187,7 +189,7 @@ class RequestHandler:
     def run(self, accepted: Accepted, request: PrefillRequest) -> AsyncGenerator[RequestEvent, None]:
         """Run a request: yield Progress …, then PrefillFinished, or Usage, Token … and GenerateFinished.
 
-        Raises DeltafrontError, at once if the request is malformed.
+        Raises DeltafrontError; for an invalid request at once, before the first event.
         """
         call = checked_call(request, accepted.caller.owner, self._limits)
         accepted.audit.request_id = call.request_id

@@ -1,4 +1,4 @@
-"""Places for messages that are being received, and for calls that need no token."""
+"""Limits on messages that are being received, and on calls without authentication."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _Place:
 
 
 class ReceiveLimit:
-    """Bounds how many messages are received at once, for whom, and for how long.
+    """Limits how many messages are received at once, per caller, and for how long.
 
-    gRPC does not tell how much of a message has arrived. So a message has its place for _KEPT_S; after that,
-    until _RECEIVE_TIMEOUT_S, it gives the place up to one that waits.
+    gRPC does not tell how much of a message has arrived. So a message keeps its place for _KEPT_S; after
+    that, until _RECEIVE_TIMEOUT_S, another message that waits may take the place.
     """
 
     def __init__(self, max_message_bytes: int) -> None:
@@ -42,7 +42,9 @@ class ReceiveLimit:
         self._freed = asyncio.Event()
 
     async def receive(self, owner: str, requests: AsyncIterator[Any]) -> Any:
-        """Return the first message of a known caller. Raises Overloaded, TooSlow or InvalidArgument."""
+        """Receive the first message of an authenticated call. Raises Overloaded, TooSlow or
+        InvalidArgument.
+        """
         await self._wait_for_place(owner)
         with late(_RECEIVE_TIMEOUT_S):
             place = _Place(owner, _now(), asyncio.timeout(_RECEIVE_TIMEOUT_S))
@@ -82,16 +84,16 @@ class ReceiveLimit:
 
 @dataclass(eq=False)
 class OpenCall:
-    """A call without a token, and until when it may last."""
+    """A call without a bearer token (health, reflection), and the time at which it must end."""
 
     connection: str
     until: float
     waiting: asyncio.Timeout | None = None
 
     async def wait(self, awaitable: Awaitable[_T]) -> _T:
-        """Wait as long as the call may last. Raises TimeoutError.
+        """Await something until the call must end. Raises TimeoutError.
 
-        Only this is cut short: gRPC never ends a call that is cancelled while it sends.
+        Only such waits are cut short: gRPC never ends a call that is cancelled while it sends.
         """
         try:
             async with asyncio.timeout_at(self.until) as self.waiting:
@@ -106,11 +108,11 @@ class OpenCall:
 
 
 class NewestOnly:
-    """Room for calls without a token, which never wait for it: a new one ends the oldest.
+    """Limits calls without a bearer token. A new call never waits: it ends the oldest.
 
     Args:
-        each_s: The longest call.
-        per_connection: How many calls of one connection there may be. None: of any.
+        each_s: The longest call in seconds.
+        per_connection: Maximum calls of one connection. None: no separate limit.
     """
 
     def __init__(self, places: int, each_s: float, per_connection: int | None = None) -> None:
@@ -144,7 +146,7 @@ def _now() -> float:
 
 @contextlib.contextmanager
 def late(seconds: float) -> Iterator[None]:
-    """Turn TimeoutError into TooSlow."""
+    """Raise TooSlow for a TimeoutError in the `with` block."""
     try:
         yield
     except TimeoutError:
@@ -152,7 +154,7 @@ def late(seconds: float) -> Iterator[None]:
 
 
 async def first_of(requests: AsyncIterator[Any]) -> Any:
-    """Return a call's message. Raises InvalidArgument without one."""
+    """Receive the call's message. Raises InvalidArgument if it has none."""
     async for request in requests:
         return request
     await asyncio.sleep(_CANCEL_WAIT_S)

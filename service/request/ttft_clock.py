@@ -1,7 +1,7 @@
 """Time to first token (TTFT), cut into parts that add up to it.
 
-A *lap* is work of the door itself. A *span* is a call to a worker, which reports its parts. The rest is
-`transport`, there and back.
+A *lap* is work of the door. A *span* is a call to a worker, which reports its parts. The rest of a span is
+`transport` of request and reply.
 """
 
 import time
@@ -30,11 +30,11 @@ class TtftClock:
         return self._now() - self.started
 
     def restart(self) -> None:
-        """Count from now, when the request has arrived."""
+        """Start counting now: the request has arrived."""
         self.started = self._last = self._now()
 
     def stop(self) -> None:
-        """Stop counting: the first token is out."""
+        """Stop counting: the first token was sent."""
         self._stopped = True
 
     def lap(self, part: str) -> None:
@@ -45,9 +45,10 @@ class TtftClock:
         self._trace(part, begin, self._last)
 
     def span(self, reported: Mapping[str, float], rest: str = TRANSPORT) -> None:
-        """Count the time since the last mark as `reported` by a worker, and what is left as `rest`.
+        """Split the time since the last mark into the parts `reported` by a worker, and the remainder as
+        `rest`.
 
-        Parts are scaled down if they exceed it, because two machines' clocks may disagree.
+        If the parts exceed that time, they are scaled down: two machines' clocks may disagree.
         """
         if self._stopped:
             return
@@ -61,8 +62,7 @@ class TtftClock:
             self._trace(rest, self._last - left, self._last)
 
     def parts(self) -> dict[str, float]:
-        """Return seconds by part, in the order of events. Transport is last, because it happens in several
-        places."""
+        """Return seconds by part, in the order of events; transport, which occurs several times, last."""
         parts = dict(self._parts)
         parts[TRANSPORT] = parts.pop(TRANSPORT, 0.0)
         return parts

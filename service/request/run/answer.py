@@ -15,14 +15,14 @@ from deltafront.workers.messages import events, requests
 
 
 class Answer:
-    """Emits a request's events, and measures it.
+    """Emits a request's events, and records its metrics.
 
     Attributes:
-        new_tokens: Tokens of the prompt and of the appended text.
+        new_tokens: Tokens of the prompt, or of the text appended to a session.
         session_tokens: Tokens of the session before them.
-        cached_tokens: Tokens of both that a session or the prefix cache had.
-        host_tokens, disk_tokens: Cached tokens that came from host memory and disk.
-        decoded: Reports of all attempts.
+        cached_tokens: Tokens of both whose KV a session or the prefix cache had.
+        host_tokens, disk_tokens: Cached tokens that were loaded from host memory and disk.
+        decoded: Decode reports of all attempts.
     """
 
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
@@ -52,8 +52,8 @@ class Answer:
         return self.session_tokens + self.new_tokens
 
     def finish_reason(self, tokens_left: int) -> events.FinishReason | None:
-        """Return why the answer ended; None while it is not complete. `tokens_left` may still be
-        generated."""
+        """Return the finish reason; None while the answer is not complete. tokens_left: tokens that may still
+        be generated."""
         if not self.ids:
             return None
         if self._text.stopped:
@@ -63,7 +63,7 @@ class Answer:
         return events.FinishReason.LENGTH if tokens_left <= 0 else None
 
     def progress(self, event: events.Progress) -> None:
-        """Emit progress, unless a replay prefills tokens that were reported before."""
+        """Emit prefill progress, unless a replay repeats tokens that were already reported."""
         if event.tokens_done > self._tokens_shown and not self.ids:
             self._tokens_shown = event.tokens_done
             self._accepted.events.put_nowait(event)

@@ -1,4 +1,4 @@
-"""An attempt's leases on workers, a request's deadline, and when a failed attempt is repeated."""
+"""The leases of an attempt on workers, a request's deadline, and retries of failed attempts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Attempt:
     """One attempt's leases on workers. As a context manager it renews them, and cancels the attempt on these
     workers at the end.
 
-    The end never waits, so it works while the task is being cancelled. Workers know the attempt by
+    Its exit never waits, so it works while the task is being cancelled. Workers know the attempt by
     `request_id`, which begins with the request's id, so that logs show both.
     """
 
@@ -42,7 +42,7 @@ class Attempt:
         self._fleet.hold_lease(worker, self.request_id)
 
     def settle(self, worker: Leased) -> None:
-        """Forget a worker that has ended the request by itself."""
+        """Drop the lease on a worker that has already ended the request."""
         self._workers.remove(worker)
         self._fleet.drop_lease(worker, self.request_id)
 
@@ -56,7 +56,7 @@ class Attempt:
 
 @contextlib.asynccontextmanager
 async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """End the block at the deadline. Raises DeadlineExceeded."""
+    """Cancel the `with` block at the deadline. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(None if deadline is None else deadline - time.time()) as timeout:
             yield timeout
@@ -68,14 +68,14 @@ async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Time
 
 @dataclass
 class Replays:
-    """Counts a request's failed attempts, and says whether it is attempted again."""
+    """Counts a request's failed attempts and decides about retries."""
 
     resources: Resources
     clock: TtftClock
     failures: int = 0
 
     async def back_off(self, error: WorkerError) -> None:
-        """Wait until another attempt may succeed. Raises Unavailable after the last failure."""
+        """Wait before the next attempt. Raises Unavailable if no attempt is left."""
         fleet, tries = self.resources.fleet, self.resources.settings.replays + 1
         fleet.forget(error.worker)
         if isinstance(error, WorkerHandoffFailed):

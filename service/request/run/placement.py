@@ -1,4 +1,4 @@
-"""Chooses where an attempt runs. The client hears of a refusal only after all workers have refused."""
+"""Chooses the workers of an attempt. The client gets a refusal only after all workers have refused."""
 
 import math
 import time
@@ -23,11 +23,11 @@ RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LA
 
 @dataclass(frozen=True)
 class Placed:
-    """An attempt's place.
+    """The workers chosen for an attempt.
 
     Attributes:
-        groups: In the order to ask them.
-        worker: Has the pages and, as `reserved` says, the first `plan.prefix_tokens` tokens.
+        groups: Prefill groups, in the order to ask them.
+        worker: The decode worker that reserved the pages (`reserved`).
     """
 
     groups: Sequence[str]
@@ -48,7 +48,7 @@ async def place(
     Unavailable.
 
     Args:
-        hit: A prefix hit. A group continues from it if its worker has room.
+        hit: A prefix hit. If its worker has enough pages, a group continues from the hit.
     """
     fleet = resources.fleet
     await fleet.wait_until_ready(resources.settings.worker_wait_s)
@@ -73,7 +73,7 @@ async def place(
 async def admit(
     resources: Resources, plan: Plan, deadline: float | None, *, polled: bool = False
 ) -> admission.Admitted:
-    """Choose candidates. Ask for the workers' state before refusing. Raises Overloaded, DeadlineExceeded or
+    """Choose candidates. Before a refusal, poll the workers' states. Raises Overloaded, DeadlineExceeded or
     Unavailable."""
     view = await resources.fleet.wait_until_ready(resources.settings.worker_wait_s)
     left = None if deadline is None else deadline - time.time()

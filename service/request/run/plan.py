@@ -1,7 +1,7 @@
 """Plans what one attempt has to prefill, and how many tokens it may still generate.
 
-A decode worker prefills the tokens that were streamed before, because sparse prefill would compute another KV
-cache of them.
+A decode worker prefills answer tokens that were already streamed, because sparse prefill would compute
+different KV for them.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ async def tokenize(
     """Tokenise a prompt as little-endian uint32.
 
     Args:
-        appended: It follows a session or prompt, so nothing such as BOS precedes it.
-        answer: Messages end with the generation prompt.
+        appended: Whether it follows a session, so that no BOS is added.
+        answer: Whether to end messages with the generation prompt.
 
     Raises:
-        InvalidArgument, TooLong: They name the field.
+        InvalidArgument, TooLong: The prompt is invalid or too long; the error names the field.
     """
     if prompt.token_ids is not None:
         return prompt.token_ids
@@ -87,17 +87,17 @@ def _checked_grammar(resources: Resources, call: Call, form: str, rule: str) -> 
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt. Ids are little-endian uint32.
+    """The plan of one attempt. Token ids are little-endian uint32.
 
     Args:
-        prefill_ids: The prompt and appended text; for a session, appended text and streamed tokens.
+        prefill_ids: The prompt; for a session, the appended text and streamed answer tokens.
         max_tokens: Tokens that may still be generated.
-        keep_tokens: The number of first tokens that become a session.
-        answered_ids: Tokens that were streamed after a prompt.
-        session_id: The attempt continues this session.
-        prefix_tokens: Tokens of the prefix hit that the attempt continues.
-        worker_prefills: A decode worker prefills `prefill_ids` after session or prefix. Otherwise a group
-            prefills what follows the first `prefix_tokens` of `prefill_ids`.
+        keep_tokens: Number of first tokens that become a session.
+        answered_ids: Answer tokens that were already streamed, if there is no session.
+        session_id: The session that the attempt continues.
+        prefix_tokens: Tokens of the prefix hit that the attempt continues from.
+        worker_prefills: Whether a decode worker prefills `prefill_ids` after the session or prefix. Otherwise
+            a group prefills them from `prefix_tokens` on.
     """
 
     prefill_ids: bytes
@@ -128,11 +128,11 @@ class Plan:
 
     @property
     def recompute_tokens(self) -> int:
-        """Room for recomputed blocks, which do not overwrite the old ones."""
+        """Tokens of the additional pages for recomputed blocks."""
         return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.prefill_tokens, appended=False)
 
     def inexact_ids(self, method: MethodSpec) -> bytes:
-        """Return the tokens whose KV cache is not that of exact attention: `prefill_ids`, or none."""
+        """Return the tokens whose KV may differ from that of dense attention: `prefill_ids`, or none."""
         return b"" if is_exact(method, self.prefill_tokens) else self.prefill_ids
 
 
@@ -150,11 +150,12 @@ def plan_answer(
 
     Args:
         prompt: Empty for a session, whose length its worker checks.
-        max_tokens: Tokens of the whole answer; 0 for a Prefill.
-        answered: The part of the answer that the client has.
+        max_tokens: Maximum tokens of the whole answer; 0 for a Prefill.
+        answered: Answer tokens that the client already has.
 
     Raises:
-        TooLong: The answer does not fit, or with `fit_max_tokens` not even one token of it.
+        TooLong: Prompt and answer do not fit the context; with `fit_max_tokens`, not even one answer token
+            fits.
     """
     read = prompt + append
     tokens = len(read) // ID_BYTES

@@ -34,7 +34,9 @@ _MUCH_FULLER = 0.5
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """A worker whose prefix cache has a prompt's beginning. `group_prefills`: a group prefills the rest."""
+    """A decode worker whose prefix cache has a prompt's beginning. `group_prefills`: whether a group
+    prefills the rest.
+    """
 
     worker: DecodeWorker
     prefix: Prefix
@@ -43,13 +45,13 @@ class PrefixHit:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast workers prefill. Rates are tokens a second, 0 where unknown.
+    """Rates of workers in tokens a second; 0: unknown.
 
     Attributes:
-        extend: A decode worker's rate after a prefix.
-        prefill: A prefill group's.
-        fetch: The rate at which the group's stages fetch a prefix's KV cache from the decode worker.
-        queued: Tokens that the group prefills first.
+        extend: A decode worker's prefill rate after a prefix.
+        prefill: A prefill group's rate.
+        fetch: The rate at which the group's stages fetch a prefix's KV from the decode worker.
+        queued: Tokens queued at the group before this prompt.
     """
 
     extend: float = 0.0
@@ -73,7 +75,7 @@ def prompt_key(
 
     Args:
         ids: Little-endian uint32.
-        owner: Empty where all callers share the prefix cache.
+        owner: The caller's owner id; empty if all callers share the prefix cache.
     """
     tokens = len(ids) // ID_BYTES
     exact_root = root_of(owner, salt, model, "dense")
@@ -94,14 +96,17 @@ def prompt_key(
 
 
 def usable_prefix(found: int, tokens: int) -> int:
-    """Count the tokens that a prompt of `tokens` tokens continues from; its last is computed again."""
+    """Return how many of the `found` tokens a prompt of `tokens` tokens can use. Its last token is always
+    computed.
+    """
     usable = min(found, (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS)
     return usable if usable >= _MIN_TOKENS else 0
 
 
 def resume_at(found: int, tokens: int, method: MethodSpec) -> int:
-    """Count how many of the `found` tokens a group can skip and still compute the same as from the
-    beginning."""
+    """Return how many of the `found` tokens a group can skip and still compute the same KV as from the
+    beginning.
+    """
     step = resume_step(method)
     usable = min(usable_prefix(found, tokens), lasting_tokens(method, tokens))
     return usable // step * step if step else 0
@@ -123,24 +128,25 @@ def rest_is_long(prefix: int, start: int, tokens: int, rates: Rates) -> bool:
 def group_seconds(start: int, tokens: int, rates: Rates) -> float:
     """Predict the seconds until a group has prefilled a prompt from `start` on.
 
-    Fetching the tokens before `start` counts if its rate is known."""
+    This includes fetching the KV before `start`, if that rate is known."""
     fetching = start / rates.fetch if rates.fetch else 0.0
     return (rates.queued + tokens - start) / rates.prefill + fetching
 
 
 def worth_loading(prefix: Prefix, rates: Rates) -> Prefix:
-    """Leave out the tokens on disk if a group prefills them sooner than the disk loads them."""
+    """Cut a hit's tokens that are on disk, if a group prefills them faster than the disk loads them."""
     if not rates.prefill or prefix.disk_s <= prefix.disk_tokens / rates.prefill:
         return prefix
     return replace(prefix, tokens=prefix.tokens - prefix.disk_tokens, disk_tokens=0, disk_s=0.0)
 
 
 def hold_most(found: Mapping[str, int], workers: Sequence[DecodeStats], tokens: int) -> list[str]:
-    """Sort the workers with a prefix hit by its length. Leave out workers much fuller than another one.
+    """Sort the workers with a prefix hit by the hit's length, without workers that are much fuller than
+    another.
 
     Args:
         found: Worker → tokens of its hit.
-        workers: All that may serve the prompt.
+        workers: All workers that may serve the prompt.
         tokens: Tokens of the prompt and its answer.
     """
     in_use = {w.name: 1 - w.pages_free / w.pages_total for w in workers if w.pages_total}
@@ -162,9 +168,9 @@ def _fits(worker: DecodeStats, tokens: int) -> bool:
 async def find_prefix(
     fleet: Fleet, key: PromptKey, method: MethodSpec, *, tokens: int, answer_tokens: int
 ) -> PrefixHit | None:
-    """Return the prefix hit to continue from; None: there is none, or a group had better prefill all.
+    """Return the prefix hit to use; None if there is none, or a group prefills the whole prompt sooner.
 
-    Draining workers are left out, because a KV cache made there would be lost.
+    Draining workers are left out, because KV made there would be lost.
     """
     if tokens <= _MIN_TOKENS:
         return None

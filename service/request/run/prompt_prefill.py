@@ -1,7 +1,7 @@
 """Prefills a prompt on a group while its KV cache streams to a decode worker.
 
-If the group dies, the next one resumes after the last chunk that arrived. If the method cannot resume, it
-starts over.
+If the group dies, the next group resumes after the last chunk that arrived at the decode worker. If the
+method cannot resume, it starts over.
 """
 
 import logging
@@ -148,7 +148,9 @@ class PromptPrefill:
 
 
 def merge_reports(before: PrefillReport, after: PrefillReport) -> PrefillReport:
-    """Merge two groups' reports on parts of one prompt. Their numbers of stages may differ."""
+    """Merge the reports of two groups that prefilled parts of one prompt. Their numbers of stages may
+    differ.
+    """
     weights = [sum(layer.causal for layer in report.density) for report in (before, after)]
     sampled = before.sampled_share * weights[0] + after.sampled_share * weights[1]
     by_stage = zip_longest(before.stages, after.stages, fillvalue=dict[str, float]())

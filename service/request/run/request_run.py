@@ -41,7 +41,9 @@ _WorkerEvents = AsyncIterator[events.FirstTokenTimings | events.Token | events.F
 
 
 class RequestRun:
-    """Runs a request. Its state outlives an attempt, so that a replay resumes after the streamed tokens."""
+    """Runs a request. Its state survives a failed attempt, so that the next one resumes after the streamed
+    tokens.
+    """
 
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
         self._resources = resources

@@ -1,4 +1,4 @@
-"""Keeps messages from spelling control tokens.
+"""Prevents control-token injection: text in messages never becomes a control token.
 
 Control tokens mark turns and ends. A message that spells one must not speak in another role, so only those
 that the template wrote may stay control tokens. The tokenizer needs one text, because words merge across the
@@ -38,12 +38,12 @@ class MaskingError(ValueError): ...
 
 @dataclass(frozen=True)
 class Masking:
-    """A way to mask contents of messages.
+    """A way to mask the contents of messages.
 
     Args:
-        marker: Stands before each control token that the template may see.
-        visible: Those tokens.
-        safe: No change by the template can make a control token of the contents.
+        marker: The text before each control token that the template may see.
+        visible: The control tokens that the template may see.
+        safe: Whether no change by the template can turn contents into a control token.
     """
 
     contents: Sequence[str]
@@ -57,8 +57,9 @@ class Masking:
 
 
 class ControlTokens:
-    """Finds and replaces control tokens: special tokens, and `also` those that some models do not flag as
-    special."""
+    """Finds and replaces control tokens: special tokens, and those in `also`, which a model does not flag
+    as special.
+    """
 
     def __init__(self, tokenizer: Tokenizer, also: Iterable[str] = ()) -> None:
         named, self._state = frozenset(also), tokenizer.to_str()
@@ -82,16 +83,17 @@ class ControlTokens:
         return [match.group() for match in self._matches(text)]
 
     def parts(self, message: Mapping[str, str]) -> list[str]:
-        """Cut a message's content at the control tokens that it may use: text, token, text and so on.
+        """Split a message's content at the control tokens that it may use: text, token, text and so on.
 
-        Only the assistant may use any, those around its reasoning.
+        Only assistant messages may use any: those around reasoning.
         """
         content = message["content"]
         return _REASONING.split(content) if message["role"] == "assistant" else [content]
 
     def maskings(self, messages: Sequence[Mapping[str, str]]) -> Iterator[Masking]:
-        """Yield maskings, from the safest to the one that shows the template most. Raises MaskingError if
-        contents leave no characters to mask with."""
+        """Yield maskings, from the safest to the one that shows the template the most. Raises MaskingError
+        if the contents already use all characters for masks.
+        """
         ends = sorted({end for token in self._tokens for end in (token[0], token[-1])})
         used = set[str]().union(*(message["content"] for message in messages))
         contents = [self.parts(message) for message in messages]
@@ -117,13 +119,13 @@ class ControlTokens:
         yield Masking(marked, table, marker, visible)
 
     def with_aliases(self, rendered: str, masking: Masking, expected: Sequence[str]) -> str:
-        """Write the template's control tokens as aliases, and unmask the messages'.
+        """Replace the template's control tokens by aliases, and unmask the messages' contents.
 
         Args:
-            expected: The template's tokens for harmless messages.
+            expected: The control tokens that the template writes for harmless messages.
 
         Raises:
-            MaskingError: The messages made the template write others.
+            MaskingError: The messages made the template write other control tokens.
         """
         first, *parts = rendered.split(masking.marker)
         text, found = [self._replace(first, self._aliases.__getitem__)], self.find(first)
@@ -140,7 +142,7 @@ class ControlTokens:
 
     @cached_property
     def alias_tokenizer(self) -> Tokenizer:
-        """A tokenizer that encodes control tokens as text, and aliases as control tokens."""
+        """The tokenizer that encodes control tokens as text, and aliases as control tokens."""
         state = json.loads(self._state)
         for token in state["added_tokens"]:
             token["special"] = token["content"] in self._tokens
@@ -156,7 +158,7 @@ class ControlTokens:
 
     @cached_property
     def model_ids(self) -> npt.NDArray[np.uint32]:
-        """The alias tokenizer's id → the model's."""
+        """The alias tokenizer's token ids → the model's."""
         vocabulary = self.alias_tokenizer.get_vocab()
         ids = {vocabulary[self._aliases[content]]: token["id"] for content, token in self._tokens.items()}
         model_ids = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
@@ -179,12 +181,12 @@ class ControlTokens:
 
 
 def map_texts(change: Callable[[str], str], parts: Sequence[str]) -> str:
-    """Join a message's parts with its texts changed. Those at odd places are tokens."""
+    """Apply `change` to a message's texts and join its parts. Parts at odd indices are tokens."""
     return "".join(part if place % 2 else change(part) for place, part in enumerate(parts))
 
 
 def any_of_pattern(words: Iterable[str]) -> str:
-    """Make a pattern for any of the words: a trie, which looks at each letter once."""
+    """Make a regex that matches any of the words: a trie, which looks at each letter once."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[:1], []).append(word[1:])

@@ -12,11 +12,11 @@ _MAX_HELD_TOKENS = 16
 
 
 class Detokenizer:
-    """Makes pieces of text that add up to the decoding of all ids, by tokenizers' DecodeStream.
+    """Decodes tokens incrementally by tokenizers' DecodeStream. The pieces add up to the decoding of all ids.
 
-    A DecodeStream waits without an end for bytes that are no character, decodes all of them at each step, and
-    raises where a decoding takes back text that was given. Then the tokens that it holds are decoded by
-    themselves, and another one begins after the last tokens whose text was whole.
+    On bytes that form no character, a DecodeStream waits forever and decodes all of them at each step; it
+    raises if later tokens change text that was already returned. Then the tokens that it holds are decoded
+    separately, and a new stream begins after the last complete text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -38,7 +38,7 @@ class Detokenizer:
         return text or ""
 
     def flush(self) -> str:
-        """Return the rest, with U+FFFD for bytes that are no character."""
+        """Return the remaining text, with U+FFFD for incomplete characters."""
         text = str(self._tokenizer.decode(self._held)) if self._held else ""
         if text and not text.endswith(_UNFINISHED):
             self._before = self._held
@@ -52,7 +52,7 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Match:
-    """A stop string follows `text` if `stopped`."""
+    """Text that may be sent. `stopped`: a stop string follows it."""
 
     text: str
     stopped: bool = False
@@ -81,7 +81,7 @@ class StopMatcher:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - length :]):
             return length
@@ -89,7 +89,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """An answer's token ids and text. The client already has `answered`. End tokens have no text."""
+    """Turns an answer's tokens into text. The client already has `answered`. End tokens have no text."""
 
     def __init__(
         self,

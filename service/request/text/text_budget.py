@@ -1,7 +1,6 @@
-"""Bounds the texts that a door holds until they are tokenised, in bytes that have arrived.
+"""Limits the bytes of text that a door holds until tokenisation.
 
-Long texts are tokenised one after the other, so that they take bounded memory. Short texts never wait for
-them.
+Long texts are tokenised one at a time, so that they need bounded memory. Short texts never wait for them.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ SHORT_BYTES = 1 << 18
 
 @dataclass(eq=False)
 class HeldText:
-    """One request's room. `release`, or the end of the block, gives it back."""
+    """One request's share of the budget. `release`, or the end of the `with` block, returns it."""
 
     owner: str
     size: int
     budget: TextBudget
 
     def grow(self, size: int) -> None:
-        """Hold `size` bytes in all. Raises Overloaded."""
+        """Increase the share to `size` bytes in total. Raises Overloaded."""
         if size > self.size:
             self.budget.check(self.owner, size, self)
             self.size = size
@@ -45,8 +44,9 @@ class HeldText:
 
 
 class TextBudget:
-    """Room for texts. A caller's texts may take as much as they leave free (`fits_share`), all callers' long
-    ones three quarters, and a text that is alone all."""
+    """A door's budget for texts. One caller's texts may take as much as they leave free (`fits_share`),
+    all long texts together three quarters, and a text that is alone everything.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -54,7 +54,7 @@ class TextBudget:
         self._long = ThreadPoolExecutor(1, "long-texts")
 
     def hold(self, owner: str, size: int) -> HeldText:
-        """Hold room for a text. Raises Overloaded."""
+        """Reserve `size` bytes for a caller's text. Raises Overloaded."""
         self.check(owner, size)
         held = HeldText(owner, size, self)
         self._held.add(held)
@@ -64,7 +64,7 @@ class TextBudget:
         self._held.discard(held)
 
     def check(self, owner: str, size: int, replaced: HeldText | None = None) -> None:
-        """Check that there is room, counting that of `replaced` as free. Raises Overloaded."""
+        """Check that `size` bytes are available, if those of `replaced` are freed. Raises Overloaded."""
         if size > self._max_bytes:
             raise Overloaded(f"{size} bytes are more than this server reads at once, {self._max_bytes}")
         size = max(size, 1)  # a request of which nothing has arrived needs room, too

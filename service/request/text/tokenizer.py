@@ -66,7 +66,7 @@ class TokenizationStopped(Exception): ...
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """When to stop: above `tokens` tokens, or when `stopped` says so."""
+    """When to stop tokenising: above `tokens` tokens, or when `stopped` returns True."""
 
     tokens: int = 1 << 62
     stopped: Callable[[], bool] = bool
@@ -105,8 +105,9 @@ class TextTokenizer:
         return cls(tokenizer, files.template, files.special)
 
     def with_variables(self, variables: Mapping[str, Any]) -> TextTokenizer:
-        """Return a tokenizer whose chat template sees these variables. Raises TemplateError for a name that
-        requests may not set, or a text with a control token."""
+        """Return a tokenizer whose chat template gets these variables. Raises TemplateError for a variable
+        that requests may not set, or a value with a control token.
+        """
         for name in variables:
             if name in OURS or name in self._special:
                 raise TemplateError(f"{name} is not for a request to set")
@@ -141,15 +142,15 @@ class TextTokenizer:
         """Encode a conversation. Raises TemplateError, also if the template leaves out a message.
 
         Args:
-            add_bos: On top of what the template writes.
+            add_bos: Whether to add BOS before the template's output.
         """
         return self._chat([], messages, add_generation_prompt, add_bos)
 
     def encode_chat_append(self, messages: Sequence[Message]) -> bytes:
-        """Encode messages that continue a conversation, without what a template writes before a new one.
+        """Encode messages that continue a conversation, without the template's beginning of a conversation.
 
-        They follow the first sample conversation that the template accepts. Raises TemplateError, also if the
-        template rewrites earlier messages or leaves out a new one.
+        They are rendered after a sample conversation that the template accepts. Raises TemplateError, also if
+        the template rewrites earlier messages or leaves out a new one.
         """
         refusal: TemplateError | None = None
         for before in _SAMPLE_CONVERSATIONS:
@@ -161,14 +162,16 @@ class TextTokenizer:
         raise refusal
 
     def generation_prompt(self) -> str:
-        """Return what the template writes before an answer, at most with a sample conversation before it."""
+        """Return the text that the template writes before an answer, if necessary after a sample
+        conversation.
+        """
         for conversation in _SAMPLE_CONVERSATIONS:
             with contextlib.suppress(TemplateError):
                 return self._render(conversation, True).removeprefix(self._render(conversation, False))
         return ""
 
     def spells(self, text: str) -> bool:
-        """Say whether answers can hold this text. Special tokens have none."""
+        """Say whether an answer's text can contain `text`. Special tokens decode to no text."""
         return text in self.decode(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
