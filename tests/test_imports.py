@@ -113,7 +113,7 @@ HOMES = {
     "torch": """kernels workers.model workers.calibration workers.kv workers.prefill workers.decode
         workers.rendezvous""",
     "triton": "kernels",
-    "transformers": "",
+    "transformers": "workers.model.decoder.rope_angles",
     "llguidance": "workers.model.grammars",
 }
 

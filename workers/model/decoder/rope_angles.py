@@ -1,8 +1,7 @@
 """Rotary position embedding with its scalings. Shape suffixes also: F = D / 2 frequencies."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -62,68 +61,27 @@ class Rope:
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Return inverse frequencies in radians per token, float32 [F], and YaRN's or LongRoPE's factor of cos
-    and sin (otherwise 1).
+    and sin (otherwise 1). transformers computes the scaled ones.
     """
+    if config.kind not in ("default", "factors"):
+        return _scaled(config, head_dim)
     exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base_F = 1.0 / config.theta**exponent_F
-    scaling = config.scaling
-    if config.kind == "default":
-        return base_F, 1.0
-    if config.kind == "linear":
-        return base_F / float(scaling["factor"]), 1.0
-    if config.kind == "llama3":
-        return _llama3(base_F, scaling), 1.0
-    if config.kind == "yarn":
-        return _yarn(base_F, config.theta, scaling)
-    if config.kind == "factors":
-        factors_F = torch.tensor(scaling["factors"], dtype=torch.float32)
-        if factors_F.shape != base_F.shape:
-            raise ModelError(
-                f"rope has {factors_F.numel()} frequency factors for {base_F.numel()} frequencies"
-            )
-        return base_F / factors_F, float(scaling.get("attention_factor", 1.0))
-    raise ModelError(f"rope scaling {config.kind!r} is not supported")
+    factors_F = torch.tensor(config.scaling.get("factors", [1.0] * len(base_F)), dtype=torch.float32)
+    if factors_F.shape != base_F.shape:
+        raise ModelError(f"rope has {factors_F.numel()} frequency factors for {base_F.numel()} frequencies")
+    return base_F / factors_F, float(config.scaling.get("attention_factor", 1.0))
 
 
-def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Slow down channels as Llama 3.1 does: slow ones by `factor`, fast ones not, those between by
-    interpolation.
+def _scaled(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # half a second
 
-    A channel's speed is its number of turns over the original context.
-    """
-    factor = float(scaling["factor"])
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    turns_F = float(scaling["original_max_position_embeddings"]) * base_F / (2 * math.pi)
-    unscaled_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
-    return unscaled_F * base_F + (1.0 - unscaled_F) * base_F / factor
-
-
-def _yarn(base_F: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023), sections 3.2 (interpolation by parts) and 3.4 (attention temperature).
-
-    As in the authors' code, the ramp runs over channels; in equation 20 it runs over turns.
-    """
-    factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
-    last = 2 * base_F.numel() - 1
-
-    def channel(turns: float) -> float:
-        return base_F.numel() * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
-
-    unscaled = channel(float(scaling.get("beta_fast") or 32))
-    scaled = channel(float(scaling.get("beta_slow") or 1))
-    if scaling.get("truncate", True):
-        unscaled, scaled = math.floor(unscaled), math.ceil(scaled)
-    start, end = max(unscaled, 0), min(scaled, last)
-    width = end - start if end != start else 0.001
-    ramp_F = ((torch.arange(base_F.numel(), dtype=torch.float32) - start) / width).clamp(0.0, 1.0)
-    magnitude = scaling.get("attention_factor")
-    if magnitude is None:
-        mscale, all_dim = (float(scaling.get(key) or 0.0) for key in ("mscale", "mscale_all_dim"))
-        has_both = mscale and all_dim
-        magnitude = _temperature(factor, mscale if has_both else 1.0)
-        magnitude /= _temperature(factor, all_dim) if has_both else 1.0
-    return base_F * (1.0 - ramp_F) + base_F / factor * ramp_F, float(magnitude)
-
-
-def _temperature(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    shape = SimpleNamespace(
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        rope_parameters={**config.scaling, "rope_theta": config.theta},
+        standardize_rope_params=lambda: None,
+    )
+    frequencies_F, magnitude = ROPE_INIT_FUNCTIONS[config.kind](shape, torch.device("cpu"))
+    return frequencies_F, float(magnitude)
