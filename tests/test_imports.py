@@ -40,7 +40,7 @@ ROOMS = {
     "workers.model.adapter": "workers.model.directory",
     "workers.model.grammars": "workers.model.directory",
     "workers.model.directory": """workers.settings workers.model.families workers.model.family_registry
-        workers.model.layer_shares workers.model.weights.gguf_source workers.model.weights.tekken""",
+        workers.model.layer_shares workers.model.weights.gguf_convert workers.model.weights.tekken""",
     "workers.model.weights": """workers.settings workers.progress workers.model.family_registry
         workers.model.layer_shares workers.model.adapter workers.model.directory kernels""",
     "workers.model.decoder": """workers.settings workers.progress workers.model.directory

@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from deltafront.workers.model.directory import store as model_store
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.weights import gguf_source
+from deltafront.workers.model.weights import gguf_convert
 from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.sources import open_weights
 
@@ -120,7 +120,7 @@ def test_transformers_reads_a_converted_directory(prepared: Path) -> None:
 def test_weights_are_written_in_bounded_shards(
     model_file: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_source, "_SHARD_BYTES", 40_000)
+    monkeypatch.setattr(gguf_convert, "_SHARD_BYTES", 40_000)
     sharded = model_store.model_directory(str(model_file), tmp_path)
     assert len(list(sharded.glob("*.safetensors"))) > 2
     one, many = open_weights(prepared), open_weights(sharded)
@@ -131,7 +131,7 @@ def test_weights_are_written_in_bounded_shards(
 def test_the_second_call_converts_nothing(
     model_file: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_source, "convert_gguf", None)
+    monkeypatch.setattr(gguf_convert, "convert_gguf", None)
     assert model_store.model_directory(str(model_file), prepared.parent) == prepared
     alone = model_file.parent
     assert model_store.model_directory(str(alone), prepared.parent) == prepared, (
@@ -229,13 +229,13 @@ def test_concurrent_conversions_end_in_one_directory(
     model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither caller publishes before both have converted, so one of them must lose the race."""
-    convert, both_done = gguf_source.convert_gguf, threading.Barrier(2)
+    convert, both_done = gguf_convert.convert_gguf, threading.Barrier(2)
 
     def together(path: Path, work: Path) -> None:
         convert(path, work)
         both_done.wait(60)
 
-    monkeypatch.setattr(gguf_source, "convert_gguf", together)
+    monkeypatch.setattr(gguf_convert, "convert_gguf", together)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(model_store.model_directory, str(model_file), tmp_path) for _ in range(2)]
         found = {call.result(90) for call in calls}

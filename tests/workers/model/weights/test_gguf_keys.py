@@ -17,7 +17,7 @@ from deltafront.workers.model.directory import store
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.weights import gguf_source
+from deltafront.workers.model.weights import gguf_convert
 from deltafront.workers.model.weights.gguf_source import GgufSource
 
 HEADS, DIM, VOCAB = 2, 16, 8
@@ -114,7 +114,7 @@ def test_refuses_bad_gguf_keys_before_converting_weights(
     tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
     keys: dict[str, Any] = {f"tokenizer__ggml__{key}": value for key, value in tokenizer.items()}
     path = write(tmp_path / "some.gguf", rope__scaling__type="longrope", **keys)
-    monkeypatch.setattr(gguf_source, "_write_weights", None)
+    monkeypatch.setattr(gguf_convert, "_write_weights", None)
     with pytest.raises(ModelError, match="rope scaling 'longrope'"):
         store.model_directory(str(path), tmp_path / "cache")
 
