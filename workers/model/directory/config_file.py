@@ -56,22 +56,14 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     path = Path(directory) / "config.json"
     with broken(path):
         raw = text_config(read_json(path))
-        config = parsed_config(raw, overrides or {})
+        config = _parsed(raw, overrides or {})
         quantised_form(path.parent, raw)
         return replace(config, eos_ids=_eos_ids(path.parent, raw))
 
 
-def parsed_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read a language model's config.json, without end tokens.
-
-    Args:
-        raw: Its content.
-        overrides: Values for keys of OVERRIDES.
-
-    Raises:
-        ModelError: A key is missing, or our decoder would compute something else.
-    """
-    extra = dict(overrides or {})
+def _parsed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
+    """Read a language model's config.json, without end tokens."""
+    extra = dict(overrides)
     for key in extra:
         if key not in OVERRIDES:
             raise ModelError(f"model override {key!r} is unknown; known: {', '.join(sorted(OVERRIDES))}")

@@ -23,7 +23,8 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     implied={
-        **{key: value for key, value in QWEN3.implied.items() if key != "sliding_window"},
+        "attention_bias": False,
+        "use_sliding_window": False,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,

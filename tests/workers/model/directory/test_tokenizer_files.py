@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from deltafront.service.request.text.tokenizer import TextTokenizer
+from deltafront.workers.model.directory import chat_template
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.tokenizer_files import TokenizerFiles
 
@@ -71,6 +73,18 @@ def test_special_tokens_map_is_read_as_transformers_reads_it(tmp_path: Path) -> 
     listed = {"256": {"content": "<s>", "special": True}}
     write_tokenizer(tmp_path, ["<s>", "</s>", "<e>"], eos_token="</s>", added_tokens_decoder=listed)
     assert TokenizerFiles.read(tmp_path).special == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_templates_have_the_dialect_of_transformers() -> None:
+    """A version of transformers whose templates can do more fails here."""
+    ours, theirs = chat_template._environment(), _compile_jinja_template("").environment
+    assert type(ours) is type(theirs) and ours.undefined is theirs.undefined
+    for names in ("filters", "globals", "tests"):
+        assert vars(ours)[names].keys() == vars(theirs)[names].keys()
+    tags = [{tag for one in made.extensions.values() for tag in one.tags} for made in (ours, theirs)]
+    assert tags[0] == tags[1] and "generation" in tags[0]
+    for option in ("trim_blocks", "lstrip_blocks", "keep_trailing_newline", "autoescape"):
+        assert getattr(ours, option) == getattr(theirs, option)
 
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "added_tokens_decoder"])

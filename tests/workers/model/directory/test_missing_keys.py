@@ -1,0 +1,56 @@
+"""Keys that a config.json leaves out mean what they mean in transformers' configuration classes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from deltafront.workers.model.directory.config_file import read_config
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.families.family import Family
+from deltafront.workers.model.family_registry import FAMILIES
+
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "hidden_size": 512,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16_384,
+    "vocab_size": 211,
+}
+ALWAYS: dict[str, dict[str, Any]] = {
+    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 8,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 96,
+    },
+    "qwen3_moe": {"moe_intermediate_size": 32},
+}
+"""Keys that no file of a family leaves out."""
+KNOWN = [family for family in FAMILIES.values() if family.model_type in CONFIG_MAPPING]
+
+
+def read(directory: Path, family: Family, raw: dict[str, Any]) -> ModelConfig:
+    raw = raw | {"architectures": [family.architecture]}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return replace(read_config(directory), eos_ids=())
+
+
+@pytest.mark.parametrize("family", KNOWN, ids=lambda family: family.model_type)
+def test_missing_keys_mean_what_transformers_says(tmp_path: Path, family: Family) -> None:
+    given = SHAPE | ALWAYS.get(family.model_type, {})
+    filled = CONFIG_MAPPING[family.model_type](**given)
+    whole = filled.to_dict() | {"head_dim": getattr(filled, "head_dim", None) or 512 // 8}
+    assert read(tmp_path, family, given) == read(tmp_path, family, whole)
+
+
+def test_transformers_knows_every_family_but_one() -> None:
+    assert {family.name for family in FAMILIES.values()} - {family.name for family in KNOWN} == {"EXAONE 3.x"}
