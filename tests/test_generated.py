@@ -81,7 +81,7 @@ def test_methods_in_the_architectures_table_exist() -> None:
     assert named and not missing
 
 
-def test_the_papers_tables_have_no_empty_cell_and_name_every_method() -> None:
+def test_methods_tables_are_complete() -> None:
     text = (ROOT / "docs" / "methods.md").read_text()
     tables = [table.splitlines() for table in text.split("\n\n") if "\n|---|" in table]
     for table in tables:

@@ -286,7 +286,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert not shared, shared
 
 
-def test_a_packages_own_files_import_nothing() -> None:
+def test_package_init_files_import_nothing() -> None:
     """Importing a module must not bring in its neighbours. `service.client` is what users import."""
     full = {name for name, path in MODULES.items() if path.name == "__init__.py" and imports(name)}
     assert full <= {"service.client"}, full

@@ -209,7 +209,7 @@ def test_documents_without_a_question_count_for_the_text_alone() -> None:
     assert tuple(dpxa["ratio_95"]) == bootstrap_ratio([(1, 2), (1, 2)])
 
 
-def test_failed_gates_name_the_case_that_misses_them() -> None:
+def test_failed_gate_names_its_case() -> None:
     found = rows(OUTCOMES, "dense")
     assert missed([parse_gate("dpxa:tau=0.5:exact>=1,kl<=0.5,logp>=-0.1")], found) == []
     assert missed([parse_gate("dpxa:tau=0.5:kl<=0.11,density<=0.3")], found) == [

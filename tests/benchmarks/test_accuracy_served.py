@@ -123,7 +123,7 @@ def test_known_answers_are_not_asked_again(tmp_path: Path, monkeypatch: pytest.M
         module.main()
 
 
-def test_a_task_that_the_first_case_fails_has_no_share() -> None:
+def test_task_failed_by_the_baseline_has_no_score() -> None:
     client = FakeClient()
     wrong = [Question("q", (5, 7), (9, 9))]
     found = answers(client, "a", Document([1] * 40, wrong), CASES, 1)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def test_a_task_that_the_first_case_fails_has_no_share() -> None:
     assert table.count("| 0 of 1 | – | 0, 0; 1 |") == 3
 
 
-def test_any_right_answer_to_a_prompt_counts_and_it_is_asked_once() -> None:
+def test_each_prompt_is_asked_once_and_any_right_answer_counts() -> None:
     """RULER's questions have several answers; the longest decides how many tokens come."""
     client = FakeClient()
     questions = [Question("both 1", (5, 7), gold) for gold in ((9, 9), (5,), (5, 6))]

@@ -29,7 +29,7 @@ def test_packages_exclude_known_texts_and_missing_ones_are_named(tmp_path: Path)
         main([str(tmp_path), "--packages", "no-such-package"])
 
 
-def test_far_texts_join_two_packages_used_in_no_other_text(
+def test_far_texts_use_two_packages_of_no_other_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(FAR) == len(set(FAR)) == 40

@@ -45,14 +45,14 @@ def made(task: str, tokens: int, count: int, seed: int = 0) -> Document:
 
 
 @pytest.mark.parametrize("task", ["needles", "values", "chains", "prose"])
-def test_documents_are_as_long_as_asked_and_seeded(task: str) -> None:
+def test_documents_have_the_requested_length_and_follow_the_seed(task: str) -> None:
     first, again, other = made(task, 1000, 5), made(task, 1000, 5), made(task, 1000, 5, seed=1)
     assert len(first.ids) == 1000
     assert first == again
     assert first.ids != other.ids
 
 
-def test_needles_are_all_hidden_and_asked() -> None:
+def test_every_needle_is_hidden_and_asked_for() -> None:
     document = made("needles", 1500, 60)
     text = decoded(document.ids)
     assert len({question.about for question in document.questions}) == 60
@@ -140,7 +140,7 @@ def test_copy_questions_repeat_text_from_far_before_only() -> None:
     assert found > 40
 
 
-def test_a_copys_question_is_the_text_up_to_it() -> None:
+def test_question_of_a_copy_is_the_text_before_it() -> None:
     sentences = "".join(
         f" The {i % 90} men of house {i % 90} went to town {i % 90} that day." for i in range(260)
     )

@@ -50,7 +50,7 @@ def test_arguments_of_accuracy_are_refused_with_a_reason(
     assert f"argument {name}: {told}" in capsys.readouterr().err
 
 
-def test_a_gate_on_a_case_that_will_not_be_is_refused(
+def test_refuses_a_gate_on_a_case_that_is_not_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ("--methods", "dense", "dpxa", "--recompute", "8", "--decode", "1,3:16", "--quantisation", "fp8")
@@ -76,7 +76,7 @@ def test_a_gate_on_a_case_that_will_not_be_is_refused(
     assert "--gate: no case 'dpxa', but dense, dpxa_default, " in capsys.readouterr().err
 
 
-def test_method_options_are_exactly_those_given() -> None:
+def test_method_options_are_taken_from_the_command_line() -> None:
     assert split_method("dense") == ("dense", {})
     assert split_method("dpxa:tau=0.9,k_anchors=16") == ("dpxa", {"tau": 0.9, "k_anchors": 16.0})
 
@@ -123,7 +123,7 @@ def test_kernels_beside_flashinfer_say_what_is_missing(
 
 
 @pytest.mark.parametrize("some", [("--only", "dense"), ("--modules", "cases_decode")])
-def test_some_kernels_alone_do_not_replace_the_table_of_all(
+def test_partial_kernel_run_keeps_the_full_table(
     some: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given(monkeypatch, *some)
@@ -132,7 +132,7 @@ def test_some_kernels_alone_do_not_replace_the_table_of_all(
     assert "--out is needed" in capsys.readouterr().err
 
 
-def test_documents_that_are_not_up_to_date_are_named(
+def test_names_outdated_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = tmp_path / "old.md"

@@ -104,7 +104,7 @@ def test_fp8_files_hold_the_quantised_16_bit_weights(tmp_path: Path, shape: Mode
 
 
 @pytest.mark.parametrize("density", [0.25, 0.6])
-def test_a_share_gives_the_density_that_is_asked_for(density: float) -> None:
+def test_share_option_gives_the_requested_density(density: float) -> None:
     tokens = 8192
     blocks = tokens // 128
     share = dpxa_share(density, tokens)
@@ -116,7 +116,7 @@ def test_a_share_gives_the_density_that_is_asked_for(density: float) -> None:
         dpxa_share(0.1, tokens)
 
 
-def test_the_configuration_is_one_that_the_service_takes(tmp_path: Path) -> None:
+def test_written_configuration_is_accepted_by_the_service(tmp_path: Path) -> None:
     setup = Setup(tmp_path, SHAPES["8b"], 131_072, [131_072] * 4, stages=2, decode_gpu="last")
     config = parse(setup.content())
     assert setup.gpus == 2
@@ -235,7 +235,7 @@ def ttft(case: str, seconds: float, gpus: int = 1, **parts: float) -> rows.Row:
     return {**rows.row(case, seconds, "s", tokens=1024, gpus=gpus, density=0.5), "parts": parts}
 
 
-def test_groups_are_compared_with_one_of_as_many_stages(tmp_path: Path) -> None:
+def test_compares_groups_with_the_same_number_of_stages(tmp_path: Path) -> None:
     one = rows.throughput_row("dpxa", 0.5, 1024, gpus=2, groups=1)
     other = rows.throughput_row("dpxa", 0.3, 1024, gpus=4, groups=1)
     two = rows.throughput_row("dpxa", 0.98, 1024, gpus=4, groups=2)
@@ -309,12 +309,12 @@ def test_int8_kv_rows_are_compared_with_16_bit_rows() -> None:
         assert "K/V int8" in tables.engine(whole)
 
 
-def test_a_shape_measured_in_8_bits_alone_is_compared_with_nothing() -> None:
+def test_run_in_8_bits_only_has_no_comparison() -> None:
     one = {**rows.row("token_full_fp8", 14.0, "ms", tokens=512), "kv_dtype": "int8", "shape": "32b"}
     assert rows.merged(None, [one], "GPU", "abc")["rows"] == [one]
 
 
-def test_gemms_are_those_of_each_layer() -> None:
+def test_counts_the_gemms_of_each_layer() -> None:
     matrix = sum(out * width for out, width in matrices(SHAPE))
     assert (
         matrix * SHAPE.layers == SHAPE.weights(range(3), embedding=False, head=False) - 2 * 3 * SHAPE.hidden

@@ -20,7 +20,7 @@ def test_a_public_model_has_its_published_size(model: Public) -> None:
 
 
 @pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.name)
-def test_a_public_model_is_refused_for_its_reason(model: Public) -> None:
+def test_refuses_unsupported_public_models_with_the_reason(model: Public) -> None:
     with pytest.raises(ModelError, match=re.escape(model.reason)) as refusal:
         read_public(model)
     assert "\n" not in str(refusal.value)

@@ -60,7 +60,7 @@ def cluster(
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_service_answers_while_rays_head_is_away(cluster: LocalCluster, record: Record) -> None:
+def test_service_answers_while_the_ray_head_is_down(cluster: LocalCluster, record: Record) -> None:
     address = f"127.0.0.3:{9000 + 1}"
     with DeltafrontClient(address, retry_s=0) as client:
         waited(lambda: answers(client), lambda: "nobody answers", PATIENCE_S)

@@ -84,7 +84,7 @@ def test_a_request_ends_exactly_once() -> None:
         assert lost(replace(log, ask=ASK))
 
 
-def test_differs_compares_an_answer_with_the_one_without_faults() -> None:
+def test_compares_each_answer_with_the_answer_without_faults() -> None:
     known = Reference((5, 6, 7, 8), ("a", "ab", "abc", "abcd"))
     for form in Form:
         assert not differs(finished(replace(ASK, form=form)), known)
@@ -148,7 +148,7 @@ def test_tier_counts_as_full_once_it_evicts_and_never_exceeds_room() -> None:
     assert overfull(parse(TIER + other.replace("} 9.0\n", "} 8.0\n", 1)))
 
 
-def test_grown_finds_growing_memory_and_file_descriptors() -> None:
+def test_detects_growing_memory_and_file_descriptors() -> None:
     def samples(resident: int, files: int) -> list[Sample]:
         return [
             Sample(1, "stage", at, (300 << 20) + at * resident, 40 + at * files)

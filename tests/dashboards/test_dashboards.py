@@ -207,7 +207,7 @@ def test_worker_table_columns_have_thresholds() -> None:
         assert coloured == limited
 
 
-def test_only_what_may_be_negative_shows_values_below_0() -> None:
+def test_only_panels_of_signed_values_show_negative_values() -> None:
     signed = [panel.title for dashboard in DASHBOARDS for panel in dashboard.panels if panel.signed]
     assert signed == ["Time saved"]
     made = [
@@ -236,7 +236,7 @@ def test_dashboards_define_all_that_grafana_needs(dashboard: Dashboard) -> None:
     assert all(place["x"] + place["w"] <= 24 for place in places)
 
 
-def test_every_metric_is_shown_or_watched() -> None:
+def test_every_metric_is_on_a_dashboard_or_in_an_alert() -> None:
     text = " ".join(itertools.chain.from_iterable(map(expressions, DASHBOARDS))) + RULES.read_text()
     missing = [name for _kind, name in declared() if f"deltafront_{name}" not in text]
     assert not missing
@@ -248,13 +248,13 @@ def test_dashboards_show_the_objectives_of_the_alerts() -> None:
     assert f"> 14.4 * {ERROR_BUDGET}" in alerts["DeltafrontErrorsFast"]
 
 
-def test_substituted_fills_in_variables_and_ranges() -> None:
+def test_fills_in_the_variables_and_ranges_of_queries() -> None:
     layers = 'label_replace(z, "a", "0$1", "a", "(.)")'
     expr = 'rate(x{a=~"$namespace"}[$__rate_interval]) + rate(y[$__range]) + ' + layers
     assert substituted(expr, "15s", 60) == 'rate(x{a=~".*"}[15s]) + rate(y[60s]) + ' + layers
 
 
-def test_the_documents_name_every_dashboard_and_panels_that_are_there() -> None:
+def test_docs_name_every_dashboard_and_only_existing_panels() -> None:
     """One table has a line for each; names of panels are in italics there."""
     documents = "\n".join(path.read_text() for path in (FOLDER.parent / "docs").glob("*.md"))
     lines = re.findall(

@@ -102,7 +102,7 @@ def test_document_prefilled_at_one_door_is_asked_at_another(cluster: LocalCluste
         assert (info.prefill_groups, info.prefill_stages, info.decode_workers) == (1, 2, 1)
 
 
-def test_the_same_document_is_questioned_over_http(cluster: LocalCluster) -> None:
+def test_session_from_grpc_is_asked_over_http(cluster: LocalCluster) -> None:
     for address in cluster.http_doors:
         with OpenAI(base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0) as client:
             (model,) = client.models.list()

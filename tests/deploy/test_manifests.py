@@ -91,7 +91,7 @@ def test_pod_templates_are_valid_pods(overlay: str, tmp_path: Path) -> None:
     validated(pods, tmp_path)
 
 
-def test_a_misspelt_field_is_found(tmp_path: Path) -> None:
+def test_validation_finds_a_misspelt_field(tmp_path: Path) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
     spec = {"containers": [{"name": "x", "image": "x", "resuorces": {}}]}
     with pytest.raises(AssertionError, match="resuorces"):
@@ -130,7 +130,7 @@ def test_service_selects_the_doors_and_their_ports(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_drain_takes_one_pod_and_waits_for_the_head_and_redis(overlay: str) -> None:
+def test_disruption_budget_drains_one_pod_at_a_time(overlay: str) -> None:
     """By Kubernetes' rule: a pod may leave while more than minAvailable of the selected ones are ready."""
     budgets = {
         one["metadata"]["name"]: one["spec"] for one in of_kind(rendered(f"overlays/{overlay}"), BUDGET)
@@ -152,7 +152,7 @@ BUDGET = "PodDisruptionBudget"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_pod_has_the_configurations_settings(overlay: str) -> None:
+def test_every_pod_gets_the_settings_of_the_configuration(overlay: str) -> None:
     config, pods = settings(overlay), templates(overlay)
     assert set(pods) <= {"head", *GROUPS}
     for name, template in pods.items():
@@ -322,7 +322,7 @@ def test_every_named_object_is_rendered_or_made_by_the_guide(overlay: str) -> No
             assert (kind, name) in have, (kind, name)
 
 
-def test_cpu_has_its_model_in_the_image_and_fetches_nothing() -> None:
+def test_cpu_overlay_uses_the_model_in_its_image() -> None:
     objects = rendered("overlays/cpu")
     assert not [one for kind in ("Job", "PersistentVolumeClaim") for one in of_kind(objects, kind)]
     assert "models" not in {
@@ -335,7 +335,7 @@ def test_cpu_has_its_model_in_the_image_and_fetches_nothing() -> None:
     )
 
 
-def test_a_volume_of_ones_own_is_compared_without_a_network(tmp_path: Path) -> None:
+def test_own_model_volume_is_verified_without_a_network(tmp_path: Path) -> None:
     objects = with_component("pd-8b", "models/own-volume", tmp_path)
     (job,) = of_kind(objects, "Job")
     fetch = container(job["spec"]["template"])
@@ -375,7 +375,7 @@ def test_ray_containers_run_their_own_start_and_kuberays(overlay: str) -> None:
     assert not any("args" in container(one) for one in templates(overlay).values())
 
 
-def test_the_head_waits_for_redis_in_words() -> None:
+def test_head_says_that_it_waits_for_redis() -> None:
     """The manifest's own command: a name that is unknown, a port where nothing listens, then an answer."""
     command = container(templates("cpu")["head"])["command"]
     start = {

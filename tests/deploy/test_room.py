@@ -58,7 +58,7 @@ def test_pods_have_room_for_the_configured_actors(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "cpu"])
-def test_weights_and_kv_fit_the_gpus_that_are_asked_for(overlay: str) -> None:
+def test_weights_and_kv_fit_the_requested_gpus(overlay: str) -> None:
     """By the processes of each GPU: Ray gives stages whole ones or parts, and rank i is on GPU i besides."""
     config = settings(overlay)
     shape = SHAPES["70b" if "70b" in config.model.path else "8b"]
@@ -158,7 +158,7 @@ def test_every_overlay_is_in_the_table() -> None:
     assert sorted(overlays.names()) == sorted(OVERLAYS)
 
 
-def test_refuses_a_patch_that_does_not_fit() -> None:
+def test_refuses_a_patch_of_a_missing_path() -> None:
     for operation in (
         {"op": "test", "path": "/a/0", "value": 2},
         {"op": "replace", "path": "/b", "value": 2},

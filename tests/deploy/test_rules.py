@@ -51,7 +51,7 @@ def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     promtool(tmp_path, "check", "rules", "rules.yaml")
 
 
-def test_alerts_fire_when_they_must_and_only_then(tmp_path: Path) -> None:
+def test_alerts_fire_exactly_when_expected(tmp_path: Path) -> None:
     """Rules are evaluated as often as a case has samples: some take 30 hours."""
     cases = yaml.safe_load(ALERTS.read_text())["tests"]
     for one in itertools.chain.from_iterable(case["alert_rule_test"] for case in cases):
@@ -75,7 +75,7 @@ def test_every_alert_is_tested_firing_and_silent() -> None:
     assert tried == {rule["alert"]: {True, False} for rule in rules() if "alert" in rule}
 
 
-def test_rules_ask_only_for_what_exists() -> None:
+def test_rules_query_only_existing_metrics() -> None:
     expressions = " ".join(rule["expr"] for rule in rules())
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     assert set(re.findall(r"deltafront:[\w:]+", expressions)) == recorded

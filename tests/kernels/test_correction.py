@@ -75,14 +75,14 @@ def test_correction_equals_the_definition_in_any_chunks(tokens: int, gamma: int,
         assert_rows_close(in_chunks(method, x, cuts), expected)
 
 
-def test_short_prompts_are_all_tail() -> None:
+def test_short_prompts_are_dense_throughout() -> None:
     for tokens in (1, 127, 128, 255):
         x = random_input(tokens, head_dim=16)
         method = Correction(Noise(x), 64)
         assert_rows_close(in_chunks(method, x, []), reference_attention(x))
 
 
-def test_correction_of_dense_changes_nothing() -> None:
+def test_correcting_dense_attention_changes_nothing() -> None:
     x = random_input(500, q_heads=4, kv_heads=2)
     method = build(method_spec("dense+delta", {"gamma": 48}))
     out, counts = method.attend(x, method.new_state(spec_of(x)))
@@ -121,7 +121,7 @@ def test_the_kernels_equal_the_cpu_forms(
         assert_rows_close(carry.cpu(), wanted_carry)
 
 
-def test_rows_before_the_first_take_the_carried_difference() -> None:
+def test_rows_before_the_first_dense_row_use_the_carried_difference() -> None:
     out = torch.zeros(1, 1, 10, 4)
     carried = torch.full((1, 1, 4), 3.0)
     cpu_add_differences(out, torch.ones(1, 1, 1, 4), carried, 6, 64)

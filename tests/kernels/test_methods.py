@@ -58,7 +58,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield name
 
 
-def test_the_packages_own_methods_are_found_without_a_list() -> None:
+def test_built_in_methods_are_registered_on_import() -> None:
     assert set(PRESETS) >= OWN
     assert list(PRESETS) == sorted(PRESETS)
     assert not any(reads_whole_prompts(name) for name in OWN) and not reads_whole_prompts("dense+delta")
@@ -144,7 +144,7 @@ def test_external_selector_serves_a_prompt(outside: str, tmp_path: Path) -> None
         np.testing.assert_allclose(logits_V, wanted_V.numpy(), rtol=2e-3, atol=2e-3)
 
 
-def test_another_process_imports_what_a_spec_names(outside: str, tmp_path: Path) -> None:
+def test_another_process_imports_the_module_of_a_spec(outside: str, tmp_path: Path) -> None:
     """A stage's process gets only the spec and no list of modules."""
     load(outside)
     (tmp_path / "spec").write_bytes(pickle.dumps(method_spec(f"{outside}+delta", {"step": 4})))
@@ -167,7 +167,7 @@ def test_a_part_that_cannot_be_imported_is_a_methods_error(path: str) -> None:
     assert part_of(dense) is dense and dense.__name__ == "DenseBackend"
 
 
-def test_modules_that_bring_no_method_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_modules_that_register_no_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "broken_outside.py").write_text("raise ValueError('no luck')")
     (tmp_path / "empty_outside.py").write_text("")
@@ -183,7 +183,7 @@ def test_modules_that_bring_no_method_are_refused(tmp_path: Path, monkeypatch: p
         build(MethodSpec("dense", "elsewhere", False, ()))
 
 
-def test_a_registration_that_cannot_hold_is_refused() -> None:
+def test_refuses_invalid_registrations() -> None:
     @dataclass(frozen=True)
     class Unbounded:
         share: float = 0.5

@@ -111,7 +111,7 @@ def density(method: Any, x: AttentionInput) -> float:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS])
-def test_full_budget_is_dense_and_a_lean_one_skips(name: str) -> None:
+def test_full_budget_is_dense_and_a_small_one_skips_tiles(name: str) -> None:
     x = prompt()
     assert_rows_close(run(method_of(name, FULL), x), reference(x))
     assert density(method_of(name, FULL), x) == pytest.approx(1.0, abs=0.02)
@@ -121,7 +121,7 @@ def test_full_budget_is_dense_and_a_lean_one_skips(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
-def test_later_keys_never_matter(name: str) -> None:
+def test_output_never_depends_on_later_keys(name: str) -> None:
     """Keys and values from a block boundary on are replaced: rows before it do not change at all."""
     x = prompt()
     border = 5 * BLOCK
@@ -133,7 +133,7 @@ def test_later_keys_never_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "streaming", "delta_kv"])
-def test_later_keys_of_the_same_block_never_matter(name: str) -> None:
+def test_output_never_depends_on_later_keys_of_its_block(name: str) -> None:
     """Methods that do not look at scores: true of every single row, not only of whole blocks."""
     x = prompt(700)
     border = 5 * BLOCK - 37
@@ -213,7 +213,7 @@ def strange(kind: str) -> AttentionInput:
 
 @pytest.mark.parametrize("kind", ["duplicated rows", "zero keys", "zero queries", "large logits"])
 @pytest.mark.parametrize("name", [*METHODS, *FORMS])
-def test_weights_sum_to_one_on_strange_inputs(name: str, kind: str) -> None:
+def test_attention_weights_sum_to_one_on_degenerate_inputs(name: str, kind: str) -> None:
     """Values of one everywhere come out as one, and a full budget is still dense."""
     x = strange(kind)
     ones = run(method_of(name), replace(x, v_BGSD=torch.ones_like(x.v_BGSD)))

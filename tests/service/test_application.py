@@ -30,7 +30,7 @@ from .directory import LocalDirectory
     ("name", "module", "kind"),
     [("PrefillGroup", group, PrefillConfig), ("DecodeReplica", worker, DecodeConfig)],
 )
-def test_a_replacement_may_start_before_the_old_one_goes(
+def test_new_replica_may_start_before_the_old_one_ends(
     name: str, module: ModuleType, kind: Any, surge: bool
 ) -> None:
     made = _owner(name, module, kind(surge=surge, drain_s=30), {})._deployment_config
@@ -41,9 +41,7 @@ def test_a_replacement_may_start_before_the_old_one_goes(
 @pytest.mark.parametrize(
     ("door", "surge", "seconds"), [({}, 1, 5.0), ({"per_node": 1}, 0, 5.0), ({"drain_s": 30}, 1, 35.0)]
 )
-def test_a_door_is_replaced_first_unless_its_node_takes_one_only(
-    door: dict[str, Any], surge: int, seconds: float
-) -> None:
+def test_new_door_starts_first_if_its_node_has_room(door: dict[str, Any], surge: int, seconds: float) -> None:
     content = {"model": {"path": "m"}, "decode": {"page_selection": "full"}, "door": door}
     made = assemble(parse(content), Path("/nowhere"))._bound_deployment._deployment_config
     assert made.max_ongoing_requests > parse(content).door.max_requests, "the door refuses, Serve lets wait"

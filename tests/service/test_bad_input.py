@@ -129,7 +129,7 @@ def refusal(house: House, rpc: str, request: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_is_refused_before_anything_is_taken(name: str, shared: House) -> None:
+def test_refuses_a_bad_request_before_reserving_anything(name: str, shared: House) -> None:
     request, says = BAD[name]
     error = refusal(shared, "Generate", request)
     assert error.code() is INVALID, error.details()
@@ -141,7 +141,7 @@ def test_a_bad_request_is_refused_before_anything_is_taken(name: str, shared: Ho
 
 @pytest.mark.parametrize("rpc", ["Generate", "Prefill", "ReleaseSession"])
 @pytest.mark.parametrize("data", [b"\x0a\x04\x0a\x02\xff\xfe", b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])
-def test_unreadable_bytes_are_an_invalid_argument(rpc: str, data: bytes, shared: House) -> None:
+def test_undecodable_message_is_an_invalid_argument(rpc: str, data: bytes, shared: House) -> None:
     error = refusal(shared, rpc, data)
     assert error.code() is INVALID, error.details()
     assert "UTF-8" in error.details()

@@ -118,7 +118,7 @@ def test_start_warns_of_8_bit_weights_held_in_16_bits(whole: Path, caplog: pytes
     assert "holds weights in FP8: they are dequantised and held in bfloat16" in caplog.text
 
 
-def test_a_model_without_an_end_is_warned_of(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_a_model_without_end_tokens(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = parse({"model": {"path": str(whole)}, "decode": {"page_selection": "full"}})
     with caplog.at_level(logging.WARNING):
         check_start(settings)

@@ -89,7 +89,7 @@ PROFILE = Path(deltafront.__file__).parent / "deploy" / "models" / "smollm2-135m
         ({"decode": {"page_selection": "full", "recompute_blocks": 3}}, "dpxa+delta", False, 3),
     ],
 )
-def test_a_model_without_a_profile_is_read_as_loses_least(
+def test_model_without_a_profile_gets_the_measured_default_method(
     changes: dict[str, Any], method: str, measured: bool, blocks: int
 ) -> None:
     config = parse({**content(), **changes})
@@ -196,7 +196,9 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("door", {"grpc_port": 70_000}, "door.grpc_port = 70000"),
     ],
 )
-def test_a_mistake_names_its_key(section: str, values: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_configuration_error_names_its_key(
+    section: str, values: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "service.yaml"
     path.write_text(yaml.safe_dump(content(section, **values)))
     with pytest.raises(ConfigError) as caught:
@@ -254,7 +256,7 @@ def test_one_stage_maps_the_memory_of_one_decode_worker(
         ("door: {tokens_file: t}\nmodel: {path: m}\ndoor: {}", "key 'door' is there twice"),
     ],
 )
-def test_names_files_that_are_not_a_configuration(text: str, says: str, tmp_path: Path) -> None:
+def test_error_names_files_that_are_no_configuration(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "service.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
@@ -277,7 +279,9 @@ register("{0}_whole", Options, None, lambda options: None, source="nowhere", who
 
 
 @mock.patch.dict(methods._presets)
-def test_methods_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_may_name_methods_of_other_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert PRESETS
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "methods_of_nobody.py").write_text("")
@@ -302,7 +306,9 @@ register(Family(name="Mine", architecture="{0}ForCausalLM", model_type="{0}", fi
 
 
 @mock.patch.dict(registry.FAMILIES)
-def test_families_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_may_name_families_of_other_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "LlamaForCausalLM" in registry.FAMILIES
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "family_of_mine.py").write_text(OUTSIDE_FAMILY.format("Mine"))
@@ -318,7 +324,7 @@ def test_families_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pyt
     assert registry.FAMILIES["MineForCausalLM"].fixed == {"qkv_bias": True}
 
 
-def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:
+def test_token_file_path_is_relative_to_the_configuration(tmp_path: Path) -> None:
     path = tmp_path / "service.yaml"
     path.write_text(yaml.safe_dump(content("door", tokens_file="secret")))
     assert load(path).door.tokens_file == tmp_path / "secret"
@@ -353,7 +359,7 @@ def test_start_refuses_settings_that_do_not_fit_the_model(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_the_least_host_memory_is_a_batch_of_pages(dtype: str, kv_dtype: Any) -> None:
+def test_refuses_host_memory_below_a_batch_of_pages(dtype: str, kv_dtype: Any) -> None:
     """A worker takes it: it refuses less by itself."""
     shape, least = SHAPES["8b"], 256 * 16 * kv_bytes(SHAPES["8b"], 32, dtype, kv_dtype) / 2**30  # type: ignore[arg-type]
     for gib, enough in ((least * 0.99, False), (math.ceil(least * 1000) / 1000, True)):
@@ -386,7 +392,7 @@ def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("part", "taken"), [("prefill", (16, 32, 64, 128, 256)), ("decode", (64, 128, 256))])
-def test_heads_that_a_gpu_does_not_take_are_named(part: str, taken: tuple[int, ...]) -> None:
+def test_error_names_head_sizes_without_gpu_kernels(part: str, taken: tuple[int, ...]) -> None:
     for dim in (16, 32, 64, 80, 96, 128, 256):
         model = replace(SHAPES["8b"], head_dim=dim)
         parse(content()).check_against(model, None)
@@ -397,7 +403,7 @@ def test_heads_that_a_gpu_does_not_take_are_named(part: str, taken: tuple[int, .
                 parse(content(part, device="cuda")).check_against(model, None)
 
 
-def test_a_layer_with_a_window_chooses_no_pages() -> None:
+def test_window_layers_cannot_be_delta_layers() -> None:
     model = replace(SHAPES["8b"], sliding_window=1024, window_layers=(3, 4))
     parse(content("decode", delta_layers=[5])).check_against(model, None)
     with pytest.raises(ConfigError, match=r"^decode\.delta_layers names \[4\], which attend to a window"):

@@ -84,7 +84,7 @@ def test_answer_survives_the_death_of_its_decode_worker(
     wait_until(lambda: not any(house.fleet._held.values()), "requests are left")
 
 
-def test_a_worker_that_comes_back_is_waited_for(house: House, client: DeltafrontClient) -> None:
+def test_request_waits_for_a_worker_that_restarts(house: House, client: DeltafrontClient) -> None:
     house.cut("decode").cut_after = 4
 
     def come_back() -> None:
@@ -107,7 +107,7 @@ def test_without_workers_a_request_is_unavailable(make_house: Callable[..., Hous
         assert caught.value.retry_after_s == 5
 
 
-def test_death_after_the_last_token_repeats_nothing(house: House, client: DeltafrontClient) -> None:
+def test_worker_death_after_the_last_token_repeats_nothing(house: House, client: DeltafrontClient) -> None:
     house.decode.script = [*b"all of it", EOS]
     house.cut("decode").cut_after = 1 + len(house.decode.script)
     text, tokens, finish, _ = collect(client.generate(PROMPT, max_tokens=40))
@@ -155,7 +155,7 @@ def test_sessions_die_with_their_worker(house: House, client: DeltafrontClient) 
     ],
     ids=["dies", "fails"],
 )
-def test_a_release_on_a_worker_that_dies_is_no_internal_error(
+def test_releasing_on_a_dying_worker_is_no_internal_error(
     house: House, client: DeltafrontClient, fault: Exception, answer: tuple[type[Exception], str]
 ) -> None:
     *_, made = client.prefill(PROMPT)
@@ -222,7 +222,7 @@ def test_metrics_count_a_replayed_request_once(house: House, client: DeltafrontC
     assert counter(house, "deltafront_inter_token_latency_seconds_count") == 8
 
 
-def test_hand_off_is_measured_although_its_worker_died(house: House, client: DeltafrontClient) -> None:
+def test_hand_off_time_is_recorded_if_its_worker_died(house: House, client: DeltafrontClient) -> None:
     house.decode.script = [*b"all of it", EOS]
     house.cut("decode").cut_after = 1 + len(house.decode.script)
     collect(client.generate(PROMPT, max_tokens=40))
@@ -248,7 +248,7 @@ def test_the_next_worker_is_asked_when_one_is_full(house: House, client: Deltafr
     assert other.jobs
 
 
-def test_a_full_pool_is_refused_with_a_time(house: House, client: DeltafrontClient) -> None:
+def test_full_page_pool_refuses_with_a_retry_time(house: House, client: DeltafrontClient) -> None:
     house.decode.total = 100
     house.decode.pause_at = 1
     house.loop.run(house.fleet.refresh())

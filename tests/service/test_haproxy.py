@@ -92,7 +92,7 @@ def read(connection: socket.socket, count: int) -> bytes:
     return got
 
 
-def test_door_hears_that_a_client_left_after_a_two_part_request(
+def test_door_notices_a_disconnect_after_a_two_part_request(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
     """Nothing is written to it, so that only reading can tell. With splicing the door hears nothing."""
@@ -150,7 +150,7 @@ def get(*headers: bytes) -> bytes:
     return b"\r\n".join((b"GET / HTTP/1.1", b"Host: x", *headers, b"", b""))
 
 
-def test_headers_that_are_too_long_are_refused_as_that(door: socket.socket, address: tuple[str, int]) -> None:
+def test_refuses_too_long_headers_with_431(door: socket.socket, address: tuple[str, int]) -> None:
     """At 40 kB too, which is more than Serve's HAProxy can hold."""
     for long in (haproxy_config.LONGEST_HEADERS, 40_000):
         status, error = asked(address, get(b"X-Long: " + b"a" * long))
@@ -167,7 +167,7 @@ def test_half_closed_connection_is_refused_with_the_reason(
     assert "closed the connection before the answer" in error["message"]
 
 
-def test_without_a_door_the_answer_is_that_one_may_come_again(
+def test_without_a_door_haproxy_answers_with_retry_after(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
     door.close()
@@ -176,7 +176,7 @@ def test_without_a_door_the_answer_is_that_one_may_come_again(
 
 
 @pytest.mark.parametrize(("status", "shown", "code"), [(400, 400, None), (500, 503, "unavailable")])
-def test_errors_from_below_the_door_have_openais_form(
+def test_haproxy_errors_have_openais_form(
     door: socket.socket, address: tuple[str, int], status: int, shown: int, code: str | None
 ) -> None:
     """By the server that Serve runs it in, in texts of its own. The door's own answers pass."""
@@ -338,14 +338,14 @@ def greets(port: int) -> bool:
         return bool(client.socket.recv(100))
 
 
-def test_a_crowd_at_one_port_leaves_the_other_port_alone(both: Callable[..., tuple[int, int]]) -> None:
+def test_many_connections_to_one_port_leave_the_other_free(both: Callable[..., tuple[int, int]]) -> None:
     http, grpc = both()
     with contextlib.ExitStack() as kept:
         crowd(http, 300, kept)
         assert greets(grpc)
 
 
-def test_a_crowd_of_one_address_leaves_room_for_others(
+def test_many_connections_from_one_address_leave_others_room(
     both: Callable[..., tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(haproxy_config.SOURCE_VARIABLE, str(CLIENTS // 2))
@@ -389,7 +389,7 @@ def test_a_header_that_serve_cannot_decode_is_refused(
     assert status == 400 and name.lower() in error["message"]
 
 
-def test_a_connection_has_only_so_many_watches(
+def test_watches_of_a_connection_are_limited(
     both: Callable[..., tuple[int, int]], door: socket.socket
 ) -> None:
     _http, grpc = both()
@@ -453,7 +453,7 @@ def test_haproxy_dies_with_the_process_that_started_it(door: socket.socket, tmp_
     wait_until(refuses, "HAProxy is left")
 
 
-def test_the_program_is_for_its_user_to_run_and_is_the_packages(tmp_path: Path) -> None:
+def test_haproxy_script_is_executable_by_its_user_only(tmp_path: Path) -> None:
     haproxy.write(tmp_path / "haproxy")
     assert os.stat(tmp_path / "haproxy").st_mode & stat.S_IXUSR
     said = subprocess.run([tmp_path / "haproxy", "-v"], capture_output=True, text=True, check=True).stdout

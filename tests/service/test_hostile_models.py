@@ -60,12 +60,12 @@ def header(content: bytes) -> bytes:
     """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
     added_tokens.json model.safetensors.index.json""".split(),
 )
-def test_json_that_nests_200_000_deep_is_refused(whole: Path, file: str) -> None:
+def test_refuses_json_nested_200_000_deep(whole: Path, file: str) -> None:
     (whole / file).write_bytes(DEEP)
     assert f"{file} cannot be read: it nests too deeply" in refusal(whole)
 
 
-def test_a_header_of_weights_that_nests_is_refused(whole: Path) -> None:
+def test_refuses_a_deeply_nested_weights_header(whole: Path) -> None:
     (whole / "model.safetensors").write_bytes(header(DEEP))
     assert "model.safetensors cannot be read as safetensors: it nests too deeply" in refusal(whole)
 
@@ -101,7 +101,7 @@ def test_a_header_that_is_longer_than_memory_is_not_read(whole: Path) -> None:
         ("tokenizer.json", "it lacks tokenizer.json"),
     ],
 )
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(whole: Path, file: str, says: str) -> None:
+def test_refuses_a_pipe_in_place_of_a_file(whole: Path, file: str, says: str) -> None:
     (whole / file).unlink(missing_ok=True)
     os.mkfifo(whole / file)
     assert says in refusal(whole)
@@ -160,7 +160,9 @@ def test_refuses_numbers_that_no_model_has_before_counting_to_them(
     ],
 )
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_template_that_explodes_is_refused(whole: Path, template: str, says: str, file: str) -> None:
+def test_refuses_a_template_that_takes_too_much_memory(
+    whole: Path, template: str, says: str, file: str
+) -> None:
     if file.endswith(".json"):
         config = json.loads((whole / file).read_text())
         template = json.dumps(config | {"chat_template": template})
@@ -234,7 +236,7 @@ def test_refuses_a_gguf_with_a_false_header(tmp_path: Path, content: bytes) -> N
     assert f"{path} cannot be read as GGUF: " in refusal(path)
 
 
-def test_a_gguf_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_gguf_truncated_anywhere(tmp_path: Path) -> None:
     whole = gguf_file(tmp_path / "whole.gguf").read_bytes()
     cut = tmp_path / "cut.gguf"
     for size in [*range(0, 200, 7), *range(200, len(whole), 97)]:
@@ -254,7 +256,7 @@ def test_refuses_a_gguf_with_inconsistent_values(tmp_path: Path, metadata: dict[
     assert says in refusal(gguf_file(tmp_path / "model.gguf", **metadata))
 
 
-def test_a_pipe_in_place_of_a_gguf_is_not_waited_for(tmp_path: Path) -> None:
+def test_refuses_a_pipe_in_place_of_a_gguf(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")
     assert "model.gguf is a folder, pipe or device" in refusal(tmp_path)
 
@@ -332,7 +334,7 @@ def test_an_adapter_that_a_stage_would_refuse_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_an_adapter_that_left_the_base_alone_passes(whole: Path, tmp_path: Path, init: Any) -> None:
+def test_accepts_an_adapter_that_changes_nothing(whole: Path, tmp_path: Path, init: Any) -> None:
     adapter = write_adapter(tmp_path / "adapter", FITS, init_lora_weights=init)
     model = {"path": str(whole), "adapter": str(adapter)}
     check_start(parse({"model": model, "decode": {"page_selection": "full"}}))

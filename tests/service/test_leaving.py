@@ -20,7 +20,7 @@ from .test_requests import nothing_left
 
 @pytest.mark.parametrize("rpc", ["generate", "prefill"])
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03, 0.1, 0.2, 0.3])
-def test_leaving_at_any_moment_frees_everything(
+def test_disconnect_at_any_moment_frees_everything(
     house: House, client: DeltafrontClient, after_s: float, rpc: str
 ) -> None:
     """The work has no end, so that leaving is always before it."""
@@ -75,7 +75,7 @@ def leaves(client: DeltafrontClient, call: Iterator[object], gate: Gate) -> None
     leaver.join()
 
 
-def test_leaving_while_tokenizing_takes_nothing(
+def test_disconnect_during_tokenising_reserves_nothing(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, gate, encoded = house.door._requests._resources.tokenizer, Gate(), threading.Event()
@@ -96,7 +96,7 @@ def test_leaving_while_tokenizing_takes_nothing(
     nothing_left(house)
 
 
-def test_leaving_while_reserving_gives_the_pages_back(
+def test_disconnect_during_a_reservation_frees_the_pages(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve, gate = house.decode.reserve, Gate()
@@ -113,7 +113,7 @@ def test_leaving_while_reserving_gives_the_pages_back(
     assert len(house.decode.cancelled) == 1
 
 
-def test_leaving_while_a_session_is_kept_leaves_none(
+def test_disconnect_while_a_session_is_made_releases_it(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep, gate, kept = house.decode.keep, Gate(), []
@@ -143,7 +143,7 @@ def test_a_deadline_cancels_workers(house: House, client: DeltafrontClient, phas
     nothing_left(house)
 
 
-def test_everything_in_progress_is_renewed(house: House, client: DeltafrontClient) -> None:
+def test_renews_every_request_in_progress(house: House, client: DeltafrontClient) -> None:
     house.group.pause_at = house.decode.pause_at = 3
     stream = client.generate(PROMPT, max_tokens=10)
     next(stream)

@@ -40,7 +40,7 @@ def test_each_start_makes_a_new_ray_token_unless_one_is_given(
     assert listening.token()["RAY_AUTH_TOKEN"] == "of who looks inside"
 
 
-def test_ray_that_was_imported_before_is_at_loopback_for_a_block() -> None:
+def test_ray_imported_earlier_binds_loopback_too() -> None:
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -49,7 +49,7 @@ def test_ray_that_was_imported_before_is_at_loopback_for_a_block() -> None:
     assert ray_constants.ENABLE_RAY_CLUSTER is before
 
 
-def test_a_workers_grpc_servers_for_all_addresses_are_at_loopback() -> None:
+def test_workers_grpc_servers_bind_loopback_only() -> None:
     """Ray finds the hook by its name, in a process that has loaded none of our modules."""
     module, _, name = listening.loopback()["__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"].rpartition(".")
     assert (module, name) == ("deltafront.service.listening", "grpc_at_loopback")

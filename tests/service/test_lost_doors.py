@@ -64,7 +64,7 @@ def test_streamed_tokens_are_not_generated_again(house: House, client: Deltafron
 
 
 @pytest.mark.parametrize("kept", range(1, 11))
-def test_text_that_was_held_back_is_not_lost(house: House, client: DeltafrontClient, kept: int) -> None:
+def test_resumed_answer_keeps_held_back_text(house: House, client: DeltafrontClient, kept: int) -> None:
     """A connection may break inside a character and inside a stop string."""
     house.decode.script, house.decode.script_from = [*"aé€🙂STOPx".encode()], len("p") + 1
     house.losses = [(1 + kept, CODES[1])]
@@ -74,7 +74,7 @@ def test_text_that_was_held_back_is_not_lost(house: House, client: DeltafrontCli
     nothing_left(house)
 
 
-def test_lost_finish_is_sent_again(house: House, client: DeltafrontClient) -> None:
+def test_finish_event_lost_with_a_door_is_sent_again(house: House, client: DeltafrontClient) -> None:
     for script, reason in (([*b"all of it", EOS], "stop"), ([*b"all STOP"], "stop_string")):
         house.decode.script = list(script)
         house.losses = [(1 + len(script), CODES[2])]
@@ -123,7 +123,7 @@ def short(make_house: Callable[..., House]) -> House:
     return make_house(default_max_tokens=9)
 
 
-def test_an_answer_that_had_filled_the_positions_is_complete(short: House) -> None:
+def test_resumed_answer_that_fills_the_context_is_complete(short: House) -> None:
     """It was cut to what a session leaves of them, which the next door does not know."""
     with DeltafrontClient(short.address) as client:
         fill_the_positions(short, client)
@@ -172,14 +172,14 @@ def in_turn(*methods: Callable[..., Any]) -> Callable[..., Any]:
 # --- where it ends -----------------------------------------------------------------------------------------
 
 
-def test_without_patience_a_loss_is_an_error(house: House) -> None:
+def test_lost_connection_raises_if_retries_are_off(house: House) -> None:
     house.losses = [(0, CODES[1])]
     with DeltafrontClient(house.address, retry_s=0) as client, pytest.raises(ConnectionLost) as caught:
         list(client.generate(PROMPT))
     assert caught.value.message == "the connection to the service was lost (unknown)"
 
 
-def test_the_deadline_holds_for_all_tries(house: House, client: DeltafrontClient) -> None:
+def test_deadline_covers_all_retries(house: House, client: DeltafrontClient) -> None:
     house.decode.pause_at = 3
     house.losses = [(READ, CODES[0])] * 5
     with pytest.raises(DeadlineExceeded):

@@ -45,7 +45,7 @@ def ended(house: House, requests: int) -> None:
     )
 
 
-def test_an_answer_is_counted_once_in_everything(house: House, client: DeltafrontClient) -> None:
+def test_each_metric_counts_an_answer_once(house: House, client: DeltafrontClient) -> None:
     _, tokens, finish, _ = collect(client.generate(PROMPT, max_tokens=9, method="dense"))
     ended(house, 1)
     read = finish.usage.prompt_tokens
@@ -196,7 +196,7 @@ def test_metric_names_follow_prometheus_conventions() -> None:
         }
 
 
-def test_outcomes_begin_at_zero(tmp_path: Path) -> None:
+def test_every_outcome_counter_starts_at_zero(tmp_path: Path) -> None:
     """The first event then shows as an increase, and a share of no requests is 0."""
     samples = [s for m in Metrics(tmp_path).registry().collect() for s in m.samples]
     outcomes = {

@@ -93,7 +93,9 @@ def test_token_ids_are_packed_little_endian() -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 20), st.integers(1, 60), st.integers(0, 10), st.booleans())
-def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: int, keep: bool) -> None:
+def test_plan_never_exceeds_the_context(
+    prompt: int, append: int, wanted: int, streamed: int, keep: bool
+) -> None:
     positions = 50
     head, tail, said = pack_ids(range(prompt)), pack_ids(range(append)), list(range(streamed))
     try:
@@ -110,7 +112,7 @@ def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: 
     assert plan.prefill_tokens + plan.answer_tokens <= max(positions, prompt + append + streamed)
 
 
-def test_an_answer_that_was_asked_for_is_planned_whole_or_refused() -> None:
+def test_explicit_max_tokens_fits_or_is_refused() -> None:
     assert plan_answer(pack_ids(range(40)), b"", max_tokens=10, positions=50).max_tokens == 10
     with pytest.raises(InvalidArgument, match=r"40 tokens and max_tokens of 11 .* or ask for less"):
         plan_answer(pack_ids(range(40)), b"", max_tokens=11, positions=50)
@@ -122,7 +124,7 @@ def test_plan_appends_a_sessions_answered_tokens_to_its_prompt() -> None:
     assert (plan.max_tokens, plan.keep_tokens) == (7, 0)
 
 
-def test_a_session_may_fill_the_model() -> None:
+def test_session_may_fill_the_context() -> None:
     assert plan_answer(pack_ids(range(50)), b"", max_tokens=0, positions=50, keep=True).keep_tokens == 50
     with pytest.raises(InvalidArgument, match="51 tokens exceed the model's 50 positions"):
         plan_answer(pack_ids(range(51)), b"", max_tokens=0, positions=50, keep=True)
@@ -184,7 +186,7 @@ def test_every_error_has_a_status_of_its_own() -> None:
 # --- sessions and tokens ---------------------------------------------------------------------------------
 
 
-def test_a_session_names_its_worker() -> None:
+def test_session_id_names_its_worker() -> None:
     assert worker_of("ab12.r_a-ndom") == worker_of("decode:ab12.r_a-ndom") == "decode:ab12"
     for wrong in ("", "ab12", ".x", "a.", "a b.c", "a.b.c", "../x.y", "x" * 1000 + ".y"):
         with pytest.raises(NotFound):

@@ -48,7 +48,7 @@ def write_config(folder: Path, model: Path, /, **sections: Any) -> Path:
     return path
 
 
-def test_profile_fills_decode_settings_that_are_not_given(model: Path, profile: Path, tmp_path: Path) -> None:
+def test_profile_sets_decode_keys_that_are_not_given(model: Path, profile: Path, tmp_path: Path) -> None:
     """Without the profile, a configuration that names no Δ-layers is refused."""
     config = load(write_config(tmp_path, model))
     assert config.decode == DecodeConfig(full_layers=(0,), delta_layers=(1, 3), page_budget=32, recency=4)
@@ -63,7 +63,7 @@ def test_profile_fills_decode_settings_that_are_not_given(model: Path, profile: 
         load(write_config(tmp_path, model))
 
 
-def test_a_profile_of_the_project_is_found_as_adapters_are(
+def test_relative_profile_path_is_found_in_the_project(
     model: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tree" / "deploy").mkdir(parents=True)
@@ -127,7 +127,7 @@ def with_options(**options: float) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_density_that_the_profile_has_not_stops_the_start(
+def test_start_refuses_a_density_outside_the_profile(
     model: Path, profile: Path, tmp_path: Path, sections: dict[str, Any], says: str
 ) -> None:
     config = load(write_config(tmp_path, model, **sections))
@@ -136,7 +136,7 @@ def test_a_density_that_the_profile_has_not_stops_the_start(
     assert says in str(caught.value)
 
 
-def test_the_default_method_needs_its_level(
+def test_start_refuses_a_default_method_without_its_level(
     model: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {"door": {"default_method": "xattention+delta"}, "prefill": with_options(density=0.2)}
@@ -208,7 +208,7 @@ def test_request_may_choose_a_calibrated_density(make_house: Make, model: Path, 
     assert len(house.group.jobs) == 3
 
 
-def test_service_keeps_method_defaults_of_its_own(make_house: Make, model: Path, profile: Path) -> None:
+def test_configured_method_defaults_apply_to_requests(make_house: Make, model: Path, profile: Path) -> None:
     house = make_house(served(model, profile, density=0.2, min_tokens=99))
     for asked in ({}, {"method": "xattention"}, {"method": "xattention+delta"}):
         values = read_by(house, **asked).values
@@ -227,12 +227,12 @@ def test_service_keeps_method_defaults_of_its_own(make_house: Make, model: Path,
     assert (shown["xattention"]["density"], shown["dpxa"]["density"]) == (0.2, 0.0)
 
 
-def test_without_a_profile_a_density_is_bad_input(make_house: Make) -> None:
+def test_refuses_a_density_without_a_profile(make_house: Make) -> None:
     with pytest.raises(InvalidArgument, match=r"attention\.options\.density: .*the model has no profile"):
         read_by(make_house(), method="dpxa", options={"density": 0.08})
 
 
-def test_info_shows_the_profile_and_what_is_in_effect(make_house: Make, model: Path, profile: Path) -> None:
+def test_info_shows_the_profile_and_effective_settings(make_house: Make, model: Path, profile: Path) -> None:
     house = make_house(served(model, profile))
     with DeltafrontClient(house.address) as client:
         info = client.info()
@@ -266,7 +266,7 @@ def test_info_shows_no_profile_if_none_is_served(make_house: Make) -> None:
     assert "full: no Δ-layers" in shown.output and "Profile" not in shown.output
 
 
-def test_model_option_drops_the_files_profile(model: Path, profile: Path, tmp_path: Path) -> None:
+def test_model_option_ignores_the_configured_profile(model: Path, profile: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, prefill=with_options(density=0.2))
     other = read_settings(config, str(write_model(tmp_path / "other")), None)
     assert (other.model.profile, other.prefill.method_options) == (None, {})

@@ -34,7 +34,7 @@ def session(client: DeltafrontClient) -> Iterator[str]:
     client.release(made.session.session_id)
 
 
-def test_a_sparse_prompts_ids_go_with_its_job(house: House, client: DeltafrontClient) -> None:
+def test_job_of_a_sparse_prompt_has_its_token_ids(house: House, client: DeltafrontClient) -> None:
     asked = client.generate(PROMPT, append="why?", max_tokens=5, recompute_blocks=3, **SPARSE)
     text, _, finish, _ = collect(asked)
     assert text == expected(ids(PROMPT + "why?"), 5)
@@ -73,7 +73,7 @@ def test_request_without_recompute_blocks_gets_the_default(
     assert said == [ids(PROMPT) if blocks else b"", ids(PROMPT)]
 
 
-def test_a_request_that_names_no_method_is_read_as_loses_least(
+def test_request_without_a_method_gets_the_measured_default(
     make_house: Callable[..., House], model: Path
 ) -> None:
     """A model without a profile. Options of the request go over the default's."""

@@ -180,7 +180,7 @@ def test_a_stop_string_across_tokens_ends_the_answer(house: House, client: Delta
     nothing_left(house)
 
 
-def test_a_deadline_that_comes_after_a_stop_string_was_met(
+def test_deadline_after_a_stop_string_changes_nothing(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the worker is told, which may take seconds if it hangs."""
@@ -207,7 +207,7 @@ def test_a_deadline_that_comes_after_a_stop_string_was_met(
     assert (text, finish.reason) == ("ab", "stop_string")
 
 
-def test_held_back_text_comes_with_the_finish(house: House, client: DeltafrontClient) -> None:
+def test_finish_event_flushes_held_back_text(house: House, client: DeltafrontClient) -> None:
     house.decode.script = list(b"abST")
     text, tokens, finish, _ = collect(client.generate("p", max_tokens=4, stop=["STOP"]))
     assert (text, finish.text, finish.reason) == ("abST", "ST", "length")
@@ -287,9 +287,7 @@ def test_full_door_refuses_requests_but_answers_health_and_cancel(
     nothing_left(house)
 
 
-def test_forking_beside_a_request_runs_no_handler_of_grpc(
-    house: House, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fork_during_a_request_runs_no_grpc_handler(house: House, capfd: pytest.CaptureFixture[str]) -> None:
     house.decode.pause_at = 1
     with DeltafrontClient(house.address) as client:
         stream = client.generate("hello", max_tokens=5)

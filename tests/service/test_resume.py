@@ -133,7 +133,7 @@ def test_the_next_group_may_have_other_stages(
     assert len(finish.timings.stages) == 2 * len(report(spare.jobs[0], 128, 1.0).stages)
 
 
-def test_a_prefill_is_resumed_too(house: House, client: DeltafrontClient) -> None:
+def test_prefill_only_request_is_resumed_too(house: House, client: DeltafrontClient) -> None:
     _, spare = dying_and_spare(house, 4)
     *progress, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)
@@ -145,7 +145,7 @@ def test_a_prefill_is_resumed_too(house: House, client: DeltafrontClient) -> Non
 
 
 @pytest.mark.parametrize(("options", "start"), [({"gamma": 64}, 512), ({"gamma": 192}, 384)])
-def test_delta_correction_resumes_where_a_dense_row_begins_a_chunk(
+def test_resumed_delta_correction_begins_at_a_dense_row(
     house: House, client: DeltafrontClient, options: dict[str, Any], start: int
 ) -> None:
     _, spare = dying_and_spare(house, 4)

@@ -72,7 +72,7 @@ class Door:
         await self.fleet.stop()
 
 
-def test_a_door_that_stops_leaves_no_task(
+def test_stopped_door_has_no_running_task(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "asyncio")

@@ -81,7 +81,7 @@ def test_refuses_a_cancel_without_a_request_id(clients: tuple[DeltafrontClient, 
         clients[0].cancel("")
 
 
-def test_a_door_refuses_nothing_that_the_others_have_given_back(
+def test_quota_freed_at_other_doors_is_available_at_once(
     make_house: Callable[..., House],
 ) -> None:
     """No poll in between: what a door knows of the pages is what it knew at its start."""

@@ -55,14 +55,14 @@ def test_a_sample_ends_in_one_question_whose_answers_are_hidden_in_it() -> None:
     assert samples(["multivalue"], 1, 4000, {"prose": TEXT}, _decode, seed=4)[0] != made[6]
 
 
-def test_asked_key_may_be_anywhere_in_the_document() -> None:
+def test_question_may_ask_for_any_key_of_the_document() -> None:
     made = samples(["multikey_1"], 12, 3000, {"prose": TEXT}, _decode, seed=1)
     places = [_decode(sample.ids).index(sample.answers[0]) / len(sample.ids) for sample in made]
     assert min(places) < 0.3 and max(places) > 0.6
 
 
 @pytest.mark.parametrize("case", ["dense", "streaming:min_tokens=0,window=128@3", "dpxa:min_tokens=0@0"])
-def test_answers_together_are_those_of_each_alone(stack: LayerStack, case: str) -> None:
+def test_batched_answers_equal_answers_one_by_one(stack: LayerStack, case: str) -> None:
     prompts = [Sample("any", str(n), ids_of(length, n), ("never",)) for n, length in enumerate((700, 523))]
     decode = lambda ids: ",".join(map(str, ids))  # noqa: E731
     together = Together(stack, 2, 720).answers(Case.parse(case), prompts, 256, 9, decode)
@@ -92,7 +92,7 @@ def test_end_prefilled_again_attends_densely_to_the_prompt(stack: LayerStack) ->
         assert not torch.allclose(sparse.tail_TC, dense.tail_TC, rtol=1e-3, atol=1e-3)
 
 
-def test_a_row_says_what_was_lost_and_won() -> None:
+def test_result_row_counts_lost_and_won_answers() -> None:
     dense, scores = [1.0, 1.0, 0.5, 0.0], [1.0, 0.0, 0.75, 0.25]
     made = row("dpxa@8", ["a", "a", "b", "b"], scores, dense, [0.2] * 4, [1.0] * 4)
     assert (made["lost"], made["won"], made["ratio"]) == (1, 2, 0.8)

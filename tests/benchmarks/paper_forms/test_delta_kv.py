@@ -63,7 +63,7 @@ OF_NAME: Mapping[str, Mapping[str, float]] = {
 
 @pytest.mark.parametrize("phases", PHASES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_each_phase_equals_the_definition(name: str, phases: dict[str, float]) -> None:
+def test_each_step_equals_the_definition(name: str, phases: dict[str, float]) -> None:
     x = sample()
     backend = backend_of(name, **OF_NAME[name], **phases)
     state = backend.new_state(spec_of(x))
@@ -86,7 +86,7 @@ def test_distance_option_groups_keys_by_euclidean_distance() -> None:
 
 @pytest.mark.parametrize("diagonal", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_give_what_the_whole_prompt_gives(name: str, diagonal: int) -> None:
+def test_chunked_prefill_equals_the_whole_prompt(name: str, diagonal: int) -> None:
     """With a state of its own for each: the service may resume a prompt with it."""
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16, batch=2)
     spec = method_spec(name, {**OF_NAME[name], "diagonal": diagonal, "min_tokens": 0})

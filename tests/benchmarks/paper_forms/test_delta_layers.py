@@ -47,7 +47,7 @@ def test_layer_shift_is_one_minus_the_cosine_of_attention_maps(tmp_path: Path) -
     assert attention_shifts(stack, ids, positions).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_each_part_gives_its_largest_shift() -> None:
+def test_each_group_of_layers_gives_its_largest_shift() -> None:
     shift = [0.0, 0.9, 0.9, 0.1, 0.5, 0.2, 0.3, 0.1, 0.1, 0.4, 0.9]
     assert shifted_layers(shift, 1) == (2,)
     assert shifted_layers(shift, 2) == (2, 4)

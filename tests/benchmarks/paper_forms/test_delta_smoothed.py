@@ -36,7 +36,7 @@ def read(x: AttentionInput, attention: Attention) -> tuple[torch.Tensor, float]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gamma", [1, 16, 48])
-def test_differences_are_smoothed_as_the_paper_says(form: str, gamma: int) -> None:
+def test_smooths_differences_as_in_the_paper(form: str, gamma: int) -> None:
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16)
     found, _ = read(x, method("streaming_smoothed", gamma=gamma, **FORMS[form]))
     sparse, _ = read(x, method("streaming"))
@@ -52,7 +52,7 @@ def test_differences_are_smoothed_as_the_paper_says(form: str, gamma: int) -> No
     assert_rows_close(found[:, :, tail:], dense[:, :, tail:])
 
 
-def test_without_smoothing_it_is_the_correction() -> None:
+def test_without_smoothing_it_equals_delta_correction() -> None:
     x = random_input(900, q_heads=4, kv_heads=2, head_dim=16)
     found, computed = read(x, method("streaming_smoothed", gamma=16))
     expected, tiles = read(x, method("streaming+delta", gamma=16))
@@ -61,7 +61,7 @@ def test_without_smoothing_it_is_the_correction() -> None:
 
 
 @pytest.mark.parametrize("tokens, first", [(900, 896), (896, 832)])
-def test_the_papers_dense_end_makes_the_rest_divisible_by_gamma(tokens: int, first: int) -> None:
+def test_dense_tail_leaves_a_multiple_of_gamma_rows(tokens: int, first: int) -> None:
     x = random_input(tokens, q_heads=2, kv_heads=1, head_dim=16)
     found, computed = read(x, method("streaming_smoothed", gamma=64, paper_end=1))
     usual, more = read(x, method("streaming_smoothed", gamma=64))
@@ -81,7 +81,7 @@ def test_an_average_of_equal_differences_is_their_value() -> None:
         torch.testing.assert_close(found, torch.ones_like(found))
 
 
-def test_a_chunk_of_a_prompt_is_refused() -> None:
+def test_refuses_a_chunk_of_a_prompt() -> None:
     x = random_input(900, q_heads=2, kv_heads=1, head_dim=16)
     with pytest.raises(KernelInputError, match="whole prompt"):
         read(chunk_of(x, 0, 512), method("streaming_smoothed"))

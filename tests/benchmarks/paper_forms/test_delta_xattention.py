@@ -27,7 +27,7 @@ def sample(tokens: int = 1100, **changes: Any):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("means", [0, 1])
-def test_all_packed_equals_the_definition(means: int) -> None:
+def test_packing_all_tiles_equals_the_definition(means: int) -> None:
     x = sample(700)
     method = build(method_spec("delta_xattention_all_packed", {**OPTIONS, "means": means}))
     found, covered = method.attend(x, method.new_state(spec_of(x)))

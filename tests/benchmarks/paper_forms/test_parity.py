@@ -29,7 +29,7 @@ def test_converts_a_tile_mask_to_kept_columns_per_row() -> None:
     assert rows_of(kept) == [{0, 2}, {2}, {0, 1, 2}, set()]
 
 
-def test_their_rule_keeps_one_tile_more_by_hand() -> None:
+def test_authors_rule_keeps_one_more_tile_than_ours() -> None:
     """Against the authors' code as it was read, entry by entry."""
     x = structured_input(1024, q_heads=2, kv_heads=1, head_dim=16)
     theirs, mine = as_x_attention(x, 16, 0.9), ours(x, "xattention", stride=16, tau=0.9)
@@ -39,7 +39,7 @@ def test_their_rule_keeps_one_tile_more_by_hand() -> None:
     assert sum(map(len, theirs)) > sum(map(len, mine))
 
 
-def test_names_missing_checkouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_missing_checkouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path), "--tokens", "256"])
     told = capsys.readouterr().out
     assert told.count("is not in") == 5 and "x-attention is not in" in told

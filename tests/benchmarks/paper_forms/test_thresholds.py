@@ -58,7 +58,7 @@ def made(seed: int, tokens: int) -> Document:
     return Document(ids, [Question("it", tuple(ids[5:9]), tuple(ids[9:13]))])
 
 
-def test_true_masses_equal_one_big_softmax() -> None:
+def test_tile_masses_equal_one_softmax_over_all_keys() -> None:
     x = structured_input(300, q_heads=4, kv_heads=2, head_dim=16)
     for part in (x, chunk_of(x, 128, 300)):
         k = part.k_BGSD.double().repeat_interleave(2, 1)
@@ -88,7 +88,7 @@ def test_coverage_is_the_mean_mass_of_the_kept_tiles() -> None:
             assert float(found_HI[h, place]) == pytest.approx(sum(shares) / len(shares), abs=1e-5)
 
 
-def test_the_least_threshold_that_covers_enough_is_taken() -> None:
+def test_takes_the_smallest_threshold_with_enough_coverage() -> None:
     coverage_LHI = torch.linspace(0.5, 1.0, 64).expand(1, 2, 64).clone()
     coverage_LHI[0, 1] = 0.4
     coverage_LHI[0, 1, -1] = 1.0
@@ -112,7 +112,9 @@ def test_heads_with_coverage_thresholds_reach_the_coverage(stack: LayerStack) ->
                 assert float(found_LHI[layer, head, THRESHOLDS.index(threshold)]) >= r - 1e-9
 
 
-def test_a_written_profile_serves_its_thresholds(stack: LayerStack, directory: Path, tmp_path: Path) -> None:
+def test_written_profile_is_read_with_its_thresholds(
+    stack: LayerStack, directory: Path, tmp_path: Path
+) -> None:
     document = made(2, 900)
     thresholds = [[0.25 + 0.01 * (layer + head) for head in range(stack.config.q_heads)]
                   for layer in range(stack.config.layers)]  # fmt: skip

@@ -45,7 +45,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("pattern", [0, 1, 2])
 @pytest.mark.parametrize("stride", [4, 16, 64])
-def test_pairs_of_a_cell_equal_the_definition(stride: int, pattern: int) -> None:
+def test_sampled_pairs_of_a_cell_equal_the_definition(stride: int, pattern: int) -> None:
     x = sample()
     selector = PairedSelector(XAttentionPaperOptions(stride=stride, pattern=pattern, seed=3))
     assert sorted(selector.order) == list(range(stride))
@@ -76,7 +76,7 @@ def test_thesis_anchors_equal_the_definition() -> None:
         check(scores(selector, part), cells(part, rows, keys))
 
 
-def test_slabs_are_scored_as_one() -> None:
+def test_scoring_in_slabs_equals_scoring_at_once() -> None:
     x = sample(18 * 128 + 5, q_heads=1)
     selector = PairedSelector(XAttentionPaperOptions(stride=16, pattern=1))
     late = chunk_of(x, 17 * 128, 18 * 128 + 5)
@@ -109,7 +109,7 @@ def test_without_an_ablation_it_equals_the_served_method() -> None:
 
 
 @pytest.mark.parametrize("name", ["xattention_paper", "dpxa_thesis"])
-def test_levels_count_all_mass(name: str) -> None:
+def test_levels_count_sink_and_window_mass(name: str) -> None:
     """The paper's thresholds, and the thesis's, are of a row's whole mass."""
     x = sample(1300)
     quotas = [0.6, 0.9]

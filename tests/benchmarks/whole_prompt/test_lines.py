@@ -74,7 +74,7 @@ def assert_masses_equal_the_cpu_form(x: AttentionInput, queries: int, factor: fl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("queries", "head_dim"), [(64, 64), (64, 128), (128, 64), (128, 128), (128, 16)])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (4, 2)])
-def test_masses_equal_the_cpu_form(
+def test_kernel_masses_equal_the_cpu_form(
     queries: int, head_dim: int, q_heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     x = sample(343, dtype, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -144,7 +144,7 @@ def test_masses_are_right_for_any_strides() -> None:
 
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("tokens", [90, 1100])
-def test_both_paths_give_the_same_mask(name: str, tokens: int) -> None:
+def test_cpu_and_kernel_give_the_same_mask(name: str, tokens: int) -> None:
     x = sample(tokens, batch=2, q_heads=3)
     selector = SELECTORS[name]()
     with poisoned_empty():
@@ -157,7 +157,7 @@ def test_both_paths_give_the_same_mask(name: str, tokens: int) -> None:
         assert int(mask.count_BHN.sum()) < 0.9 * 2 * 3 * 45
 
 
-def test_masks_follow_from_the_masses() -> None:
+def test_mask_keeps_the_lines_with_the_largest_masses() -> None:
     """Exactly, whatever rounding did to the masses; inputs of 16 bits."""
     x = sample(900, torch.float16, q_heads=3)
     with poisoned_empty():
@@ -230,7 +230,7 @@ def test_flex_gamma_bounds_the_tiles_and_tau_picks_the_pattern() -> None:
     assert int(aware.count_BHN.sum()) < int(everything.count_BHN.sum())
 
 
-def test_refuses_part_of_a_prompt() -> None:
+def test_refuses_a_chunk_of_a_prompt() -> None:
     for baseline in (
         VerticalSlashSelector(VerticalSlashOptions(verticals=10, slashes=10)),
         FlexSelector(FlexOptions()),

@@ -106,7 +106,7 @@ def test_dense_attention_takes_any_chunk_start_and_large_logits() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("start", [127, 255])
-def test_a_row_may_see_nothing_of_its_first_tile(start: int, head_dim: int) -> None:
+def test_row_may_have_no_visible_key_in_its_first_tile(start: int, head_dim: int) -> None:
     """A chunk's first row, at the end of a block of keys, beside rows that begin with the next block."""
     whole = random_input(420, q_heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
     x = chunk_of(whole, start, 420)
@@ -339,7 +339,7 @@ def bad_masks(x: AttentionInput) -> dict[str, TileMask | None]:
     }
 
 
-def test_unusable_masks_are_refused_before_any_launch() -> None:
+def test_refuses_invalid_masks_before_any_launch() -> None:
     x = random_input(300, device=DEVICE)
     mixed = DeltaXAttentionBackend(MIXED)
     for name, mask in bad_masks(x).items():
@@ -356,7 +356,7 @@ def test_unusable_masks_are_refused_before_any_launch() -> None:
         mixed.attend(x, unscored, mixed.new_state(spec_of(x)), no_phase)
 
 
-def test_unaligned_chunks_and_foreign_states_are_refused() -> None:
+def test_refuses_unaligned_chunks_and_states_of_other_inputs() -> None:
     x = chunk_of(random_input(300, device=DEVICE), 30, 300)
     packed = DeltaKVBackend(DeltaKVOptions(cos=0.8, critical=128))
     with pytest.raises(KernelInputError, match="multiple of 128"):

@@ -35,7 +35,7 @@ def oracle(x: AttentionInput, window: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_the_cpu_form_is_the_oracle_in_every_chunk(window: int) -> None:
+def test_cpu_form_equals_the_oracle_in_every_chunk(window: int) -> None:
     whole = random_input(400, **SMALL)
     expected = oracle(whole, window)
     for start, end in ((0, 400), (0, 37), (37, 165), (128, 400), (399, 400)):
@@ -46,7 +46,7 @@ def test_the_cpu_form_is_the_oracle_in_every_chunk(window: int) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("start", "end"), [(0, 400), (37, 300), (399, 400)])
-def test_the_kernel_is_the_cpu_form(window: int, dtype: torch.dtype, start: int, end: int) -> None:
+def test_window_kernel_equals_the_cpu_form(window: int, dtype: torch.dtype, start: int, end: int) -> None:
     whole = random_input(400, **SMALL | {"head_dim": 64}, dtype=dtype, device=DEVICE)
     x = chunk_of(whole, start, end)
     with poisoned_empty():

@@ -173,7 +173,7 @@ def test_fp8_experts_stay_within_quantisation_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_row_of_nan_does_not_reach_other_rows(groups: int) -> None:
+def test_nan_in_one_row_leaves_other_rows_unchanged(groups: int) -> None:
     x_TC, logits_TE = draw(TOKENS, 64), draw(TOKENS, 6)
     given, bias_E = weights(6, 64, 32, torch.float32), None if groups == 1 else draw(6)
     router = Router(per_token=3, normed=True, bias_E=bias_E, groups=groups, chosen_groups=groups - 1 or 1)

@@ -175,7 +175,7 @@ def test_consecutive_calls_write_to_disjoint_memory_in_any_dtype(ranks: int) -> 
             assert (rank, half) == (other, other_half) or not theirs & ours
 
 
-def test_reduce_takes_tensors_that_fit_its_buffer() -> None:
+def test_reduce_accepts_only_tensors_that_fit_its_buffer() -> None:
     memory = own_memory(1, torch.device("cpu"))
     reduce = OneShotReduce(0, [memory])
     assert reduce.takes(torch.zeros(ROOM)) and not reduce.takes(torch.zeros(ROOM + 1))
@@ -193,7 +193,7 @@ def test_reduce_over_one_rank_returns_the_input() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (5, 300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_norm_of_a_sum_over_ranks_is_that_of_two_steps(
+def test_fused_all_reduce_and_norm_equal_two_steps(
     rows: int, width: int, dtype: torch.dtype, fp8: bool
 ) -> None:
     """Rank 0 of two, whose peer has sent its part."""

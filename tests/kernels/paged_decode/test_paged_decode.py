@@ -89,7 +89,7 @@ def test_the_cpu_form_is_attention_token_by_token() -> None:
         torch.testing.assert_close(score_RP[request].cpu().double(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_sparse_cpu_form_is_attention_over_the_chosen_pages() -> None:
+def test_sparse_cpu_form_attends_to_the_selected_pages_only() -> None:
     x = make([37, 80])
     columns = [[0, 2], [1, 3, 4]]
     out_RHD, lse_RH = cpu.paged_attention_sparse(choose(x, columns))
@@ -203,7 +203,7 @@ def test_selecting_every_page_equals_full_attention() -> None:
         torch.testing.assert_close(sparse[1], full[1])
 
 
-def test_halves_merge_by_their_lse() -> None:
+def test_partial_outputs_merge_by_their_lse() -> None:
     """The LSE is base e and exact: two disjoint selections, weighted by exp(lse), make the whole."""
     x = make([150])
     for module in (cpu, launch):

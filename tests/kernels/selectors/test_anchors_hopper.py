@@ -24,7 +24,7 @@ def tile_of(descriptor: object, place: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("slots", [4, 8, 32, 64, 128])
-def test_a_tile_arrives_with_its_quarters_interleaved(slots: int) -> None:
+def test_tma_loads_key_tiles_with_interleaved_quarters(slots: int) -> None:
     number = torch.arange(LANES * 3 * 128, dtype=torch.float32).view(2, 2, 3 * 128 // slots, slots)
     vector = number[..., None].expand(*number.shape, DIM).half().contiguous()
     vectors, counts = key_tiles(BlockAnchors(vector, number.int(), number))
@@ -71,7 +71,7 @@ def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnch
     not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU"
 )
 @pytest.mark.parametrize(("blocks", "first_block"), [(64, 0), (64, 64)])
-def test_every_one_of_100_launches_scores_each_tile_correctly(blocks: int, first_block: int) -> None:
+def test_hopper_scores_are_right_in_100_launches(blocks: int, first_block: int) -> None:
     """The copy engine once overwrote a tile's numbers while they were being read, in a few tiles of some
     launches: so a hundred launches, each against plain arithmetic."""
     heads, groups, tokens = 32, 8, blocks * BLOCK

@@ -64,7 +64,7 @@ def test_thresholds_are_looked_up_by_layer_and_prompt_length() -> None:
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_a_density_needs_thresholds_and_counts_as_its_levels_do(name: str) -> None:
+def test_density_needs_thresholds_of_its_level(name: str) -> None:
     with pytest.raises(KernelInputError, match=r"density = 0.08 stands for thresholds by layer and head"):
         selector_of(name, None, density=0.08)
     state = spec_of(structured_input(300, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE))
@@ -112,6 +112,6 @@ def test_thresholds_that_do_not_fit_the_heads_are_refused(thresholds: tuple[floa
 
 
 @pytest.mark.parametrize("name", sorted(set(OWN) - set(SCORED)))
-def test_methods_that_rank_nothing_take_no_thresholds(name: str) -> None:
+def test_methods_without_scores_refuse_thresholds(name: str) -> None:
     with pytest.raises(KernelInputError, match=f"{name} ranks no tiles by a score"):
         build(method_spec(name), thresholds_of)

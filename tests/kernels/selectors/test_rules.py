@@ -76,7 +76,7 @@ def test_rules_keep_sink_diagonal_and_ties(select: object) -> None:
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
-def test_a_sink_that_holds_nearly_everything_does_not_fill_the_quota(select: object) -> None:
+def test_sink_with_most_mass_does_not_reach_tau_alone(select: object) -> None:
     assert callable(select)
     score = torch.tensor([95.0, 0, 0, 0.6, 0, 0, 0.3, 2.1, 2.0], device=DEVICE).view(1, 1, 1, 9)
     assert tiles(select(score, Rule("cumulative", 0.95), 8)) == [[0, 8]]
@@ -86,7 +86,7 @@ def test_a_sink_that_holds_nearly_everything_does_not_fill_the_quota(select: obj
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
 @pytest.mark.parametrize("tiny", [1e-18, 1e-20, 1e-34, 1e-36])
-def test_quota_is_met_even_if_sink_and_window_leave_few_tiles(select: object, tiny: float) -> None:
+def test_tau_is_reached_with_few_tiles_besides_sink_and_window(select: object, tiny: float) -> None:
     """Logits of a sink 80 above all others leave scores of 1e-35 outside."""
     assert callable(select)
     outside = [0.3, 0.1, 0.9, 0.2, 0.8, 0.05, 0.6]
@@ -98,7 +98,7 @@ def test_quota_is_met_even_if_sink_and_window_leave_few_tiles(select: object, ti
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
 @pytest.mark.parametrize("count", [10, 25, 90, 100])
-def test_a_share_is_rounded_up_and_no_further(select: object, count: int) -> None:
+def test_share_of_tiles_is_rounded_up(select: object, count: int) -> None:
     """In float32 0.6 of 25 tiles are more than 15, in float64 0.28 of 25 more than 7."""
     assert callable(select)
     shares = ["0.07", "0.15", "0.28", "0.3", "0.55", "0.6"]

@@ -100,7 +100,7 @@ def biased(x: AttentionInput, size: float = 40.0) -> AttentionInput:
     return replace(x, k_BGSD=x.k_BGSD + bias_D, q_BHTD=x.q_BHTD + 0.1 * bias_D)
 
 
-def test_a_bias_of_the_keys_leaves_centred_runs_as_they_are() -> None:
+def test_key_bias_does_not_change_centred_runs() -> None:
     x = sample(512)
     side = SideSettings(32, 0.15)
     plain, centred = (AnchorSettings(cos, side, side, centred=c) for cos, c in ((0.75, False), (0.4, True)))
@@ -120,7 +120,7 @@ def test_a_bias_of_the_keys_leaves_centred_runs_as_they_are() -> None:
         ("anchors_served", 0.9, 1.0),
     ],
 )
-def test_the_tiles_of_biased_keys_hold_a_share_of_the_mass(name: str, low: float, high: float) -> None:
+def test_tiles_kept_under_a_key_bias_reach_tau(name: str, low: float, high: float) -> None:
     """How far the kept mass gets from a random choice's (0) to the best choice's (1)."""
     x = biased(sample(2048, head_dim=64, seed=5))
     selector = AnchorsSelector(AnchorsOptions()) if name == "anchors_served" else SCORED[name]()

@@ -124,9 +124,7 @@ def test_kernel_selection_in_chunks_equals_the_whole_prompts(name: str) -> None:
 
 
 @pytest.mark.parametrize("programs", [3, 1 << 20])
-def test_scores_do_not_depend_on_how_programs_share_keys(
-    programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_do_not_depend_on_the_key_splits(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample(900, torch.float16)
     selector = AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=32))
     monkeypatch.setattr(scores, "_PROGRAMS", 1)

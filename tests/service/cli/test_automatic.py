@@ -20,7 +20,7 @@ def machine(count: int, gib: float = 80.0, free_gib: float = 0.0) -> Machine:
     return Machine((Gpu("H100", gib),) * count, None if count else "there is no NVIDIA driver", free_gib)
 
 
-def test_uses_every_gpu_as_size_would() -> None:
+def test_serve_chooses_the_plan_of_size_for_all_gpus() -> None:
     for count, model in ((1, EIGHT), (2, EIGHT), (8, SEVENTY)):
         demand = Demand(model=model, gpus=count, gpu_gib=80.0, tokens=model.positions)
         plan = best(demand)
@@ -40,7 +40,7 @@ def test_one_gpu_is_shared_by_prefill_and_decode() -> None:
     assert choice.lines[1].startswith("131,072 tokens of prompt and answer; KV cache for ")
 
 
-def test_keeps_the_kv_cache_in_8_bits_where_16_do_not_fit() -> None:
+def test_uses_int8_kv_if_16_bits_do_not_fit() -> None:
     long = replace(EIGHT, positions=524_288)
     choice = choose(long, "here", machine(1), Wishes())
     assert choice.content["decode"]["kv_dtype"] == "int8"
@@ -114,12 +114,12 @@ def test_refuses_more_gpus_than_there_are() -> None:
         choose(EIGHT, "here", machine(2), Wishes(gpus=3))
 
 
-def test_refuses_flags_that_no_use_of_the_gpus_meets() -> None:
+def test_refuses_flags_that_no_plan_can_satisfy() -> None:
     with pytest.raises(ConfigError, match="cannot be used with such --stages and --tensor-parallel"):
         choose(EIGHT, "here", machine(2), Wishes(tensor_parallel=3))
 
 
-def test_host_memory_holds_more_than_the_gpus_or_nothing() -> None:
+def test_host_cache_is_larger_than_the_gpus_or_off() -> None:
     assert host_gib(free_gib=100.0, kept_gib=40.0) == 50.0
     assert host_gib(free_gib=1000.0, kept_gib=40.0) == 80.0
     assert host_gib(free_gib=60.0, kept_gib=40.0) == 0.0

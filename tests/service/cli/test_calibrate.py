@@ -45,7 +45,7 @@ def run(*arguments: Any) -> Result:
     return CliRunner().invoke(app, [str(one) for one in arguments])
 
 
-def test_the_layers_come_as_a_line_of_the_configuration(model: Path, tmp_path: Path) -> None:
+def test_prints_delta_layers_as_a_configuration_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE)
     (tmp_path / "two.txt").write_text(PROSE[::-1])
     options = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
@@ -241,7 +241,7 @@ def test_prints_errors_in_one_line(
     assert "--profile" not in change or "Reading" not in done.stderr, "before the work"
 
 
-def test_names_a_path_that_is_not_a_model(tmp_path: Path) -> None:
+def test_error_names_a_path_that_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(PROSE)
     done = run(tmp_path / "none", "--text", tmp_path / "text.txt")
     assert done.exit_code == 1 and "no model" in done.stderr

@@ -105,7 +105,7 @@ def test_an_answer_can_be_stopped(house: House, document: Path, monkeypatch: pyt
     nothing_left(house)
 
 
-def test_question_that_is_not_utf_8_is_a_one_line_error(house: House, document: Path) -> None:
+def test_refuses_a_question_that_is_not_utf_8_in_one_line(house: House, document: Path) -> None:
     done = run("chat", document, "--address", house.address, stdin=b"\xff\n")
     assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception
     assert done.stderr.endswith("deltafront: standard input cannot be read: it is not UTF-8 text\n")

@@ -84,7 +84,7 @@ def test_refuses_to_drain_unless_one_worker_node_is_named(here: list[str], says:
     assert head.asked == []
 
 
-def test_a_refusal_is_an_error_with_its_reason() -> None:
+def test_drain_refused_by_ray_prints_the_reason() -> None:
     with pytest.raises(DrainError, match="refuses to drain node a: it is busy"):
         run(FakeHead([WORKER], refuses="it is busy"), "a")
 
@@ -109,14 +109,14 @@ class AwayHead(FakeHead):
         return self._left.pop(0) if len(self._left) > 1 else self._left[0]
 
 
-def test_a_drain_waits_for_a_head_that_is_moved_too() -> None:
+def test_drain_waits_while_the_head_moves_too() -> None:
     head, said = AwayHead(2), list[str]()
     assert drain_with_head(head, {"a"}, 540, said.append, lambda: head.now, head.sleep) == []
     assert head.asked == [("a", 540 - head.now + 1)], "what is left of the time that the pod has"
     assert said[0] == "Ray's head at 10.0.0.1:6379 does not answer: Deadline Exceeded; waits until it is back"
 
 
-def test_a_drain_ends_where_the_head_stays_away() -> None:
+def test_drain_ends_if_the_head_does_not_return() -> None:
     head = AwayHead(1000)
     with pytest.raises(DrainError, match=r"does not answer: Deadline Exceeded$"):
         drain_with_head(head, {"a"}, 540, lambda _line: None, lambda: head.now, head.sleep)
@@ -145,7 +145,7 @@ def test_drain_command_exits_with_its_status(
     assert (status, says in output) == (code, True), output
 
 
-def test_drain_names_a_missing_ray_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_says_in_one_line_that_ray_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "nowhere")
     status, output = command("--deadline-s", "60")
     assert status == 1

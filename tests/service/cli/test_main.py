@@ -80,7 +80,7 @@ def test_sends_plain_text_if_the_model_has_no_template(
     assert refused.exit_code == 1 and "generate --raw` sends text" in refused.stderr
 
 
-def test_tells_of_a_shared_prefix_cache_and_how_to_salt_it(house: House, document: Path) -> None:
+def test_warns_of_a_shared_prefix_cache_and_names_cache_salt(house: House, document: Path) -> None:
     """Without tokens all callers are one: what one has read another continues from."""
     first = run("prefill", document, "--keep", 60, "--address", house.address)
     assert "remembered" not in first.stderr
@@ -93,7 +93,7 @@ def test_tells_of_a_shared_prefix_cache_and_how_to_salt_it(house: House, documen
     assert len(house.group.jobs) == 2
 
 
-def test_generate_sends_recompute_blocks_and_tells_the_tokens(house: House, document: Path) -> None:
+def test_generate_sends_recompute_blocks_and_prints_the_tokens(house: House, document: Path) -> None:
     sparse = ("--method", "streaming", "--option", "min_tokens=0", "--recompute", 1, "--timings")
     done = run("generate", document, "-q", "why?", *sparse, "--address", house.address)
     assert done.exit_code == 0, done.output
@@ -171,7 +171,7 @@ def test_prints_an_error_in_one_line_with_what_to_do(arguments: list[str], says:
         (["chat", "--keep", "inf"], "session_ttl: "),
     ],
 )
-def test_a_number_that_cannot_be_sent_is_one_line(
+def test_refuses_a_number_out_of_range_in_one_line(
     house: House, arguments: list[object], says: str, document: Path
 ) -> None:
     command, *options = arguments
@@ -180,7 +180,7 @@ def test_a_number_that_cannot_be_sent_is_one_line(
     assert done.stderr.startswith(f"deltafront: {says}") and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_names_standard_input_that_is_not_utf_8() -> None:
+def test_error_names_standard_input_that_is_not_utf_8() -> None:
     """Runs in its own process: Python's reader would accept the bytes in a container's locale."""
     command = [sys.executable, "-m", "deltafront.service.cli.main", "prefill", "-"]
     how = {"env": {**os.environ, "LC_ALL": "C.UTF-8"}, "timeout": HANG_S}
@@ -200,7 +200,7 @@ def test_version_option_prints_the_version() -> None:
     assert (done.exit_code, done.stdout) == (0, f"deltafront {__version__}\n")
 
 
-def test_ports_on_the_command_line_come_before_the_files() -> None:
+def test_command_line_ports_override_the_files_ports() -> None:
     settings = read_settings(DEMO, None, None)
     moved = with_keys(settings, "door", {"http_port": 8080, "grpc_port": 9090, "metrics_port": None})
     assert (moved.door.http_port, moved.door.grpc_port, moved.door.metrics_port) == (8080, 9090, 9464)
@@ -221,13 +221,13 @@ def test_max_model_len_sets_the_models_positions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("port", "says"), [(0, "door.http_port = 0: must be"), (9000, "must differ")])
-def test_names_an_impossible_port(port: int, says: str) -> None:
+def test_error_names_an_invalid_port(port: int, says: str) -> None:
     done = run("serve", "--config", DEMO, "--port", port)
     assert done.exit_code == 1 and says in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("stages", [1, 2, 9])
-def test_timings_show_whole_names_on_80_columns(stages: int) -> None:
+def test_timings_fit_80_columns_with_full_names(stages: int) -> None:
     phases = {"projection": 14.296, "activation_wait": 5.987, "kv_gather": 0.027, "a_rather_long_phase": 0.1}
     parts = {f"prefill.{name}": seconds for name, seconds in phases.items()}
     console = Console(width=80, record=True, file=io.StringIO())
@@ -268,7 +268,7 @@ def test_model_option_replaces_the_files_model() -> None:
     assert read_settings(demo, None, None).model.adapter is not None
 
 
-def test_another_model_starts_without_the_files_profile() -> None:
+def test_model_option_ignores_the_files_profile() -> None:
     """The warm-up names densities that the other model's profile may lack."""
     settings = read_settings(Path(__file__).parents[3] / "deploy" / "config" / "gpu.yaml", "owner/name", None)
     settings.check_against(SHAPES["8b"], None)

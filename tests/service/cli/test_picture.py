@@ -92,7 +92,7 @@ def test_image_averages_many_tiles_and_draws_ttft_as_a_bar_of_parts() -> None:
     assert drawing.to_image(found, "title", None).height < len(image)
 
 
-def test_a_large_map_fits_the_terminal() -> None:
+def test_large_tile_map_is_scaled_to_the_terminal() -> None:
     found = TilesRead(np.tri(100, dtype=bool)[None, None], 100 * 128)
     console = Console(width=80, file=io.StringIO(), record=True)
     drawing.to_terminal(console, found, "title")
@@ -127,7 +127,7 @@ def test_an_error_is_one_line(config: Path, arguments: list[str], says: str) -> 
     assert "Traceback" not in done.output
 
 
-def test_without_pillow_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_extra_that_installs_pillow(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltafront.service.cli.picture.find_spec", lambda _name: None)
     done = picture(config)
     assert done.exit_code == 1

@@ -208,7 +208,7 @@ def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
         (["8b", "--write", "x.yaml"], "--write: goes with --gpus"),
     ],
 )
-def test_names_what_it_cannot_plan_for(arguments: list[object], named: str) -> None:
+def test_error_says_why_a_model_cannot_be_planned(arguments: list[object], named: str) -> None:
     done = run("size", *arguments)
     assert done.exit_code == 1
     assert named in done.stderr

@@ -59,7 +59,7 @@ MIXED = replace(
 )
 
 
-def test_llama_is_as_large_as_its_model_cards_say() -> None:
+def test_llama_sizes_equal_the_model_cards() -> None:
     assert SHAPES["8b"].weights(range(32)) == 8_030_261_248
     assert SHAPES["70b"].weights(range(80)) == 70_553_706_496
     found = sizing("8b", SHAPES["8b"], 131_072, 1, 80)
@@ -101,7 +101,7 @@ def test_sizing_chooses_the_fewest_stages_and_ranks_that_fit(
         assert found.gpus == (None if found.stages is None else found.stages + decode)
 
 
-def test_eight_ranks_hold_70b_although_no_gpu_does() -> None:
+def test_eight_ranks_hold_70b_which_no_single_gpu_does() -> None:
     """Per GPU an eighth of layers, head and K/V, and the whole embedding."""
     model, tokens = SHAPES["70b"], 131_072
     table = model.vocab * model.hidden * 2
@@ -115,7 +115,7 @@ def test_eight_ranks_hold_70b_although_no_gpu_does() -> None:
         sizing("70b", model, tokens, 1, 79, ranks=3)
 
 
-def test_more_stages_need_less_each_and_pages_round_up() -> None:
+def test_more_stages_need_less_memory_each() -> None:
     model = SHAPES["70b"]
     stages = [size.stage_bytes(model, n, 131_072, "bfloat16") for n in (1, 2, 4, 8, 16)]
     assert stages == sorted(stages, reverse=True)
@@ -185,7 +185,7 @@ def _tensors(held: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(vars(held).values()))
 
 
-def test_fp8_halves_layers_and_leaves_ends_and_cache() -> None:
+def test_fp8_halves_layers_but_not_embedding_head_or_kv_cache() -> None:
     plain, fp8 = (sizing("8b", SHAPES["8b"], 131_072, 1, 80, quantisation=kind) for kind in (None, "fp8"))
     ends = 2 * (2 * 128_256 + 1) * 4096
     assert fp8.weight_bytes - ends == pytest.approx((plain.weight_bytes - ends) / 2, rel=1e-3)
@@ -255,7 +255,7 @@ def test_names_bad_input(arguments: list[object], named: str) -> None:
     assert named in done.stderr
 
 
-def test_a_split_into_no_stage_is_refused() -> None:
+def test_refuses_zero_stages() -> None:
     with pytest.raises(ModelError):
         sizing("8b", SHAPES["8b"], 1024, 1, 80, stages=0)
 

@@ -64,7 +64,7 @@ async def test_resumes_where_the_answer_stopped(
     assert (finish.reason, house.losses) == ("length", [])
 
 
-async def test_raises_a_lost_connection_where_no_retry_is_asked_for(house: House) -> None:
+async def test_raises_a_lost_connection_if_retries_are_off(house: House) -> None:
     async with AsyncDeltafrontClient(house.address, retry_s=0) as client:
         house.losses = [(2, grpc.StatusCode.UNAVAILABLE)]
         with pytest.raises(ConnectionLost):

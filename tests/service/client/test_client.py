@@ -72,14 +72,14 @@ def test_takes_one_stop_string_without_a_list(client: DeltafrontClient) -> None:
     "address",
     ["localhost:nine", "[::1", "::1", "localhost", "localhost:9/", "http://localhost:9000", "a b:1"],
 )
-def test_names_a_malformed_address(address: str) -> None:
+def test_error_names_a_malformed_address(address: str) -> None:
     with pytest.raises(InvalidArgument, match="address: ") as caught:
         DeltafrontClient(address)
     assert repr(address) in str(caught.value) and "host:port" in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["localhost:9", "10.0.0.1:9", "[::1]:9", "dns:///host", "unix:/tmp/x"])
-def test_an_address_that_grpc_takes_is_taken(address: str) -> None:
+def test_accepts_every_address_form_of_grpc(address: str) -> None:
     DeltafrontClient(address).close()
 
 
@@ -103,7 +103,7 @@ def refused(address: str, tls: bool) -> str:
     return str(caught.value)
 
 
-def test_tells_of_tls_on_one_side_only(house: House, tmp_path: Path) -> None:
+def test_error_says_that_only_one_side_uses_tls(house: House, tmp_path: Path) -> None:
     assert refused(house.address, tls=True).startswith(f"tls: {house.address} does not speak TLS")
     certificate, key = Authority(tmp_path).sign("server")
     server = grpc.server(ThreadPoolExecutor(1))
@@ -139,7 +139,7 @@ def test_names_the_argument_that_a_message_cannot_hold(wish: dict[str, Any], say
         list(client.generate("a", **wish))
 
 
-def test_an_id_that_a_message_cannot_hold_is_named() -> None:
+def test_error_names_a_token_id_out_of_range() -> None:
     with DeltafrontClient("127.0.0.1:1", retry_s=0) as client:
         for call, field in ((client.release, "session_id"), (client.cancel, "request_id")):
             with pytest.raises(InvalidArgument, match=f"^{field}: "):

@@ -33,7 +33,7 @@ class Clock:
         return Retries(retry_s, deadline, clock=lambda: self.now, wall=lambda: self.now)
 
 
-def test_pauses_grow_and_patience_ends() -> None:
+def test_retry_pauses_grow_until_retry_s_is_over() -> None:
     clock = Clock()
     retries = clock.retries()
     with pytest.raises(ConnectionLost):
@@ -53,14 +53,14 @@ def test_answer_resets_the_retries() -> None:
 
 
 @pytest.mark.parametrize("error", [Internal("x"), Unavailable("x"), Overloaded("x", retry_after_s=1.0)])
-def test_errors_that_the_service_states_are_not_retried(error: DeltafrontError) -> None:
+def test_errors_from_the_service_are_not_retried(error: DeltafrontError) -> None:
     clock = Clock()
     with pytest.raises(type(error)):
         clock.wait(clock.retries(), error)
     assert not clock.slept
 
 
-def test_waits_for_room_after_a_loss() -> None:
+def test_retries_overloaded_after_a_lost_connection() -> None:
     clock = Clock()
     retries = clock.retries()
     clock.wait(retries, LOST)

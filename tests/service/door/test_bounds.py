@@ -195,7 +195,7 @@ def test_requests_that_do_not_arrive_leave_places_to_other_callers(
         assert list(client.generate("hi", max_tokens=1))
 
 
-def test_announced_bytes_reserve_no_room(
+def test_content_length_alone_reserves_no_room(
     make_house: Callable[..., House], make_http: Any, begun: Callable[..., Any]
 ) -> None:
     house = make_house(model_name=MODEL)

@@ -100,7 +100,7 @@ async def test_clients_ignore_keep_alive_lines(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("client", [openai_go, go_openai])
-async def test_progress_is_no_event_to_the_clients_of_go(
+async def test_go_clients_skip_progress_comments(
     client: Callable[[Writes], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_stream, "_LINE_S", 0.0)
@@ -189,7 +189,7 @@ def test_refuses_bodies_that_are_not_declared_as_json(house: House, address: str
         assert httpx.post(address + PATH, content=body, headers={"content-type": kind}).status_code == 200
 
 
-def test_web_pages_may_call_from_configured_origins_alone(
+def test_web_pages_may_call_only_from_configured_origins(
     house: House, address: str, make_http: Callable[..., str]
 ) -> None:
     page = {"origin": "https://chat.example.org"}

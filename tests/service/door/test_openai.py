@@ -55,7 +55,7 @@ def test_lists_and_retrieves_the_served_model(api: openai.OpenAI) -> None:
     assert api.models.retrieve(MODEL) == model
 
 
-def test_an_address_may_end_with_a_slash(address: str) -> None:
+def test_path_may_end_with_a_slash(address: str) -> None:
     """The door answers directly: a redirect would point elsewhere after a proxy."""
     for path in ("/v1/models/", f"/v1/models/{MODEL}/", "/health/"):
         answer = httpx.get(address + path)
@@ -116,7 +116,7 @@ def test_a_chat_is_answered(house: House, api: openai.OpenAI) -> None:
     assert outcomes(house) == {("Generate", "finished"): 3}
 
 
-def test_a_streamed_chat_is_the_same(house: House, api: openai.OpenAI) -> None:
+def test_streamed_chat_equals_the_unstreamed_one(house: House, api: openai.OpenAI) -> None:
     chunks = list(chat(api, stream=True))
     assert {(chunk.object, chunk.id) for chunk in chunks} == {("chat.completion.chunk", chunks[0].id)}
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -129,7 +129,7 @@ def test_a_streamed_chat_is_the_same(house: House, api: openai.OpenAI) -> None:
     assert outcomes(house) == {("Generate", "finished"): 1}
 
 
-def test_usage_ends_a_stream_if_asked_for(api: openai.OpenAI) -> None:
+def test_stream_ends_with_usage_on_request(api: openai.OpenAI) -> None:
     *chunks, last = chat(api, stream=True, stream_options={"include_usage": True})
     assert (last.choices, last.usage.total_tokens) == ([], 25)
     assert {chunk.usage for chunk in chunks} == {None}
@@ -137,7 +137,7 @@ def test_usage_ends_a_stream_if_asked_for(api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_every_chunk_has_usage_so_far_if_asked_for(api: openai.OpenAI, ask: Callable[..., Any]) -> None:
+def test_every_chunk_has_usage_so_far_on_request(api: openai.OpenAI, ask: Callable[..., Any]) -> None:
     """vLLM's `continuous_usage_stats`."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = ask(api, stream=True, stream_options=options)
@@ -242,7 +242,7 @@ def test_stop_strings_end_the_answer_and_are_not_shown(house: House, api: openai
     nothing_left(house)
 
 
-def test_a_chat_gives_the_template_variables(house: House, api: openai.OpenAI) -> None:
+def test_chat_template_kwargs_reach_the_template(house: House, api: openai.OpenAI) -> None:
     """By OpenAI's client as with vLLM, by ours, in a prompt and in what follows a session."""
     glad: dict[str, Any] = {"chat_template_kwargs": {"mood": "glad"}}
     chat(api, extra_body=glad)
@@ -275,7 +275,7 @@ def test_sampling_options_reach_the_worker(house: House, api: openai.OpenAI) -> 
         ({"do_sample": False, "temperature": 0.6, "top_k": 20}, (0.0, 1.0, 0)),
     ],
 )
-def test_the_models_sampling_defaults_are_taken_on_request_alone(
+def test_uses_the_models_sampling_defaults_only_on_request(
     model: Path,
     make_house: Callable[..., House],
     make_http: Callable[..., str],
@@ -300,7 +300,7 @@ def test_the_models_sampling_defaults_are_taken_on_request_alone(
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 2}, {"top_k": "many"}, {"top_p": [1]}])
-def test_sampling_defaults_that_cannot_be_are_named(
+def test_error_names_invalid_sampling_defaults(
     model: Path, make_house: Callable[..., House], wrong: dict[str, Any]
 ) -> None:
     (model / "generation_config.json").write_text(json.dumps(wrong))
@@ -347,7 +347,7 @@ def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> 
         assert report["recomputed_tokens"] == 256
 
 
-def test_keeps_asks_and_names_a_session_over_http(house: House, api: openai.OpenAI) -> None:
+def test_session_is_kept_and_asked_over_http(house: House, api: openai.OpenAI) -> None:
     document = {"role": "user", "content": "d" * 300}
     question = {"role": "user", "content": "why?"}
     made = chat(api, [document, question], extra_body={"session_ttl_s": 600})

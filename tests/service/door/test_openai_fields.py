@@ -79,7 +79,7 @@ NOTHING: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_values_that_change_nothing_are_taken(
+def test_accepts_openai_values_without_effect(
     house: House, api: openai.OpenAI, ask: Callable[..., Any]
 ) -> None:
     house.decode.remembers = False
@@ -134,7 +134,7 @@ def test_bos_is_added_as_vllm_adds_it(house: House, api: openai.OpenAI) -> None:
         assert (house.group.jobs[-1].token_ids[:4] == (256).to_bytes(4, "little")) == begins
 
 
-def test_a_rendered_text_can_have_one_bos(model: Path, tmp_path: Path) -> None:
+def test_rendered_prompt_gets_only_one_bos(model: Path, tmp_path: Path) -> None:
     """A tokenizer whose post-processor writes BOS, as Llama 3's, after a template that wrote it."""
     raw = Tokenizer.from_file(str(model / "tokenizer.json"))
     raw.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])

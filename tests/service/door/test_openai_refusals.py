@@ -180,7 +180,7 @@ def test_refuses_max_tokens_that_do_not_fit_and_cuts_default_lengths(
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-def test_more_than_one_answer_is_refused_with_the_limit(api: openai.OpenAI) -> None:
+def test_refuses_n_above_1_with_the_limit(api: openai.OpenAI) -> None:
     error = refusal(lambda: chat(api, n=2), openai.BadRequestError)
     assert (error["param"], error["message"]) == (
         "n",
@@ -204,7 +204,7 @@ def test_refusal_of_a_method_names_those_that_are_served(api: openai.OpenAI) -> 
         chat(api, extra_body={"method": name.replace("X", "dense"), "options": {}})
 
 
-def test_addresses_that_are_not_served_are_refused_in_words(address: str) -> None:
+def test_unknown_paths_get_an_openai_error_object(address: str) -> None:
     said = {
         ("POST", "/v1/responses"): (404, "POST /v1/responses is not served here: use /v1/chat/completions"),
         ("POST", "/v1/embeddings/"): (404, "makes no embeddings"),

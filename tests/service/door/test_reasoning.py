@@ -52,7 +52,7 @@ def test_splits_reasoning_from_content_at_any_chunk_boundary(
         assert joined(opened, [text[a:b] for a, b in itertools.pairwise(edges)]) == told
 
 
-def test_nothing_is_held_back_that_begins_no_marker() -> None:
+def test_text_that_begins_no_marker_is_not_held_back() -> None:
     splitter = ReasoningSplitter(opened=True)
     assert [splitter.push(piece, 0) for piece in ("a<", "b", "</think>", "<")] == [
         AnswerPart("a"), AnswerPart("<b"), AnswerPart(), AnswerPart(content="<"),
@@ -68,7 +68,7 @@ def test_a_template_may_open_the_reasoning(prompt: str, opened: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen_2", "deepseek"])
-def test_real_vocabularies_keep_the_markers(name: str) -> None:
+def test_real_tokenizers_decode_the_think_markers(name: str) -> None:
 
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(Metadata(FAMILIES[name]().metadata))))
     for _, text, _ in ANSWERS:
@@ -137,7 +137,9 @@ def test_a_stream_counts_reasoning_as_it_goes(house: House, api: openai.OpenAI) 
     assert counts == [(0, 0), (8, 8), (9, 9), (18, 17), (19, 17), (20, 17), (20, 17)]
 
 
-def test_a_marker_without_text_is_refused_at_the_start(model: Path, make_house: Callable[..., House]) -> None:
+def test_start_refuses_a_marker_that_decodes_to_no_text(
+    model: Path, make_house: Callable[..., House]
+) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.add_special_tokens(["</think>"])
     tokenizer.save(str(model / "tokenizer.json"))

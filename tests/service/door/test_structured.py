@@ -42,7 +42,7 @@ def test_openais_client_parses_an_answer_into_its_type(api: openai.OpenAI) -> No
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_streamed_json_is_the_whole_answers(api: openai.OpenAI) -> None:
+def test_streamed_json_equals_the_unstreamed_answer(api: openai.OpenAI) -> None:
     asked = {"response_format": of_schema(SCHEMA), "max_tokens": 99}
     whole = chat(api, **asked).choices[0].message.content
     jsonschema.validate(json.loads(whole), SCHEMA)
@@ -93,7 +93,7 @@ def test_vllms_structured_outputs_are_followed(api: openai.OpenAI, given: Any, p
         ),
     ],
 )
-def test_wrong_form_is_refused_before_anything_is_read(
+def test_refuses_a_wrong_schema_before_prefill(
     api: openai.OpenAI, house: House, given: Any, param: str, said: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -103,7 +103,7 @@ def test_wrong_form_is_refused_before_anything_is_read(
     assert not house.group.jobs and not house.decode.reservations
 
 
-def test_answer_goes_on_in_its_form_after_its_worker_failed(api: openai.OpenAI, house: House) -> None:
+def test_answer_keeps_its_schema_after_a_worker_failure(api: openai.OpenAI, house: House) -> None:
     asked = {"response_format": of_schema(SCHEMA), "max_tokens": 99}
     whole = chat(api, **asked).choices[0].message.content
     house.decode.fail_after = [4]

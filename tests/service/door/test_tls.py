@@ -113,7 +113,7 @@ def test_requests_are_answered_over_tls(
         )
 
 
-def test_client_without_the_authority_cannot_connect(
+def test_client_without_the_ca_cannot_connect(
     secure: Callable[..., tuple[House, str]], tmp_path: Path
 ) -> None:
     _, address = secure()
@@ -123,7 +123,7 @@ def test_client_without_the_authority_cannot_connect(
             client.info()
 
 
-def test_mutual_tls_asks_clients_for_a_certificate(
+def test_mutual_tls_requires_a_client_certificate(
     secure: Callable[..., tuple[House, str]], authority: Authority, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path / "other")
@@ -167,7 +167,7 @@ def test_refusal_of_plain_http_names_a_tls_proxy(
     assert httpx.get(f"{make_http(lenient)}/v1/models").status_code == 200
 
 
-def test_tokens_are_asked_for_over_tls_too(
+def test_tls_requests_need_a_bearer_token_too(
     secure: Callable[..., tuple[House, str]], authority: Authority, tmp_path: Path
 ) -> None:
     (tmp_path / "tokens").write_text("alpha\n")
@@ -214,7 +214,7 @@ def test_tls_port_refuses_requests_above_the_limit(
         list(stream)
 
 
-def test_the_environment_names_the_clients_files(
+def test_client_takes_tls_files_from_the_environment(
     secure: Callable[..., tuple[House, str]], authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, address = secure(client_ca=authority.ca)
@@ -231,7 +231,7 @@ def test_the_environment_names_the_clients_files(
         DeltafrontClient(address, tls=True)
 
 
-def test_files_that_cannot_be_used_stop_the_start(authority: Authority, model: Path) -> None:
+def test_start_refuses_unusable_tls_files(authority: Authority, model: Path) -> None:
     certificate, key = authority.sign("server")
     other, _ = authority.sign("other")
     assert tls_files(settings(model).door) is None

@@ -123,7 +123,9 @@ def test_grpc_and_http_continue_their_callers_trace(
 @pytest.mark.parametrize(
     "wrong", ["", "00-xyz", f"ff-{TRACE}-{SPAN}-01", f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01"]
 )
-def test_without_a_caller_a_trace_begins_here(house: House, spans: InMemorySpanExporter, wrong: str) -> None:
+def test_request_without_traceparent_begins_a_trace(
+    house: House, spans: InMemorySpanExporter, wrong: str
+) -> None:
     finish = generate(house, wrong)
     (root,) = ended(spans)
     assert root.parent is None
@@ -155,7 +157,7 @@ def test_without_tracing_only_the_callers_trace_id_is_logged(
     assert lines() == [TRACE, ""]
 
 
-def test_workers_get_the_requests_trace(house: House, spans: InMemorySpanExporter) -> None:
+def test_workers_get_the_traceparent_of_the_request(house: House, spans: InMemorySpanExporter) -> None:
     """The request's span is the parent of the workers' spans. Without a recorder workers get no trace."""
     generate(house, session_ttl=Duration(seconds=60))
     with grpc.insecure_channel(house.address) as channel:

@@ -177,7 +177,7 @@ def test_client_ignores_fields_and_events_of_a_newer_server() -> None:
     assert wire.read_response(pb.PrefillResponse.FromString(unknown_field)) is None
 
 
-def test_variables_of_a_template_are_json() -> None:
+def test_template_variables_are_sent_as_json() -> None:
     """A whole number is one again on the other side, so that a template shows no `512.0`."""
     sent = Prompt(messages=(), chat_template_kwargs={"budget": 512, "list": [{"share": 0.5}, True, None]})
     found = wire.read(_sent(wire.write(pb.PrefillRequest, PrefillRequest(sent)))).prompt

@@ -80,7 +80,7 @@ def brute(need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]) -
 
 
 @given(needs, groups, workers)
-def test_admits_only_pairs_that_could_run(
+def test_admits_only_groups_and_workers_that_fit_the_prompt(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
     decision = admit(need, gs, ws)
@@ -130,7 +130,7 @@ def test_draining_workers_get_no_new_requests() -> None:
     assert (decision.groups, decision.workers) == (("g",), ("d",))
 
 
-def test_draining_workers_serve_on_if_no_others_exist() -> None:
+def test_draining_workers_get_requests_if_all_drain() -> None:
     """A worker may begin to drain before its replacement has loaded."""
     g = group_stats(tokens_per_second=10.0, draining=True)
     ws = tuple(decode_stats(name, pages_free=free, draining=True) for name, free in (("d", 40), ("e", 90)))
@@ -149,7 +149,7 @@ def test_with_one_group_admission_equals_brute_force(
 
 
 @given(needs, groups, workers)
-def test_view_of_full_workers_refuses_no_request(
+def test_outdated_state_of_full_workers_refuses_no_request(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
     """The door's view is old: only a worker may say that its pages are taken."""
@@ -177,7 +177,7 @@ def test_the_least_loaded_group_is_chosen(
 
 
 @given(needs, groups, workers)
-def test_a_retry_time_is_given_exactly_when_waiting_helps(
+def test_refusal_has_a_retry_time_only_if_waiting_helps(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
     decision = admit(need, gs, ws)
@@ -209,7 +209,7 @@ def test_idle_group_with_a_slow_measured_rate_still_admits_requests() -> None:
     assert isinstance(let_in, Admitted) and let_in.ttft_s is None
 
 
-def test_retry_time_is_when_the_deadline_could_hold() -> None:
+def test_retry_time_is_when_the_deadline_could_be_met() -> None:
     busy = group_stats(running=1, waiting=1, waiting_tokens=1000, tokens_per_second=100.0)
     roomy = decode_stats()
     decision = admit(Need(200, 0, 5.0), (busy,), (roomy,))

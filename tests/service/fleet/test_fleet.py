@@ -81,7 +81,7 @@ async def test_poll_keeps_pages_charged_while_it_ran() -> None:
     assert fleet.view.workers["decode:d0"].pages_free == decode.total
 
 
-async def test_concurrent_polls_share_one_question_asked_after_they_began() -> None:
+async def test_concurrent_polls_share_one_call_per_worker() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
@@ -109,7 +109,7 @@ async def test_concurrent_polls_share_one_question_asked_after_they_began() -> N
     await fleet.stop()
 
 
-async def test_a_silent_control_store_makes_requests_unavailable(
+async def test_unreachable_ray_control_store_raises_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def listed() -> Any:
@@ -145,7 +145,7 @@ async def test_stopping_door_logs_the_worker_calls_it_waits_for(
     assert "waits for calls of workers that were cancelled: cancel r1 on decode:d0" in caplog.messages[0]
 
 
-async def test_cancelled_poll_leaves_the_shared_question_to_the_others() -> None:
+async def test_cancelling_one_poll_keeps_it_for_other_callers() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
@@ -179,7 +179,7 @@ async def test_concurrent_lookups_of_a_lost_worker_share_one_search(
     assert looks == 1
 
 
-async def test_a_worker_that_is_found_while_others_are_asked_stays_found() -> None:
+async def test_worker_found_during_a_poll_is_kept() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     directory = LocalDirectory([], [decode])
     fleet = Fleet(directory, lambda _view: None)
@@ -249,7 +249,7 @@ async def test_door_ignores_workers_of_another_configuration() -> None:
         await fleet.session_worker("decode:old")
 
 
-async def test_a_door_takes_over_only_when_its_own_workers_are_there() -> None:
+async def test_new_door_takes_over_once_its_workers_are_ready() -> None:
     """The doors of the configuration that it replaces serve meanwhile."""
     old = changed(FakeDecode("decode:old"), pairing="old")
     directory = LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [old])
@@ -270,7 +270,7 @@ async def test_first_door_waits_for_no_worker() -> None:
     assert not fleet.view.ready, "it waited for a worker"
 
 
-async def test_a_session_is_still_found_on_a_worker_that_leaves() -> None:
+async def test_session_on_a_draining_worker_is_found() -> None:
     decode = changed(FakeDecode("decode:d0"), draining=True)
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()

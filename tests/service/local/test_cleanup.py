@@ -70,7 +70,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_killed_owners_processes_and_files_go_at_once(owner: Owner) -> None:
+def test_reaper_cleans_up_at_once_after_a_kill(owner: Owner) -> None:
     assert runs(owner.child) and owner.folder.exists()
     owner.kill()
     wait_until(lambda: not runs(owner.child), "its process is left")
@@ -78,7 +78,7 @@ def test_a_killed_owners_processes_and_files_go_at_once(owner: Owner) -> None:
     wait_until(lambda: not owner.reapers(), "the reaper is left")
 
 
-def test_an_owner_that_ends_well_leaves_nothing(owner: Owner) -> None:
+def test_clean_stop_leaves_no_process_or_file(owner: Owner) -> None:
     wait_until(lambda: bool(owner.reapers()), "no reaper waits")  # its command shows a moment after its start
     owner.process.communicate("end\n")
     assert not runs(owner.child) and not owner.folder.exists() and not owner.reapers()
@@ -135,7 +135,7 @@ def test_forged_lock_neither_hangs_a_start_nor_gets_removed(kind: str, tmp_path:
     assert (done.stdout, done.stderr) == ("[]\n", "") and folder.is_dir()
 
 
-def test_process_that_only_reads_there_is_not_killed(tmp_path: Path) -> None:
+def test_process_that_only_reads_the_folder_is_not_killed(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("line\n")
     reader = subprocess.Popen(["tail", "-f", tmp_path / "log"], stdout=subprocess.DEVNULL)
     try:

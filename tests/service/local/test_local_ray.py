@@ -54,7 +54,7 @@ def test_callers_ray_variables_override_the_defaults(tmp_path: Path, monkeypatch
     assert variables["RAY_enable_metrics_collection"] == "0"
 
 
-def test_names_missing_gpus() -> None:
+def test_error_names_missing_gpus() -> None:
     given = content("prefill", stages=3, gpus_per_stage=0.1)
     given["decode"]["gpus"] = 0.7
     for found in (1.0, 8.0):
@@ -71,7 +71,7 @@ def test_names_missing_gpus() -> None:
         check_gpus(parse(given), 2.0)
 
 
-def test_a_node_waits_for_its_object_store_as_long_as_before(tmp_path: Path) -> None:
+def test_ray_node_keeps_its_object_store_timeout(tmp_path: Path) -> None:
     variables = ray_environment(parse(content()), tmp_path)
     attempts = int(variables["RAY_raylet_client_num_connect_attempts"])
     assert attempts * int(variables["RAY_raylet_client_connect_timeout_milliseconds"]) == 10 * 1000
@@ -129,7 +129,7 @@ def test_waits_for_a_port_that_a_dying_process_holds(monkeypatch: pytest.MonkeyP
         closing.join()
 
 
-def test_a_temporary_directory_with_too_long_a_name_is_named() -> None:
+def test_error_names_a_too_long_temporary_directory() -> None:
     check_socket_paths("/tmp")
     with pytest.raises(ConfigError, match=r"^TMPDIR: /scratch/of/somebody is too long a name"):
         check_socket_paths("/scratch/of/somebody")

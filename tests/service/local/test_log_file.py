@@ -80,7 +80,7 @@ def test_refuses_to_overwrite_a_path_that_is_not_its_log(kind: str, tmp_path: Pa
     assert (path.lstat().st_mode, path.lstat().st_ino) == (before.st_mode, before.st_ino)
 
 
-def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
+def test_log_to_a_device_does_not_replace_it(tmp_path: Path) -> None:
     path = tmp_path / "null"
     _node(path, stat.S_IFCHR, os.makedev(1, 3))
     with output_to(path):
@@ -101,7 +101,7 @@ def test_a_pipe_is_written_to_and_one_without_a_reader_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("to", ["a file", "a pipe"])
-def test_a_link_as_dev_stdout_is_this_process_own_output(to: str, tmp_path: Path) -> None:
+def test_log_to_dev_stdout_is_this_processs_output(to: str, tmp_path: Path) -> None:
     link = tmp_path / "stdout"
     link.symlink_to("/proc/self/fd/1")
     command = [sys.executable, "-c", SERVE, str(link)]

@@ -68,7 +68,7 @@ def test_a_cpu_needs_no_cuda(cuda: Any) -> None:
     check_machine(parse(content()))
 
 
-def test_cuda_that_is_there_is_taken(cuda: Any) -> None:
+def test_accepts_available_cuda(cuda: Any) -> None:
     cuda(torch=True, code=0, gpus=2)
     check_machine(on_gpus())
 
@@ -86,9 +86,7 @@ def test_says_why_it_finds_no_gpu(cuda: Any) -> None:
     assert (found.gpus, found.no_gpu) == ((), "there is no NVIDIA driver")
 
 
-def test_free_memory_is_the_systems_or_the_control_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_respects_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_CGROUP_LIMIT", tmp_path / "memory.max")
     everything = this_machine().free_gib
     assert everything > 0.1
@@ -115,7 +113,7 @@ def test_names_missing_cuda_in_one_line(cuda: Any, found: dict[str, Any], says: 
         check_machine(on_gpus())
 
 
-def test_the_key_of_the_part_that_wants_cuda_is_named(cuda: Any) -> None:
+def test_error_names_the_key_that_needs_cuda(cuda: Any) -> None:
     cuda(torch=False, code=None)
     given = content()
     given["decode"]["device"] = "cuda"
@@ -135,7 +133,7 @@ def test_names_a_hard_open_file_limit_below_what_haproxy_needs(
         check_machine(parse(content()))
 
 
-def test_the_number_of_clients_that_it_advises_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advised_number_of_clients_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (1024, 1024))
     with pytest.raises(ConfigError) as refused:
         check_machine(parse(content()))
@@ -145,7 +143,7 @@ def test_the_number_of_clients_that_it_advises_fits(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("clients", [100, 4096, 20000])
-def test_haproxy_itself_asks_for_no_more_files(clients: int, tmp_path: Path) -> None:
+def test_open_file_check_equals_haproxys_own_need(clients: int, tmp_path: Path) -> None:
     """With a limit of 100 it says how many it wants. Splicing adds pipes."""
     config = tmp_path / "haproxy.cfg"
     config.write_text(
@@ -175,7 +173,7 @@ def test_every_library_it_checks_for_is_installed_here() -> None:
     assert all(importlib.util.find_spec(name) for name in machine._LIBRARIES)
 
 
-def test_no_library_is_asked_for_that_the_package_does_not_bring() -> None:
+def test_checks_only_libraries_that_the_package_installs() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     brought = {re.split("[^a-z_]", library)[0] for library in project["optional-dependencies"]["server"]}
     assert set(machine._LIBRARIES) <= brought

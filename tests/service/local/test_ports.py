@@ -74,7 +74,7 @@ def test_names_a_port_that_is_taken(reuse: bool) -> None:
             check_ports(parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026)).door)
 
 
-def test_services_beside_each_other_share_no_port() -> None:
+def test_services_on_neighbouring_ports_share_no_port() -> None:
     """The ranges of doors' servers end before their upper bound, as Serve reads them."""
     taken: set[int] = set()
     for grpc_port in range(9000, 9120):

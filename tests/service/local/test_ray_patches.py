@@ -79,7 +79,7 @@ def test_a_node_that_ends_while_it_starts_is_not_waited_for(
     assert len(asked) == 3
 
 
-def test_a_node_of_its_own_has_no_api_server_and_no_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_ray_node_has_no_api_server_or_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import node, parameter
 
     asked: list[Any] = []
@@ -92,7 +92,7 @@ def test_a_node_of_its_own_has_no_api_server_and_no_autoscaler(monkeypatch: pyte
     assert node.Node.start_api_server is start and not parameter.RayParams().no_monitor
 
 
-def test_serve_begins_without_waiting_for_its_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_starts_without_waiting_for_its_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither then nor when an application is run: Serve may replace one meanwhile."""
     from ray.serve._private import api, client
 

@@ -19,11 +19,11 @@ def node() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_nothing_has_failed_while_all_live(node: subprocess.Popen[bytes]) -> None:
+def test_reports_no_failure_while_all_processes_live(node: subprocess.Popen[bytes]) -> None:
     assert RayProcesses({"gcs_server": node, "raylet": node}).failure() is None
 
 
-def test_a_killed_control_store_is_named(node: subprocess.Popen[bytes]) -> None:
+def test_failure_names_a_killed_ray_control_store(node: subprocess.Popen[bytes]) -> None:
     processes = RayProcesses({"gcs_server": node})
     node.kill()
     assert processes.wait_for_failure() == "Ray's control store (gcs_server) was ended by SIGKILL"

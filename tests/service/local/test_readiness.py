@@ -72,7 +72,7 @@ def failing(error: str) -> str:
         ("", "no reason was given", False),
     ],
 )
-def test_the_reason_is_the_last_error_in_one_line(error: str, says: str, final_: bool) -> None:
+def test_failure_reason_is_the_last_error_in_one_line(error: str, says: str, final_: bool) -> None:
     assert (failure_reason(error), is_permanent(error)) == (says, final_)
 
 
@@ -110,7 +110,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "_PERIOD_S", 0.001)
 
 
-def test_an_application_is_waited_for() -> None:
+def test_start_waits_until_the_application_runs() -> None:
     wait_until_running(
         Serve(None, application("DEPLOYING"), application("RUNNING")).status, "deltafront", nothing_failed
     )
@@ -138,7 +138,7 @@ def test_start_waits_while_serve_is_still_deploying() -> None:
     wait_until_running(Serve(trying, application("RUNNING")).status, "deltafront", nothing_failed)
 
 
-def test_a_lost_process_of_rays_ends_the_wait() -> None:
+def test_start_fails_when_a_ray_process_ends() -> None:
     with pytest.raises(StartError, match=r"^Ray's node ended$"):
         wait_until_running(Serve(application("DEPLOYING")).status, "deltafront", lambda: "Ray's node ended")
 
@@ -172,7 +172,7 @@ def test_names_a_port_without_a_listener(house: House, listening: Any, port: str
         wait_until_answering(ports(house, **listening), nothing_failed, 0.1)
 
 
-def test_a_port_that_takes_connections_without_a_door_is_not_enough(
+def test_start_needs_a_door_behind_the_open_port(
     house: House, listening: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "_PROBE_TIMEOUT_S", 0.1)

@@ -93,7 +93,7 @@ def test_removes_its_folder_only_after_a_clean_end(tmp_path: Path, monkeypatch: 
         shutil.rmtree(kept)
 
 
-def test_a_stop_that_is_not_heard_is_told_of_before_it_kills(
+def test_stop_reports_a_timeout_before_it_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -112,7 +112,7 @@ with cleanup.service_folder(2, "deltafront: the service has ended; LOG says more
 
 
 @pytest.mark.parametrize(("end", "line"), [("silent", True), ("said", False), ("well", False)])
-def test_a_process_that_ray_ends_has_its_line(end: str, line: bool, tmp_path: Path) -> None:
+def test_process_killed_by_ray_prints_the_reason(end: str, line: bool, tmp_path: Path) -> None:
     """Ray's driver exits without a message when its node is lost."""
     command = [sys.executable, "-c", OWNER, str(tmp_path), end]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

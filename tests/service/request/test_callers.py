@@ -18,7 +18,7 @@ from deltafront.workers.messages.states import OwnerUse
 from ..inprocess import House, wait_until
 
 
-async def test_requests_are_counted_here_and_elsewhere() -> None:
+async def test_quota_counts_requests_at_all_doors() -> None:
     uses = [
         OwnerUse(owner="a", door="other", requests=1, tokens=100),
         OwnerUse(owner="a", door="here", requests=9, tokens=9000),
@@ -37,7 +37,7 @@ async def test_requests_are_counted_here_and_elsewhere() -> None:
     assert callers.requests("a") == 0
 
 
-async def test_tokens_are_counted_with_sessions() -> None:
+async def test_quota_counts_tokens_of_sessions() -> None:
     uses = [
         OwnerUse(owner="a", door="", requests=0, tokens=300),
         OwnerUse(owner="a", door="other", requests=1, tokens=100),
@@ -102,7 +102,7 @@ def doors(make_house: Callable[..., House], tmp_path: Path) -> tuple[House, Hous
     return first, make_house(others=[first], tokens_file=str(tokens), refresh_s=1e6)
 
 
-def test_a_token_has_its_limits_at_every_door(doors: tuple[House, House]) -> None:
+def test_quota_of_a_token_holds_at_every_door(doors: tuple[House, House]) -> None:
     house, other = doors
     house.decode.pause_at = 1
     with (
@@ -149,7 +149,7 @@ async def test_simultaneous_requests_at_two_doors_count_at_each() -> None:
                 await door.request(caller)
 
 
-def test_a_client_that_goes_from_door_to_door_is_not_refused(doors: tuple[House, House]) -> None:
+def test_client_that_changes_doors_is_not_refused(doors: tuple[House, House]) -> None:
     """One request after the other, each as large as its token may hold."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(DeltafrontClient(door.address, "alpha")) for door in doors]
@@ -159,9 +159,7 @@ def test_a_client_that_goes_from_door_to_door_is_not_refused(doors: tuple[House,
             clients[(turn + 1) % 2 if turn % 3 else turn % 2].release(made.session.session_id)
 
 
-def test_every_request_has_a_line_and_no_content(
-    doors: tuple[House, House], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_audit_line_has_no_content(doors: tuple[House, House], caplog: pytest.LogCaptureFixture) -> None:
     house, _ = doors
     caplog.set_level(logging.INFO, "deltafront.audit")
     with DeltafrontClient(house.address, "alpha") as client:
@@ -195,7 +193,7 @@ def test_every_request_has_a_line_and_no_content(
     assert "alpha" not in caplog.text
 
 
-def test_a_cancelled_request_has_its_line_too(
+def test_cancelled_request_has_an_audit_line(
     doors: tuple[House, House], caplog: pytest.LogCaptureFixture
 ) -> None:
     house, _ = doors

@@ -56,7 +56,7 @@ def test_refuses_values_that_grpc_cannot_express(house: House, name: str) -> Non
 
 
 @pytest.mark.parametrize("deadline", [math.nan, 0.0])
-def test_a_deadline_that_is_not_ahead_is_exceeded(house: House, deadline: float) -> None:
+def test_past_deadline_raises_deadline_exceeded(house: House, deadline: float) -> None:
     with pytest.raises(DeltafrontError) as caught:
         house.loop.run(_events(house, lambda: replace(ASKED, deadline=deadline)))
     assert caught.value.code is Code.DEADLINE_EXCEEDED
@@ -76,7 +76,7 @@ KEPT = [PrefillRequest(ASKED.prompt, session_ttl=600.0), replace(ASKED, session_
 
 
 @pytest.mark.parametrize("asked", KEPT, ids=lambda asked: type(asked).__name__)
-def test_a_session_that_its_client_has_left_before_is_released(house: House, asked: PrefillRequest) -> None:
+def test_session_is_released_if_its_client_left_before_the_reply(house: House, asked: PrefillRequest) -> None:
     """No client knows its id, so it would only wait for its lease to end."""
 
     async def leave() -> None:

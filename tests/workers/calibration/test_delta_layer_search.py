@@ -27,7 +27,7 @@ def text(seed: int) -> Document:
     return Document(draw.choices(range(199), k=150), questions)
 
 
-def test_a_choice_that_keeps_every_page_changes_nothing(tiny_stack: Any) -> None:
+def test_selecting_every_page_leaves_no_divergence(tiny_stack: Any) -> None:
     rows = DecodedRows(tiny_stack, text(1))
     assert rows.divergence((1,), (), budget=100, recency=8) == pytest.approx(0.0, abs=1e-6)
     assert rows.divergence((1,), (), BUDGET, RECENCY) > 1e-6
@@ -86,7 +86,7 @@ def plain(
 
 
 @pytest.mark.parametrize("dense_layers", [2, 3, 4])
-def test_no_move_of_one_layer_improves_what_is_found(tiny_stack: Any, dense_layers: int) -> None:
+def test_found_delta_layers_are_a_local_optimum(tiny_stack: Any, dense_layers: int) -> None:
     texts = [DecodedRows(tiny_stack, text(seed)) for seed in (3, 4)]
     layers = len(tiny_stack.layers)
     loss = torch.rand(layers, layers, generator=torch.Generator().manual_seed(5)).double()
@@ -113,7 +113,7 @@ def test_refine_replaces_the_layers_that_were_found(tiny_stack: Any) -> None:
     assert told and "divergence" in told[0]
 
 
-def test_rows_are_those_that_a_decode_step_computes(tiny_stack: Any) -> None:
+def test_searched_rows_equal_those_of_a_decode_step(tiny_stack: Any) -> None:
     """The first token of an answer comes from the question."""
     ids = random.Random(7).choices(range(199), k=150)
     with pytest.raises(ValueError, match="answers have two tokens"):

@@ -61,7 +61,7 @@ def test_losses_equal_the_mass_that_algorithm_2_misses() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(4, 10), st.sampled_from([(), (0,), (0, 1), (0, 4)]), st.integers(0, 999), st.data())
-def test_the_choice_is_the_best_of_all(
+def test_chosen_delta_layers_equal_brute_force(
     layers: int, full: tuple[int, ...], seed: int, data: st.DataObject
 ) -> None:
     loss = torch.rand(layers, layers, generator=torch.Generator().manual_seed(seed)).double()
@@ -109,7 +109,7 @@ def test_losses_count_only_rows_that_predict_an_answer_token(tiny_stack: Any) ->
     torch.testing.assert_close(torch.tensor(found.losses, dtype=torch.float64), expected)
 
 
-def test_each_text_weighs_the_same(tiny_stack: Any) -> None:
+def test_calibration_weighs_texts_equally(tiny_stack: Any) -> None:
     texts = [IDS, random.Random(2).choices(range(199), k=300)]
     found = calibrate(tiny_stack, [Document(ids, []) for ids in texts], 2, budget=4, recency=2)
     both = sum(lost(tiny_stack, ids, query_positions(len(ids), [])) for ids in texts)

@@ -58,7 +58,7 @@ def test_makes_a_level_for_each_length_and_density(tiny_stack: LayerStack) -> No
     assert len(steps) == 10 and any("640 tokens, document 2 of 2" in step for step in steps)
 
 
-def test_heads_get_density_by_their_layers_cost() -> None:
+def test_costlier_layers_get_more_density() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(2, 2, -1)
     error = ((1 - steps) ** 2).expand(2, 2, -1).clone()
@@ -74,7 +74,7 @@ def test_heads_get_density_by_their_layers_cost() -> None:
     assert quiet[0][1] < quiet[0][0]
 
 
-def test_errors_at_facts_count_as_much_as_answers_cost() -> None:
+def test_errors_at_facts_are_weighted_by_answer_cost() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(1, 2, -1)
     falling = (1 - steps) ** 2
@@ -104,7 +104,7 @@ def test_level_that_exceeds_its_density_falls_back_to_sink_and_window(
     assert {threshold for row in found.thresholds for threshold in row} == {QUOTAS[0]}
 
 
-def test_a_level_by_thresholds_goes_down_to_the_least_of_them(
+def test_threshold_search_may_reach_the_smallest_threshold(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(levels, "realised", lambda *_: 1.0)

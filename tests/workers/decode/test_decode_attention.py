@@ -136,7 +136,7 @@ def test_decode_step_runs_algorithm_2_for_each_row_alone(
 
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), seed=st.integers(0, 1000))
-def test_a_budget_of_every_page_changes_nothing(lengths: list[int], seed: int) -> None:
+def test_budget_of_every_page_equals_dense_decode(lengths: list[int], seed: int) -> None:
     made = Step(lengths, LayerPlan((D, S, X, X, S, X), 7, 2), seed)
     delta = made.run(list(range(len(lengths))))
     full = made.run([])

@@ -117,7 +117,9 @@ async def test_keeps_a_session_of_a_session_and_of_a_part_of_a_prompt(
     assert answer.ids == expected(document[:70] + more + question)
 
 
-async def test_prefill_only_becomes_a_session(bench: Any, expected: Callable[[list[int]], list[int]]) -> None:
+async def test_prefill_without_an_answer_becomes_a_session(
+    bench: Any, expected: Callable[[list[int]], list[int]]
+) -> None:
     clock = Clock()
     run = await bench(clock=clock)
     document, question = prompt(75), prompt(10, seed=4)

@@ -64,7 +64,7 @@ async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
     assert run.used == 0
 
 
-async def test_positions_count_the_session(bench: Any) -> None:
+async def test_context_limit_includes_the_session(bench: Any) -> None:
     run = await bench(cache_tokens=4096)
     kept = (await run.ask("a", ids_of(500), SHORT, keep_tokens=500)).first.session.session_id
     reservation = {"session_id": kept, "new_tokens": 500}
@@ -72,7 +72,7 @@ async def test_positions_count_the_session(bench: Any) -> None:
     await run.reserve("fits", 500, 24, session_id=kept)
 
 
-async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> None:
+async def test_session_belongs_to_its_owner_until_it_expires(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock, max_session_ttl_s=100.0)
     first = await run.ask("a", ids_of(40), SHORT, keep_tokens=40, keep_ttl_s=500.0)
@@ -105,7 +105,7 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
         ({"keep_tokens": 41}, "keep_tokens 41"),
     ],
 )
-async def test_a_job_that_does_not_fit_its_reservation_fails_in_plain_words(
+async def test_job_that_contradicts_its_reservation_fails(
     bench: Any, change: dict[str, Any], words: str
 ) -> None:
     run = await bench()
@@ -270,7 +270,7 @@ async def test_stats_tell_what_each_owner_holds_through_each_door(bench: Any) ->
     assert (await run.engine.stats()).uses == (OwnerUse(owner="me", door="", requests=0, tokens=30),)
 
 
-async def test_kept_prompt_counts_once_in_an_owners_tokens(bench: Any) -> None:
+async def test_session_of_a_running_request_counts_once_per_owner(bench: Any) -> None:
     """While its answer streams its session has the same pages."""
     run = await bench()
     ids = ids_of(40)

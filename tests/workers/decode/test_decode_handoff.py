@@ -87,7 +87,7 @@ async def test_bad_announcements_fail_the_request_and_reach_the_sender(
     await run.engine.cancel("a")
 
 
-async def test_a_failed_pull_fails_keep_too(bench: Any) -> None:
+async def test_failed_kv_transfer_fails_keep_too(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 70, 0)
     keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="a")))
@@ -108,7 +108,7 @@ async def test_keep_refuses_ids_of_another_length_and_cancel_frees_pages(bench: 
     assert run.used == 0
 
 
-async def test_keep_needs_a_request_and_keeps_to_its_deadline(bench: Any) -> None:
+async def test_keep_needs_a_known_request_before_its_deadline(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)
     unknown = await run.engine.keep(KeepSession(request_id="nobody"))

@@ -220,7 +220,7 @@ async def test_only_a_prompt_in_prefill_can_be_resumed(bench: Callable[..., Any]
     await run.engine.cancel("more")
 
 
-async def test_kv_is_given_back_as_it_arrived(bench: Callable[..., Any]) -> None:
+async def test_fetched_kv_equals_the_kv_that_arrived(bench: Callable[..., Any]) -> None:
     run = await bench()
     prompt = run.prefill(IDS)
     await run.reserve("a", len(IDS), 8)

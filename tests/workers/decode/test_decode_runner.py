@@ -207,7 +207,7 @@ def test_batches_are_padded_to_few_shapes(rows: int, pages: int, sizes: set[int]
 
 
 @pytest.mark.parametrize("max_batch", [1, 3])
-async def test_warming_up_writes_to_the_scratch_page_alone(bench: Any, max_batch: int) -> None:
+async def test_warm_up_writes_only_to_the_scratch_page(bench: Any, max_batch: int) -> None:
     """No request ever gets that page: the pool has its configured size without it."""
     run = await bench(
         warm_up=True,

@@ -40,7 +40,7 @@ async def test_answer_span_holds_the_latency_parts_of_its_report(bench: Any) -> 
     await run.engine.release_session(session, "me")
 
 
-async def test_a_span_ends_in_every_case(bench: Any) -> None:
+async def test_span_ends_however_its_request_ends(bench: Any) -> None:
     recorder = Recorder()
     run = await bench(tracer=recorder.tracer)
 

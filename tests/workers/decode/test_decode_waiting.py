@@ -126,7 +126,7 @@ async def test_refuses_impossible_reservations_at_once(bench: Any) -> None:
     await run.engine.cancel("waiting")
 
 
-async def test_cancel_deadline_lease_and_bound_end_a_wait(bench: Any) -> None:
+async def test_cancel_deadline_lease_or_time_limit_ends_a_wait(bench: Any) -> None:
     clock = Clock()
     run = await bench(cache_tokens=640, wall=clock, clock=clock, stream_lease_s=10.0, max_wait_s=20.0)
     await run.reserve("all", 640, 0)
@@ -175,7 +175,7 @@ async def test_refuses_a_long_wait_at_once_with_a_retry_time(bench: Any) -> None
     await run.engine.cancel("d")
 
 
-async def test_caller_that_leaves_loses_its_place_in_the_queue(bench: Any) -> None:
+async def test_disconnected_caller_leaves_the_queue(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
     first, second = await reserving(run, reservation_of("first", 640), reservation_of("second", 640))

@@ -122,9 +122,7 @@ def test_start_names_the_tensor_that_a_model_lacks_on_any_ranks(
         DecodeReplica(ModelSpec(path=str(directory), dtype="float32"), config)
 
 
-def test_a_start_ends_where_a_rank_fails_in_it(
-    cluster: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_fails_if_a_rank_fails(cluster: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would wait for it in its first sum."""
     from deltafront.workers.decode import worker
 
@@ -138,7 +136,7 @@ def test_a_start_ends_where_a_rank_fails_in_it(
         worker.DecodeReplica(ModelSpec(path=str(tiny_llama), dtype="float32"), config)
 
 
-def test_a_start_ends_where_a_rank_is_silent_in_it(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_fails_if_a_rank_does_not_answer(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     from deltafront.workers.decode import worker
@@ -243,7 +241,7 @@ async def test_cancelling_a_stream_frees_its_pages(cluster: Any, replica: Any, b
     assert seen[-1].completion_tokens < 900
 
 
-async def test_an_actor_that_died_is_replaced_in_place(cluster: Any, replica: Any) -> None:
+async def test_dead_actor_is_replaced_in_its_replica(cluster: Any, replica: Any) -> None:
     await replica.check_health()
     lost, head = replica.name, replica.head
     cluster.kill(head)

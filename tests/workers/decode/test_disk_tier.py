@@ -101,7 +101,7 @@ async def test_disk_completes_a_prefix_that_is_partly_in_host_memory(
 
 
 @pytest.mark.parametrize("gives_up", ["cancels", "goes"])
-async def test_a_client_that_leaves_while_files_are_read_leaves_nothing(started: Any, gives_up: str) -> None:
+async def test_disconnect_during_a_disk_load_frees_everything(started: Any, gives_up: str) -> None:
     """It has no pages yet, and gets none. Its beginning is in host memory, the rest on disk alone."""
     first = await started()
     await read(first, "first", DOCUMENT)

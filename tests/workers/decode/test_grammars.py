@@ -82,7 +82,7 @@ async def test_rows_of_a_batch_follow_their_own_grammars(bench: Any, grammars: G
             check(answer, schema)
 
 
-async def test_masked_rows_are_free_again_for_the_next_request(bench: Any, grammars: Grammars) -> None:
+async def test_next_request_in_a_row_has_no_grammar_mask(bench: Any, grammars: Grammars) -> None:
     run, plain = await bench(grammars=grammars), await bench()
     check(await ask(run, "a", 1, PERSON), PERSON)
     found = await asyncio.gather(ask(run, "b", 2, None, 60), ask(run, "c", 3, PERSON, 60))
@@ -90,9 +90,7 @@ async def test_masked_rows_are_free_again_for_the_next_request(bench: Any, gramm
 
 
 @pytest.mark.parametrize("cut", [1, 5, 17])
-async def test_resumed_answer_goes_on_at_its_place_in_the_grammar(
-    bench: Any, grammars: Grammars, cut: int
-) -> None:
+async def test_resumed_answer_continues_its_grammar(bench: Any, grammars: Grammars, cut: int) -> None:
     run = await bench(grammars=grammars)
     schema = {"type": "array", "items": PERSON, "minItems": 2, "maxItems": 2}
     whole, ids = await ask(run, "a", 3, schema), prompt(3)
@@ -160,7 +158,7 @@ def test_schema_that_cannot_be_followed_is_refused_in_one_line(
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_answer_that_left_its_grammar_is_not_resumed(grammars: Grammars) -> None:
+def test_answer_that_violates_its_grammar_is_not_resumed(grammars: Grammars) -> None:
     with pytest.raises(GrammarError, match="do not follow"):
         grammars.begin('start: "ab"', [TOKENS.index("b")])
 

@@ -209,7 +209,7 @@ async def test_two_requests_at_once_wait_for_one_copy(
 
 
 @pytest.mark.parametrize("came", [0, 4])
-async def test_a_client_that_leaves_while_pages_come_back_leaves_nothing(
+async def test_disconnect_during_a_host_copy_frees_everything(
     bench: Any, monkeypatch: pytest.MonkeyPatch, came: int
 ) -> None:
     """The pages are freed only after the last copy into them has ended."""
@@ -254,7 +254,7 @@ async def test_stages_fetch_each_layer_once_its_copy_is_done(
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_a_group_that_is_faster_than_the_copies_waits_for_them(
+async def test_prefill_waits_for_layers_still_being_copied(
     bench: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
     run = await bench(**ROOM)

@@ -50,7 +50,7 @@ class Watch:
         monkeypatch.setattr(LaunchedStep, "chosen", landed)
 
 
-async def test_the_next_step_is_launched_before_this_one_lands(
+async def test_next_step_is_launched_before_the_last_ones_tokens_arrive(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, plain = await bench(looks_ahead=True), await bench()
@@ -62,7 +62,7 @@ async def test_the_next_step_is_launched_before_this_one_lands(
     assert answer.ids == (await plain.ask("a", ids_of(40), greedy(4))).ids
 
 
-async def test_without_look_ahead_each_step_lands_before_the_next_launch(
+async def test_without_look_ahead_steps_run_one_at_a_time(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench()
@@ -71,7 +71,7 @@ async def test_without_look_ahead_each_step_lands_before_the_next_launch(
     assert [what for what, _, _ in watch.log] == ["launch", "land"] * 3
 
 
-async def test_answers_of_requests_that_come_and_go_are_the_same(
+async def test_look_ahead_changes_no_answer_as_requests_come_and_go(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some end by an end token, which is known only when the next step is under way."""
@@ -96,7 +96,7 @@ async def test_answers_of_requests_that_come_and_go_are_the_same(
     ), "every step that was launched has landed"
 
 
-async def test_pages_of_an_ended_request_stay_until_its_last_step_lands(
+async def test_pages_are_freed_after_the_requests_last_step(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await bench(looks_ahead=True)
@@ -139,7 +139,7 @@ async def test_failed_step_releases_the_step_launched_after_it(
     assert len((await run.ask("b", ids_of(40), greedy(6))).ids) == 6
 
 
-async def test_closing_lands_the_steps_in_flight(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_waits_for_steps_in_flight(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await bench(looks_ahead=True)
     watch = Watch(run, monkeypatch)
     await run.reserve("a", 40, 400)

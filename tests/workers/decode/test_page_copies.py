@@ -59,7 +59,7 @@ async def fill_free_pages(run: Any) -> None:
     await run.engine.first_logits(FirstLogits(request_id="other", logits=made.logits))
 
 
-async def test_a_copy_for_a_request_survives_the_sessions_end(bench: Any, late_copies: list[Any]) -> None:
+async def test_page_copy_survives_the_end_of_its_session(bench: Any, late_copies: list[Any]) -> None:
     run = await bench(cache_tokens=640)
     session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     wanted = await run.ask_session("alone", session, ids_of(10), SHORT)

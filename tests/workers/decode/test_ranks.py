@@ -118,7 +118,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("failing", range(4))
-def test_no_call_follows_a_failure_on_rank_0_alone(tmp_path: Path, failing: int) -> None:
+def test_no_call_is_made_after_a_failure_on_rank_0(tmp_path: Path, failing: int) -> None:
     """Otherwise the other ranks' all-reduce, one call late, would meet rank 0's next call."""
     stack, other = part(make_tiny_model(tmp_path), 0, 2), Recorder()
     lead = LeadRunner(stack, plan_layers(CONFIG, 5), [other], **runner_sizes(CONFIG, stack.config))

@@ -231,9 +231,7 @@ async def test_prompt_too_short_for_recomputation_is_answered(sparse: Sparse, le
     assert not sparse.bench.engine.fault
 
 
-async def test_pages_that_are_missing_fail_their_request_alone(
-    sparse: Sparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_pages_fail_only_their_request(sparse: Sparse, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(request_pages, "recompute_pages", lambda *_, **__: 3)
         answer = await sparse.ask("missing", DOCUMENT, 8)

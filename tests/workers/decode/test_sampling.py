@@ -143,7 +143,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         assert (int(one), float(logprob)) == (int(ids[i]), float(logprobs[i]))
 
 
-def test_seed_and_position_both_matter() -> None:
+def test_noise_changes_with_seed_and_position() -> None:
     logits = torch.zeros(40, VOCAB)
     by_seed, _ = draw(logits, [Sampling(temperature=1.0, seed=seed) for seed in range(40)], [5] * 40)
     by_position, _ = draw(logits, [Sampling(temperature=1.0, seed=3)] * 40, range(40))

@@ -62,7 +62,7 @@ async def test_warm_up_runs_every_path_and_changes_no_answer(
 
 
 @pytest.mark.parametrize("room", [16, 64, 80])
-async def test_a_worker_with_little_room_warms_up_too(bench: Any, room: int) -> None:
+async def test_worker_with_few_pages_warms_up_too(bench: Any, room: int) -> None:
     warm = await bench(warm_up=True, page_selection="full", cache_tokens=room)
     answer = await warm.ask("a", [1, 2, 3], Sampling(max_tokens=4, ignore_eos=True))
     assert len(answer.ids) == 4

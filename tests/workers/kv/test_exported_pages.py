@@ -45,7 +45,7 @@ async def test_chunks_arrive_whatever_pages_they_lie_in(
     assert len(bench.ray.sent) == 2, "the layers of a chunk travel together"
 
 
-def test_rows_of_pages_are_joined_into_runs() -> None:
+def test_contiguous_pages_are_joined_into_runs() -> None:
     assert row_runs((4, 5, 6), 0, 48) == ((64, 48),)
     assert row_runs((4, 5, 9), 10, 30) == ((74, 22), (144, 8))
     for seed in range(50):
@@ -74,9 +74,7 @@ def test_pairs_runs_that_are_contiguous_on_both_sides() -> None:
         assert len(pairs) < len(theirs) + len(ours), "no more pieces than there are ends"
 
 
-def test_a_chunks_runs_are_looked_up_once_for_all_its_layers(
-    way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_a_chunk_are_computed_once_for_all_layers(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another chunk, or a request with other pages, is looked up anew."""
     bench, asked = Bench(way), []
 
@@ -149,7 +147,7 @@ async def test_kv_copied_after_its_pages_were_reused_is_discarded(way: Way) -> N
 PAGE = {"a": 1, "b": 2}
 
 
-def test_no_order_of_events_frees_a_page_that_may_still_be_copied(way: Way) -> None:
+def test_page_is_never_freed_while_it_may_be_copied(way: Way) -> None:
     """Announcements, answers, failures and time in any order: pages are in use while an answer is owed."""
     for seed in range(60):
         rng = random.Random(seed)

@@ -101,7 +101,7 @@ def source_of(**fails: Exception) -> tuple[RayKVSource, FakeRay]:
     return source, ray
 
 
-def test_pieces_come_in_order_with_some_under_way() -> None:
+def test_pieces_arrive_in_order_while_others_are_fetched() -> None:
     source, ray = source_of()
     wanted = [KVRange(request_id="a", layer=layer, start=0, tokens=9) for layer in range(8)]
     assert list(source.fetch("decode:x", iter(wanted))) == [(one, one) for one in wanted]

@@ -84,9 +84,7 @@ def ragged(draw: random.Random, tokens: int) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("int8", [False, True])
-async def test_each_rank_has_its_heads_and_nothing_else(
-    transport: str, ranks: int, seed: int, int8: bool
-) -> None:
+async def test_each_rank_receives_only_its_heads(transport: str, ranks: int, seed: int, int8: bool) -> None:
     """Ragged chunks from two stages, into pages that lie anywhere. All ranks together move one rank's bytes.
     Whatever was not handed over stays poisoned. The K/V goes back to a stage as it came."""
     draw = random.Random(seed)

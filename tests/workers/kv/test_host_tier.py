@@ -352,7 +352,7 @@ def test_copies_are_byte_for_byte_wherever_pages_and_slots_lie(int8: bool) -> No
         assert not side.any(), "nothing else was written"
 
 
-def test_too_little_host_memory_is_refused_in_a_line() -> None:
+def test_refuses_too_little_host_memory_in_one_line() -> None:
     cache = PagedKVCache(range(3), 2, 8, 12, torch.float32, "cpu")
     assert make_host_memory(cache, DecodeConfig(), "") is None
     with pytest.raises(ValueError, match=r"host_cache_gib: 1e-06 is too little, 0\.\d+ is the least"):

@@ -70,7 +70,7 @@ def test_layers_land_in_their_pages_contiguous_or_not(pages: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize(("first", "start", "count"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (11, 16, 1)])
-def test_a_run_outside_the_cache_raises(first: int, start: int, count: int) -> None:
+def test_copying_outside_the_cache_raises(first: int, start: int, count: int) -> None:
     k_TGD, v_TGD = tokens(max(count, 0), 1)
     with pytest.raises(KVCacheError, match="do not fit"):
         make().write_run(5, first, start, k_TGD, v_TGD)
@@ -123,7 +123,7 @@ def test_int8_kv_moves_unchanged_and_gathers_in_the_models_dtype(
         cache.write_run(5, 0, 0, k_TGD, v_TGD)
 
 
-def test_8_bits_take_half_of_16_and_a_scale_a_row() -> None:
+def test_int8_kv_takes_half_of_16_bits_plus_scales() -> None:
     assert token_bytes(8, 128, torch.bfloat16) == 2 * 8 * 128 * 2
     assert token_bytes(8, 128, torch.uint8) == 2 * 8 * (128 + 1)
 

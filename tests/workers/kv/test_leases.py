@@ -33,7 +33,7 @@ def test_a_session_is_found_by_its_owner_until_it_expires() -> None:
 
 
 @pytest.mark.parametrize(("asked", "granted"), [(10.0, 10.0), (500.0, 100.0), (0.0, 100.0), (-1.0, 100.0)])
-def test_a_lease_is_capped(asked: float, granted: float) -> None:
+def test_session_time_is_capped(asked: float, granted: float) -> None:
     pool, sessions = table()
     assert sessions.adopt("", pool.allocate(1), 16, asked, now=0.0).expires == granted
 
@@ -202,7 +202,7 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 12), st.data())
-def test_arrivals_agree_with_a_table_of_booleans(layers: int, tokens: int, data: st.DataObject) -> None:
+def test_kv_arrival_equals_brute_force(layers: int, tokens: int, data: st.DataObject) -> None:
     arrival, seen = KVArrival(layers, tokens), set()
     claimed: dict[int, set[tuple[int, int]]] = {layer: set() for layer in range(layers)}
     ranges = st.tuples(st.integers(-1, layers), st.integers(-1, tokens), st.integers(0, tokens + 1))

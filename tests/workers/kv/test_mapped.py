@@ -91,7 +91,7 @@ def test_process_that_maps_tensors_writes_them_and_ends_with_owner() -> None:
         owner.wait()
 
 
-def test_objects_come_back_as_they_are_with_their_tensors_shared() -> None:
+def test_mapped_objects_equal_the_originals_and_share_tensors() -> None:
     whole = torch.arange(24.0).view(4, 6)
     weights = Weights(whole[:2], whole[2:, 1:3], torch.arange(5, dtype=torch.bfloat16))
     mapped = map_objects(export_objects(weights, CPU), CPU)
@@ -111,7 +111,7 @@ def test_a_cache_in_8_bits_is_mapped_with_its_scales() -> None:
         assert torch.equal(own, theirs) and bool((own[:, 2] == number + 1).all()) and not own[:, 1].any()
 
 
-def test_memory_elsewhere_is_not_mapped() -> None:
+def test_refuses_to_map_memory_of_another_host_or_gpu() -> None:
     exported = export_objects(torch.zeros(3), CPU)
     with pytest.raises(RuntimeError, match="another host or in another container"):
         map_objects(replace(exported, home="elsewhere"), CPU)
@@ -119,7 +119,7 @@ def test_memory_elsewhere_is_not_mapped() -> None:
         map_objects(replace(exported, gpu="GPU-1"), CPU)
 
 
-def test_memory_of_a_process_that_is_gone_is_not_mapped() -> None:
+def test_refuses_to_map_memory_of_a_dead_process() -> None:
     code = (
         "import pickle, sys, torch\n"
         "from deltafront.workers.kv.peer_memory import export_objects\n"

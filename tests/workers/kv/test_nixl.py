@@ -102,7 +102,7 @@ def valid(bench: Bench, lease: tuple[int, int]) -> bool:
 # --- deaths ---------------------------------------------------------------------------------------------
 
 
-async def test_pages_are_held_for_as_long_as_data_may_come() -> None:
+async def test_pages_are_held_while_a_transfer_may_write_them() -> None:
     """NIXL cannot stop a transfer, so the pages of a hung one stay reserved."""
     way = ByNixl()
     bench = Bench(way)
@@ -200,13 +200,13 @@ async def test_prompt_is_not_resumed_while_old_transfers_may_arrive(
 
 @needs_nixl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_nixl_itself_moves_pages(dtype: torch.dtype) -> None:
+async def test_pages_are_copied_by_real_nixl(dtype: torch.dtype) -> None:
     theirs, ours = (9, 10, 3, 4, 0, 15, 16), (20, 3, 4, 29, 1, 0, 7)
     await test_exported_pages.test_chunks_arrive_whatever_pages_they_lie_in(ByRealNixl(), theirs, ours, dtype)
 
 
 @needs_nixl
-async def test_nixl_itself_reads_the_lease() -> None:
+async def test_lease_is_read_by_real_nixl() -> None:
     await test_exported_pages.test_kv_copied_after_its_pages_were_reused_is_discarded(ByRealNixl())
 
 

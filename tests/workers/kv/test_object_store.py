@@ -56,7 +56,7 @@ def stream_of(sender: MessageSender, name: str = "r", attempt: int = 0) -> Messa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-async def test_kv_arrives_as_it_was_sent(dtype: torch.dtype) -> None:
+async def test_kv_arrives_unchanged(dtype: torch.dtype) -> None:
     box = Box()
     stream = stream_of(sender_to(box), attempt=2)
     kv_TJD = torch.randn(37, 6, 8).to(dtype)
@@ -191,7 +191,7 @@ def test_sender_refuses_tensors_that_are_not_kv() -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_refused_announcement_shows_at_the_end_of_the_chunk(background: bool) -> None:
+def test_refused_announcement_fails_the_end_of_its_chunk(background: bool) -> None:
     box = Box()
     box.refuse = "r"
     sender = sender_to(box, background)
@@ -355,7 +355,7 @@ def test_an_unknown_decode_worker_is_reported() -> None:
         outbox.check(a)
 
 
-def test_pulls_share_one_loop() -> None:
+def test_concurrent_pulls_share_one_event_loop() -> None:
     """Pulls run side by side: a slow reference does not hold up the next one."""
 
     async def run() -> list[str]:

@@ -79,7 +79,7 @@ def test_sharing_a_free_page_raises_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_use_agrees_with_counters(seed: int) -> None:
+def test_random_page_use_equals_reference_counters(seed: int) -> None:
     chance = random.Random(seed)
     pool = PagePool(13)
     counts = dict.fromkeys(range(13), 0)

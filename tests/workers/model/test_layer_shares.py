@@ -150,7 +150,7 @@ def test_layers_stay_whole_where_a_cut_gains_nothing() -> None:
         assert all(part.layers == part.mlps for part in parts)
 
 
-def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
+def test_large_output_head_leaves_the_last_stage_fewer_layers() -> None:
     light, heavy = shape(12, 64, 128, 1000).split(3), shape(12, 64, 128, 40_000_000).split(3)
     assert [len(part.layers) for part in light] == [4, 4, 4]
     assert len(heavy[-1].layers) < len(heavy[0].layers)

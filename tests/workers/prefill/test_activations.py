@@ -98,7 +98,7 @@ def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
     assert sorted(done.stdout.splitlines()) == [f"ok {rank}" for rank in range(stages)]
 
 
-def test_the_store_listens_at_its_address_alone() -> None:
+def test_rendezvous_store_listens_only_on_its_address() -> None:
     """A connection to another address of this machine fails."""
     before = set(listeners(os.getpid()))
     store, (address, port, _) = host_store("127.0.0.1", processes=1)
@@ -140,7 +140,7 @@ def test_receiving_another_number_of_rows_closes_the_link() -> None:
         last.receive(4)
 
 
-def test_the_ends_of_a_pipeline_have_no_neighbour() -> None:
+def test_first_and_last_stage_have_one_neighbour() -> None:
     first, last = QueueActivations.chain(2)
     for ends in (NoActivations(), first):
         with pytest.raises(LinkClosed):

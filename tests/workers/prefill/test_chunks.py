@@ -221,6 +221,6 @@ def test_one_stage_and_small_models_take_the_largest_chunks() -> None:
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
-def test_a_long_prompt_in_the_shortest_chunks_is_cut_all_the_same(method: object) -> None:
+def test_long_prompt_may_be_cut_into_the_shortest_chunks(method: object) -> None:
     cost = over(2).chunk_cost(method)  # type: ignore[arg-type]
     assert plan_chunks(0, 524_288, 128, cost) == (128,) * 4096

@@ -112,7 +112,7 @@ def test_adjacent_phases_share_one_cuda_event() -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_a_chunks_lead_is_from_its_last_launch_to_its_end_on_the_gpu(on_gpu: bool) -> None:
+def test_launched_ahead_is_from_the_last_launch_to_the_chunks_end(on_gpu: bool) -> None:
     clock, timer = FakeClock(), mock.MagicMock()
     timer.seconds.return_value = {"projection": 2.0}
     timer.mark.return_value.synchronize = lambda: setattr(clock, "now", clock.now + 1.5)

@@ -79,7 +79,7 @@ def test_critical_always_adds_up_to_wall(chunks: list[tuple[bool, float, float]]
     assert all(value >= -1e-6 for value in done.critical.values())
 
 
-def test_throughput_ignores_idle_time_and_forgets() -> None:
+def test_throughput_ignores_idle_time_and_old_chunks() -> None:
     throughput = Throughput()
     assert throughput.tokens_per_second == 0.0
     throughput.record_chunk(500, sent=0.0, ended=1.0)

@@ -46,7 +46,7 @@ from .fake_stages import (
 
 
 @timeless
-async def test_one_prompt_from_start_to_report() -> None:
+async def test_prompt_yields_its_chunks_and_then_a_report() -> None:
     controller, fakes = make()
     events = await collect(controller, job("a", 300))
     assert [(event.tokens_done, event.tokens_total) for event in events[:3]] == [
@@ -120,7 +120,7 @@ async def test_a_request_ages_only_while_nothing_of_it_runs(monkeypatch: pytest.
 
 
 @timeless
-async def test_refusals_take_nothing() -> None:
+async def test_refused_prompts_take_no_pages() -> None:
     controller, fakes = make(pages=64)
     running = controller.prefill(job("a", 900))
     await anext(running)
@@ -406,7 +406,7 @@ async def abuse(seed: int, fatal: bool) -> None:
 
 @pytest.mark.parametrize("fatal", [False, True])
 @timeless
-async def test_nothing_leaks_however_requests_end(fatal: bool) -> None:
+async def test_pages_are_free_however_requests_end(fatal: bool) -> None:
     for seed in range(60):
         await asyncio.wait_for(abuse(seed, fatal), 60)
 

@@ -195,7 +195,7 @@ async def test_abandon_overtakes_a_running_chunk_and_commands_keep_order(cluster
             await stage.pages_used()
 
 
-async def test_a_reader_that_is_cancelled_takes_its_request_along(group: PrefillGroup, decode: Any) -> None:
+async def test_cancelling_the_stream_cancels_its_request(group: PrefillGroup, decode: Any) -> None:
     job = PrefillJob(request_id="r3", token_ids=random_ids(3000), method=DENSE, decode_worker=decode[0])
     stream = group.head.prefill.remote(job)
     await (await anext(stream))

@@ -90,7 +90,7 @@ async def test_stage_gets_the_span_of_its_chunk() -> None:
         ("deadline", "deadline", None),
     ],
 )
-def test_a_span_ends_in_every_case(way: str, finish: str, error: str | None) -> None:
+def test_span_ends_however_its_request_ends(way: str, finish: str, error: str | None) -> None:
     recorder = Recorder()
 
     def trouble(_request_id: str) -> None:

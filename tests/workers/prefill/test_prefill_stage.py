@@ -178,7 +178,7 @@ def break_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_stage, "build", broken)
 
 
-async def test_trouble_of_one_request_leaves_the_stages_in_step(
+async def test_failed_request_leaves_the_stages_in_step(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bad ids fail on the first stage, a bad method at open, a refused hand-off at a chunk's end."""

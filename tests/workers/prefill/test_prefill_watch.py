@@ -70,7 +70,7 @@ async def test_stage_hung_in_the_very_first_chunk_is_noticed_within_5_s(stuck: i
 
 @pytest.mark.parametrize("alive_s", [0.5, 30.0, 31.4, 100.0])
 @timeless
-async def test_a_stage_that_hangs_after_a_sign_of_life_is_noticed_as_soon(alive_s: float) -> None:
+async def test_stage_that_hangs_after_a_sign_of_life_is_noticed(alive_s: float) -> None:
     """It compiles, say, and then hangs."""
     controller, fakes = slow(2, 0.5, stream_lease_s=1e6)
     stream, loop = controller.prefill(job("a", 512)), asyncio.get_running_loop()
@@ -87,7 +87,7 @@ async def test_a_stage_that_hangs_after_a_sign_of_life_is_noticed_as_soon(alive_
 
 
 @timeless
-async def test_a_first_chunk_may_take_long_and_a_slow_one_that_lives_too() -> None:
+async def test_slow_chunk_that_gives_signs_of_life_is_not_a_hang() -> None:
     """A compiler, then a decode worker that takes its time."""
     controller, fakes = slow(2, 200.0, stream_lease_s=1e6)
     stream = controller.prefill(job("a", 384))
@@ -178,7 +178,7 @@ async def test_controller_suspended_during_a_pulse_blames_no_stage() -> None:
 
 
 @timeless
-async def test_a_watch_that_is_stopped_leaves_no_task_and_no_timer() -> None:
+async def test_stopped_watch_leaves_no_task_or_timer() -> None:
     async def pulse(_stage: int) -> None:
         await asyncio.sleep(1e6)
 

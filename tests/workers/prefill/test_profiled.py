@@ -49,7 +49,7 @@ def at_density(name: str, density: float) -> MethodSpec:
     ("name", "density", "tokens"),
     [("xattention", 0.2, 500), ("xattention", 0.2, 900), ("xattention+delta", 0.5, 900), ("dpxa", 0.3, 900)],
 )
-def test_prompt_is_prefilled_with_its_level_in_any_chunks(
+def test_profile_level_does_not_depend_on_the_chunks(
     directory: Path, model: ModelSpec, name: str, density: float, tokens: int, stages: int, chunk: int
 ) -> None:
     spec, ids = at_density(name, density), random_ids(tokens)

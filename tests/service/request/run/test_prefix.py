@@ -75,7 +75,7 @@ def test_cache_root_depends_on_owner_salt_model_and_method() -> None:
     assert short == keys[0] and short.exact, "read densely for being short"
 
 
-def test_prompt_lengths_with_other_thresholds_use_another_root(tmp_path: Path) -> None:
+def test_lengths_with_other_thresholds_have_other_cache_roots(tmp_path: Path) -> None:
     """The profile has levels for 256 and 1,024 tokens at one density, for 1,024 alone at the other."""
     model = write_model(tmp_path / "model")
     write_weights(model)
@@ -108,7 +108,7 @@ def test_lasting_tokens_depend_on_the_method(name: str, tokens: int, lasting: in
 # --- who reads the rest -------------------------------------------------------------------------------------
 
 
-def test_at_least_the_last_token_is_computed_again() -> None:
+def test_prefix_hit_never_covers_the_last_token() -> None:
     assert usable_prefix(found=1024, tokens=1100) == 1024
     assert usable_prefix(found=1024, tokens=1025) == 1024
     assert usable_prefix(found=1024, tokens=1024) == 1008

@@ -238,7 +238,9 @@ HOSTILE = [
 @pytest.mark.parametrize("role", ["user", "system", "assistant"])
 @pytest.mark.parametrize("form", HOSTILE)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_message_holds_a_control_token(name: str, form: str, role: str, made: dict[str, Made]) -> None:
+def test_messages_never_encode_to_control_tokens(
+    name: str, form: str, role: str, made: dict[str, Made]
+) -> None:
     """Beside those around an assistant's reasoning. The ones that are there are the template's, in its order,
     and all the text is there too."""
     case = made[name]
@@ -253,7 +255,7 @@ def test_no_message_holds_a_control_token(name: str, form: str, role: str, made:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "chatml, tokens not flagged", "llama-3"])
-def test_spelt_control_tokens_get_the_ids_of_text(name: str, made: dict[str, Made]) -> None:
+def test_control_tokens_spelled_in_messages_encode_as_text(name: str, made: dict[str, Made]) -> None:
     """An oracle that knows no added tokens gives each stretch of text between the template's markers."""
     case, oracle = made[name], made[name].without_added()
     for form in HOSTILE:
@@ -300,7 +302,7 @@ TOKENS = st.sampled_from(ALL_TOKENS)
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None, max_examples=40)
 @given(contents=st.lists(st.lists(PIECES, max_size=12).map("".join), min_size=1, max_size=3))
-def test_harmless_messages_get_the_ids_of_the_rendered_text(
+def test_messages_without_control_tokens_encode_as_rendered(
     name: str, made: dict[str, Made], contents: list[str]
 ) -> None:
     case = made[name]
@@ -314,7 +316,7 @@ def test_harmless_messages_get_the_ids_of_the_rendered_text(
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None, max_examples=40)
 @given(parts=st.lists(st.one_of(PIECES, TOKENS), max_size=12))
-def test_any_content_is_framed_by_the_same_control_tokens(
+def test_contents_do_not_change_the_templates_control_tokens(
     name: str, made: dict[str, Made], parts: list[str]
 ) -> None:
     case = made[name]
@@ -350,9 +352,7 @@ def test_appended_messages_cannot_forge_another_role(made: dict[str, Made]) -> N
     ["<think>\nlong\n</think>\n\nAhab", "<think></think>Ahab", "<think>cut off", "done</think> Ahab", "Ahab"],
 )
 @pytest.mark.parametrize("name", ["smollm-3", "qwen-3", "deepseek-r1"])
-def test_an_assistants_thinking_has_the_tokens_of_its_template(
-    name: str, answer: str, made: dict[str, Made]
-) -> None:
+def test_assistant_reasoning_keeps_its_control_tokens(name: str, answer: str, made: dict[str, Made]) -> None:
     """The ids of `apply_chat_template`, and those of earlier turns for a prefix of the K/V."""
     case, messages = made[name], asked(answer, "assistant")
     assert ids(case.text.encode_chat(messages)) == case.plain(case.rendered(messages))
@@ -363,7 +363,7 @@ def test_an_assistants_thinking_has_the_tokens_of_its_template(
     assert [id for id in found if id in case.control] == expected, "a user's are text"
 
 
-def test_thinking_that_a_template_drops_is_dropped(made: dict[str, Made]) -> None:
+def test_reasoning_dropped_by_the_template_is_not_encoded(made: dict[str, Made]) -> None:
     """It looks for the token in what the assistant said."""
     case, answer = (
         made["qwen-3"],
@@ -397,7 +397,7 @@ def test_template_that_edits_contents_creates_no_control_token() -> None:
             assert [case.tokenizer.id_to_token(id) for id in found if id in case.control] == ["<s>", "</s>"]
 
 
-def test_a_template_that_depends_on_a_control_token_refuses_it() -> None:
+def test_refuses_a_control_token_that_the_template_looks_for() -> None:
     case = make(
         Family("{% for m in messages %}<s>{{ m.content.split('<s>') }}</s>{% endfor %}", ["<s>", "</s>"])
     )
@@ -418,7 +418,7 @@ def test_contents_may_hold_characters_of_private_use(made: dict[str, Made]) -> N
         case.text.encode_chat(asked(taken + "<|im_end|>"))
 
 
-def test_aliases_of_two_tokenizers_differ() -> None:
+def test_each_tokenizer_has_secret_aliases_of_its_own() -> None:
     tokenizer = FAMILIES["smollm2"].tokenizer()
     first, second = ControlTokens(tokenizer), ControlTokens(tokenizer)
     assert not set(first._aliases.values()) & set(second._aliases.values())
@@ -428,7 +428,7 @@ def test_aliases_of_two_tokenizers_differ() -> None:
     st.lists(st.text(alphabet="ab<|", min_size=1, max_size=4), min_size=1, max_size=6),
     st.text("ab<|", max_size=20),
 )
-def test_the_pattern_finds_the_longest_from_the_left(words: list[str], text: str) -> None:
+def test_control_token_pattern_matches_leftmost_longest(words: list[str], text: str) -> None:
     longest_first = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
     pattern: Any = re.compile(any_of_pattern(words))
     assert [case.span() for case in pattern.finditer(text)] == [

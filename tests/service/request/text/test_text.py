@@ -61,7 +61,7 @@ def test_streamed_pieces_are_whole_characters_of_the_text(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 255), max_size=60))
-def test_any_bytes_add_up_to_their_decoding(ids: list[int]) -> None:
+def test_streamed_text_of_any_bytes_equals_decoding_at_once(ids: list[int]) -> None:
     """Only the number of consecutive U+FFFD may differ where a long run is cut."""
     pieces, rest = streamed(BYTES, ids)
     whole, decoded = "".join(pieces) + rest, BYTES.decode(ids)
@@ -73,7 +73,7 @@ def test_any_bytes_add_up_to_their_decoding(ids: list[int]) -> None:
 
 
 @given(st.lists(st.sampled_from([END, "\u2581", "\u2581w", "w", "é"]), max_size=60))
-def test_words_keep_their_spaces_and_tokens_without_text_take_none(pieces: list[str]) -> None:
+def test_streamed_words_keep_their_spaces(pieces: list[str]) -> None:
     ids = [SENTENCEPIECE.index(piece) for piece in pieces]
     shown, rest = streamed(PIECES, ids)
     assert "".join(shown) + rest == PIECES.decode(ids)
@@ -166,7 +166,7 @@ def test_stop_matching_letter_by_letter_equals_brute_force(text: str, stops: lis
 
 
 @given(st.text(alphabet="abc", max_size=30), st.lists(words, min_size=1, max_size=3))
-def test_no_more_than_needed_is_held_back(text: str, stops: list[str]) -> None:
+def test_holds_back_only_text_that_may_begin_a_stop_string(text: str, stops: list[str]) -> None:
     matcher, shown = StopMatcher(stops), ""
     for count, letter in enumerate(text, 1):
         match = matcher.push(letter)
@@ -292,7 +292,7 @@ def test_without_a_template_messages_are_refused(tmp_path: Path, model: Path) ->
         )
 
 
-def test_a_template_file_wins_and_named_ones_are_found(tmp_path: Path, model: Path) -> None:
+def test_chat_template_file_overrides_the_tokenizers_template(tmp_path: Path, model: Path) -> None:
     named = [{"name": "tool", "template": "no"}, {"name": "default", "template": "yes"}]
     assert letters(directory(tmp_path, model, named).encode_chat([])) == "yes"
     (tmp_path / "chat_template.jinja").write_text("file")
@@ -314,7 +314,7 @@ THINKING = (
 )
 
 
-def test_a_request_gives_the_template_variables(tmp_path: Path, model: Path) -> None:
+def test_request_may_set_template_variables(tmp_path: Path, model: Path) -> None:
     plain, user = directory(tmp_path, model, THINKING), [{"role": "user", "content": "hi"}]
     quick = plain.with_variables({"enable_thinking": False, "budget": 3, "documents": [{"text": "d"}]})
     assert letters(quick.encode_chat(user)) == "<u:hi><a:no thoughts;3d"
@@ -333,7 +333,7 @@ def test_a_request_gives_the_template_variables(tmp_path: Path, model: Path) -> 
         ({"documents": [{"<bos>": 1}]}, "the control token '<bos>' may not stand in it"),
     ],
 )
-def test_variables_that_would_speak_as_the_template_are_refused(
+def test_refuses_template_variables_with_control_tokens(
     tmp_path: Path, model: Path, variables: dict[str, object], says: str
 ) -> None:
     with pytest.raises(TemplateError, match=says):

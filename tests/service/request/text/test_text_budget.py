@@ -39,7 +39,7 @@ LONG = 8 << 20
         max_size=30,
     )
 )
-def test_no_more_is_held_than_there_is_room(asked: list[tuple[str, int, bool]]) -> None:
+def test_text_budget_is_never_exceeded(asked: list[tuple[str, int, bool]]) -> None:
     texts, held = TextBudget(MOST), list[HeldText]()
     for owner, size, leaves in asked:
         if leaves and held:
@@ -67,7 +67,7 @@ def test_long_texts_of_all_callers_leave_room_for_short_ones() -> None:
 
 
 @pytest.mark.parametrize("size", [1000, SHORT_BYTES, LONG])
-def test_many_callers_leave_room_for_one_more(size: int) -> None:
+def test_many_callers_leave_budget_for_another(size: int) -> None:
     texts, held = TextBudget(64 * size), list[HeldText]()
     for owner in "abc":
         with pytest.raises(Overloaded):
@@ -146,9 +146,7 @@ def made() -> TextTokenizer:
     return TextTokenizer(DIVISIBLE["gpt-2"](), None, {})
 
 
-def test_tokenising_ends_once_there_are_too_many(
-    made: TextTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenising_stops_at_the_token_limit(made: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 100)
     asked = 0
 
@@ -173,7 +171,7 @@ def test_tokenising_ends_when_its_caller_has_left(
         made.with_limit(TokenLimit(stopped=lambda: next(answers))).encode(NOVEL, add_bos=False)
 
 
-def test_text_without_seams_is_measured_at_its_beginning(
+def test_long_text_without_spaces_is_estimated_from_its_start(
     made: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE", 10)
@@ -188,7 +186,7 @@ def test_text_without_seams_is_measured_at_its_beginning(
     assert made.encode(NOVEL, add_bos=False)
 
 
-def test_a_token_is_no_longer_than_the_longest(made: TextTokenizer) -> None:
+def test_no_token_exceeds_the_bound_on_token_length(made: TextTokenizer) -> None:
     tokens = len(made.encode(NOVEL, add_bos=False)) // 4
     assert len(NOVEL.encode()) <= tokens * made.longest_token
 
@@ -222,7 +220,7 @@ def test_refuses_texts_too_long_for_the_model_before_tokenising(
     nothing_left(house)
 
 
-def test_messages_are_counted(client: DeltafrontClient) -> None:
+def test_refuses_too_many_messages(client: DeltafrontClient) -> None:
     message = {"role": "user", "content": "a"}
     assert generate(client, [message] * 100)
     with pytest.raises(InvalidArgument, match=f"prompt.messages: {MAX_MESSAGES + 1} are too many"):
@@ -237,7 +235,7 @@ def test_refuses_an_unknown_role(client: DeltafrontClient, role: str) -> None:
         generate(client, [{"role": role, "content": "hi"}])
 
 
-def test_a_developer_is_the_system(client: DeltafrontClient) -> None:
+def test_developer_role_counts_as_system(client: DeltafrontClient) -> None:
     """The template would take the role's first letter."""
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": "hi"}]
     same = [{**messages[0], "role": "system"}, messages[1]]

@@ -138,7 +138,7 @@ def test_tokenizers_that_cannot_be_split_get_the_whole_text(
     assert found.encode(text, add_bos=True) == whole(tokenizer, text, True)
 
 
-def test_text_without_seams_is_tokenised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_spaces_is_tokenised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 10)
     for text in ("", "a" * 100, "1 2 " * 30, "ab cd"):
         assert list(module._pieces(text)) == [text]

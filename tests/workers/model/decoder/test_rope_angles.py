@@ -48,7 +48,7 @@ def test_frequencies_equal_transformers(head_dim: int, theta: float, scaling: di
     torch.testing.assert_close(found_F, wanted_F, rtol=1e-6, atol=0)
 
 
-def test_frequency_factors_divide() -> None:
+def test_rope_frequency_factors_divide() -> None:
     factors = [1.0, 2.0, 4.0, 8.0]
     plain_F, _ = inverse_frequencies(RopeConfig(1e4), 8)
     found_F, _ = inverse_frequencies(RopeConfig(1e4, {"rope_type": "factors", "factors": factors}), 8)

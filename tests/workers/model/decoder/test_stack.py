@@ -263,7 +263,7 @@ def test_fp8_checkpoint_gives_the_logits_of_its_dequantised_weights(case: Case, 
     assert torch.equal(*logits)
 
 
-def test_every_family_with_a_gguf_has_a_case() -> None:
+def test_every_family_with_gguf_files_is_tested() -> None:
     written = {gguf.MODEL_ARCH_NAMES[architecture] for architecture, *_how in GGUF.values()}
     assert written == gguf_families().keys()
 
@@ -280,7 +280,7 @@ register(Family(
 
 
 @mock.patch.dict(SERVED)
-def test_a_family_from_outside_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_family_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3 by other names: the module is all that a worker is told."""
     config = FAMILIES["qwen3"]()
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
@@ -303,7 +303,7 @@ def test_a_family_from_outside_is_one_module(tmp_path: Path, monkeypatch: pytest
     assert float(row_errors(logits_TV, expected_logits(tmp_path / "theirs", ids_T)).max()) < LIMIT
 
 
-def test_every_family_has_a_case() -> None:
+def test_every_model_family_is_tested() -> None:
     made = {*(config().model_type for config in FAMILIES.values()), "exaone"}
     assert {family.model_type for family in SERVED.values()} <= made
 
@@ -345,7 +345,7 @@ def test_bf16_is_no_worse_than_transformers(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_equals_transformers_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
+def test_cuda_logits_equal_transformers_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
     pages = Pages(case.config, [table_of(TOKENS)], dtype, "cuda")
     logits_TV = prefill(load_stages(case, 2, dtype, "cuda"), case.ids_T, CUTS["chunks"], pages)
     assert logits_TV.is_cuda
@@ -367,7 +367,7 @@ def test_attention_gets_every_layer_with_its_heads(case: Case) -> None:
     assert seen == [(layer, *shape) for layer in range(6)]
 
 
-def test_ends_that_a_stage_lacks_raise(case: Case) -> None:
+def test_stage_without_embedding_or_head_raises(case: Case) -> None:
     first, last = load_stages(case, 2)
     assert first.embed(case.ids_T).shape == (len(case.ids_T), case.config.hidden)
     assert (first.has_head, last.has_head) == (False, True)

@@ -194,7 +194,7 @@ def flip(path: Path, place: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_a_byte_after_the_sample_changes_content_but_not_profile(model: Path) -> None:
+def test_byte_after_the_sample_changes_only_the_content_digest(model: Path) -> None:
     """Example: an embedding whose last rows were trained further and overwritten."""
     settle(model)
     sampled, whole = digest(model), content(model)
@@ -235,9 +235,7 @@ def test_processes_hash_a_file_once_and_again_after_a_change(model: Path, hashed
     assert content(model) != digests_found[0] and hashed[4:] == [model / "a.safetensors"]
 
 
-def test_a_file_that_was_written_just_now_is_not_trusted_to_its_times(
-    model: Path, hashed: list[Path]
-) -> None:
+def test_recently_written_file_is_hashed_again(model: Path, hashed: list[Path]) -> None:
     settle(model, seconds=-100.0)
     assert content(model) == content(model) and len(hashed) == 2
 
@@ -311,7 +309,7 @@ def test_a_file_without_a_digest_is_named_with_what_to_do(model: Path) -> None:
         mark_complete(model)
 
 
-def test_a_node_with_other_files_under_the_same_name_is_refused(model: Path) -> None:
+def test_refuses_a_node_whose_model_files_differ(model: Path) -> None:
     spec = ModelSpec(path=str(model), digest=digest(model))
     assert directory_of(spec) == model.resolve()
     edit(model / "config.json", rope_theta=1234.0)

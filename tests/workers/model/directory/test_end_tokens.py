@@ -86,7 +86,7 @@ def test_tokens_that_only_added_tokens_json_has_count(tmp_path: Path) -> None:
     assert end_tokens(tmp_path) == (258,)
 
 
-def test_an_end_may_be_a_word_of_the_vocabulary(tmp_path: Path) -> None:
+def test_end_token_may_be_an_ordinary_vocabulary_token(tmp_path: Path) -> None:
     Tokenizer(Unigram([("<unk>", 0.0), ("a", -1.0), ("</s>", -2.0)], unk_id=0)).save(
         str(tmp_path / "tokenizer.json")
     )

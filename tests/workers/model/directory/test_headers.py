@@ -197,7 +197,7 @@ def test_names_missing_unexpected_and_misshapen_tensors(single: Path) -> None:
     )
 
 
-def test_shards_that_are_not_there_are_named(sharded: Path) -> None:
+def test_error_names_missing_shards(sharded: Path) -> None:
     names = sorted(path.name for path in sharded.glob("*.safetensors"))
     for name in names[1:3]:
         (sharded / name).unlink()
@@ -206,7 +206,7 @@ def test_shards_that_are_not_there_are_named(sharded: Path) -> None:
     )
 
 
-def test_shards_of_another_copy_are_named(sharded: Path) -> None:
+def test_error_names_shards_of_another_checkpoint(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"][DOWN] = index["weight_map"]["model.embed_tokens.weight"]
     (sharded / INDEX).write_text(json.dumps(index))
@@ -216,7 +216,7 @@ def test_shards_of_another_copy_are_named(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [-1, -1000, 400, 4])
-def test_a_file_that_ends_too_early_is_named(single: Path, kept: int) -> None:
+def test_error_names_a_truncated_file(single: Path, kept: int) -> None:
     content = (single / SINGLE).read_bytes()
     (single / SINGLE).write_bytes(content[:kept])
     said = refusal(single)
@@ -226,7 +226,7 @@ def test_a_file_that_ends_too_early_is_named(single: Path, kept: int) -> None:
         assert f"{SINGLE} cannot be read as safetensors" in said
 
 
-def test_a_pointer_in_the_place_of_weights_is_named(sharded: Path) -> None:
+def test_error_names_a_git_lfs_pointer(sharded: Path) -> None:
     path = sorted(sharded.glob("*.safetensors"))[2]
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n")
     assert refusal(sharded).startswith(
@@ -234,7 +234,7 @@ def test_a_pointer_in_the_place_of_weights_is_named(sharded: Path) -> None:
     )
 
 
-def test_a_gguf_beside_a_configuration_must_be_one(single: Path) -> None:
+def test_refuses_an_invalid_gguf_beside_config_json(single: Path) -> None:
     (single / SINGLE).rename(single / "model.gguf")
     with pytest.raises(ModelError, match=r"model\.gguf cannot be read as GGUF: GGUF magic invalid"):
         check(single)

@@ -132,9 +132,7 @@ def test_yarn_raises_the_positions(tmp_path: Path, said: int) -> None:
         ({"rope_parameters": LLAMA31["rope_scaling"] | {"rope_theta": 5e5}}, 32768),
     ],
 )
-def test_more_positions_than_the_rope_reaches_are_refused(
-    tmp_path: Path, rope: dict[str, Any], known: int
-) -> None:
+def test_refuses_a_context_beyond_the_rope_scaling(tmp_path: Path, rope: dict[str, Any], known: int) -> None:
     raw, more = SAVED_BY_TRANSFORMERS_5 | rope, {"max_position_embeddings": known + 1}
     with pytest.raises(ModelError, match=rf"--max-model-len\) = {known + 1}, but the model has {known} pos"):
         read(tmp_path, raw, more)

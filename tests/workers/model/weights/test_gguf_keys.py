@@ -152,7 +152,7 @@ def test_rope_scaling_of_type_none_is_ignored(tmp_path: Path) -> None:
     assert config(tmp_path, rope__scaling__type="none", rope__scaling__factor=4.0).rope.kind == "default"
 
 
-def test_yarn_has_the_files_ramp_and_temperature(tmp_path: Path) -> None:
+def test_gguf_yarn_keeps_ramp_and_temperature(tmp_path: Path) -> None:
     temperature = 0.1 * math.log(4.0) + 1.0
     options = {
         "yarn_beta_fast": 16.0,
@@ -178,7 +178,7 @@ def test_every_end_token_of_the_file_ends_an_answer(tmp_path: Path) -> None:
     assert named.eos_ids == (0, 1)
 
 
-def test_gemma_3_has_keys_and_numbers_of_its_own(tmp_path: Path) -> None:
+def test_reads_gemma_3_gguf_keys(tmp_path: Path) -> None:
     """llama.cpp knows what the files leave out: a window's rope, and the 27B model's scale of scores."""
     window = {"attention__sliding_window": 64, "rope__freq_base": 1e6, **LINEAR}
     found = config(tmp_path, "gemma3", **window)

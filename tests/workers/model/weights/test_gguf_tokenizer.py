@@ -72,7 +72,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_ids_are_those_of_the_models_own_tokenizer(name: str, text: str) -> None:
+def test_gguf_token_ids_equal_the_original_tokenizers(name: str, text: str) -> None:
     said = TEXTS[text]()
     wanted = list(FAMILIES[name]().encode(said))
     found = np.frombuffer(encoder(name).encode(said, add_bos=False), dtype="<u4")
@@ -100,7 +100,7 @@ def test_pre_tokenizer_splits_words_as_tokenizer_json_does(pre: str, text: str) 
 
 
 @pytest.mark.parametrize("pre", ["glm4", "chatglm-bpe", "dbrx", "smaug-bpe"])
-def test_rules_that_llama_cpp_has_from_llama_3_cut_as_llama_3(pre: str) -> None:
+def test_pre_tokenizers_based_on_llama_3_split_alike(pre: str) -> None:
     assert PRE_TOKENIZERS[pre] == PreTokenizer(PRE_TOKENIZERS["llama-bpe"].splits)
 
 
@@ -120,7 +120,7 @@ R1_TEMPLATE = (
 )
 
 
-def test_a_deepseek_distillations_template_is_single_ids(tmp_path: Path) -> None:
+def test_deepseek_distill_template_markers_are_single_tokens(tmp_path: Path) -> None:
     """DeepSeek-R1-Distill-Llama: Llama 3's vocabulary with DeepSeek's markers, most of them user-defined."""
     llama = FAMILIES["llama_3"]().metadata
     first = llama["token_type"].index(3)
@@ -197,7 +197,7 @@ def test_bos_without_an_id_is_refused() -> None:
         tokenizer_json(Metadata(metadata))
 
 
-def test_a_word_that_is_a_token_is_one_where_merges_are_ignored() -> None:
+def test_ignore_merges_keeps_a_word_that_is_a_token() -> None:
     assert tokens_of(byte_level("llama-bpe"), "abc") == ["abc"]
     assert tokens_of(byte_level("gpt-2"), "abc") == ["ab", "c"]
 
@@ -209,14 +209,14 @@ def test_sentencepiece_merges_by_score_and_falls_back_to_bytes() -> None:
     assert made(sentencepiece()).decode(ids(made(sentencepiece()), " é a")) == " é a"
 
 
-def test_no_space_is_added_where_the_file_says_so() -> None:
+def test_adds_no_leading_space_if_the_file_says_so() -> None:
     metadata = sentencepiece(add_space_prefix=False, add_bos_token=False)
     assert tokens_of(metadata, "ab a", opening=True) == ["ab", "▁a"]
     assert made(metadata).decode(ids(made(metadata), " a")) == " a"
 
 
 @pytest.mark.parametrize("pre", ["viking", "default", None])
-def test_an_unknown_rule_is_refused_by_name_with_what_would_work(pre: str | None) -> None:
+def test_refuses_an_unknown_pre_tokenizer_and_names_known_ones(pre: str | None) -> None:
     metadata = byte_level() | {"pre": pre}
     if pre is None:
         del metadata["pre"]
@@ -241,14 +241,14 @@ def test_a_vocabulary_that_cannot_be_rebuilt_is_refused(metadata: dict[str, Any]
         tokenizer_json(Metadata(metadata))
 
 
-def test_text_turn_and_message_all_end_an_answer() -> None:
+def test_eos_eot_and_eom_all_end_an_answer() -> None:
     metadata = byte_level(eot_token_id=3, eom_token_id=4)
     assert end_ids(Metadata(metadata)) == [1, 3, 4]
     assert end_ids(Metadata(sentencepiece())) == [2], "sentencepiece's own, which files may leave out"
     assert end_ids(Metadata({})) == []
 
 
-def test_ends_without_a_key_are_known_by_name() -> None:
+def test_end_tokens_without_a_gguf_key_are_found_by_name() -> None:
     chat = byte_level(tokens=["<|endoftext|>", "</s>", "<|im_end|>", *byte_level()["tokens"][3:]])
     assert end_ids(Metadata(chat)) == [1, 0, 2]
     special = {

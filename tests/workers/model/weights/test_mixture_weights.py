@@ -157,7 +157,7 @@ def wanted_beside(directory: Path, x_TC: torch.Tensor) -> torch.Tensor:
     return wanted(directory, x_TC, router) + shared_TC
 
 
-def test_all_tokens_take_the_mlp_beside_the_experts(beside: Path) -> None:
+def test_all_tokens_use_the_shared_expert(beside: Path) -> None:
     x_TC = torch.randn(9, 64)
     wanted_TC = wanted_beside(beside, x_TC)
     assert_rows_close(read(beside)(x_TC).double(), wanted_TC, dtype=torch.float32)
@@ -169,7 +169,7 @@ def test_all_tokens_take_the_mlp_beside_the_experts(beside: Path) -> None:
     assert 0.005 < float(errors_T.mean()) < 0.1
 
 
-def test_a_router_of_sigmoids_stays_in_float32(beside: Path) -> None:
+def test_sigmoid_router_stays_in_float32(beside: Path) -> None:
     """Biases are close to one another beside their size; in 16 bits they would be equal."""
     path = beside / "model-1.safetensors"
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -192,7 +192,7 @@ def test_an_expert_that_is_missing_is_named(directory: Path) -> None:
         read(directory)
 
 
-def test_an_expert_of_a_quantised_gguf_is_dequantised_alone(tmp_path: Path) -> None:
+def test_quantised_gguf_experts_are_dequantised_one_by_one(tmp_path: Path) -> None:
     rows_EOI = torch.randn(3, 8, 64).numpy()
     kind = gguf.GGMLQuantizationType.Q8_0
     data = gguf.quants.quantize(rows_EOI, kind)

@@ -208,7 +208,7 @@ def test_a_model_that_is_quantised_in_its_config_alone_is_refused(tmp_path: Path
         ),
     ],
 )
-def test_numbers_that_contradict_the_shapes_are_named(
+def test_error_names_quantisation_settings_that_contradict_shapes(
     tmp_path: Path, form: str, part: str, tensor: torch.Tensor, says: str
 ) -> None:
     write(tmp_path, form)
@@ -241,7 +241,7 @@ def test_notes_say_how_quantised_weights_are_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("form", "grows"), [("channel", False), ("tensor", True), ("block", True)])
-def test_stated_error_of_rounding_fp8_again_is_the_measured_one(form: str, grows: bool) -> None:
+def test_stated_fp8_rerounding_error_equals_the_measured_one(form: str, grows: bool) -> None:
     """Root mean squares over a matrix of normal numbers, of which an output has 2,048."""
     weight_OI = torch.randn(512, 2048, generator=torch.Generator().manual_seed(1))
     largest = weight_OI.view(4, 128, 16, 128).abs().amax((1, 3)).repeat_interleave(128, 0)

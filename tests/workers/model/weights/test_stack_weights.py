@@ -50,7 +50,7 @@ def read(directory: Path, layers: range = range(LAYERS), tell: Tell = silent, **
     return read_stack(directory, stack_spec(directory, layers, **more), tell)
 
 
-def test_fused_matrices_hold_the_right_rows(tiny: Path) -> None:
+def test_fused_matrices_stack_the_right_rows(tiny: Path) -> None:
     raw, weights = load_file(tiny / "model.safetensors"), read(tiny)
     parts = weights.attentions[2].qkv.weight_OI.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])
     for name, part in zip("qkv", parts, strict=True):
@@ -167,7 +167,7 @@ def test_refuses_an_index_naming_a_tensor_that_its_shard_lacks(tiny: Path, tmp_p
         read(tmp_path)
 
 
-def test_tied_ends_share_one_tensor(tiny: Path, tmp_path: Path) -> None:
+def test_tied_embedding_and_head_share_one_tensor(tiny: Path, tmp_path: Path) -> None:
     tied_copy(tiny, tmp_path, {"lm_head.weight": None})
     both, last = read(tmp_path), read(tmp_path, range(3, 4), embedding=False)
     assert both.head.weight_OI is both.embedding_VC
@@ -292,7 +292,7 @@ def test_a_quantised_model_stays_near_the_plain_one(tiny: Path) -> None:
     assert 0.02 < float(errors_T.mean()) < 0.25 and float(errors_T.max()) < 0.5  # another model's: 1.4
 
 
-def test_a_cpu_does_not_quantise(tiny: Path) -> None:
+def test_weights_are_not_quantised_on_a_cpu(tiny: Path) -> None:
     with pytest.raises(ModelError, match=r"^model\.quantisation: fp8 needs a GPU, not cpu$"):
         load_model(ModelSpec(path=str(tiny), quantisation="fp8"), "cpu")
 
@@ -348,7 +348,7 @@ def test_an_adapter_that_we_would_apply_wrongly_is_refused(
         read(tiny, adapter=adapter)
 
 
-def test_an_adapter_of_another_model_or_of_halves_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_refuses_an_adapter_of_another_model_or_an_incomplete_one(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="another model"):
         read(tiny, adapter=write_adapter(tmp_path, lora_of("layers.0.mlp.up_proj", INNER + 1, HIDDEN)))
     half = dict(list(lora_of("layers.0.mlp.up_proj", INNER, HIDDEN).items())[:1])

@@ -84,15 +84,13 @@ def test_tokenizer_json_takes_precedence_over_tekken(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_would_be_guessed_at_is_refused(
-    tmp_path: Path, change: dict[str, Any], says: str
-) -> None:
+def test_refuses_an_ambiguous_tekken_json(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     write(tmp_path, **change)
     with pytest.raises(ModelError, match=says):
         tokenizer_json(tmp_path)
 
 
-def test_ids_are_those_of_mistrals_own(tmp_path: Path) -> None:
+def test_tekken_ids_equal_mistral_commons(tmp_path: Path) -> None:
     raw = json.loads(_file("mistral_common/data/tekken_240911.json").read_text(encoding="utf-8"))
     (tmp_path / "tekken.json").write_text(json.dumps(raw | {"special_tokens": SPECIAL}))
     tokenizer = Tokenizer.from_str(tokenizer_json(tmp_path))

@@ -42,7 +42,7 @@ def test_every_byte_arrives_through_small_buffers(numbers: int, monkeypatch: pyt
     assert torch.equal(target, transposed)
 
 
-def test_another_dtype_and_another_device_are_copied_plainly() -> None:
+def test_other_dtypes_and_devices_are_copied_without_staging() -> None:
     source = torch.randn(5, 7)
     for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
         target = torch.full((5, 7), float("nan"), dtype=dtype)
