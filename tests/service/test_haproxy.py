@@ -167,7 +167,7 @@ def test_half_closed_connection_is_refused_with_the_reason(
     assert "closed the connection before the answer" in error["message"]
 
 
-def test_without_a_door_haproxy_answers_with_retry_after(
+def test_without_a_door_haproxy_answers_503_unavailable(
     door: socket.socket, address: tuple[str, int]
 ) -> None:
     door.close()
@@ -453,7 +453,7 @@ def test_haproxy_dies_with_the_process_that_started_it(door: socket.socket, tmp_
     wait_until(refuses, "HAProxy is left")
 
 
-def test_haproxy_script_is_executable_by_its_user_only(tmp_path: Path) -> None:
+def test_haproxy_script_is_executable_and_runs_haproxy(tmp_path: Path) -> None:
     haproxy.write(tmp_path / "haproxy")
     assert os.stat(tmp_path / "haproxy").st_mode & stat.S_IXUSR
     said = subprocess.run([tmp_path / "haproxy", "-v"], capture_output=True, text=True, check=True).stdout
