@@ -137,4 +137,4 @@ class CorrectionOptions:
     """Options that `+delta` adds to a method's own (Δ Attention, Willette et al. 2025, section 3)."""
 
     gamma: int = option(64, 1, 4096, "every gamma-th query row is computed densely")
-    spread: bool = option(True, 0, 1, "add a dense row's difference to the rows behind it; 0: not")
+    spread: bool = option(True, 0, 1, "add a dense row's difference to the rows after it; 0: do not")
