@@ -104,7 +104,7 @@ class Metrics:
             "e2e_request_latency_seconds", "From arrival to the last event", _SECONDS, "method_rpc"
         )
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for a prefill group", _SECONDS)
-        self._prefill = self._histogram("request_prefill_time_seconds", "Reading the prompt", _SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Prefill of the prompt", _SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds", "Between two tokens, mean of an answer", _TOKEN_SECONDS
@@ -113,17 +113,13 @@ class Metrics:
     def _declare_tokens(self) -> None:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _PROMPT_TOKENS)
         self._answer = self._histogram("request_generation_tokens", "Tokens of an answer", _ANSWER_TOKENS)
-        self._cached = self._counter(
-            "cached_tokens_total", "Prompt tokens whose KV cache was there", "source"
-        )
+        self._cached = self._counter("cached_tokens_total", "Prompt tokens whose KV was cached", "source")
         self._generated = self._counter("generation_tokens_total", "Tokens generated")
-        self._steps = self._counter("decode_steps_total", "Decode steps, of answers that ended well")
-        self._rows = self._counter("decode_rows_total", "Requests in these steps: the batch sizes' sum")
+        self._steps = self._counter("decode_steps_total", "Decode steps of finished answers")
+        self._rows = self._counter("decode_rows_total", "Sum of batch sizes over these steps")
         self._attended = self._counter("pages_attended_total", "Pages read by sparse decode layers")
         self._held = self._counter("pages_held_total", "Pages that full attention would have read there")
-        self._recomputed = self._counter(
-            "recomputed_tokens_total", "Prompt tokens that decode workers computed again for a question"
-        )
+        self._recomputed = self._counter("recomputed_tokens_total", "Prompt tokens in recomputed blocks")
 
     def _declare_attention(self) -> None:
         self._density = self._histogram(
@@ -145,8 +141,12 @@ class Metrics:
         )
 
     def _declare_prefill(self) -> None:
-        self._prompts = self._counter("prefill_prompts_total", "Prompts read by prefill groups", "method")
-        self._read = self._counter("prefill_tokens_total", "Prompt tokens read by prefill groups", "method")
+        self._prompts = self._counter(
+            "prefill_prompts_total", "Prompts prefilled by prefill groups", "method"
+        )
+        self._read = self._counter(
+            "prefill_tokens_total", "Prompt tokens prefilled by prefill groups", "method"
+        )
         self._phases = self._counter(
             "stage_seconds_total", "Time of the stages by phase", "stage phase method"
         )
@@ -155,7 +155,7 @@ class Metrics:
             "Time of the stages with chunks in which GPUs waited for their hosts' launches",
             "stage method",
         )
-        self._handoff_bytes = self._counter("handoff_bytes_total", "KV handed to decode workers")
+        self._handoff_bytes = self._counter("handoff_bytes_total", "Bytes of KV sent to decode workers")
         self._handoff_seconds = self._histogram(
             "handoff_seconds", "Transfer of one prompt's KV cache", _SECONDS
         )
@@ -168,7 +168,7 @@ class Metrics:
         self._reasons = self._counter("finish_reasons_total", "Answers by why they ended", "reason")
         self._replays = self._counter("replays_total", "Attempts repeated after a worker failed")
         self._again = self._counter(
-            "tokens_read_again_total", "Prompt tokens that a group had read when a worker's death undid it"
+            "tokens_read_again_total", "Prompt tokens prefilled again because a worker died"
         )
         # Series begin at 0, so that a rate sees the first event.
         for rpc in RPCS:
@@ -304,8 +304,8 @@ _WORKER_GAUGES = {
     "running": ("num_requests_running", "Requests that a worker computes"),
     "waiting": ("num_requests_waiting", "Requests that wait in a worker"),
     "sessions": ("sessions", "Sessions that a decode worker holds"),
-    "queue_tokens": ("queue_tokens", "Prompt tokens that a prefill group has yet to read"),
-    "tokens_per_second": ("prefill_tokens_per_second", "How fast a prefill group reads, lately"),
+    "queue_tokens": ("queue_tokens", "Prompt tokens waiting for prefill in a group"),
+    "tokens_per_second": ("prefill_tokens_per_second", "Recent rate of prefill of a group"),
     "up": ("worker_up", "1 for a worker that answers, 0 for one that did"),
     "draining": ("worker_draining", "1 for a worker that ends what it has and goes"),
     "pages_remembered": ("kv_pages_remembered", "KV pages in the prefix cache"),
@@ -313,8 +313,8 @@ _WORKER_GAUGES = {
     "pages_evicted_retained": ("kv_pages_evicted_retained", "Those that were still to be retained"),
     "page_bytes": ("kv_page_bytes", "Bytes of a page of a decode worker"),
     "evicted_age_s": ("kv_evicted_age_seconds", "Their ages since their last use, added up"),
-    "append_tokens_per_second": ("append_tokens_per_second", "How fast a decode worker reads a rest, lately"),
-    "fetched_tokens_per_second": ("kv_fetch_tokens_per_second", "How fast KV came back to stages, lately"),
+    "append_tokens_per_second": ("append_tokens_per_second", "Recent rate of prefill of a decode worker"),
+    "fetched_tokens_per_second": ("kv_fetch_tokens_per_second", "Recent rate of KV fetched back by stages"),
 }
 """A field of WorkerState → its gauge's name and text."""
 _TIER_GAUGES = {

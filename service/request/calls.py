@@ -118,8 +118,8 @@ class Call:
 
     Args:
         sampling: A Prefill has `max_tokens` 0.
-        constraint: The run makes a grammar of it, which `options` then has.
-        fit_max_tokens: Shrink the default `max_tokens` to the positions that are left.
+        constraint: The run compiles it into a grammar and puts that into `options`.
+        fit_max_tokens: Whether to reduce `max_tokens` to the positions that are left.
         options: With a `keep_ttl_s` of 0 the prompt makes no session.
         remembers: Whether the prompt enters the prefix cache when the request ends.
         retain_s: Seconds during which other cached blocks are evicted first.

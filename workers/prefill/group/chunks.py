@@ -79,8 +79,9 @@ class ChunkCost:
         return self.mean.of(start, tokens)
 
     def tokens_for(self, start: int, limit: float) -> int:
-        """Count the tokens of a chunk from `start` on that costs about `limit` on a mean stage beside
-        `per_chunk`: whole blocks, one at least."""
+        """Return the tokens of a chunk from `start` on that costs about `limit`, without `per_chunk`, on
+        the average stage: full blocks, at least one.
+        """
         mean = self.mean
         slope = mean.per_token + mean.per_pair * (start + 0.5)
         tokens = 2 * limit / (slope + math.sqrt(slope * slope + 2 * mean.per_pair * limit))
