@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Make the parser of the module that runs.
+
+    Args:
+        description: Shown as it is written.
+    """
+    spec = sys.modules["__main__"].__spec__
+    return argparse.ArgumentParser(
+        prog=f"python -m {spec.name.removesuffix('.__main__')}" if spec else None,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def told(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -7,12 +7,12 @@ is cut off keeps what it measured.
 
 from __future__ import annotations
 
-import argparse
 from importlib import import_module
 from pathlib import Path
 
 import torch
 
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.harness import BenchConfig, Row, commit_of, run_cases, write_rows
 
 MODULES = ("cases_attention", "cases_selection", "cases_decode", "cases_experts")
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--only", nargs="*", default=[], help="names of cases; all by default")
     parser.add_argument("--modules", nargs="*", default=list(MODULES), choices=MODULES)

@@ -11,7 +11,6 @@ serves. Prints a table and writes benchmarks/results/service_overhead.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -24,6 +23,7 @@ import psutil
 import torch
 
 from deltafront.benchmarks import DEMO_TEXT
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.benchmarks.streams import ending
@@ -85,9 +85,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--config", type=Path, default=ROOT / "deploy" / "config" / "demo.yaml")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--repeats", type=int, default=3)

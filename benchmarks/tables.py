@@ -8,7 +8,6 @@ drawn again. With --check nothing is written, and the exit code says whether all
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from deltafront.benchmarks import configuration, overlays
 from deltafront.benchmarks import headline as headlines
 from deltafront.benchmarks.accuracy.tables import EMBEDDED, accuracy, embedded
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.markdown import Result, markdown, provenance
 from deltafront.benchmarks.models.tables import families, public_models
 from deltafront.benchmarks.paper_forms import table as paper_forms
@@ -196,9 +196,7 @@ def _stale() -> dict[Path, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     stale = _stale()

@@ -79,7 +79,7 @@ from deltafront.benchmarks.accuracy.questions import (
 )
 from deltafront.benchmarks.accuracy.report import BASELINE, Outcome, line, parse_gate
 from deltafront.benchmarks.accuracy.tasks import TASKS, parse_task
-from deltafront.benchmarks.arguments import parse_shard, told
+from deltafront.benchmarks.arguments import parse_shard, parser_of, told
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.reader import (
     MODEL,
@@ -331,11 +331,7 @@ def _hardware(device: str) -> str:
 
 def _arguments() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m deltafront.benchmarks.accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", default=MODEL.path, help="a name, directory or GGUF file, as for `serve`")
     add("--no-adapter", action="store_true", help="the model as it is, without the 128K adapter")

@@ -9,7 +9,6 @@ missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from deltafront.benchmarks.accuracy.report import (
     together,
     together_table,
 )
-from deltafront.benchmarks.arguments import told
+from deltafront.benchmarks.arguments import parser_of, told
 from deltafront.benchmarks.harness import write_json
 
 Origin = Mapping[str, Any]
@@ -102,11 +101,7 @@ def _index(outcome: Outcome) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m deltafront.benchmarks.accuracy.merge",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("shards", type=Path, nargs="+", metavar="FILE", help="--result of each process")
     parser.add_argument(
         "--gate", type=told(parse_gate), nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…"

@@ -38,7 +38,7 @@ from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, sign
 from deltafront.benchmarks.accuracy.report import Row, missed, parse_gate
 from deltafront.benchmarks.accuracy.tables import served
 from deltafront.benchmarks.accuracy.tasks import TASKS, parse_task
-from deltafront.benchmarks.arguments import told
+from deltafront.benchmarks.arguments import parser_of, told
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.reader import load_text, load_tokenizer, split_method
 from deltafront.benchmarks.streams import ending
@@ -271,11 +271,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m deltafront.benchmarks.accuracy.served",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--config", type=Path, default=ROOT / "deploy" / "config" / "demo.yaml")
     add("--text", type=Path, nargs="+", default=[DEMO_TEXT])

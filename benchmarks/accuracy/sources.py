@@ -13,13 +13,14 @@ characters and digest, for the record of a run.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+
+from deltafront.benchmarks.arguments import parser_of
 
 PACKAGES = (
     "aiohttp", "fonttools", "fsspec", "google-api-core", "google-auth", "huggingface_hub", "hypothesis",
@@ -85,9 +86,7 @@ def plays_of(archive: Path) -> Iterator[tuple[str, str]]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--packages", nargs="+", default=list(PACKAGES))

@@ -11,7 +11,6 @@ code says so.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import traceback
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.beside_flashinfer import attention, layers, sampling
 from deltafront.benchmarks.beside_flashinfer.pairs import CONFIG, Pair, measure
 from deltafront.benchmarks.harness import commit_of, write_json
@@ -54,7 +54,7 @@ def table(result: Result) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=list(GROUPS), choices=GROUPS)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "beside_flashinfer.json"

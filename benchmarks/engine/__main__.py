@@ -41,6 +41,7 @@ from typing import Any, get_args
 import torch
 import yaml
 
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.engine import cached, measure, peer_attention, rows, tiers
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.products import products_s
@@ -63,9 +64,7 @@ DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=BY_DEFAULT)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32_768, 131_072, 262_144])

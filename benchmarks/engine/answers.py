@@ -8,7 +8,6 @@ tokens and writes all of them, by method and page selection.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from dataclasses import fields, replace
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.setup import ANSWER_ROOM, Setup, dpxa_share
 from deltafront.service.client.client import DeltafrontClient
@@ -26,7 +26,7 @@ from deltafront.workers.messages.events import Token
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--tokens", type=int, default=131_072)

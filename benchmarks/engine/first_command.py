@@ -7,7 +7,6 @@ One GPU, or the tiny shape without one. Prints one line of JSON for each start, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.engine import measure
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.setup import Setup
@@ -65,7 +65,7 @@ def first_tokens(flags: Sequence[str | Path], tokens: int, vocabulary: int, repe
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args(arguments)

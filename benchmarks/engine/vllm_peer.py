@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.engine.__main__ import ROOT
 from deltafront.benchmarks.engine.measure import random_ids
 from deltafront.benchmarks.engine.model import SHAPES
@@ -30,9 +31,7 @@ SHORT, LONG = 16, 144
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a directory with its config.json")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--tokens", type=int, default=131_072)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from deltafront.benchmarks.accuracy.ruler import TASKS
-from deltafront.benchmarks.arguments import told
+from deltafront.benchmarks.arguments import parser_of, told
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.lab.reading import Answer, Case, Together
 from deltafront.benchmarks.lab.samples import Sample, samples
@@ -103,11 +103,7 @@ def _task(given: str) -> str:
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m deltafront.benchmarks.lab",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", required=True, help="a directory, hub id or GGUF file, as for `serve`")
     add("--text", type=Path, nargs="+", required=True, help="what facts are hidden in")

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from deltafront.benchmarks.paper_forms.levels import documents_of, model_of, parser_of
+from deltafront.benchmarks.paper_forms.levels import documents_of, model_of, model_parser_of
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers.calibration.delta_layers import query_positions
 from deltafront.workers.calibration.dense_pass import embedded, read_densely
@@ -82,7 +82,7 @@ def _parts(layers: int, count: int) -> list[range]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__ or "")
+    parser = model_parser_of(__doc__ or "")
     parser.add_argument("--layers", type=int, nargs="+", default=[3], help="how many Δ-layers")
     arguments = parser.parse_args(given)
     stack, each = load_model(model_of(arguments), arguments.device), []

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from deltafront.benchmarks import DEMO_TEXT
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.reader import MODEL, load_text, load_tokenizer, parse_method
 from deltafront.kernels.methods import MethodSpec, load, method_spec
 from deltafront.workers.calibration.method_levels import realised
@@ -32,11 +33,9 @@ from deltafront.workers.settings import ModelSpec
 METHODS = "deltafront.benchmarks.paper_forms.methods"
 
 
-def parser_of(description: str, questions: int = 16) -> argparse.ArgumentParser:
+def model_parser_of(description: str, questions: int = 16) -> argparse.ArgumentParser:
     """Arguments of a model and its documents, for `model_of` and `documents_of`."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(description)
     cuda = torch.cuda.is_available()
     parser.add_argument("--model", default=MODEL.path)
     parser.add_argument("--no-adapter", action="store_true", help="the model without the 128K adapter")
@@ -50,7 +49,7 @@ def parser_of(description: str, questions: int = 16) -> argparse.ArgumentParser:
 
 def levels_parser_of(description: str, method: str) -> argparse.ArgumentParser:
     """Also of a method, whose levels go to a profile."""
-    parser = parser_of(description)
+    parser = model_parser_of(description)
     parser.add_argument("--method", default=method, help="with options, such as xattention_paper:stride=16")
     parser.add_argument("--profile", type=Path, required=True, help="levels are added, or it is written")
     return parser

@@ -12,7 +12,6 @@ Shape suffixes as in `kernels.interface`.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from unittest import mock
 import torch
 
 from deltafront.benchmarks.accuracy.quest import page_bounds
+from deltafront.benchmarks.arguments import parser_of
 from deltafront.benchmarks.paper_forms.levels import METHODS
 from deltafront.benchmarks.paper_forms.parity_rows import (
     Compared,
@@ -176,9 +176,7 @@ CHECKOUTS: dict[str, Callable[[Path, AttentionInput], Iterator[Compared]]] = {
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=2048, help="a multiple of 128")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
