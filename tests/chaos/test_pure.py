@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
 from signal import SIGSTOP
-
-import pytest
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 
-from . import fuzz, results
+from . import fuzz
 from .checks import (
     Log,
     Reference,
-    busy,
     differs,
     inconsistent,
     longest_wait,
     lost,
     overfull,
     parse,
-    total,
     unfilled,
 )
 from .growth import Sample, grown
-from .results import Row, merged
 from .schedule import Ask, Form, Kind, episode, prompt
 
 SEEDS = range(300)
@@ -106,15 +99,6 @@ deltafront_num_requests_running{worker="decode:a b"} 0.0
 """
 
 
-def test_metrics_text_is_parsed_as_it_is_written() -> None:
-    samples = parse(EXPOSED)
-    assert total(samples, "deltafront_requests_total") == 3
-    assert total(samples, "deltafront_requests_total", 'outcome="finished"') == 2
-    assert not busy(samples)
-    left = parse(EXPOSED.replace('"} 0.0', '"} 1.0'))
-    assert busy(left) == ['deltafront_num_requests_running{worker="decode:a b"} 1']
-
-
 def test_counters_agree_with_what_clients_saw() -> None:
     left = replace(finished(replace(ASK, form=Form.LEAVE)), ends=["left"])
     logs = [finished(), finished(), left]
@@ -160,32 +144,6 @@ def test_detects_growing_memory_and_file_descriptors() -> None:
     assert grown(samples(2 << 20, 0), 0) == ["stage: 309 to 349 MiB"]
     assert grown(samples(0, 1), 0) == ["stage: 44.5 to 64.5 file descriptors"]
     assert not grown([sample for sample in samples(2 << 20, 0) if sample.at < 10], after=10), "warming up"
-
-
-def test_result_rows_replace_or_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = merged([Row("a", 1, 0, "x"), Row("b", 2, 0)], Row("a", 5, 1, "y"), add=False)
-    assert rows == [Row("a", 5, 1, "y"), Row("b", 2, 0)]
-    assert merged(rows, Row("a", 5, 1, "z"), add=True)[0] == Row("a", 10, 2, "y; z")
-    path = tmp_path / "chaos.json"
-    monkeypatch.setattr(results, "commit_of", lambda _root: "abc")
-    for _ in range(2):
-        results.write(Row("fuzz", 10, 0, "n"), add=True, path=path)
-    results.write(Row("nodes", 1, 0, "commits x, y"), add=False, path=path)
-    assert json.loads(path.read_text()) == {
-        "commit": "abc",
-        "rows": [
-            {"case": "fuzz", "tries": 20, "bad": 0, "note": "n"},
-            {"case": "nodes", "tries": 1, "bad": 0, "note": "commits x, y"},
-        ],
-    }
-    for commit in ("def", "ghi"):
-        monkeypatch.setattr(results, "commit_of", lambda _root, commit=commit: commit)
-        results.write(Row("soak", 1, 0), add=False, path=path)
-    content = json.loads(path.read_text())
-    assert content["commit"] == "ghi"
-    assert [one["note"] for one in content["rows"]] == ["n; commit abc", "commits x, y", ""], (
-        "of which commit each is"
-    )
 
 
 def test_every_field_of_every_request_is_fuzzed() -> None:

@@ -19,7 +19,7 @@ from deltafront.service.errors import Code
 from deltafront.service.metrics import FINISHED, Metrics
 
 from ..test_generated import declared, declared_series
-from .prometheus import RULES, substituted
+from .prometheus import RULES
 
 every = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 
@@ -246,12 +246,6 @@ def test_dashboards_show_the_objectives_of_the_alerts() -> None:
     alerts = {rule.get("alert"): rule["expr"] for group in rules() for rule in group["rules"]}
     assert f"> 14.4 * {SLOW_BUDGET}" in alerts["DeltafrontSlowFirstTokensFast"]
     assert f"> 14.4 * {ERROR_BUDGET}" in alerts["DeltafrontErrorsFast"]
-
-
-def test_fills_in_the_variables_and_ranges_of_queries() -> None:
-    layers = 'label_replace(z, "a", "0$1", "a", "(.)")'
-    expr = 'rate(x{a=~"$namespace"}[$__rate_interval]) + rate(y[$__range]) + ' + layers
-    assert substituted(expr, "15s", 60) == 'rate(x{a=~".*"}[15s]) + rate(y[60s]) + ' + layers
 
 
 def test_docs_name_every_dashboard_and_only_existing_panels() -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from deltafront.tests.workers.in_ranks import followers, parts
-from deltafront.tests.workers.tiny_model import whole_stack
+from deltafront.tests.workers.tiny_model import make_tiny_model, whole_stack
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
@@ -27,7 +27,7 @@ from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.config_file import read_config
 from deltafront.workers.model.grammars import Grammars
-from deltafront.workers.settings import DecodeConfig
+from deltafront.workers.settings import DecodeConfig, ModelSpec
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
 LAYERS = 6
@@ -56,6 +56,12 @@ def cluster() -> Iterator[Any]:
     yield ray
     ray.shutdown()
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """`make_tiny_model`'s model, which no test changes."""
+    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 @pytest.fixture(scope="session")

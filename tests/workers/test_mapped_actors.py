@@ -30,7 +30,7 @@ from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, 
 from .keys import key_of
 from .prompts import packed
 from .test_resume import Line, group
-from .tiny_model import make_tiny_model, random_ids
+from .tiny_model import random_ids
 
 TOKENS, NEW, CHUNK = 600, 6, 128
 HANG_S = 300.0
@@ -100,11 +100,6 @@ async def until(true: Callable[[], Awaitable[bool]]) -> None:
             except (RayError, ValueError):
                 pass
             await asyncio.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,9 @@ from deltafront.tests.workers.in_process import run_in_process
 from deltafront.workers.calibration.tiles import tiles_read
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
-from ..tiny_model import HEADS, LAYERS, make_tiny_model, random_ids
+from ..tiny_model import HEADS, LAYERS, random_ids
 
 TOKENS, CHUNK = 700, 256
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiles"))), dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["dense", "streaming", "xattention", "dpxa"])

@@ -235,20 +235,6 @@ async def test_session_survives_only_if_its_door_got_the_finish(bench: Any) -> N
     assert (await run.engine.stats()).sessions == 1
 
 
-async def test_resumed_answer_samples_as_an_uninterrupted_one(bench: Any) -> None:
-    """Prompt plus what was streamed, with the same seed: randomness is of the position alone."""
-    run = await bench()
-    ids = ids_of(70)
-    for seed, sampling in enumerate(
-        (SHORT, Sampling(temperature=1.2, top_k=40, top_p=0.9, seed=5, max_tokens=8))
-    ):
-        whole = await run.ask(f"whole{seed}", ids, replace(sampling, ignore_eos=True))
-        for streamed in (1, 4, 7):
-            left = replace(sampling, max_tokens=8 - streamed, ignore_eos=True)
-            rest = await run.ask(f"rest{seed}.{streamed}", ids + whole.ids[:streamed], left)
-            assert whole.ids[:streamed] + rest.ids == whole.ids
-
-
 async def test_stats_tell_what_each_owner_holds_through_each_door(bench: Any) -> None:
     run = await bench()
     await run.ask("kept", ids_of(40), SHORT, keep_tokens=30, keep_ttl_s=60.0)
@@ -290,19 +276,6 @@ async def test_session_of_a_running_request_counts_once_per_owner(bench: Any) ->
     await run.engine.release_session(first.session.session_id, "me")
     assert set((await run.engine.stats()).uses) == {OwnerUse(owner="me", door="one", requests=1, tokens=70)}
     await stream.aclose()
-
-
-async def test_closing_the_stream_cancels_its_request(bench: Any) -> None:
-    run = await bench()
-    await run.reserve("a", 40, 400)
-    await run.deliver("a", ids_of(40))
-    stream = run.engine.generate(GenerateJob(request_id="a", sampling=LONG))
-    for _ in range(5):
-        await anext(stream)
-    await stream.aclose()
-    async with asyncio.timeout(60):
-        while run.used:
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.usefixtures("single_rank")

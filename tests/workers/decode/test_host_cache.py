@@ -182,32 +182,6 @@ async def test_prefill_follows_copies_layer_by_layer_while_others_decode(
     assert not run.engine._runner._begun and not run.engine._scheduler._begun
 
 
-async def test_two_requests_at_once_wait_for_one_copy(
-    bench: Any, expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = await bench(cache_tokens=40 * 16, host_cache_gib=0.02)
-    await read(run, "first", DOCUMENT)
-    await copied(run)
-    await run.reserve("big", 600, 40)
-    await run.engine.cancel("big")
-    copies = SlowCopies(run, monkeypatch)
-    prompts = [[*DOCUMENT, *prompt(60, seed=seed)] for seed in (1, 2)]
-    answers = [asyncio.create_task(go_on(run, f"q{n}", ids, 144)) for n, ids in enumerate(prompts)]
-    copies.go_on(4)
-    await copies.until_moved(4)
-    third = await run.reserve("q2", 6, NEW, key=key_of(DOCUMENT), prefix_tokens=144, reads_rest=True)
-    assert (third.held_tokens, third.host_tokens) == (144, 0)
-    leaving = [asyncio.create_task(run.engine.cancel(name)) for name in ("q0", "q2")]
-    copies.go_on()
-    await asyncio.gather(*leaving)
-    first, second = await asyncio.gather(*answers)
-    assert first.finish.reason is FinishReason.CANCELLED and second.ids == expected(prompts[1])
-    assert copies.moved == [range(layer, layer + 1) for layer in range(LAYERS)]
-    await copied(run)
-    assert (run.used, slots_used(run)) == (0, 0)
-    assert await found(run, DOCUMENT) == 144
-
-
 @pytest.mark.parametrize("came", [0, 4])
 async def test_disconnect_during_a_host_copy_frees_everything(
     bench: Any, monkeypatch: pytest.MonkeyPatch, came: int

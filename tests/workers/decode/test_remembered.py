@@ -156,16 +156,6 @@ async def test_cached_pages_count_as_free_and_are_evicted_on_demand(bench: Any) 
     await run.engine.cancel("next")
 
 
-async def test_other_owners_and_opted_out_requests_find_no_prefix(bench: Any) -> None:
-    run = await bench()
-    await read(run, "forgotten", DOCUMENT, remembers=False)
-    assert await found(run, DOCUMENT) == 0
-    await read(run, "mine", DOCUMENT)
-    assert await found(run, DOCUMENT, owner="you") == 0
-    assert await found(run, DOCUMENT, salt="x") == 0
-    assert await found(run, DOCUMENT) == 144
-
-
 async def test_cancelled_requests_leave_cached_blocks_and_failed_ones_none(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,13 +218,3 @@ async def test_kept_prompt_is_cached_too(bench: Any) -> None:
     assert await found(run, DOCUMENT) == 144
     assert await run.engine.release_session(kept.session.session_id, "me")
     assert (run.used, await found(run, DOCUMENT)) == (0, 144)
-
-
-async def test_refuses_a_prefix_that_was_evicted_meanwhile(bench: Any) -> None:
-    run = await bench()
-    refused = await run.engine.reserve(
-        Reservation(
-            request_id="r", owner="me", new_tokens=6, max_tokens=1, prefix_tokens=144, key=key_of(DOCUMENT)
-        )
-    )
-    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_PREFIX

@@ -18,17 +18,12 @@ from deltafront.workers.model.layer_shares import LayerShare
 from deltafront.workers.prefill.stage.warm_up import warm_up
 from deltafront.workers.settings import ModelSpec
 
-from ..tiny_model import LAYERS, make_tiny_model, random_ids
+from ..tiny_model import LAYERS, random_ids
 from .test_prefill_stage import DENSE, SPARSE, Collector, pipeline, prefill
 
 CUTS = [(1,), (5,), (7,), (1, 3), (3, 6), (2, 5, 7), (1, 3, 5, 7)]
 """In halves of layers, A0 M0 A1 M1 …; at an odd number a layer is cut in two. The last of these leaves the
 first stage an attention alone, and the others a MLP and the next layer's attention."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 def force(monkeypatch: pytest.MonkeyPatch, halves: Sequence[int]) -> None:

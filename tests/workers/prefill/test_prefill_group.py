@@ -21,8 +21,6 @@ from deltafront.workers.messages.requests import (
     PrefillCancelled,
     PrefillFailed,
     PrefillJob,
-    RefusalReason,
-    Refused,
 )
 from deltafront.workers.messages.states import NAMESPACE
 from deltafront.workers.prefill.group.group import PrefillGroup, placement, remote_stage
@@ -30,7 +28,7 @@ from deltafront.workers.remote import NOTICES, hosts, in_lane, start_actor
 from deltafront.workers.roles import Stage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
-from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model, random_ids, whole_prompt
+from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, random_ids, whole_prompt
 
 DENSE = method_spec("dense")
 HANG_S = 300.0
@@ -38,11 +36,6 @@ HANG_S = 300.0
 CONFIG = PrefillConfig(
     stages=2, chunk_tokens=128, cache_tokens=4096, cpus_per_stage=0.5, stream_lease_s=600.0
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +101,12 @@ def decode(worker: Any) -> Any:
     return worker
 
 
-async def events_of(group: PrefillGroup, job: PrefillJob) -> AsyncIterator[Any]:
-    async for reference in group.head.prefill.remote(job):
+def job(request_id: str, token_ids: bytes, decode_worker: str) -> PrefillJob:
+    return PrefillJob(request_id=request_id, token_ids=token_ids, method=DENSE, decode_worker=decode_worker)
+
+
+async def events_of(group: PrefillGroup, asked: PrefillJob) -> AsyncIterator[Any]:
+    async for reference in group.head.prefill.remote(asked):
         yield await reference
 
 
@@ -123,12 +120,7 @@ async def test_prefill_hands_over_all_layers_and_the_right_logits(
 ) -> None:
     name, actor = decode
     ids = random_ids(600)
-    seen = [
-        e
-        async for e in events_of(
-            group, PrefillJob(request_id="r1", token_ids=ids, method=DENSE, decode_worker=name)
-        )
-    ]
+    seen = [event async for event in events_of(group, job("r1", ids, name))]
     assert [e.tokens_done for e in seen[:-1]] == [128, 256, 384, 512, 600]
     report = seen[-1].report
     assert isinstance(seen[-1], PrefillDone)
@@ -144,9 +136,9 @@ async def test_prefill_hands_over_all_layers_and_the_right_logits(
 
 
 async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGroup, decode: Any) -> None:
-    job = PrefillJob(request_id="r2", token_ids=random_ids(3000), method=DENSE, decode_worker=decode[0])
+    asked = job("r2", random_ids(3000), decode[0])
     with pytest.raises(PrefillCancelled):
-        async for event in events_of(group, job):
+        async for event in events_of(group, asked):
             if isinstance(event, ChunkRead):
                 await group.head.cancel.remote("r2")
                 assert await drained(group), "cancel returns when pages are free"
@@ -196,8 +188,8 @@ async def test_abandon_overtakes_a_running_chunk_and_commands_keep_order(cluster
 
 
 async def test_cancelling_the_stream_cancels_its_request(group: PrefillGroup, decode: Any) -> None:
-    job = PrefillJob(request_id="r3", token_ids=random_ids(3000), method=DENSE, decode_worker=decode[0])
-    stream = group.head.prefill.remote(job)
+    asked = job("r3", random_ids(3000), decode[0])
+    stream = group.head.prefill.remote(asked)
     await (await anext(stream))
     ray.cancel(stream)
     async with asyncio.timeout(HANG_S):
@@ -209,37 +201,14 @@ async def test_a_lost_decode_worker_fails_one_request_and_not_the_group(
     group: PrefillGroup, decode: Any
 ) -> None:
     with pytest.raises(PrefillFailed, match="decode:nobody did not take KV"):
-        async for _ in events_of(
-            group,
-            PrefillJob(
-                request_id="r4", token_ids=random_ids(300), method=DENSE, decode_worker="decode:nobody"
-            ),
-        ):
+        async for _ in events_of(group, job("r4", random_ids(300), "decode:nobody")):
             pass
     with pytest.raises(PrefillFailed, match="no such request here"):
-        async for _ in events_of(
-            group,
-            PrefillJob(
-                request_id="unwanted", token_ids=random_ids(3000), method=DENSE, decode_worker=decode[0]
-            ),
-        ):
+        async for _ in events_of(group, job("unwanted", random_ids(3000), decode[0])):
             pass
-    seen = [
-        e
-        async for e in events_of(
-            group,
-            PrefillJob(request_id="r5", token_ids=random_ids(200), method=DENSE, decode_worker=decode[0]),
-        )
-    ]
+    seen = [event async for event in events_of(group, job("r5", random_ids(200), decode[0]))]
     assert isinstance(seen[-1], PrefillDone)
     assert await drained(group)
-
-
-async def test_a_prompt_that_can_never_fit_is_refused(group: PrefillGroup) -> None:
-    job = PrefillJob(request_id="r6", token_ids=random_ids(5000), method=DENSE, decode_worker="decode:any")
-    (refused,) = [event async for event in events_of(group, job)]
-    assert isinstance(refused, Refused)
-    assert (refused.reason, refused.needed) == (RefusalReason.TOO_LARGE, 313)
 
 
 async def pid_of(group: PrefillGroup, stage: int) -> int:
@@ -258,12 +227,7 @@ async def healed(group: PrefillGroup) -> None:
 
 async def assert_reads_rightly(group: PrefillGroup, decode: Any, model: ModelSpec, name: str) -> None:
     ids = random_ids(600)
-    seen = [
-        e
-        async for e in events_of(
-            group, PrefillJob(request_id=name, token_ids=ids, method=DENSE, decode_worker=decode[0])
-        )
-    ]
+    seen = [event async for event in events_of(group, job(name, ids, decode[0]))]
     assert isinstance(seen[-1], PrefillDone)
     logits_V, _kv = await decode[1].result.remote(name, LAYERS, 600)
     wanted_V, _wanted = whole_prompt(Path(model.path), ids, DENSE)
@@ -280,12 +244,7 @@ async def test_a_killed_stage_ends_the_group_and_only_it_is_loaded_again(
 
     async def run(name: str) -> str:
         with pytest.raises(PrefillFailed) as failure:
-            async for event in events_of(
-                group,
-                PrefillJob(
-                    request_id=name, token_ids=random_ids(1800, 3), method=DENSE, decode_worker=decode[0]
-                ),
-            ):
+            async for event in events_of(group, job(name, random_ids(1800, 3), decode[0])):
                 if isinstance(event, ChunkRead) and event.tokens_done == 256:
                     ray.kill(group._stages[victim])
         return str(failure.value.cause)
@@ -316,10 +275,7 @@ async def test_a_stopped_stage_is_noticed_ended_and_replaced(
     if not read:
         os.kill(pid, signal.SIGSTOP)
     with pytest.raises(PrefillFailed) as failure:
-        async for event in events_of(
-            group,
-            PrefillJob(request_id="a", token_ids=random_ids(3900), method=DENSE, decode_worker=decode[0]),
-        ):
+        async for event in events_of(group, job("a", random_ids(3900), decode[0])):
             if isinstance(event, ChunkRead) and event.tokens_done == read:
                 os.kill(pid, signal.SIGSTOP)
     assert f"stage 1 does not answer: {owes}" in str(failure.value.cause)
@@ -335,9 +291,7 @@ async def test_a_lost_controller_is_replaced_and_all_stages_stay(
     group: PrefillGroup, decode: Any, model: ModelSpec
 ) -> None:
     pids, head = [await pid_of(group, stage) for stage in range(2)], group.head
-    reading = events_of(
-        group, PrefillJob(request_id="a", token_ids=random_ids(3900), method=DENSE, decode_worker=decode[0])
-    )
+    reading = events_of(group, job("a", random_ids(3900), decode[0]))
     await anext(reading)
     ray.kill(head)
     with pytest.raises(ray.exceptions.RayActorError):

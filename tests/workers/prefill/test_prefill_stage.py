@@ -18,7 +18,7 @@ from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.tests.numerics import assert_rows_close, row_errors
-from deltafront.tests.workers.in_process import DeviceKV, local_controller, run_in_process
+from deltafront.tests.workers.in_process import DeviceKV, local_controller
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
 from deltafront.workers.messages.stages import (
@@ -33,7 +33,7 @@ from deltafront.workers.prefill.stage.chunk import ChunkWork
 from deltafront.workers.prefill.stage.stage import PrefillStage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
-from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_tiny_model, random_ids, whole_prompt
+from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, random_ids, whole_prompt
 
 DENSE = method_spec("dense")
 SPARSE = method_spec("xattention+delta", {"min_tokens": 0, "tau": 0.8})
@@ -72,11 +72,6 @@ class Collector:
             assert k_TGD.shape == v_TGD.shape == (announcement.tokens, KV_HEADS, HEAD_DIM)
             parts.append((k_TGD, v_TGD))
         return tuple(torch.cat(side) for side in zip(*parts, strict=True))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 @asynccontextmanager
@@ -237,16 +232,6 @@ async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
         running = [prefill(controller, name, random_ids(600)) for name in "ab"]
         outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 60)
         assert {str(error) for error in outcomes} == {"prefill group local is lost: an illegal memory access"}
-
-
-def test_run_in_process_returns_report_and_logits(model: ModelSpec) -> None:
-    ids = random_ids(300)
-    report, logits = run_in_process(model, PrefillConfig(stages=2, chunk_tokens=128), ids, DENSE)
-    wanted_V, _ = whole_prompt(Path(model.path), ids, DENSE)
-    assert_rows_close(torch.from_numpy(logits)[None], wanted_V[None])
-    assert report.method == "dense"
-    with pytest.raises(PrefillFailed, match="refused"):
-        run_in_process(model, PrefillConfig(stages=1, cache_tokens=64), ids, DENSE)
 
 
 def test_an_unknown_dtype_is_named() -> None:

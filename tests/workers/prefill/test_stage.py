@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,13 +28,8 @@ from deltafront.workers.prefill.stage.stage import PrefillStage, load_stage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
-from ..tiny_model import LAYERS, make_tiny_model, random_ids
+from ..tiny_model import LAYERS, random_ids
 from .test_prefill_stage import DENSE, SPARSE, Collector
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 def stage_of(model: ModelSpec, sink: Collector, tracer: Tracer = NO_TRACER) -> PrefillStage:
@@ -42,22 +37,36 @@ def stage_of(model: ModelSpec, sink: Collector, tracer: Tracer = NO_TRACER) -> P
     return load_stage(model, config, 0, None, lambda _cache: InProcessSender(sink), tracer=tracer)
 
 
+def opening(
+    name: str, pages: Iterable[int], tokens: int, method: MethodSpec = DENSE, serial: int = 0
+) -> OpenRequest:
+    return OpenRequest(
+        request_id=name,
+        pages=tuple(pages),
+        prompt_tokens=tokens,
+        method=method,
+        decode_worker="decode:x",
+        serial=serial,
+    )
+
+
+def chunk(name: str, token_ids: bytes, start: int = 0, last: bool = True) -> ChunkCommand:
+    return ChunkCommand(
+        request_id=name,
+        start=start,
+        tokens=len(token_ids) // 4,
+        last=last,
+        wants_logits=True,
+        token_ids=token_ids,
+    )
+
+
 def test_stage_refuses_unopened_requests_and_closes_failed_ones(model: ModelSpec) -> None:
     stage = stage_of(model, Collector())
-    command = ChunkCommand(
-        request_id="r", start=0, tokens=128, last=False, wants_logits=True, token_ids=random_ids(128)
-    )
+    command = chunk("r", random_ids(128), last=False)
     with pytest.raises(RequestFailed, match="r is not open"):
         stage.run_chunk(command)
-    stage.open(
-        OpenRequest(
-            request_id="r",
-            pages=tuple(range(40, 49)),
-            prompt_tokens=130,
-            method=DENSE,
-            decode_worker="decode:x",
-        )
-    )
+    stage.open(opening("r", range(40, 49), 130))
     assert stage.pages_used() == 9
     report = stage.run_chunk(command)()
     assert sum(report.phases.values()) <= report.wall
@@ -74,21 +83,9 @@ def test_failed_kv_hand_off_is_reported_as_such(model: ModelSpec, monkeypatch: p
         raise HandoffError("K/V of r is lost")
 
     stage = stage_of(model, Collector())
-    stage.open(
-        OpenRequest(
-            request_id="r",
-            pages=tuple(range(40, 49)),
-            prompt_tokens=130,
-            method=DENSE,
-            decode_worker="decode:x",
-        )
-    )
+    stage.open(opening("r", range(40, 49), 130))
     monkeypatch.setattr(stage._streams["r"], "end_chunk", lambda: lost)
-    begun = stage.run_chunk(
-        ChunkCommand(
-            request_id="r", start=0, tokens=128, last=False, wants_logits=True, token_ids=random_ids(128)
-        )
-    )
+    begun = stage.run_chunk(chunk("r", random_ids(128), last=False))
     with pytest.raises(HandoffFailed, match="K/V of r is lost"):
         begun()
 
@@ -101,25 +98,12 @@ def test_scattered_pages_give_the_same_output_as_contiguous_ones(
     sink, ids = Collector(), random_ids(300)
     stage = stage_of(model, sink)
     scattered = (60, *range(40, 50), *range(21, 29))
-    for name, pages in (("run", tuple(range(1, 20))), ("scattered", scattered)):
-        stage.open(
-            OpenRequest(
-                request_id=name, pages=pages, prompt_tokens=300, method=method, decode_worker="decode:x"
-            )
-        )
+    for name, pages in (("run", range(1, 20)), ("scattered", scattered)):
+        stage.open(opening(name, pages, 300, method))
     for start, end in ((0, 128), (128, 256), (256, 300)):
         part = ids[4 * start : 4 * end]
         for name in ("run", "scattered"):
-            stage.run_chunk(
-                ChunkCommand(
-                    request_id=name,
-                    start=start,
-                    tokens=end - start,
-                    last=end == 300,
-                    wants_logits=True,
-                    token_ids=part,
-                )
-            )()
+            stage.run_chunk(chunk(name, part, start, last=end == 300))()
     assert_rows_close(*(torch.from_numpy(sink.logits[name])[None] for name in ("run", "scattered")))
     for name in ("run", "scattered"):
         stage.close(name)
@@ -131,14 +115,8 @@ def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: Me
     stage = stage_of(replace(model, dtype="float16"), sink)
     token = int(np.frombuffer(ids, dtype="<u4")[70])
     stage.stack._weights.embedding_VC[token] *= 1e7  # beyond 65,504
-    stage.open(
-        OpenRequest(
-            request_id="r", pages=tuple(range(19)), prompt_tokens=300, method=method, decode_worker="decode:x"
-        )
-    )
-    begun = stage.run_chunk(
-        ChunkCommand(request_id="r", start=0, tokens=300, last=True, wants_logits=True, token_ids=ids)
-    )
+    stage.open(opening("r", range(19), 300, method))
+    begun = stage.run_chunk(chunk("r", ids))
     with pytest.raises(RequestFailed, match=r"not finite numbers in torch\.float16"):
         begun()
     assert not sink.logits
@@ -174,17 +152,9 @@ def test_every_linear_layer_and_no_attention_counts_as_projection(
     monkeypatch.setattr(ChunkAttention, "attend", attend)
     monkeypatch.setattr(prefill_stage, "phase_timer", lambda _device: Phases())
     stage = stage_of(model, Collector())
-    stage.open(
-        OpenRequest(
-            request_id="r", pages=tuple(range(8)), prompt_tokens=128, method=DENSE, decode_worker="decode:x"
-        )
-    )
+    stage.open(opening("r", range(8), 128))
     with Products():
-        stage.run_chunk(
-            ChunkCommand(
-                request_id="r", start=0, tokens=128, last=True, wants_logits=True, token_ids=random_ids(128)
-            )
-        )
+        stage.run_chunk(chunk("r", random_ids(128)))
     assert products == [["projection"]] * (4 * LAYERS + 1)
     assert attended == [[]] * LAYERS
 
@@ -203,17 +173,7 @@ def test_an_abandoned_chunk_stops_at_the_next_layer(
         return view(layer, *rest)
 
     monkeypatch.setattr(stage._cache, "view_run", abandoning)
-    command = ChunkCommand(
-        request_id="r", start=0, tokens=128, last=True, wants_logits=True, token_ids=random_ids(128)
-    )
-    order = OpenRequest(
-        request_id="r",
-        pages=tuple(range(8)),
-        prompt_tokens=128,
-        method=DENSE,
-        decode_worker="decode:x",
-        serial=7,
-    )
+    command, order = chunk("r", random_ids(128)), opening("r", range(8), 128, serial=7)
     stage.open(order)
     with pytest.raises(RequestFailed, match="abandoned"):
         stage.run_chunk(command)
