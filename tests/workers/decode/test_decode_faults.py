@@ -165,10 +165,10 @@ async def test_a_deadline_ends_a_stream(bench: Any) -> None:
     run = await bench(wall=clock)
     launch = run.engine._runner.launch
 
-    def slower_once_late(rows: Any) -> Any:
+    def slower_once_late(rows: Any, masks: Any = ()) -> Any:
         if clock.now >= 1001.0:
             time.sleep(0.02)  # 400 steps of these would take far longer than a look at the deadlines
-        return launch(rows)
+        return launch(rows, masks)
 
     run.engine._runner.launch = slower_once_late
     await run.reserve("a", 40, 400, deadline=1001.0)
@@ -285,7 +285,7 @@ async def test_repeated_step_failures_mark_the_worker_faulty(
     run = await bench()
     run.may_fault = True
 
-    def broken(self: DecodeRunner, rows: Any) -> Any:
+    def broken(self: DecodeRunner, rows: Any, masks: Any) -> Any:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(DecodeRunner, "launch", broken)

@@ -142,9 +142,9 @@ async def test_step_time_is_shared_among_the_requests_of_a_batch(bench: Any) -> 
     runner, batches = run.engine._runner, []
     launch = runner.launch
 
-    def counted(rows: Any) -> Any:
+    def counted(rows: Any, masks: Any = ()) -> Any:
         batches.append(len(rows))
-        return launch(rows)
+        return launch(rows, masks)
 
     runner.launch = counted
     lengths = (8, 5, 3)
