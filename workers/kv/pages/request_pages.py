@@ -109,11 +109,7 @@ class RequestPages:
         return why and f"KV did not come back from host memory: {why}"
 
     async def come(self, left: int = 0) -> None:
-        """Wait until at most `left` layers have not arrived from host memory.
-
-        Raises:
-            DecodeFailed: A copy from host memory has failed.
-        """
+        """Wait until at most `left` layers have not arrived from host memory. Raises DecodeFailed."""
         while self.layers_coming > left and not self.lost:
             await self._came.wait()
         if self.lost:
@@ -263,8 +259,7 @@ class PageManager:
         """Find a prompt's longest cached prefix.
 
         Returns:
-            The prefix's pages, the host-memory slots that continue them, and whether dense attention made all
-                of it.
+            Its pages, the host-memory slots that continue them, and whether dense attention made all of it.
         """
         pages, exact = self.pool.prefix_cache.find(key)
         if self.host is None:
