@@ -44,6 +44,7 @@ from deltafront.service.request.calls import GenerateRequest
 from deltafront.service.request.check import is_request_id
 from deltafront.service.request.handler import RequestHandler
 from deltafront.service.request.text.text_budget import HeldText
+from deltafront.service.request.text.tool_calls import ToolCallParser
 from deltafront.workers.messages.events import Progress, Token, Usage
 
 KEEP_ALIVE_S = 5.0
@@ -147,6 +148,9 @@ class _Completions:
                 if self.requests.marks_reasoning and self.endpoint is CHAT:
                     opening = await asyncio.to_thread(self.requests.generation_prompt, generate)
                     reply = replace(reply, reasoning=ReasoningSplitter(is_open(opening)))
+                form = self.requests.tool_format if generate.tools is not None else None
+                if form is not None:
+                    reply = replace(reply, calls=ToolCallParser(form))
                 events = self.requests.run(accepted, generate)
                 del body, generate  # free the text once it is tokenised
                 watched = until_disconnect(events, receive, self.keep_alive_s)

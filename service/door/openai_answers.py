@@ -23,6 +23,7 @@ from deltafront.service.errors import (
 )
 from deltafront.service.request.answers import GenerateFinished, ServerInfo
 from deltafront.service.request.calls import GenerateRequest
+from deltafront.service.request.text.tool_calls import ToolCallParser
 from deltafront.workers.messages.events import FinishReason, Usage
 
 Json = dict[str, Any]
@@ -47,6 +48,29 @@ def _reasoning(part: AnswerPart) -> Json:
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 
+def _message(part: AnswerPart) -> Json:
+    calls = [
+        {"id": first.call_id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
+        for first in part.calls
+        if first.call_id
+        for arguments in ["".join(more.arguments for more in part.calls if more.index == first.index)]
+    ]
+    content = part.content or (None if calls else "")
+    message = {"role": "assistant", "content": content, "refusal": None} | _reasoning(part)
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _call_deltas(part: AnswerPart) -> Json:
+    deltas = [
+        {"index": call.index, "id": call.call_id, "type": "function",
+         "function": {"name": call.name, "arguments": ""}}
+        if call.call_id
+        else {"index": call.index, "function": {"arguments": call.arguments}}
+        for call in part.calls
+    ]  # fmt: skip
+    return {"tool_calls": deltas} if deltas else {}
+
+
 CHAT = Endpoint(
     prefix="chatcmpl-",
     object_type="chat.completion",
@@ -54,10 +78,10 @@ CHAT = Endpoint(
     source="messages",
     read=read_chat,
     first_delta={"delta": {"role": "assistant", "content": ""}},
-    answer=lambda part: {
-        "message": {"role": "assistant", "content": part.content, "refusal": None} | _reasoning(part)
+    answer=lambda part: {"message": _message(part)},
+    delta=lambda part: {
+        "delta": ({"content": part.content} if part.content else {}) | _reasoning(part) | _call_deltas(part)
     },
-    delta=lambda part: {"delta": ({"content": part.content} if part.content else {}) | _reasoning(part)},
 )
 TEXT = Endpoint(
     prefix="cmpl-",
@@ -78,6 +102,7 @@ class Reply:
     Args:
         positions: Maximum tokens of prompt and answer together.
         reasoning: Splits reasoning from content; None: all text is content.
+        calls: Parses calls of tools; None: the answer may call none.
     """
 
     endpoint: Endpoint
@@ -86,14 +111,19 @@ class Reply:
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
     reasoning: ReasoningSplitter | None = None
+    calls: ToolCallParser | None = None
 
     def answer(self, parts: Iterable[AnswerPart], finish: GenerateFinished) -> Json:
         """Make the response object of a complete answer. parts: all parts but the last one, which `finish`
         has.
         """
         parts = [*parts, *self.parts(finish.text, finish.usage.completion_tokens, last=True)]
-        whole = AnswerPart("".join(part.reasoning for part in parts), "".join(part.content for part in parts))
-        choice = _choice(self.endpoint.answer(whole), _reason(finish))
+        whole = AnswerPart(
+            "".join(part.reasoning for part in parts),
+            "".join(part.content for part in parts),
+            tuple(call for part in parts for call in part.calls),
+        )
+        choice = _choice(self.endpoint.answer(whole), self._reason(finish))
         usage = self._usage(finish.usage)
         return self._object(self.endpoint.object_type, [choice], usage=usage, **_report(finish))
 
@@ -105,12 +135,20 @@ class Reply:
         return [self._chunk(_choice(self.endpoint.delta(part)), usage) for part in parts]
 
     def parts(self, text: str, tokens: int, last: bool = False) -> list[AnswerPart]:
-        """Split text into reasoning and content; empty while it is held back. tokens: tokens of the answer so
-        far, including this text."""
-        if self.reasoning is None:
-            return [AnswerPart(content=text)] if text else []
-        parts = [self.reasoning.push(text, tokens), *([self.reasoning.flush()] if last else [])]
+        """Split text into reasoning, content and calls; empty while it is held back. tokens: tokens of the
+        answer so far, including this text."""
+        parts = [AnswerPart(content=text)]
+        if self.reasoning is not None:
+            parts = [self.reasoning.push(text, tokens), *([self.reasoning.flush()] if last else [])]
+        if self.calls is not None:
+            parts = [found for part in parts for found in _with_calls(self.calls, part)]
+            parts += [AnswerPart(content=rest) for rest in (self.calls.flush() if last else ())]
         return [part for part in parts if any(part)]
+
+    def _reason(self, finish: GenerateFinished) -> str:
+        if finish.reason is FinishReason.LENGTH:
+            return "length"
+        return "tool_calls" if self.calls is not None and self.calls.calls else "stop"
 
     def last_chunks(self, finish: GenerateFinished, options: StreamOptions) -> list[Json]:
         """Make a stream's last chunks: the held-back text, the finish reason with the `deltafront` report,
@@ -118,9 +156,8 @@ class Reply:
         """
         usage = finish.usage if options.continuous_usage_stats else None
         chunks = self.chunks(self.parts(finish.text, finish.usage.completion_tokens, last=True), usage)
-        chunks += [
-            self._chunk(_choice(self.endpoint.delta(AnswerPart()), _reason(finish)), usage, **_report(finish))
-        ]
+        empty = _choice(self.endpoint.delta(AnswerPart()), self._reason(finish))
+        chunks += [self._chunk(empty, usage, **_report(finish))]
         if options.include_usage:
             chunks += [self._object(self.endpoint.chunk_type, [], usage=self._usage(finish.usage))]
         return chunks
@@ -155,8 +192,12 @@ def _choice(content: Json, reason: str | None = None) -> Json:
     return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
 
-def _reason(finish: GenerateFinished) -> str:
-    return "length" if finish.reason is FinishReason.LENGTH else "stop"
+def _with_calls(calls: ToolCallParser, part: AnswerPart) -> list[AnswerPart]:
+    found = [AnswerPart(reasoning=part.reasoning)]
+    for piece in calls.push(part.content):
+        is_text = isinstance(piece, str)
+        found.append(AnswerPart(content=piece) if is_text else AnswerPart(calls=(piece,)))
+    return found
 
 
 _REPORTED = ("session", "timings", "density", "page_share", "recomputed_tokens", "trace_id")
@@ -197,7 +238,7 @@ _FIELD_NAMES = (
     (re.compile(r"^deadline$"), "timeout_s"),
     (re.compile(r"^constraint\.json_schema$"), "response_format"),
     (re.compile(r"^constraint\."), "structured_outputs."),
-    (re.compile(r"^(prompt|append)\.messages\.chat_template_kwargs"), "chat_template_kwargs"),
+    (re.compile(r"^(prompt|append)\.messages\.(chat_template_kwargs|tools)"), r"\2"),
 )
 _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from deltafront.service.door.openai.formats import read_constraint
+from deltafront.service.door.openai.tools import call_id, read_calls, read_tools
 from deltafront.service.errors import InvalidArgument, NotFound, cut, shown
 from deltafront.service.request.calls import (
     AttentionMethod,
@@ -80,11 +81,11 @@ _NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "logprob_token_ids"), ()),
     "repetition_detection": (),
 }
-"""Fields that this service lacks → values that change nothing."""
+"""Fields that this service, or one of its endpoints, lacks → values that change nothing."""
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options")
 """Fields of no effect."""
 _PART_LABELS = {"cache_control", "prompt_cache_breakpoint"}
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _UNSUPPORTED = "is not supported by this server: leave it out"
 _ONE_ANSWER = "asks for more than the limit: this server gives 1 answer a request"
 _OWN_MESSAGES = {
@@ -169,6 +170,9 @@ class _ChatFields(_CommonFields):
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = False
+    tools: list[Any] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
 
 
 class _TextFields(_CommonFields):
@@ -199,6 +203,7 @@ def read_chat(body: bytes, model: str) -> tuple[GenerateRequest, StreamOptions |
         None,
         chat_template_kwargs=fields.chat_template_kwargs,
         add_special_tokens=fields.add_special_tokens,
+        tools=read_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
     )
     prompt = chat(messages[:kept]) if fields.session_id is None else None
     append = chat(appended) if appended or fields.session_id is not None else None
@@ -269,7 +274,7 @@ def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:
         raise InvalidArgument("", "the body must be a JSON object")
     _check_sizes(content)
     given = {name: value for name, value in content.items() if value is not None and name not in _LABELS}
-    for name in [name for name in given if name in _NO_OP_VALUES]:
+    for name in given.keys() & _NO_OP_VALUES.keys() - kind.model_fields.keys():
         value = given.pop(name)
         if not any(_same(value, no_op) for no_op in _NO_OP_VALUES[name]):
             raise InvalidArgument(name, _OWN_MESSAGES.get(name, _UNSUPPORTED))
@@ -333,19 +338,25 @@ def _path(loc: tuple[int | str, ...]) -> list[int | str]:
     return [part for part in loc if part not in ("str", "list[str]")]
 
 
-def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, str]:
+def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read a message. OpenAI's client sends answers back with nulls and empty lists, which are ignored."""
     given = {field: value for field, value in message.items() if value is not None and value != []}
     given.pop("name", None)  # no conversation of this service has several users
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidArgument(f"{name}.role", f"{_shown(role)} must be one of {', '.join(_ROLES)}")
+    more: dict[str, Any] = {}
     if role == "assistant":
         for field in ("reasoning", "reasoning_content"):  # it is not read again
             given.pop(field, None)
+        if "tool_calls" in given:
+            more["tool_calls"] = read_calls(f"{name}.tool_calls", given.pop("tool_calls"))
+            content = "" if content is None else content
+    if role == "tool":
+        more["tool_call_id"] = call_id(f"{name}.tool_call_id", given.pop("tool_call_id", None))
     for field in given:
         raise InvalidArgument(f"{name}.{field}", _UNSUPPORTED)
-    return {"role": role, "content": _text(f"{name}.content", content)}
+    return {"role": role, "content": _text(f"{name}.content", content), **more}
 
 
 def _text(name: str, content: object) -> str:

@@ -4,6 +4,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from deltafront.service.request.text.detokenize import overlap
+from deltafront.service.request.text.tool_calls import CallPart
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -16,6 +17,7 @@ def is_open(prompt: str) -> bool:
 class AnswerPart(NamedTuple):
     reasoning: str = ""
     content: str = ""
+    calls: tuple[CallPart, ...] = ()
 
 
 class _State(Enum):

@@ -11,8 +11,8 @@ from deltafront.service.errors import InvalidArgument
 from deltafront.workers.messages.requests import PageSelection, RequestOptions, Sampling
 
 MAX_MESSAGES = 4096
-Messages = tuple[Mapping[str, str], ...]
-"""Each has a role and a content."""
+Messages = tuple[Mapping[str, Any], ...]
+"""Each has a role and a content. An assistant's may have `tool_calls`, a tool's a `tool_call_id`."""
 
 
 class SpecialTokens(StrEnum):
@@ -20,6 +20,21 @@ class SpecialTokens(StrEnum):
 
     TEXT = "text"
     PARSE = "parse"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Functions that an answer may call.
+
+    Args:
+        functions: Each has a `name`, and perhaps a `description` and `parameters`, a JSON schema.
+        choice: `auto`, `required`, or the name of the one to call.
+        parallel: Whether it may call several.
+    """
+
+    functions: tuple[Mapping[str, Any], ...]
+    choice: str = "auto"
+    parallel: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class Prompt:
     special_tokens: SpecialTokens = SpecialTokens.TEXT
     add_special_tokens: bool | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    tools: Tools | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -111,6 +127,10 @@ class GenerateRequest(PrefillRequest):
     answered_ids: bytes = field(default=b"", repr=False)
     constraint: Constraint | None = field(default=None, repr=False)
 
+    @property
+    def tools(self) -> Tools | None:
+        return tools_of(self.prompt, self.append)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -146,6 +166,12 @@ class Call:
     @property
     def prefill_only(self) -> bool:
         return self.sampling.max_tokens == 0
+
+
+def tools_of(prompt: Prompt | None, append: Prompt | None) -> Tools | None:
+    """Return the tools that an answer may call: those of the text right before it."""
+    last = append or prompt
+    return None if last is None else last.tools
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -36,6 +36,7 @@ from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.run.request_run import RequestRun
 from deltafront.service.request.text.text_budget import TextBudget
 from deltafront.service.request.text.tokenizer import TemplateError
+from deltafront.service.request.text.tool_calls import ToolFormat
 from deltafront.service.request.ttft_clock import TtftClock
 from deltafront.workers.waits import said_when_slow
 
@@ -106,6 +107,10 @@ class RequestHandler:
             tokenizer = self._resources.tokenizer.with_variables(prompt.chat_template_kwargs)
             return tokenizer.generation_prompt()
         return ""
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        return self._resources.tokenizer.tool_format
 
     @property
     def marks_reasoning(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from deltafront.service.metrics import density, scoring_overhead
 from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, Timings
-from deltafront.service.request.calls import Call
+from deltafront.service.request.calls import Call, tools_of
 from deltafront.service.request.context import Accepted, Resources
 from deltafront.service.request.text.detokenize import AnswerText, Match
 from deltafront.service.request.ttft_clock import decode_parts
@@ -28,8 +28,9 @@ class Answer:
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
         self._metrics = resources.metrics
         self._accepted = accepted
+        detokenizer = resources.tokenizer.detokenizer(tools_of(call.prompt, call.append) is not None)
         eos_ids = () if call.sampling.ignore_eos else resources.eos_ids
-        self._text = AnswerText(resources.tokenizer.detokenizer(), call.stop, eos_ids, call.answered)
+        self._text = AnswerText(detokenizer, call.stop, eos_ids, call.answered)
         self._tokens_shown = 0
         self._gaps: list[float] = []
         self._last_token_at = time.monotonic()

@@ -13,10 +13,11 @@ import numpy as np
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.methods import MethodSpec, is_exact
 from deltafront.service.errors import InvalidArgument, TooLong
-from deltafront.service.request.calls import Call, Prompt, pack_ids
+from deltafront.service.request.calls import Call, Prompt, Tools, pack_ids, tools_of
 from deltafront.service.request.context import Resources
 from deltafront.service.request.text.text_budget import HeldText
 from deltafront.service.request.text.tokenizer import TemplateError, TextTooLong, TokenLimit
+from deltafront.service.request.text.tool_calls import ToolFormat, tools_grammar
 from deltafront.workers.messages.requests import ID_BYTES, recompute_pages
 from deltafront.workers.model.grammars import GrammarError, grammar_of
 
@@ -44,6 +45,10 @@ async def tokenize(
             tokenizer = resources.tokenizer.with_variables(prompt.chat_template_kwargs)
         except TemplateError as error:
             raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
+        try:
+            tokenizer = tokenizer.with_tools(prompt.tools)
+        except TemplateError as error:
+            raise InvalidArgument(f"{name}.messages.tools", str(error)) from None
         limited = tokenizer.with_limit(TokenLimit(resources.positions, stopped))
         if prompt.text is not None:
             rule = prompt.special_tokens
@@ -68,12 +73,30 @@ async def tokenize(
 async def constrained(resources: Resources, call: Call) -> Call:
     """Put the grammar of a call's constraint into its options. It is compiled here, too, so that a wrong one
     is refused before anything is prefilled. Raises InvalidArgument."""
+    tools, form = tools_of(call.prompt, call.append), resources.tokenizer.tool_format
+    if tools is not None and form is not None:  # without a format tokenising refuses them
+        grammar = await asyncio.to_thread(_tools_grammar, resources, call, form, tools)
+        return replace(call, constraint=None, options=replace(call.options, constraint=grammar))
     given = vars(call.constraint) if call.constraint is not None else {}
-    for form, rule in given.items():
+    for rule_form, rule in given.items():
         if rule is not None:
-            grammar = await asyncio.to_thread(_checked_grammar, resources, call, form, rule)
+            grammar = await asyncio.to_thread(_checked_grammar, resources, call, rule_form, rule)
             return replace(call, constraint=None, options=replace(call.options, constraint=grammar))
     return call
+
+
+def _tools_grammar(resources: Resources, call: Call, form: ToolFormat, tools: Tools) -> str:
+    schema = None if call.constraint is None else call.constraint.json_schema
+    if call.constraint is not None and schema is None:
+        raise InvalidArgument("constraint", "must be a JSON schema, or none, where there are tools")
+    if schema is not None:
+        _checked_grammar(resources, replace(call, answered=()), "json_schema", schema)
+    grammar = tools_grammar(form, tools, resources.tokenizer.tool_tokens, schema)
+    try:
+        resources.grammars.begin(grammar, call.answered)
+    except GrammarError as error:
+        raise InvalidArgument("prompt.messages.tools", str(error)) from None
+    return grammar
 
 
 def _checked_grammar(resources: Resources, call: Call, form: str, rule: str) -> str:

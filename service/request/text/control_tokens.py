@@ -38,7 +38,7 @@ class MaskingError(ValueError): ...
 
 @dataclass(frozen=True)
 class Masking:
-    """A way to mask the contents of messages.
+    """A way to mask the texts of messages.
 
     Args:
         marker: The text before each control token that the template may see.
@@ -46,7 +46,7 @@ class Masking:
         safe: Whether no change by the template can turn contents into a control token.
     """
 
-    contents: Sequence[str]
+    messages: Sequence[Mapping[str, Any]]
     unmask_table: Mapping[int, str | None]
     marker: str
     visible: frozenset[str] = frozenset()
@@ -82,7 +82,7 @@ class ControlTokens:
     def find(self, text: str) -> list[str]:
         return [match.group() for match in self._matches(text)]
 
-    def parts(self, message: Mapping[str, str]) -> list[str]:
+    def parts(self, message: Mapping[str, Any]) -> list[str]:
         """Split a message's content at the control tokens that it may use: text, token, text and so on.
 
         Only assistant messages may use any: those around reasoning.
@@ -90,13 +90,14 @@ class ControlTokens:
         content = message["content"]
         return _REASONING.split(content) if message["role"] == "assistant" else [content]
 
-    def maskings(self, messages: Sequence[Mapping[str, str]]) -> Iterator[Masking]:
+    def maskings(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Masking]:
         """Yield maskings, from the safest to the one that shows the template the most. Raises MaskingError
         if the contents already use all characters for masks.
         """
         ends = sorted({end for token in self._tokens for end in (token[0], token[-1])})
-        used = set[str]().union(*(message["content"] for message in messages))
         contents = [self.parts(message) for message in messages]
+        called = [text for message in messages for text in _strings(message.get("tool_calls", ()))]
+        used = set[str]().union(*(message["content"] for message in messages), *called)
         unused = (character for character in map(chr, chain(*_PRIVATE_USE)) if character not in used)
         free = list(islice(unused, len(ends) + 1))
         if len(free) <= len(ends):
@@ -109,10 +110,11 @@ class ControlTokens:
         def masked(text: str) -> str:
             return text.translate(mask_table)
 
-        def changed(change: Callable[[str], str]) -> list[str]:
-            return [map_texts(change, parts) for parts in contents]
+        def changed(change: Callable[[str], str]) -> list[Mapping[str, Any]]:
+            return [map_message(change, *pair) for pair in zip(messages, contents, strict=True)]
 
-        visible = frozenset(token for parts in contents for text in parts[::2] for token in self.find(text))
+        texts = [*called, *(text for parts in contents for text in parts[::2])]
+        visible = frozenset(token for text in texts for token in self.find(text))
         yield Masking(changed(masked), table, marker, safe=True)
         yield Masking(changed(lambda text: self._replace(text, masked)), table, marker)
         marked = changed(lambda text: self._replace(text, lambda token: marker + token))
@@ -183,6 +185,38 @@ class ControlTokens:
 def map_texts(change: Callable[[str], str], parts: Sequence[str]) -> str:
     """Apply `change` to a message's texts and join its parts. Parts at odd indices are tokens."""
     return "".join(part if place % 2 else change(part) for place, part in enumerate(parts))
+
+
+def map_message(
+    change: Callable[[str], str], message: Mapping[str, Any], parts: Sequence[str]
+) -> Mapping[str, Any]:
+    """Return a message with its texts changed: the parts of its content, and what its calls say."""
+    content, calls = map_texts(change, parts), message.get("tool_calls")
+    if not calls:
+        return {**message, "content": content}
+    said = [{**call, "function": _mapped(change, call["function"])} for call in calls]
+    return {**message, "content": content, "tool_calls": said}
+
+
+def _mapped(change: Callable[[str], str], function: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"name": change(function["name"]), "arguments": _map_strings(change, function["arguments"])}
+
+
+def _map_strings(change: Callable[[str], str], value: Any) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _map_strings(change, inner) for key, inner in value.items()}
+    return [_map_strings(change, inner) for inner in value] if isinstance(value, list) else value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for part in pair for text in _strings(part))
+    elif isinstance(value, list | tuple):
+        yield from (text for part in value for text in _strings(part))
 
 
 def any_of_pattern(words: Iterable[str]) -> str:

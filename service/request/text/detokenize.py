@@ -1,6 +1,6 @@
 """Turns token ids into text while they arrive: whole characters, and nothing past a stop string."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -17,15 +17,21 @@ class Detokenizer:
     On bytes that form no character, a DecodeStream waits forever and decodes all of them at each step; it
     raises if later tokens change text that was already returned. Then the tokens that it holds are decoded
     separately, and a new stream begins after the last complete text.
+
+    Args:
+        spoken: Ids of special tokens that have a text here.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, spoken: Mapping[int, str] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._spoken = spoken or {}
         self._before: list[int] = []
         self._held: list[int] = []
         self._stream = self._begin()
 
     def push(self, token_id: int) -> str:
+        if token_id in self._spoken:
+            return self.flush() + self._spoken[token_id]
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)

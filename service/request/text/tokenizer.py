@@ -18,14 +18,15 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from deltafront.service.request.calls import SpecialTokens, pack_ids
+from deltafront.service.request.calls import SpecialTokens, Tools, pack_ids
 from deltafront.service.request.text.control_tokens import (
     TEMPLATE_READS_TOKENS,
     ControlTokens,
     MaskingError,
-    map_texts,
+    map_message,
 )
 from deltafront.service.request.text.detokenize import Detokenizer
+from deltafront.service.request.text.tool_calls import MARKS, ToolFormat, format_of
 from deltafront.workers.messages.requests import ID_BYTES
 from deltafront.workers.model.directory.chat_template import OURS, ChatTemplate
 from deltafront.workers.model.directory.model_files import ModelError
@@ -37,7 +38,7 @@ from deltafront.workers.model.directory.tokenizer_files import (
     tokenizer_json,
 )
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 _PIECE = 16_384
 """Characters of a piece of a long text, which one thread tokenises."""
@@ -116,6 +117,29 @@ class TextTokenizer:
                 raise TemplateError(f"the control token {token!r} may not stand in it")
         return self._with(_variables=dict(variables))
 
+    def with_tools(self, tools: Tools | None) -> TextTokenizer:
+        """Return a tokenizer whose chat template sees these tools. Raises TemplateError if it has none, or
+        for a text with a control token."""
+        if tools is None:
+            return self
+        if self.tool_format is None:
+            raise TemplateError(
+                "this model's chat template has no tools, or the model writes calls in a form not read here"
+            )
+        shown = [{"type": "function", "function": dict(function)} for function in tools.functions]
+        return self.with_variables({**self._variables, "tools": shown})
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The form of the model's calls; None if there is no template, or one without tools."""
+        return None if self._template is None else format_of(self._template.source)
+
+    @functools.cached_property
+    def tool_tokens(self) -> Mapping[str, int]:
+        """Special tokens of calls, which text cannot spell."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token.content: number for number, token in added if token.special and token.content in MARKS}
+
     def with_limit(self, limit: TokenLimit) -> TextTokenizer:
         return self._with(_limit=limit)
 
@@ -177,8 +201,10 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer)
+    def detokenizer(self, tools: bool = False) -> Detokenizer:
+        """Make a detokenizer. With `tools`, special tokens around calls have a text, too."""
+        spoken = {number: text for text, number in self.tool_tokens.items()} if tools else {}
+        return Detokenizer(self._tokenizer, spoken)
 
     def _ids(self, tokenizer: Tokenizer, text: str, add_bos: bool) -> bytes:
         limit = self._limit
@@ -218,11 +244,7 @@ class TextTokenizer:
         head = len(self._render(before, False)) if before else 0
         try:
             for masking in control.maskings(messages):
-                masked = [
-                    {**message, "content": content}
-                    for message, content in zip(messages, masking.contents, strict=True)
-                ]
-                added = self._render([*before, *masked], add_generation_prompt)[head:]
+                added = self._render([*before, *masking.messages], add_generation_prompt)[head:]
                 if masking.unmask(added) == rendered:
                     text = control.with_aliases(added, masking, own_tokens)
                     return self._ids_with_aliases(text, add_bos)
@@ -251,7 +273,7 @@ class TextTokenizer:
         rendered = self._render([*before, *messages], add_generation_prompt)
         parts = [self._control.parts(message) for message in messages]
         numbered = [
-            {"role": message["role"], "content": map_texts(functools.partial(self._harmless, number), said)}
+            map_message(functools.partial(self._harmless, number), message, said)
             for number, (message, said) in enumerate(zip(messages, parts, strict=True))
         ]
         harmless = self._render([*before, *numbered], add_generation_prompt)[len(head) :]
@@ -259,7 +281,8 @@ class TextTokenizer:
         if not rendered.startswith(head) or any(message["role"] in shown for message in before):
             raise TemplateError("this model's chat template cannot append messages: append text instead")
         for number, message in enumerate(messages):
-            if parts[number][-1].strip() and str(number) not in shown:
+            said = parts[number][-1].strip() or message.get("tool_calls")
+            if said and str(number) not in shown:
                 raise TemplateError(
                     f"this model's chat template leaves out a message of the role {message['role']!r} here: "
                     "say it in a user's message"

@@ -59,12 +59,12 @@ def test_refuses_wrong_tokens_and_keeps_callers_apart(
 BAD: dict[str, dict[str, Any]] = {
     "model": {"model": 3},
     "messages": {"messages": []},
-    "messages[0].role": {"messages": [{"role": "tool", "content": "x"}]},
+    "messages[0].role": {"messages": [{"role": "critic", "content": "x"}]},
     "messages[1].content": {"messages": [*HI, {"role": "user"}]},
     "messages[0].content[1]": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]
     },
-    "messages[0].tool_calls": {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+    "messages[0].tool_calls": {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
     "messages[0].content[0]": {"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]},
     "messages[0].content[0].text": {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
     "stream": {"stream": "yes"},
@@ -126,8 +126,7 @@ def test_a_body_that_is_no_json_object_is_refused(address: str, body: bytes) -> 
 
 
 def test_refuses_unsupported_fields_by_name(house: House, api: openai.OpenAI) -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    unsupported = {"tools": [tool], "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
+    unsupported = {"logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
                    "logit_bias": {"5": 1}, "store": True,
                    "reasoning_effort": "low", "audio": {}}  # fmt: skip
     for name, value in unsupported.items():

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from deltafront.tests.schemas import SCHEMAS
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Sampling
 from deltafront.workers.model.grammars import GrammarError, Grammars, json_grammar
@@ -161,41 +162,6 @@ def test_schema_that_cannot_be_followed_is_refused_in_one_line(
 def test_answer_that_violates_its_grammar_is_not_resumed(grammars: Grammars) -> None:
     with pytest.raises(GrammarError, match="do not follow"):
         grammars.begin('start: "ab"', [TOKENS.index("b")])
-
-
-NAMES = st.text("abcxyz_", min_size=1, max_size=6)
-LEAVES = st.one_of(
-    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "string", "maxLength": 8}]),
-    st.builds(lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
-              st.integers(-50, 50), st.integers(0, 500)),
-    st.builds(lambda values: {"enum": sorted(values)}, st.sets(NAMES, min_size=1, max_size=4)),
-    st.just({"type": "string", "pattern": "^[a-f]{2,5}-[0-9]+$", "maxLength": 12}),
-)  # fmt: skip
-
-
-def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    def build(properties: dict[str, Any], optional: bool) -> dict[str, Any]:
-        required = sorted(properties)[: len(properties) // 2] if optional else sorted(properties)
-        return {
-            "type": "object",
-            "properties": properties,
-            "required": required,
-            "additionalProperties": False,
-        }
-
-    return st.builds(build, st.dictionaries(NAMES, inner, max_size=3), st.booleans())
-
-
-SCHEMAS = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        _objects(inner),
-        st.builds(lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner,
-                  st.integers(0, 3)),
-        st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner),
-    ),
-    max_leaves=5,
-)  # fmt: skip
 
 
 async def test_sampled_answers_of_random_schemas_validate(bench: Any, grammars: Grammars) -> None:

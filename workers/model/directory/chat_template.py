@@ -39,10 +39,11 @@ class ChatTemplate:
     """A parsed template. Raises jinja2.TemplateSyntaxError if it is broken."""
 
     def __init__(self, source: str) -> None:
+        self.source = source
         self._template = _environment().from_string(source)
 
     def render(
-        self, messages: Sequence[Mapping[str, str]], answer: bool, variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, Any]], answer: bool, variables: Mapping[str, Any]
     ) -> str:
         """Render a conversation into a prompt. Raises jinja2.TemplateError if the template refuses it.
 

@@ -1,0 +1,220 @@
+"""Calls of tools in a model's own format: the grammar that an answer follows, and how calls are read from it.
+
+The format is known by its marker in the model's chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from deltafront.service.request.calls import Tools
+from deltafront.service.request.text.detokenize import overlap
+
+_LENIENT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
+"""For a tool's parameters: what llguidance does not know is ignored, since tools have schemas of any kind."""
+_ID_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+"""Mistral's templates take ids of this length alone."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls: `trigger`, `head` with the tool's name, the arguments as JSON, and `tail`.
+
+    Attributes:
+        marker: The format's mark in a chat template.
+        trigger: What begins calls after free text. Empty: an answer is either text or calls.
+        between: Comes between two calls.
+        first, last: With them one trigger begins all calls, and they stand around these.
+    """
+
+    marker: str
+    trigger: str
+    head: str
+    tail: str
+    between: str
+    first: str = ""
+    last: str = ""
+
+    @cached_property
+    def head_pattern(self) -> re.Pattern[str]:
+        before, after = (re.escape(part) for part in self.head.split("NAME"))
+        return re.compile(f"{before}([A-Za-z0-9_.-]+){after}")
+
+
+FORMATS = (
+    ToolFormat("[ARGS]", "[TOOL_CALLS]", "NAME[ARGS]", "", ""),
+    ToolFormat("[TOOL_CALLS]", "[TOOL_CALLS]", '{"name": "NAME", "arguments": ', "}", ", ", "[", "]"),
+    ToolFormat("<tool_call>", "<tool_call>", '\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n"),
+    ToolFormat('"parameters": ', "", '{"name": "NAME", "parameters": ', "}", "; "),
+)
+"""Mistral's newer and older, Hermes' and Qwen's, Llama 3's."""
+MARKS = ("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>")
+"""Parts of these formats that are special tokens in some models."""
+_OTHERS = ("<arg_key>", "<function=", "<|channel|>")
+"""Marks of formats whose arguments are no JSON, or that are not text."""
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """Find the format in the text of a chat template; None if it has no tools, or in a form not read here."""
+    if "tools" not in template or any(mark in template for mark in _OTHERS):
+        return None
+    return next((form for form in FORMATS if form.marker in template), None)
+
+
+def tools_grammar(form: ToolFormat, tools: Tools, special: Mapping[str, int], schema: str | None) -> str:
+    """Make the grammar of an answer that may, or must, call tools.
+
+    Args:
+        special: Ids of the format's special tokens, which no text can spell.
+        schema: JSON that an answer without calls follows; None: it is free.
+    """
+    chosen = [one for one in tools.functions if tools.choice in ("auto", "required", one["name"])]
+    rules = [f"call_{number}: {_call(form, one, special)}" for number, one in enumerate(chosen)]
+    one = " | ".join(f"call_{number}" for number in range(len(chosen)))
+    begin = "" if form.first else _words(form.trigger, special)
+    more = "" if not tools.parallel else f"({_words(form.between, special)} {begin} call)*"
+    rules += [
+        f"call: {one}",
+        f"calls: {_words(form.first, special)} call {more} {_words(form.last, special)}",
+    ]
+    trigger = _words(form.trigger, special)
+    if tools.choice != "auto":
+        start = f"{trigger} calls"
+    elif schema is not None:
+        start = f"{trigger} calls | other"
+        rules.append(f"other: %json {schema}")
+    elif not form.trigger:
+        start = "calls | OTHER"
+        rules.append(r"OTHER: /([^{\s](.|\n)*)?/")
+    elif form.trigger in special:
+        start = f"TEXT | TEXT {trigger} calls"
+        rules.append(r"TEXT: /(.|\n)*/")
+    else:
+        start = "TEXT | opening calls"
+        rules += [r"TEXT: /(.|\n)*/", f"opening[lazy]: TEXT {trigger}"]
+    return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+
+
+def _call(form: ToolFormat, function: Mapping[str, Any], special: Mapping[str, int]) -> str:
+    schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": _LENIENT}
+    head = _words(form.head.replace("NAME", function["name"]), special)
+    return f"{head} %json {json.dumps(schema)} {_words(form.tail, special)}"
+
+
+def _words(text: str, special: Mapping[str, int]) -> str:
+    """Write a text in Lark, and special tokens by their ids."""
+    pattern = "|".join(map(re.escape, special)) or "(?!)"
+    parts = re.split(f"({pattern})", text)
+    written = [f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part]
+    return " ".join(written)
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A piece of a call. The first one of a call has its id and name."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolCallParser:
+    """Tells calls from text in an answer that comes in any pieces and follows `tools_grammar`.
+
+    Attributes:
+        calls: How many calls have begun.
+    """
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._form = form
+        self._held = ""
+        self._calling: bool | None = None if not form.trigger else False
+        """None: it is not known yet, since the answer has not begun."""
+        self._arguments: _JsonEnd | None = None
+        self.calls = 0
+
+    def push(self, text: str) -> list[str | CallPart]:
+        """Take the next text, and return what is certain: text, or pieces of calls."""
+        self._held += text
+        parts = list[str | CallPart]()
+        while (part := self._next()) is not None:
+            parts.append(part)
+        return [part for part in parts if part]
+
+    def flush(self) -> list[str | CallPart]:
+        """Return the rest of an answer that has ended. Of an unfinished call nothing is left."""
+        held, self._held = self._held, ""
+        return [held] if held and not self._calling else []
+
+    def _next(self) -> str | CallPart | None:
+        if self._arguments is not None:
+            return self._more_arguments(self._arguments)
+        if self._calling is None:
+            if not self._held.strip():
+                return None
+            self._calling = self._held.lstrip().startswith("{")
+        return self._head() if self._calling else self._text()
+
+    def _text(self) -> str | None:
+        trigger = self._form.trigger
+        before, found, after = self._held.partition(trigger) if trigger else (self._held, "", "")
+        if found:
+            self._calling, self._held = True, after
+            return before.rstrip()
+        ready = len(self._held) - overlap(self._held, trigger)
+        if not ready:
+            return None
+        text, self._held = self._held[:ready], self._held[ready:]
+        return text
+
+    def _head(self) -> CallPart | None:
+        found = self._form.head_pattern.search(self._held)
+        if found is None:
+            return None
+        self._held, index = self._held[found.end() :], self.calls
+        self._arguments, self.calls = _JsonEnd(), self.calls + 1
+        call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+        return CallPart(index, call_id, found[1])
+
+    def _more_arguments(self, arguments: _JsonEnd) -> CallPart | None:
+        length = arguments.find(self._held)
+        taken, self._held = self._held[:length], self._held[length:]
+        if arguments.ended:
+            self._arguments = None
+        return CallPart(self.calls - 1, arguments=taken) if taken else None
+
+
+class _JsonEnd:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = False
+        self.ended = False
+
+    def find(self, text: str) -> int:
+        """Return how many characters of the next text belong to the object."""
+        for place, character in enumerate(text):
+            if self._quoted:
+                closes = character == '"' and not self._escaped
+                self._escaped = character == "\\" and not self._escaped
+                self._quoted = not closes
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.ended = True
+                    return place + 1
+        return len(text)
