@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LINK := build/link
 
-.PHONY: demo test test-arithmetic test-long acceptance chaos image check proto serve dashboards manifests clean install dev model vocabularies accuracy
+.PHONY: demo test test-arithmetic test-long acceptance chaos image cluster-test check proto serve dashboards manifests clean install dev model vocabularies accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -75,6 +75,11 @@ chaos: dev
 # The image, on a Debian that is made for it, where buildah and debootstrap are: five minutes, 5 GB for a while.
 image: dev
 	$(BIN)/pytest --image tests/deploy/test_image.py
+
+# A service on a real Kubernetes with KubeRay: $KUBECONFIG's cluster (CLUSTER_IMPORT: a command that loads an image
+# archive there), or one that the program $CLUSTER_UP makes. Skips where there is none. Builds the image once.
+cluster-test: dev
+	$(BIN)/pytest --cluster -s tests/deploy/cluster
 
 check: dev
 	$(BIN)/ruff check .

@@ -77,6 +77,7 @@ order: Serve's settings must be in the environment before Ray is imported."""
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--acceptance", action="store_true", help="run tests/e2e at full size")
     parser.addoption("--image", action="store_true", help="build the image, which takes minutes")
+    parser.addoption("--cluster", action="store_true", help="run tests/deploy/cluster, on a Kubernetes")
     parser.addoption("--ranks", type=int, default=1, help="ranks of a decode engine in tests/workers")
     parser.addoption("--long", action="store_true", help="run the tests of make test-long, and no others")
 

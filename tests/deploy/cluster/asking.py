@@ -1,0 +1,59 @@
+"""Runs in a pod: asks a chat and a document all the time until /tmp/enough is there. A line of JSON each.
+
+A request is lost when it ends with an error, after what the client itself tries again. Its pause is the
+longest time between two of its events.
+"""
+
+import itertools
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+from deltafront.service.client import DeltafrontClient, GenerateFinished
+from deltafront.service.errors import DeltafrontError
+
+DOCUMENT = "The captain looked at the sea, and the sea looked back at him. " * 20
+PROMPTS = {"chat": [{"role": "user", "content": "Who are you?"}], "document": DOCUMENT}
+TIMEOUT_S = 600.0
+
+
+def ask(client: DeltafrontClient, kind: str, number: int) -> None:
+    began = last = time.monotonic()
+    pause, error, done = 0.0, "it ended without a result", False
+    prompt = PROMPTS[kind] if kind == "chat" else f"{number} {PROMPTS[kind]}"
+    try:
+        for event in client.generate(prompt, max_tokens=12, ignore_eos=True, timeout_s=TIMEOUT_S):
+            now = time.monotonic()
+            pause, last = max(pause, now - last), now
+            done = isinstance(event, GenerateFinished)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    line = {"kind": kind, "at": time.time(), "s": time.monotonic() - began, "pause": pause}
+    print(json.dumps(line | ({} if done else {"error": error})), flush=True)
+
+
+def answers(client: DeltafrontClient) -> bool:
+    try:
+        return bool(client.info().model)
+    except DeltafrontError:
+        return False
+
+
+def ask_always(address: str, kind: str) -> None:
+    with DeltafrontClient(address, retry_s=TIMEOUT_S) as client:
+        while not answers(client):  # network policies learn of a new pod's address after a moment
+            time.sleep(0.5)
+        for number in itertools.count():
+            if Path("/tmp/enough").exists():
+                return
+            ask(client, kind, number)
+
+
+if __name__ == "__main__":
+    threads = [threading.Thread(target=ask_always, args=(sys.argv[1], kind)) for kind in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

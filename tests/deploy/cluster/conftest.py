@@ -1,0 +1,194 @@
+"""The cluster of `make cluster-test`: $KUBECONFIG's, or one that $CLUSTER_UP makes. One service for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..builder import IMAGE as builder_image
+from ..builder import REDIS as builder_redis
+from ..builder import Builder, build_redis
+from ..manifests import ROOT, Object
+from .kube import (
+    ASKING,
+    CLIENTS,
+    IMAGE,
+    NAMESPACE,
+    REDIS,
+    STRANGERS,
+    TOKEN,
+    Kube,
+    client_pod,
+    is_ready,
+    small,
+)
+
+MAKER = Path(os.environ.get("CLUSTER_UP") or ROOT.parent / "shared" / "kube" / "node")
+"""A program with the commands `up`, `down`, `import ARCHIVE`, `kubectl …`, `run …` and `off NODE`."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.timeout(3600))
+            if not config.getoption("--cluster"):
+                item.add_marker(pytest.mark.skip(reason="needs a Kubernetes: make cluster-test"))
+
+
+@pytest.fixture(scope="session")
+def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
+    """A cluster with KubeRay's operator and our images."""
+    archives: Callable[[], list[Path]] = request.getfixturevalue("archives")
+    if os.environ.get("KUBECONFIG"):
+        load = os.environ.get("CLUSTER_IMPORT")
+        if load is None:
+            pytest.skip(
+                "CLUSTER_IMPORT is not set: a command that loads an image archive into $KUBECONFIG's cluster"
+            )
+        for archive in archives():
+            subprocess.run([*load.split(), archive], check=True)
+        yield Kube(("kubectl",))
+        return
+    if not MAKER.exists():
+        pytest.skip("no Kubernetes: set KUBECONFIG, or CLUSTER_UP to a program that makes one")
+    made = os.environ.get("CLUSTER_KEPT") is None  # else it is up, with the images, and stays
+    try:
+        if made:
+            subprocess.run([MAKER, "--nodes", "2", "up"], check=True)
+            subprocess.run([MAKER, "import", *archives()], check=True)
+        yield Kube((str(MAKER), "kubectl"))
+    finally:
+        if made:
+            subprocess.run([MAKER, "down"], check=False)
+
+
+@dataclass
+class Load:
+    """What clients saw. lost: errors; pause: the longest wait between two events of a request, in s."""
+
+    requests: int = 0
+    lost: tuple[str, ...] = ()
+    pause: float = 0.0
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """The service, and clients in namespaces that may ask and may not."""
+
+    kube: Kube
+    folder: Path
+
+    def apply(self, *components: str, **changes: dict[str, Any]) -> list[Object]:
+        objects = small(self.folder, changes, *components)
+        self.kube.apply(*objects)
+        return objects
+
+    def wait_until_ready(self) -> None:
+        self.kube("-n", NAMESPACE, "wait", "--for=condition=Ready", "rayservice/deltafront", "--timeout=900s")
+        self.kube.until(
+            lambda: [one for one in self.kube.pods("door") if is_ready(one)], "a door that is ready"
+        )
+
+    def wait_until_whole(self) -> None:
+        """Until every pod is there and ready, as after a fault."""
+        wanted = {"headgroup": 1, "door": 2, "prefill": 1, "decode": 1, "redis": 1}
+
+        def whole() -> bool:
+            pods = {group: self.kube.pods(group, living=False) for group in wanted}
+            return all(
+                len(pods[group]) == count and all(map(is_ready, pods[group]))
+                for group, count in wanted.items()
+            )
+
+        self.kube.until(whole, "all pods ready")
+        self.wait_until_ready()
+
+    @contextmanager
+    def load(self, what: str) -> Iterator[Load]:
+        """Clients that ask all the time; after the block what they saw, which is printed, too."""
+        load, name, kube = Load(), f"load-{time.monotonic_ns()}", self.kube
+
+        def lines() -> list[str]:
+            return kube("-n", CLIENTS, "logs", name, check=False).splitlines()
+
+        kube.apply(
+            client_pod(name, CLIENTS, "python", "-c", ASKING.read_text(), "deltafront.deltafront:9000")
+        )
+        kube.until(lambda: len(lines()) >= 2, "a first answer to each client")
+        try:
+            yield load
+            seen = len(lines())
+            kube.until(lambda: len(lines()) >= seen + 4, "answers after the change")
+            kube("-n", CLIENTS, "exec", name, "--", "touch", "/tmp/enough")
+            kube.until(lambda: phase(kube, name) in ("Succeeded", "Failed"), "the clients' end")
+        finally:
+            asked = [json.loads(line) for line in lines() if line.startswith("{")]
+            load.requests = len(asked)
+            load.lost = tuple(one["error"] for one in asked if "error" in one)
+            load.pause = max((one["pause"] for one in asked), default=0.0)
+            usual = sorted(one["pause"] for one in asked)[len(asked) // 2] if asked else 0.0
+            print(
+                f"\n{what}: {load.requests} requests, {len(load.lost)} lost, "
+                f"longest pause {load.pause:.1f} s (median {usual:.1f} s)"
+            )
+            kube("-n", CLIENTS, "delete", "pod", name, "--wait=false", check=False)
+
+
+def phase(kube: Kube, name: str) -> str:
+    return kube("-n", CLIENTS, "get", "pod", name, "-o", "jsonpath={.status.phase}")
+
+
+@pytest.fixture(scope="session")
+def applied(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
+    """Apply once. Pod Security `restricted` is enforced in every namespace of the tests."""
+    for name, labels in (
+        (NAMESPACE, {}),
+        (CLIENTS, {"deltafront/clients": "yes"}),
+        (STRANGERS, {}),
+    ):
+        enforced = {"pod-security.kubernetes.io/enforce": "restricted"}
+        metadata = {"name": name, "labels": enforced | labels}
+        kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    for name, content in (
+        ("deltafront-tokens", {"tokens": TOKEN}),
+        ("deltafront-redis", {"password": "secret"}),
+    ):
+        metadata = {"name": name, "namespace": NAMESPACE}
+        kube.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": content})
+    deployed = Deployed(kube, tmp_path_factory.mktemp("overlay"))
+    deployed.apply()
+    return deployed
+
+
+@pytest.fixture
+def deployed(applied: Deployed) -> Deployed:
+    applied.wait_until_whole()
+    return applied
+
+
+@pytest.fixture(scope="session")
+def archives(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], list[Path]]:
+    """A function that gives archives of our image and a Redis, built unless $CLUSTER_IMAGES names them."""
+
+    def made() -> list[Path]:
+        if given := os.environ.get("CLUSTER_IMAGES"):
+            return [Path(one) for one in given.split(":")]
+        builder: Builder = request.getfixturevalue("image_builder")
+        build_redis(builder)
+        return [
+            builder.archive(built, name) for built, name in ((builder_image, IMAGE), (builder_redis, REDIS))
+        ]
+
+    return made

@@ -1,0 +1,154 @@
+"""A Kubernetes, asked by kubectl; the overlay `cpu` made small enough for two cores; and clients in a pod."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..manifests import KUBERNETES, Object
+from ..test_serve_config import generator
+
+NAMESPACE, CLIENTS, STRANGERS = "deltafront", "clients", "strangers"
+TOKEN = "of-a-test"
+IMAGE, REDIS = "docker.io/library/deltafront:cpu", "docker.io/library/redis:7.4"
+ASKING = Path(__file__).with_name("asking.py")
+WAIT_S = 900.0
+"""Of anything: how long it takes says nothing on a busy machine."""
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "runAsUser": 1000,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+@dataclass(frozen=True)
+class Kube:
+    """kubectl: the command, with the administrator's credentials."""
+
+    kubectl: tuple[str, ...]
+
+    def __call__(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
+        command = [*self.kubectl, *arguments]
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, check=False, timeout=WAIT_S
+        )
+        assert done.returncode == 0 or not check, f"{' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def apply(self, *objects: Object) -> None:
+        self("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+    def get(self, kind: str, *arguments: str, namespace: str = NAMESPACE) -> list[Object]:
+        found: list[Object] = json.loads(self("-n", namespace, "get", kind, *arguments, "-o", "json"))[
+            "items"
+        ]
+        return found
+
+    def service(self) -> Object:
+        (found,) = self.get("rayservice")
+        return found
+
+    def pods(self, group: str, *, living: bool = True) -> list[Object]:
+        """Pods of Ray's group, or with a role of ours."""
+        label = f"deltafront/role={group}" if group in ("redis", "model") else f"ray.io/group={group}"
+        pods = self.get("pods", "-l", label)
+        return [one for one in pods if not living or "deletionTimestamp" not in one["metadata"]]
+
+    def until(self, true: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
+        """Wait for something, and return it. Raises AssertionError with what Kubernetes says."""
+        deadline = time.monotonic() + seconds
+        while not (found := true()):
+            if time.monotonic() > deadline:
+                said = self("-n", NAMESPACE, "get", "pods,rayservice", "-o", "wide", check=False)
+                raise AssertionError(f"{what}: not after {seconds:.0f} s\n{said}\n{self.reason()}")
+            time.sleep(0.5)
+        return found
+
+    def reason(self) -> str:
+        """What `kubectl describe rayservice` shows of the deployments."""
+        return self("-n", NAMESPACE, "describe", "rayservice", check=False)
+
+
+def names(objects: list[Object]) -> set[str]:
+    return {one["metadata"]["name"] for one in objects}
+
+
+def is_ready(pod: Object) -> bool:
+    conditions = {one["type"]: one["status"] for one in pod["status"].get("conditions", [])}
+    return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+
+
+def small(folder: Path, changes: Mapping[str, Mapping[str, Any]], *components: str) -> list[Object]:
+    """The overlay `cpu` with a smaller configuration and smaller pods.
+
+    Args:
+        changes: Further keys of the configuration's sections.
+        components: Of deploy/kubernetes.
+    """
+    overlay = KUBERNETES / "overlays" / "cpu"
+    config = yaml.safe_load((overlay / "config.yaml").read_text())
+    config["prefill"] |= {"stages": 1, "cache_tokens": 4096, "cpus_per_stage": 0.1, "drain_s": 20}
+    config["decode"] |= {"cache_tokens": 8192, "cpus": 0.1, "drain_s": 20}
+    config["door"] |= {"cpus": 0.1}
+    for section, keys in changes.items():
+        config[section] |= keys
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "serve.yaml").write_text(generator().patch(folder))
+    groups = {"headGroupSpec": "2Gi", **{f"workerGroupSpecs/{n}": "3Gi" for n in range(3)}}
+    sizes = [
+        {
+            "op": "replace",
+            "path": f"/spec/rayClusterConfig/{group}/template/spec/containers/0/resources",
+            "value": {
+                "requests": {"cpu": "50m", "memory": "600Mi"},
+                "limits": {"cpu": "2", "memory": memory},
+            },
+        }
+        for group, memory in groups.items()
+    ]
+    (folder / "sizes.yaml").write_text(yaml.safe_dump(sizes))
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [relative(overlay, folder)],
+        "components": [relative(KUBERNETES / one, folder) for one in components],
+        "patches": [
+            {"path": name, "target": {"kind": "RayService"}} for name in ("serve.yaml", "sizes.yaml")
+        ],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    done = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True)
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def relative(path: Path, start: Path) -> str:
+    return os.path.relpath(path.resolve(), start.resolve())
+
+
+def client_pod(name: str, namespace: str, *command: str) -> Object:
+    """A pod that asks, under Pod Security `restricted`."""
+    container = {
+        "name": "client",
+        "image": IMAGE,
+        "command": list(command),
+        "env": [{"name": "DELTAFRONT_TOKEN", "value": TOKEN}],
+        "securityContext": RESTRICTED,
+        "resources": {"requests": {"cpu": "10m", "memory": "100Mi"}},
+    }
+    spec = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [container]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": spec | {"automountServiceAccountToken": False},
+    }

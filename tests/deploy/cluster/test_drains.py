@@ -1,0 +1,58 @@
+"""`kubectl drain` of each node in turn: what leaves waits while nothing could replace it."""
+
+from __future__ import annotations
+
+import json
+
+from .conftest import Deployed
+from .kube import NAMESPACE, Kube, names
+
+DRAIN = (
+    "--ignore-daemonsets",
+    "--delete-emptydir-data",
+    "--force",
+    "--pod-selector=app.kubernetes.io/part-of=deltafront",
+)
+
+
+def node_of(kube: Kube, group: str) -> str:
+    return str(kube.pods(group)[0]["spec"]["nodeName"])
+
+
+def on(kube: Kube, node: str) -> set[str]:
+    pods = kube.get("pods", "-l", "ray.io/is-ray-node=yes", f"--field-selector=spec.nodeName={node}")
+    return names(pods)
+
+
+def drained(deployed: Deployed, node: str) -> None:
+    """Drain what can leave: Redis and, without a head, prefill and decode wait."""
+    kube = deployed.kube
+    try:
+        kube("drain", node, *DRAIN, "--timeout=600s", check=False)
+        kube.until(lambda: not on(kube, node), f"{node} has none of Ray's pods")
+    finally:
+        kube("uncordon", node)
+
+
+def test_a_drained_node_of_prefill_loses_no_request(deployed: Deployed) -> None:
+    node = node_of(deployed.kube, "prefill")
+    with deployed.load("node of prefill drained") as load:
+        drained(deployed, node)
+    assert not load.lost
+
+
+def test_a_drained_node_of_the_head_loses_no_request(deployed: Deployed) -> None:
+    node = node_of(deployed.kube, "headgroup")
+    with deployed.load("node of the head drained") as load:
+        drained(deployed, node)
+    assert not load.lost
+
+
+def test_redis_stays_on_a_node_that_is_drained(deployed: Deployed) -> None:
+    kube = deployed.kube
+    (redis,) = kube.pods("redis")
+    name = redis["metadata"]["name"]
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}/eviction"
+    evict = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
+    said = kube("create", "--raw", path, "-f", "-", stdin=json.dumps(evict), check=False)
+    assert names(kube.pods("redis")) == {name}, said

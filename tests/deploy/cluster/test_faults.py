@@ -1,0 +1,63 @@
+"""Pods that are deleted or killed while clients ask: nothing is lost. The longest pause is printed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from .conftest import Deployed
+from .kube import NAMESPACE, is_ready, names
+
+GROUPS = ("door", "prefill", "decode", "headgroup")
+
+
+def test_first_answer_after_apply(applied: Deployed) -> None:
+    began = time.monotonic()
+    applied.wait_until_ready()
+    print(f"\nready {time.monotonic() - began:.0f} s after apply")
+    with applied.load("no fault") as load:
+        pass
+    assert load.requests and not load.lost
+    print(f"first answers {time.monotonic() - began:.0f} s after apply")
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "redis"])
+def test_a_deleted_pod_loses_no_request(deployed: Deployed, group: str) -> None:
+    kube = deployed.kube
+    (gone, *_) = kube.pods(group)
+    name, uid = gone["metadata"]["name"], gone["metadata"]["uid"]
+    with deployed.load(f"{group} deleted") as load:
+        kube("-n", NAMESPACE, "delete", "pod", name, "--wait=false")
+        kube.until(lambda: uid not in uids(deployed, group), f"{name} has left")
+        kube.until(lambda: any(map(is_ready, kube.pods(group))), f"another {group} pod")
+    assert not load.lost
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_killed_pod_loses_no_request(deployed: Deployed, group: str) -> None:
+    kube = deployed.kube
+    (gone, *_) = kube.pods(group)
+    name, uid = gone["metadata"]["name"], gone["metadata"]["uid"]
+    with deployed.load(f"{group} killed") as load:
+        kube("-n", NAMESPACE, "delete", "pod", name, "--force", "--grace-period=0")
+        kube.until(lambda: uid not in uids(deployed, group), f"{name} is gone")
+        kube.until(lambda: any(map(is_ready, kube.pods(group))), f"another {group} pod")
+    assert not load.lost
+
+
+def uids(deployed: Deployed, group: str) -> set[str]:
+    return {one["metadata"]["uid"] for one in deployed.kube.pods(group, living=False)}
+
+
+def test_a_door_leaves_soon_after_its_last_answer(deployed: Deployed) -> None:
+    """No other pod has room for its replica, so it waits for none."""
+    kube = deployed.kube
+    name = kube.pods("door")[0]["metadata"]["name"]
+    with deployed.load("door deleted, and timed") as load:
+        began = time.monotonic()
+        kube("-n", NAMESPACE, "delete", "pod", name, "--wait=false")
+        kube.until(lambda: name not in names(kube.pods("door", living=False)), f"{name} has left")
+        took = time.monotonic() - began
+    print(f"a door left after {took:.0f} s")
+    assert not load.lost and took < 90, "of 104 s before; 30 s and a generous rest for a busy machine"

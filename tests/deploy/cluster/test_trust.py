@@ -1,0 +1,111 @@
+"""docs/deploy.md, "Who trusts whom", cell by cell: what must connect does, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from .conftest import Deployed
+from .kube import CLIENTS, NAMESPACE, RESTRICTED, STRANGERS, Kube, client_pod
+
+RAY = ("headgroup", "door", "prefill", "decode")
+PORTS = {
+    "headgroup": (6379, 8265, 8000, 8080, 10001),
+    "door": (9000, 8000, 9464, 8080),
+    "prefill": (8080,),
+    "decode": (8080,),
+    "redis": (6379,),
+}
+"""Ports that listen, of each kind of pod."""
+TRY = """
+import json, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+def connects(target):
+    try:
+        socket.create_connection(tuple(target), 5.0).close()
+        return True
+    except OSError:
+        return False
+with ThreadPoolExecutor(32) as pool:
+    print(json.dumps([*pool.map(connects, json.loads(sys.argv[1]))]))
+"""
+ASLEEP = ("python", "-c", "import time; time.sleep(100000)")
+
+
+def may(who: str, whom: str, port: int) -> bool:
+    """The table."""
+    if who in RAY:
+        return whom in RAY or who == "headgroup"
+    if who == "prometheus":
+        return whom in RAY and (port == 8080 or (whom, port) == ("door", 9464))
+    return who == "client" and whom == "door" and port in (9000, 8000)
+
+
+def of_monitoring(name: str, label: str) -> dict[str, object]:
+    pod = client_pod(name, "monitoring", *ASLEEP)
+    pod["metadata"]["labels"] = {"app.kubernetes.io/name": label}
+    return pod
+
+
+@pytest.fixture
+def outside(deployed: Deployed) -> Iterator[dict[str, tuple[str, str]]]:
+    """Pods that are not of the service: (namespace, name) of each."""
+    kube = deployed.kube
+    kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "monitoring"}})
+    pods = {
+        "client": client_pod("client", CLIENTS, *ASLEEP),
+        "stranger": client_pod("stranger", STRANGERS, *ASLEEP),
+        "neighbour": client_pod("neighbour", NAMESPACE, *ASLEEP),
+        "prometheus": of_monitoring("prometheus", "prometheus"),
+        "grafana": of_monitoring("grafana", "grafana"),
+    }
+    kube.apply(*pods.values())
+    at = {name: (pod["metadata"]["namespace"], name) for name, pod in pods.items()}
+    try:
+        for namespace, name in at.values():
+            kube("-n", namespace, "wait", "--for=condition=Ready", f"pod/{name}", "--timeout=600s")
+        yield at
+    finally:
+        for namespace, name in at.values():
+            kube("-n", namespace, "delete", "pod", name, "--force", "--grace-period=0", check=False)
+
+
+def connects(kube: Kube, namespace: str, pod: str, targets: list[tuple[str, int]]) -> list[bool]:
+    said = kube("-n", namespace, "exec", pod, "--", "python", "-c", TRY, json.dumps(targets))
+    found: list[bool] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def test_every_pair_connects_only_where_the_table_says(
+    deployed: Deployed, outside: dict[str, tuple[str, str]]
+) -> None:
+    kube = deployed.kube
+    pods = {group: kube.pods(group)[0] for group in PORTS}
+    cells = [(group, port) for group, ports in PORTS.items() for port in ports]
+    targets = [(pods[group]["status"]["podIP"], port) for group, port in cells]
+    askers = outside | {group: (NAMESPACE, pods[group]["metadata"]["name"]) for group in RAY}
+
+    def wrong() -> list[str]:
+        found = []
+        for who, (namespace, name) in askers.items():
+            for (whom, port), did in zip(cells, connects(kube, namespace, name, targets), strict=True):
+                if did != may(who, whom, port):
+                    found.append(f"{who} {'reaches' if did else 'does not reach'} {whom}:{port}")
+        return found
+
+    # Policies learn of a new pod's address after a moment.
+    kube.until(lambda: not wrong(), f"the table: {wrong()}", seconds=120.0)
+    print(f"\nwho trusts whom: {len(cells) * len(askers)} cells as the table says")
+
+
+def test_ray_pods_write_no_root_and_have_no_token(deployed: Deployed) -> None:
+    """In a namespace that enforces Pod Security `restricted`."""
+    kube = deployed.kube
+    for group in RAY:
+        name = kube.pods(group)[0]["metadata"]["name"]
+        script = "touch /x /opt/x 2>&1; ls /var/run/secrets/kubernetes.io 2>&1; id -u"
+        said = kube("-n", NAMESPACE, "exec", name, "--", "bash", "-c", script)
+        assert said.count("Read-only file system") == 2 and "No such file" in said, said
+        assert said.splitlines()[-1] == str(RESTRICTED["runAsUser"])

@@ -1,0 +1,25 @@
+"""The image of this tree, built once for the tests of the image and of the cluster."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from .builder import Builder, build_image
+
+
+@pytest.fixture(scope="session")
+def image_builder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Builder]:
+    """A builder that has made IMAGE."""
+    if not (request.config.getoption("--image") or request.config.getoption("--cluster")):
+        pytest.skip("takes minutes: make image")
+    builder = Builder(tmp_path_factory.mktemp("builder"))
+    try:
+        build_image(builder)
+        yield builder
+    finally:
+        shutil.rmtree(builder.folder)
