@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import socket
+import subprocess
 from pathlib import Path
 
 from ray.autoscaler._private.kuberay import node_provider
 
 from .manifests import Object, container, of_kind, ray_service, with_component
-from .test_manifests import validated
+from .test_manifests import free_port, validated
 
 OVERLAY = "pd-8b"
 
@@ -27,6 +29,8 @@ def test_autoscaling_component_changes_only_the_numbers_of_pods(tmp_path: Path) 
     options = cluster.pop("autoscalerOptions")
     assert options["version"] == "v2" and options["idleTimeoutSeconds"] >= 60
     assert cluster["headGroupSpec"]["template"]["spec"]["volumes"].pop()["name"] == "service-account"
+    waits = cluster["headGroupSpec"]["template"]["spec"]["initContainers"].pop(1)
+    assert waits["name"] == "wait-for-kubernetes" and waits["image"] == "deltafront:gpu"
     most = {}
     for group, before in zip(
         cluster["workerGroupSpecs"], plain["rayClusterConfig"]["workerGroupSpecs"], strict=True
@@ -71,3 +75,19 @@ def test_the_autoscaler_reaches_kubernetes(tmp_path: Path) -> None:
     (policy,) = [one["spec"] for one in policies if one["metadata"]["name"] == "deltafront-autoscaler"]
     assert policy["podSelector"]["matchLabels"]["ray.io/node-type"] == "head"
     assert {one["port"] for rule in policy["egress"] for one in rule["ports"]} == {443, 6443}
+
+
+def test_the_head_waits_until_it_reaches_kubernetes(tmp_path: Path) -> None:
+    """Its containers never start again, and the autoscaler ends where it does not reach the API."""
+    head = autoscaled(tmp_path)["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    command = head["initContainers"][1]["command"]
+    port = free_port()
+    place = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(port)}
+    waiting = subprocess.Popen(
+        command, env={"PATH": "/usr/bin:/bin"} | place, stdout=subprocess.PIPE, text=True
+    )
+    assert waiting.stdout is not None
+    line = waiting.stdout.readline()
+    assert line == f"waits for Kubernetes' API at 127.0.0.1:{port}: Connection refused\n"
+    with socket.create_server(("127.0.0.1", port)):
+        assert waiting.wait(60) == 0
