@@ -93,6 +93,8 @@ class HttpDoor:
                 Route("/v1/chat/completions", chat, methods=["POST"]),
                 Route("/v1/completions", text, methods=["POST"]),
                 Route("/health", self._health),
+                Route("/ping", self._health),
+                Route("/version", self._version),
             ],
             middleware=[*_for_pages_of(origins), Middleware(_StripTrailingSlash)],
             exception_handlers={DeltafrontError: self._models_error, HTTPException: _not_served},
@@ -104,6 +106,9 @@ class HttpDoor:
             missing = Unavailable("workers are missing: the server is starting, or one died")
             return _error_response(missing, "", self._requests.positions)
         return JSONResponse({"status": "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": (await self._info(request)).version})
 
     async def _models(self, request: Request) -> Response:
         info = await self._info(request)

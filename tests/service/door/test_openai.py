@@ -35,6 +35,7 @@ import httpx
 import openai
 import pytest
 
+from deltafront import __version__
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.door import http_stream
 from deltafront.workers.model.directory.model_files import ModelError
@@ -413,3 +414,8 @@ def test_client_that_leaves_frees_its_pages(
     nothing_left(house)
     assert worker.pause_at >= 0
     assert worker.cancelled == [house.group.jobs[0].request_id]
+
+
+def test_version_and_ping_answer_as_vllms_do(address: str) -> None:
+    assert httpx.get(f"{address}/ping").json() == {"status": "ok"}
+    assert httpx.get(f"{address}/version").json() == {"version": __version__}
