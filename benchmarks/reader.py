@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch.nn.functional import scaled_dot_product_attention
 
+from deltafront.kernels.attention.dense import DenseBackend
 from deltafront.kernels.build import build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileCounts, no_phase
@@ -129,14 +129,17 @@ class Reader:
         """Append ids, read with full attention, and give the logits_V of the next one."""
         return self.stack.logits(self.append(ids)[-1:])[0]
 
-    def read_end_again(self, reading: Reading, blocks: int) -> Reading:
+    @contextmanager
+    def end_again(self, reading: Reading, blocks: int) -> Iterator[Reading]:
         """Read the end of the prompt again, densely, over the blocks that it attends to most, which are
         computed again before: as a decode worker does for `recompute_blocks` (`decode.reads`).
 
-        Args:
-            reading: Of the whole prompt, which has just been read.
+        These blocks are as they were once the context ends; the prompt's end is not.
 
-        Returns:
+        Args:
+            reading: Of the whole prompt, which has been read.
+
+        Yields:
             The hidden row of its last position. The density counts what is computed here, too, the end twice.
         """
         whole = self._ids_T.tolist()
@@ -145,13 +148,12 @@ class Reader:
         self.length = start
         self.append(whole[start:], look=lambda layer, q_THD: looks.add(q_THD, self.document(layer)[0]))
         chosen = looks.most_attended(blocks)
-        if chosen:
-            self._recompute(chosen, rows_of_blocks(chosen, self.stack.device))
-        self.length = start
-        last_1C = self.append(whole[start:])[-1:]
         count = -(-len(whole) // BLOCK)
         tiles = sum(block + 1 for block in chosen) + 2 * sum(range(start // BLOCK + 1, count + 1))
-        return replace(reading, tail_TC=last_1C, density=reading.density + 2 * tiles / (count * (count + 1)))
+        density = reading.density + 2 * tiles / (count * (count + 1))
+        with self.recomputed(chosen):
+            self.length = start
+            yield replace(reading, tail_TC=self.append(whole[start:])[-1:], density=density)
 
     def append(
         self, ids: Sequence[int], look: Callable[[int, torch.Tensor], None] | None = None
@@ -163,13 +165,11 @@ class Reader:
         def attend(layer: int, q_BHTD: torch.Tensor) -> torch.Tensor:
             rows = q_BHTD.shape[2]
             k_BGSD, v_BGSD = self._seen(layer, start + rows)
-            if look is not None and layer not in self.stack.config.windows:
+            window = self.stack.config.windows.get(layer, 0)
+            if look is not None and not window:
                 look(layer, q_BHTD[0].transpose(0, 1))
-            seen_TS, window = None, self.stack.config.windows.get(layer, start + rows)
-            if rows > 1 or window < start + rows:
-                seen_TS = torch.ones(rows, start + rows, dtype=torch.bool, device=q_BHTD.device).tril(start)
-                seen_TS = seen_TS.triu(start + 1 - window)
-            return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=seen_TS, enable_gqa=True)
+            x = AttentionInput.of(q_BHTD.contiguous(), k_BGSD, v_BGSD)
+            return DenseBackend(window=window).attend(x, None, None, no_phase)
 
         return self._forward(ids, attend)
 

@@ -45,19 +45,11 @@ class DefaultAttention:
     """
 
     method: str
-    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    measured: bool = True
-
-    def __str__(self) -> str:
-        given = ", ".join(f"{key}={value:g}" for key, value in self.options.items())
-        return f"{self.method} ({given})" if given else self.method
+    measured: bool
 
 
-UNMEASURED = DefaultAttention("dpxa+delta", {"share": 0.4, "gamma": 16, "min_tokens": 32_768}, measured=False)
-"""Kept 0.97 of dense attention's score on two models that it was not made for, with RECOMPUTED blocks
-(docs/experiments/0005). Up to min_tokens it took longer than dense attention there."""
 RECOMPUTED = 8
-"""Blocks computed again where the default attention is sparse."""
+"""Blocks recomputed after sparse prefill."""
 
 
 class ConfigError(ValueError):
@@ -76,16 +68,15 @@ class ServiceConfig(BaseModel):
     @property
     def default_attention(self) -> DefaultAttention:
         if self.door.default_method:
-            return DefaultAttention(self.door.default_method)
-        if self.model.profile or self.prefill.unmeasured == "allow":
-            return DefaultAttention("dpxa", measured=self.model.profile is not None)
-        return UNMEASURED
+            return DefaultAttention(self.door.default_method, measured=True)
+        sparse = self.model.profile or self.prefill.unmeasured == "allow"
+        return DefaultAttention("dpxa" if sparse else "dense", measured=self.model.profile is not None)
 
     @property
     def recompute_blocks(self) -> int:
         if self.decode.recompute_blocks is not None:
             return self.decode.recompute_blocks
-        return 0 if self.default_attention.method == "dense" else RECOMPUTED
+        return 0 if self.door.default_method == "dense" else RECOMPUTED
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
@@ -124,11 +115,11 @@ class ServiceConfig(BaseModel):
         """Yield each method once: the key that names it, its name, and its options besides the defaults."""
         for name in (named := self.prefill.method_options):
             yield f"prefill.method_options.{name}", name, {}
-        default = self.default_attention
-        if default.options or default.method not in named:
-            yield "door.default_method", default.method, default.options
+        default = self.default_attention.method
+        if default not in named:
+            yield "door.default_method", default, {}
         for name, options in self.prefill.warmed_up:
-            if options or name not in (*named, default.method):
+            if options or name not in (*named, default):
                 yield "prefill.warm_up", name, options
 
     def _contradictions(self) -> Iterator[str]:

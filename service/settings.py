@@ -88,7 +88,7 @@ class DoorConfig:
     """For people. By default model_name if that is given, else the model's own name."""
     default_method: str = ""
     """The attention method of requests that name none. By default `dpxa` if the model has a profile, else
-    what lost least on models without one (`prefill.unmeasured`).
+    `dense` (`prefill.unmeasured`).
     """
     default_max_tokens: Count = 256
     """Tokens of an answer whose request does not say."""

@@ -133,7 +133,6 @@ def _limits(
         prefill=settings.prefill,
         profile=profile,
         default_method=settings.default_attention.method,
-        default_options=settings.default_attention.options,
         default_ttl_s=door.default_session_ttl_s,
         max_ttl_s=decode.max_session_ttl_s,
         longest_token=longest_token,

@@ -134,8 +134,8 @@ class PrefillConfig(WorkerConfig):
     stall_s: Positive = 300.0
     """Even a stage that gives signs of life is replaced once a chunk has taken this long."""
     unmeasured: Literal["safe", "allow"] = "safe"
-    """Without a profile of the model and a `door.default_method`, requests get by default: `safe`, what kept
-    0.97 of dense attention's answers on other models (docs/experiments/0005); `allow`, `dpxa`."""
+    """Without a profile of the model and a `door.default_method`, requests get by default: `safe`, `dense`,
+    since nothing sparser is known to keep its answers (docs/experiments/0006); `allow`, `dpxa`."""
     method_modules: tuple[str, ...] = ()
     """Modules outside the package that register methods."""
     method_options: MethodOptions = field(default_factory=dict)
@@ -197,8 +197,8 @@ class DecodeConfig(WorkerConfig):
     append_chunk_tokens: Count = 256
     recompute_blocks: Blocks | None = None
     """How many blocks of a sparsely read prompt are computed again with dense attention before the first
-    token: those that the question attends to most. The default of requests. None: 8, or 0 where the default
-    method is `dense`."""
+    token: those that the question attends to most. The default of requests. None: 8, or 0 where
+    `door.default_method` is `dense`."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8

@@ -24,8 +24,8 @@ from deltafront.benchmarks.accuracy.ruler import TASKS
 from deltafront.benchmarks.arguments import parser_of, told
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.lab.reading import Answer, Case, Together
-from deltafront.benchmarks.lab.samples import Sample, samples
-from deltafront.benchmarks.lab.table import Row, row, table
+from deltafront.benchmarks.lab.samples import Decode, samples
+from deltafront.benchmarks.lab.table import Compared, Row, table
 from deltafront.benchmarks.reader import ROOT, known_method, load_text, load_tokenizer
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.settings import ModelSpec
@@ -47,30 +47,44 @@ def main(given: Sequence[str] | None = None) -> int:
     stack = load_model(ModelSpec(path=arguments.model, dtype=arguments.dtype), arguments.device)
     room = arguments.tokens + arguments.answer_tokens
     together = Together(stack, min(arguments.together, len(made)), room)
-    rows: list[Row] = []
-    dense: list[float] = []
-    for case in dict.fromkeys([Case("dense"), *arguments.cases]):
+    compared = Compared(made)
+    for method, blocks in by_method([Case("dense"), *arguments.cases]).items():
         begun = time.monotonic()
-        answers = _answers(together, case, made, arguments, tokenizer.decode)
-        scores = [sample.score(answer.said) for sample, answer in zip(made, answers, strict=True)]
-        dense = dense or scores
-        tasks, densities = [sample.task for sample in made], [answer.density for answer in answers]
-        seconds = [answer.seconds for answer in answers]
-        rows.append(row(str(case), tasks, scores, dense, densities, seconds))
-        print(f"\n{table(rows)}\n{case}: {time.monotonic() - begun:.0f} s", flush=True)
+        answers = all_answers(together, method, blocks, compared, arguments, tokenizer.decode)
+        for count in blocks:
+            compared.add(Case(method, count), answers[count])
+        print(f"\n{table(compared.rows)}\n{method}: {time.monotonic() - begun:.0f} s", flush=True)
         if arguments.result:
-            write_json(arguments.result, _record(arguments, rows))
+            write_json(arguments.result, _record(arguments, compared.rows))
     return 0
 
 
-def _answers(
-    together: Together, case: Case, made: Sequence[Sample], arguments: argparse.Namespace, decode: object
-) -> list[Answer]:
-    assert callable(decode)
-    answers: list[Answer] = []
-    for first in range(0, len(made), arguments.together):
-        group = made[first : first + arguments.together]
-        answers += together.answers(case, group, arguments.chunk, arguments.answer_tokens, decode)
+def by_method(cases: Sequence[Case]) -> dict[str, list[int]]:
+    """Return each method's numbers of blocks, ascending. Samples are read once a method."""
+    blocks: dict[str, set[int]] = {}
+    for case in cases:
+        blocks.setdefault(case.method, set()).add(case.blocks)
+    return {method: sorted(counts) for method, counts in blocks.items()}
+
+
+def all_answers(
+    together: Together,
+    method: str,
+    blocks: Sequence[int],
+    compared: Compared,
+    arguments: argparse.Namespace,
+    decode: Decode,
+) -> dict[int, list[Answer]]:
+    """Answer all samples. Returns a list by number of blocks."""
+    answers: dict[int, list[Answer]] = {count: [] for count in blocks}
+    for first in range(0, len(compared.samples), arguments.together):
+        group = slice(first, first + arguments.together)
+        told = [answer.ids for answer in compared.dense[group]] or None
+        got = together.answers(
+            method, blocks, compared.samples[group], arguments.chunk, arguments.answer_tokens, decode, told
+        )
+        for count, some in zip(blocks, got, strict=True):
+            answers[count] += some
     return answers
 
 

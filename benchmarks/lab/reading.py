@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -36,13 +38,30 @@ class Case:
         return f"{self.method}@{self.blocks}" if self.blocks else self.method
 
 
+TOLD = 24
+"""Tokens of dense attention's answer whose probability is measured."""
+
+
 @dataclass(frozen=True)
 class Answer:
-    """density: of tiles, with those for the prompt's end and its blocks. seconds: of reading, wall-clock."""
+    """An answer, and how likely dense attention's is.
 
+    Attributes:
+        ids, said: The greedy answer.
+        density, prefill: Of tiles: with those for the prompt's end and its blocks, and without.
+        seconds: Of reading, wall-clock.
+        logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, each after those
+            before it.
+        agreement: The share of them that are the most likely.
+    """
+
+    ids: tuple[int, ...]
     said: str
     density: float
+    prefill: float
     seconds: float
+    logp: float
+    agreement: float
 
 
 class Together:
@@ -61,28 +80,72 @@ class Together:
 
     @torch.inference_mode()
     def answers(
-        self, case: Case, samples: Sequence[Sample], chunk: int, tokens: int, decode: Decode
-    ) -> list[Answer]:
-        """Read at most `places` samples, and answer each with at most `tokens` tokens."""
+        self,
+        method: str,
+        blocks: Sequence[int],
+        samples: Sequence[Sample],
+        chunk: int,
+        tokens: int,
+        decode: Decode,
+        told: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[Answer]]:
+        """Read at most `places` samples once, and answer each with at most `tokens` tokens for each number of
+        blocks, ascending.
+
+        Args:
+            told: Dense attention's answers; None: these are.
+        """
         read = [
-            self._read(reader, case, sample.ids, chunk)
+            self._timed(partial(reader.read, sample.ids, method, chunk))
             for reader, sample in zip(self._readers, samples, strict=False)
         ]
-        first_BC = torch.cat([reading.tail_TC for reading, _ in read])
-        said_B = self._decode(first_BC, [len(sample.ids) for sample in samples], tokens, decode, samples)
-        return [
-            Answer(said, reading.density, seconds)
-            for said, (reading, seconds) in zip(said_B, read, strict=True)
-        ]
+        made = []
+        for count in blocks:
+            with ExitStack() as again:
+                ends = read
+                if count and method != "dense":
+                    ends = [
+                        self._again(again, reader, count, *one)
+                        for reader, one in zip(self._readers, read, strict=False)
+                    ]
+                made.append(
+                    self._answered(
+                        ends, [reading.density for reading, _ in read], samples, tokens, decode, told
+                    )
+                )
+        return made
 
-    def _read(self, reader: Reader, case: Case, ids: Sequence[int], chunk: int) -> tuple[Reading, float]:
+    def _timed(self, read: Callable[[], Reading]) -> tuple[Reading, float]:
         self._wait()
         begun = time.monotonic()
-        reading = reader.read(ids, case.method, chunk)
-        if case.blocks and case.method != "dense":
-            reading = reader.read_end_again(reading, case.blocks)
+        reading = read()
         self._wait()
         return reading, time.monotonic() - begun
+
+    def _again(
+        self, until: ExitStack, reader: Reader, blocks: int, reading: Reading, seconds: float
+    ) -> tuple[Reading, float]:
+        again, more = self._timed(lambda: until.enter_context(reader.end_again(reading, blocks)))
+        return again, seconds + more
+
+    def _answered(
+        self,
+        read: Sequence[tuple[Reading, float]],
+        prefill_B: Sequence[float],
+        samples: Sequence[Sample],
+        tokens: int,
+        decode: Decode,
+        told: Sequence[Sequence[int]] | None,
+    ) -> list[Answer]:
+        first_BC = torch.cat([reading.tail_TC for reading, _ in read])
+        lengths = [len(sample.ids) for sample in samples]
+        ids_B = self._decode(first_BC, lengths, tokens, decode, samples)
+        known_B = [ids[:TOLD] for ids in (ids_B if told is None else told)]
+        likely_B = self._likely(first_BC, lengths, known_B)
+        return [
+            Answer(tuple(ids), decode(ids), reading.density, prefill, seconds, *likely)
+            for ids, (reading, seconds), prefill, likely in zip(ids_B, read, prefill_B, likely_B, strict=True)
+        ]
 
     def _wait(self) -> None:
         if self._stack.device.type == "cuda":
@@ -95,11 +158,10 @@ class Together:
         tokens: int,
         decode: Decode,
         samples: Sequence[Sample],
-    ) -> list[str]:
+    ) -> list[list[int]]:
         """Decode greedily over all keys, until every answer has ended or holds what is right."""
         ends, said = set(self._stack.config.eos_ids), [list[int]() for _ in lengths]
         ended = [False] * len(lengths)
-        positions_B = torch.tensor(lengths, device=self._stack.device)
         for step in range(tokens):
             token_B = self._stack.logits(hidden_BC).argmax(-1)
             for place, token in enumerate(token_B.tolist()):
@@ -108,10 +170,34 @@ class Together:
                     said[place].append(token)
             if step == tokens - 1 or (step % 8 == 7 and self._all_done(samples, said, ended, decode)):
                 break
-            embedded_BC = self._stack.embed(token_B)
-            hidden_BC = self._stack.forward(embedded_BC, positions_B, self._attend(positions_B))
-            positions_B = positions_B + 1
-        return [decode(ids) for ids in said]
+            hidden_BC = self._next(token_B, lengths, step)
+        return said
+
+    def _likely(
+        self, hidden_BC: torch.Tensor, lengths: Sequence[int], told_B: Sequence[Sequence[int]]
+    ) -> list[tuple[float, float]]:
+        """Return each answer's mean log-probability, and the share of its tokens that are the most likely."""
+        logp_B, same_B = [0.0] * len(told_B), [0] * len(told_B)
+        for step in range(max(map(len, told_B))):
+            token_B = torch.tensor([ids[step] if step < len(ids) else 0 for ids in told_B])
+            token_B = token_B.to(self._stack.device)
+            logp_BV = self._stack.logits(hidden_BC).float().log_softmax(-1)
+            own_B = logp_BV.gather(1, token_B[:, None])[:, 0].tolist()
+            best_B = logp_BV.argmax(-1).tolist()
+            for place, ids in enumerate(told_B):
+                if step < len(ids):
+                    logp_B[place] += own_B[place]
+                    same_B[place] += best_B[place] == ids[step]
+            hidden_BC = self._next(token_B, lengths, step)
+        return [
+            (logp / max(1, len(ids)), same / len(ids) if ids else 1.0)
+            for logp, same, ids in zip(logp_B, same_B, told_B, strict=True)
+        ]
+
+    def _next(self, token_B: torch.Tensor, lengths: Sequence[int], step: int) -> torch.Tensor:
+        """Append one token to each sample's prompt and `step` tokens. Return their hidden_BC."""
+        positions_B = torch.tensor(lengths, device=self._stack.device) + step
+        return self._stack.forward(self._stack.embed(token_B), positions_B, self._attend(positions_B))
 
     @staticmethod
     def _all_done(

@@ -7,9 +7,37 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean, median, stdev
 from typing import Any
 
+from deltafront.benchmarks.lab.reading import Answer, Case
+from deltafront.benchmarks.lab.samples import Sample
 from deltafront.benchmarks.markdown import markdown
 
 Row = dict[str, Any]
+
+
+class Compared:
+    """Samples, and a row of each case. The first case is dense."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+        self.dense: Sequence[Answer] = ()
+        self.rows: list[Row] = []
+
+    def add(self, case: Case, answers: Sequence[Answer]) -> None:
+        self.dense = self.dense or answers
+        made, dense = (
+            [sample.score(answer.said) for sample, answer in zip(self.samples, some, strict=True)]
+            for some in (answers, self.dense)
+        )
+        densities, seconds = [one.density for one in answers], [one.seconds for one in answers]
+        found = row(str(case), [sample.task for sample in self.samples], made, dense, densities, seconds)
+        lower = [own.logp - theirs.logp for own, theirs in zip(answers, self.dense, strict=True)]
+        found |= {
+            "prefill": fmean(one.prefill for one in answers),
+            "agreement": fmean(one.agreement for one in answers),
+            "logp": fmean(lower),
+            "logps": lower,
+        }
+        self.rows.append(found)
 
 
 def row(
@@ -67,7 +95,8 @@ def t_quantile(share: float, degrees: int) -> float:
 def table(rows: Sequence[Row]) -> str:
     """Markdown: a line a case, with the tasks that lose something by name."""
     header = (
-        "method@blocks", "density", "score", "÷ dense (95%)", "lost / won", "s a prompt", "tasks below dense",
+        "method@blocks", "density", "score", "÷ dense (95%)", "lost / won", "same tokens", "logp",
+        "s a prompt", "tasks below dense",
     )  # fmt: skip
     return markdown(header, [_cells(one, rows[0]) for one in rows])
 
@@ -85,6 +114,8 @@ def _cells(one: Row, dense: Mapping[str, Any]) -> Sequence[object]:
         f"{one['score']:.3f}",
         f"{one['ratio']:.3f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""),
         f"{one['lost']} / {one['won']} of {one['samples']}",
+        f"{one['agreement']:.3f}" if "agreement" in one else "",
+        f"{one['logp']:+.3f}" if "logp" in one else "",
         f"{one['seconds']:.3f}",
         ", ".join(below),
     )

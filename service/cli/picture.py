@@ -48,9 +48,7 @@ def picture_command(
     text = terminal.read_text(file)
     try:
         settings = local_model(load(config))
-        default = settings.default_attention
-        options = options if method else {**default.options, **options}
-        spec = settings.prefill.method(method or default.method, options)
+        spec = settings.prefill.method(method or settings.default_attention.method, options)
         packed = TextTokenizer.load(Path(settings.model.path)).encode(text, add_bos=True)
         ids = memoryview(packed).cast("I").tolist()[:tokens]
         timings = None

@@ -15,7 +15,7 @@ from deltafront.service.cli.size import (
     rank_counts,
     stage_bytes,
 )
-from deltafront.service.config import RECOMPUTED, UNMEASURED
+from deltafront.service.config import RECOMPUTED
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.messages.requests import recompute_pages
 from deltafront.workers.model.directory.model_config import ModelConfig
@@ -168,9 +168,8 @@ def cache_tokens(tokens: int) -> int:
 
 
 def recomputed_tokens(tokens: int) -> int:
-    """Return the cache tokens needed for recomputed blocks; 0 for short prompts, whose prefill is dense."""
-    dense = tokens <= UNMEASURED.options["min_tokens"]
-    return 0 if dense else PAGE_TOKENS * recompute_pages(RECOMPUTED, tokens, appended=False)
+    """Return the cache tokens needed for the recomputed blocks of a sparse prompt."""
+    return PAGE_TOKENS * recompute_pages(RECOMPUTED, tokens, appended=False)
 
 
 def missing_bytes(demand: Demand) -> int:

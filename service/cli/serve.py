@@ -126,7 +126,7 @@ def with_keys(settings: ServiceConfig, section: str, keys: Mapping[str, int | No
 def describe_attention(settings: ServiceConfig) -> str:
     """Describe, in one line, the attention of requests that name no method."""
     default, blocks = settings.default_attention, settings.recompute_blocks
-    chosen = f"{default}, {blocks} blocks recomputed" if default.method != "dense" else "dense"
+    chosen = "dense" if default.method == "dense" else f"{default.method}, {blocks} blocks recomputed"
     if default.measured:
         return chosen
     return f"{chosen}; this model was not measured: deltafront calibrate, or set door.default_method"

@@ -54,7 +54,6 @@ class Limits:
     prefill: PrefillConfig
     profile: Profile | None
     default_method: str
-    default_options: Mapping[str, float]
     default_ttl_s: float
     max_ttl_s: float
     longest_token: int
@@ -201,11 +200,8 @@ def _method(attention: AttentionMethod, limits: Limits) -> MethodSpec:
     named = len(attention.name) <= _MAX_NAME and all(len(name) <= _MAX_NAME for name in attention.options)
     _require(named, "attention", f"names of methods and options have at most {_MAX_NAME} characters")
     _require(len(attention.options) <= _MAX_OPTIONS, "attention.options", f"at most {_MAX_OPTIONS} are taken")
-    defaults = {} if attention.name else limits.default_options
     try:
-        spec = limits.prefill.method(
-            attention.name or limits.default_method, {**defaults, **attention.options}
-        )
+        spec = limits.prefill.method(attention.name or limits.default_method, attention.options)
         thresholds_for(limits.profile, spec)
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")

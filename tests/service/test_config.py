@@ -20,7 +20,7 @@ from deltafront.kernels.methods import PRESETS
 from deltafront.service import wiring
 from deltafront.service.cli.serve import describe_attention
 from deltafront.service.cli.size import SHAPES, kv_bytes
-from deltafront.service.config import ConfigError, load, parse
+from deltafront.service.config import ConfigError, DefaultAttention, load, parse
 from deltafront.service.settings import MODEL_ID, DoorConfig
 from deltafront.service.wiring import check_start
 from deltafront.workers.model import family_registry as registry
@@ -81,20 +81,20 @@ PROFILE = Path(deltafront.__file__).parent / "deploy" / "models" / "smollm2-135m
 @pytest.mark.parametrize(
     ("changes", "method", "measured", "blocks"),
     [
-        ({}, "dpxa+delta (share=0.4, gamma=16, min_tokens=32768)", False, 8),
+        ({}, "dense", False, 8),
         ({"prefill": {"unmeasured": "allow"}}, "dpxa", False, 8),
         ({"model": {"path": "m", "profile": str(PROFILE)}}, "dpxa", True, 8),
         ({"door": {"default_method": "xattention"}}, "xattention", True, 8),
         ({"door": {"default_method": "dense"}}, "dense", True, 0),
-        ({"decode": {"page_selection": "full", "recompute_blocks": 3}}, "dpxa+delta", False, 3),
+        ({"decode": {"page_selection": "full", "recompute_blocks": 3}}, "dense", False, 3),
     ],
 )
-def test_model_without_a_profile_gets_the_measured_default_method(
+def test_model_without_a_profile_is_read_densely(
     changes: dict[str, Any], method: str, measured: bool, blocks: int
 ) -> None:
     config = parse({**content(), **changes})
-    assert str(config.default_attention).startswith(method)
-    assert (config.default_attention.measured, config.recompute_blocks) == (measured, blocks)
+    assert config.default_attention == DefaultAttention(method, measured)
+    assert config.recompute_blocks == blocks
     assert ("was not measured" in describe_attention(config)) != measured
 
 

@@ -73,19 +73,15 @@ def test_request_without_recompute_blocks_gets_the_default(
     assert said == [ids(PROMPT) if blocks else b"", ids(PROMPT)]
 
 
-def test_request_without_a_method_gets_the_measured_default(
+def test_model_without_a_profile_is_read_sparsely_only_where_asked(
     make_house: Callable[..., House], model: Path
 ) -> None:
-    """A model without a profile. Options of the request go over the default's."""
     house = make_house(settings(model, default_method=""))
     with DeltafrontClient(house.address) as client:
-        for options in ({}, {"min_tokens": 0}):
-            collect(client.generate(PROMPT, max_tokens=2, options=options, skip_cache=True))
-        assert client.info().default_method == "dpxa+delta"
-    read = [job.method for job in house.group.jobs]
-    assert [one.name for one in read] == ["dpxa+delta"] * 2
-    assert [one.values["min_tokens"] for one in read] == [32_768, 0]
-    assert {(one.values["share"], one.values["gamma"]) for one in read} == {(0.4, 16)}
+        for named in ({}, SPARSE):
+            collect(client.generate(PROMPT, max_tokens=2, skip_cache=True, **named))
+        assert client.info().default_method == "dense"
+    assert [job.method.name for job in house.group.jobs] == ["dense", SPARSE["method"]]
     assert [told.options.recompute_blocks for told in house.decode.reservations] == [0, 8]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from deltafront.benchmarks.lab.reading import Case, Together
 from deltafront.benchmarks.lab.samples import Sample, samples
-from deltafront.benchmarks.lab.table import ratio_interval, row, t_quantile, table
+from deltafront.benchmarks.lab.table import Compared, ratio_interval, row, t_quantile, table
 from deltafront.benchmarks.reader import Reader
 from deltafront.tests.workers.tiny_model import make_tiny_model, whole_stack
 from deltafront.workers.calibration.probes import Text
@@ -63,11 +63,12 @@ def test_question_may_ask_for_any_key_of_the_document() -> None:
 
 @pytest.mark.parametrize("case", ["dense", "streaming:min_tokens=0,window=128@3", "dpxa:min_tokens=0@0"])
 def test_batched_answers_equal_answers_one_by_one(stack: LayerStack, case: str) -> None:
+    given = Case.parse(case)
     prompts = [Sample("any", str(n), ids_of(length, n), ("never",)) for n, length in enumerate((700, 523))]
     decode = lambda ids: ",".join(map(str, ids))  # noqa: E731
-    together = Together(stack, 2, 720).answers(Case.parse(case), prompts, 256, 9, decode)
+    (together,) = Together(stack, 2, 720).answers(given.method, [given.blocks], prompts, 256, 9, decode)
     for prompt, answer in zip(prompts, together, strict=True):
-        (alone,) = Together(stack, 1, 720).answers(Case.parse(case), [prompt], 256, 9, decode)
+        ((alone,),) = Together(stack, 1, 720).answers(given.method, [given.blocks], [prompt], 256, 9, decode)
         assert answer.said == alone.said and answer.density == pytest.approx(alone.density)
         if case == "dense":
             reader, said = Reader(stack, 720), list[int]()
@@ -86,10 +87,41 @@ def test_end_prefilled_again_attends_densely_to_the_prompt(stack: LayerStack) ->
         dense = reader.read(ids, "dense", 256)
         for method in ("dense", "streaming:min_tokens=0,window=128"):
             sparse = reader.read(ids, method, 256)
-            again = reader.read_end_again(sparse, 16)
-            torch.testing.assert_close(again.tail_TC, dense.tail_TC, rtol=1e-3, atol=1e-3)
-            assert again.density > sparse.density
+            before = reader.document(1)[0][:, :640].clone()
+            with reader.end_again(sparse, 16) as again:
+                torch.testing.assert_close(again.tail_TC, dense.tail_TC, rtol=1e-3, atol=1e-3)
+                assert again.density > sparse.density
+            assert torch.equal(reader.document(1)[0][:, :640], before)
         assert not torch.allclose(sparse.tail_TC, dense.tail_TC, rtol=1e-3, atol=1e-3)
+
+
+def test_samples_read_once_are_answered_for_each_number_of_blocks(stack: LayerStack) -> None:
+    prompts, decode = [Sample("any", "0", ids_of(700), ("never",))], lambda ids: ",".join(map(str, ids))
+    method, together = "streaming:min_tokens=0,window=128", Together(stack, 1, 720)
+    (none,), (two,), (all_blocks,) = together.answers(method, [0, 2, 9], prompts, 256, 9, decode)
+    for blocks, answer in ((0, none), (2, two), (9, all_blocks)):
+        ((alone,),) = together.answers(method, [blocks], prompts, 256, 9, decode)
+        assert (answer.ids, answer.density, answer.logp) == (alone.ids, alone.density, alone.logp)
+    assert all_blocks.prefill == two.prefill == none.density < two.density < all_blocks.density
+    assert len({none.logp, two.logp, all_blocks.logp}) == 3
+
+
+def test_log_probability_is_that_of_dense_attentions_answer(stack: LayerStack) -> None:
+    prompts, decode = [Sample("any", "0", ids_of(700), ("never",))], lambda ids: ",".join(map(str, ids))
+    together, reader, expected = Together(stack, 1, 720), Reader(stack, 720), list[float]()
+    ((dense,),) = together.answers("dense", [0], prompts, 256, 9, decode)
+    method = "streaming:min_tokens=0,window=128"
+    ((sparse,),) = together.answers(method, [0], prompts, 256, 9, decode, [dense.ids])
+    hidden_1C = reader.read(prompts[0].ids, method, 256).tail_TC
+    for token in dense.ids:
+        expected.append(float(stack.logits(hidden_1C)[0].log_softmax(-1)[token]))
+        hidden_1C = reader.append([token])
+    assert sparse.logp == pytest.approx(fmean(expected), abs=1e-4) and sparse.logp != dense.logp
+    assert dense.agreement == 1.0
+    compared = Compared(prompts)
+    compared.add(Case("dense"), [dense])
+    compared.add(Case(method), [sparse])
+    assert compared.rows[1]["logp"] == sparse.logp - dense.logp
 
 
 def test_result_row_counts_lost_and_won_answers() -> None:

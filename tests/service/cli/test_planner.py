@@ -76,7 +76,7 @@ def used(demand: Demand, choice: Choice, decode_tokens: int) -> float:
 def choices(demand: Demand) -> list[Choice]:
     """Whatever fits, found by trying everything."""
     context, model = planner.cache_tokens(demand.tokens), demand.model
-    held = context + (10 * BLOCK if demand.tokens > 32_768 else 0)  # 8 blocks and the prompt's end
+    held = context + BLOCK * (min(8, demand.tokens // BLOCK - 1) + 2)  # 8 blocks and the prompt's end
     ranks = [n for n in range(1, demand.gpus + 1) if model.kv_heads % n == 0 and model.intermediate % n == 0]
     stages = range(1, min(demand.gpus, model.layers) + 1)
     return [
@@ -196,7 +196,7 @@ def test_a_model_directory_is_planned_for(tmp_path: Path) -> None:
     ("arguments", "named"),
     [
         (["70b", "--gpus", "2x80"], "131,072 tokens do not fit: the fullest GPU lacks 38.0 GiB"),
-        (["70b", "--gpus", "2x80"], "7,968 tokens fit: --tokens 7968\n4 such GPUs are enough"),
+        (["70b", "--gpus", "2x80"], "6,688 tokens fit: --tokens 6688\n4 such GPUs are enough"),
         (["70b", "--gpus", "1x9"], "nor do they fit 16 such GPUs"),
         (["8b", "--gpus", "8"], "--gpus 8: give a count and GB of memory, such as 8x80"),
         (["8b", "--gpus", "0x80"], "--gpus 0x80: give a count"),
