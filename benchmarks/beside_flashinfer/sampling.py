@@ -38,7 +38,7 @@ def _logits(rows: int) -> torch.Tensor:
 
 
 def _rows(rows: int) -> SamplingRows:
-    room = SamplingRows.room(rows, CONFIG.device)
+    room = SamplingRows.room(rows, VOCAB, CONFIG.device)
     room.drawn_R.fill_(True)
     room.temperature_R1.fill_(TEMPERATURE)
     room.top_k_R.fill_(TOP_K)

@@ -8,6 +8,7 @@ any worker.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class SamplingRows:
         )
 
     def first(self, count: int, *, draws: bool, filters: bool) -> SamplingRows:
-        rows = {name: x[:count] for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        rows: dict[str, Any] = {n: x[:count] for n, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return replace(self, **rows, draws=draws, filters=filters)
 
 

@@ -23,7 +23,7 @@ from deltafront.service.errors import (
 )
 from deltafront.service.request.answers import GenerateFinished, ServerInfo
 from deltafront.service.request.calls import GenerateRequest
-from deltafront.service.request.text.tool_calls import ToolCallParser
+from deltafront.service.request.text.tool_calls import CallPart, ToolCallParser
 from deltafront.workers.messages.events import FinishReason, Usage
 
 Json = dict[str, Any]
@@ -195,8 +195,10 @@ def _choice(content: Json, reason: str | None = None) -> Json:
 def _with_calls(calls: ToolCallParser, part: AnswerPart) -> list[AnswerPart]:
     found = [AnswerPart(reasoning=part.reasoning)]
     for piece in calls.push(part.content):
-        is_text = isinstance(piece, str)
-        found.append(AnswerPart(content=piece) if is_text else AnswerPart(calls=(piece,)))
+        if isinstance(piece, CallPart):
+            found.append(AnswerPart(calls=(piece,)))
+        else:
+            found.append(AnswerPart(content=piece))
     return found
 
 

@@ -150,7 +150,7 @@ class ToolCallParser:
             parts.append(part)
         return [part for part in parts if part]
 
-    def flush(self) -> list[str | CallPart]:
+    def flush(self) -> list[str]:
         """Return the rest of an answer that has ended. Of an unfinished call nothing is left."""
         held, self._held = self._held, ""
         return [held] if held and not self._calling else []
