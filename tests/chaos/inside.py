@@ -15,7 +15,8 @@ from typing import Any
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.metrics import Metrics
 from deltafront.tests.workers.in_process import InProcessReader, local_controller
-from deltafront.workers.decode.engine import DecodeEngine, load_engine
+from deltafront.workers.decode.engine import DecodeEngine
+from deltafront.workers.decode.worker import load_engine
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.prefill.group.controller import PrefillController
 

@@ -14,30 +14,24 @@ import numpy as np
 from deltafront.workers.decode.decode_attention import PageSelectionError, plan_layers
 from deltafront.workers.decode.ranks import (
     LeadRunner,
-    RanksReader,
     ReaderMaker,
     join_ranks,
-    joined_heads,
-    load_part,
     make_threads,
     runner_sizes,
-    store_digest,
 )
 from deltafront.workers.decode.reads import appended_ids, prompt_ids
-from deltafront.workers.decode.request import DecodeEvent, DecodeRequest
+from deltafront.workers.decode.receiver import HandoffReceiver
+from deltafront.workers.decode.request import DecodeEvent, DecodeRequest, failed
 from deltafront.workers.decode.request_table import DecodeRequests
 from deltafront.workers.decode.runner import warm_up
 from deltafront.workers.decode.scheduler import DecodeScheduler
-from deltafront.workers.decode.tiers import KeptTasks, Tiers
-from deltafront.workers.decode.times import RequestTimes
-from deltafront.workers.kv.fetch import to_host
-from deltafront.workers.kv.handoff.inbox import KVInbox
-from deltafront.workers.kv.handoff.mapped import MappedReader, PageWriters
+from deltafront.workers.decode.tiers import Tiers
+from deltafront.workers.kv.handoff.mapped import MappedReader
 from deltafront.workers.kv.host_memory import RanksMemory, make_host_memory, page_bytes, pages_of
+from deltafront.workers.kv.pages.leases import Lease
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, OutOfPages
 from deltafront.workers.kv.peer_memory import ExportedObjects, export_objects
 from deltafront.workers.messages.events import (
-    DecodeReport,
     FinishEvent,
     FinishReason,
     FirstTokenTimings,
@@ -54,22 +48,12 @@ from deltafront.workers.messages.requests import (
     Reservation,
     Reserved,
 )
-from deltafront.workers.messages.stages import (
-    FirstLogits,
-    HandoffFailed,
-    HostKV,
-    KVAnnouncement,
-    KVRange,
-    PageWriter,
-    Rendezvous,
-)
+from deltafront.workers.messages.stages import Rendezvous
 from deltafront.workers.messages.states import DecodeStats
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.model.grammars import GrammarError, Grammars, GrammarState
-from deltafront.workers.progress import Tell, silent
 from deltafront.workers.roles import Rank
-from deltafront.workers.settings import DecodeConfig, ModelSpec
+from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 from deltafront.workers.waits import said_when_slow
 
@@ -122,7 +106,10 @@ class DecodeEngine:
         self._runner = LeadRunner(stack, self._plan, ranks, **runner_sizes(config, model))
         self._threads = make_threads(config)
         own = reader(self._runner.cache, self._threads[1])
-        self._reader = RanksReader(own, ranks, self._runner.lose) if ranks else own
+        self._receiver = HandoffReceiver(self._requests, self._runner, own, self._threads[1], model, clock)
+        self.announce, self.first_logits = self._receiver.announce, self._receiver.first_logits
+        self.open_pages, self.close_pages = self._receiver.open_pages, self._receiver.close_pages
+        self.kv = self._receiver.kv
         memory = make_host_memory(self._runner.cache, config, digest)
         self._tiers: Tiers | None = None
         if memory is not None:
@@ -130,8 +117,6 @@ class DecodeEngine:
             room = pages_of(config.store_gib, self._runner.cache)
             in_place = isinstance(own, MappedReader)
             self._tiers = Tiers(self._requests, on_ranks, room, clock, in_place=in_place)
-        self._receiving = KeptTasks()
-        self._writers = PageWriters(self._runner.cache.memory)
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
@@ -172,7 +157,7 @@ class DecodeEngine:
         with self._closing("copies to host memory and disk"):
             await asyncio.gather(*self._tasks[1:], return_exceptions=True)
         with self._closing("KV that is being received"):
-            await self._receiving.cancel()  # late writes do no harm: no other request gets these pages
+            await self._receiver.close()  # late writes do no harm: no other request gets these pages
         if self._tiers is not None:
             with self._closing("KV that is being loaded from disk"):
                 await self._tiers.close()
@@ -230,67 +215,9 @@ class DecodeEngine:
             return await self._tiers.reserve(reservation)
         return await self._requests.reserve(reservation)
 
-    async def announce(self, announcement: KVAnnouncement) -> None:
-        """Read announced KV into the request's pages. Unknown requests, other attempts and exact repetitions
-        are ignored.
-
-        An error also stops the sending stage. Then the request fails, unless it is resumed before its job
-        arrives: no answer is made from incomplete KV.
-
-        Raises:
-            HandoffError: The KV could not be read.
-            ArrivalError: The announced KV does not fit the request.
-        """
-        request = self._expecting(announcement)
-        if request is None:
-            return
-        await asyncio.shield(self._receiving.begin(self._receive(request.inbox, request.times, announcement)))
-
-    async def _receive(self, inbox: KVInbox, times: RequestTimes, announcement: KVAnnouncement) -> None:
-        with times.receiving_kv(self._clock):
-            moved = await inbox.receive(announcement, self._reader)
-        times.handoff_bytes += moved
-
-    async def first_logits(self, message: FirstLogits) -> None:
-        """Receive the logits of a request's first token. Ignores what `announce` ignores. Raises ArrivalError
-        for unusable logits."""
-        request = self._expecting(message)
-        if request is not None:
-            vocab = 0 if request.reservation.reads else self._model.vocab
-            request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
-
-    async def open_pages(self, writer: PageWriter) -> tuple[int, ...]:
-        request = self._expecting(writer)
-        if request is not None:
-            await request.pages.come()
-            request = self._expecting(writer)
-        if request is None:
-            raise DecodeFailed(f"request {writer.request_id} is not being read here")
-        return self._writers.open(writer, request.pages)
-
-    async def close_pages(self, writer: PageWriter) -> None:
-        self._writers.close(writer)
-
-    def _expecting(self, message: KVAnnouncement | FirstLogits | PageWriter) -> DecodeRequest | None:
-        request = self._requests.live(message.request_id)
-        return None if request is None or request.inbox.attempt != message.attempt else request
-
     def _kv_changed(self, request: DecodeRequest) -> None:
-        inbox = request.inbox
         self._scheduler.wake()
-        if request.ended is not None:
-            return
-        if request.pages.lost:
-            request.close(FinishReason.FAILED, request.pages.lost)
-            return
-        if inbox.lost:
-            if request.job is not None:
-                request.close(FinishReason.NO_KV, inbox.lost)
-            return
-        if request.has_kv and request.times.complete is None:
-            request.times.complete = self._clock()
-        if inbox.logits_V is not None and request.times.logits is None:
-            request.times.logits = self._clock()
+        request.kv_changed(self._clock())
         self._submit_if_ready(request)
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
@@ -300,46 +227,16 @@ class DecodeEngine:
         the next attempt.
         """
         self._check_available()
-        await self._being_read(request_id).pages.unused()
-        request = self._being_read(request_id)  # it may have ended meanwhile
+        await self._requests.being_read(request_id).pages.unused()
+        request = self._requests.being_read(request_id)  # it may have ended meanwhile
         return request.resume(points, attempt, self._clock())
-
-    def _being_read(self, request_id: str) -> DecodeRequest:
-        request = self._requests.live(request_id)
-        if request is None or request.job is not None or request.reservation.reads:
-            raise DecodeFailed(f"request {request_id} is not being read here")
-        return request
-
-    async def kv(self, wanted: KVRange) -> HostKV:
-        request = self._requests.live(wanted.request_id)
-        if request is not None:
-            with request.pages.use() as pages:
-                if pages is not None:
-                    await request.pages.come(self._model.layers - 1 - wanted.layer)
-                    own = asyncio.get_running_loop().run_in_executor(
-                        self._threads[1], to_host, self._runner.cache, pages, wanted
-                    )
-                    others = [rank.kv(wanted, pages) for rank in self._ranks]
-                    try:
-                        return joined_heads(await asyncio.gather(own, *others))
-                    except DecodeFailed as error:
-                        self._runner.lose(error)
-                        raise
-        raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
         grammar = await self._grammar(job)
         request = self._requests.find(job.request_id)
         if request is None or request.job is not None:
             why = "is not reserved here, or was cancelled" if request is None else "is already generating"
-            message = f"request {job.request_id} {why}"
-            yield FinishEvent(
-                request_id=job.request_id,
-                reason=FinishReason.FAILED,
-                completion_tokens=0,
-                report=DecodeReport(),
-                message=message,
-            )
+            yield failed(job.request_id, f"request {job.request_id} {why}")
             return
         try:
             self._begin(request, job, grammar)
@@ -373,16 +270,9 @@ class DecodeEngine:
     def _begin(
         self, request: DecodeRequest, job: GenerateJob, grammar: GrammarState | GrammarError | None
     ) -> None:
-        options = request.options
-        request.job, request.renewed = job, self._clock()
-        request.deadline, request.times.job = options.deadline, self._clock()
-        request.span = self._tracer.begin("decode", options.trace, self._clock, request.times.job)
-        if request.ended is not None:  # it failed before its caller listened
-            request.end_span()
-            request.send_finish()
-            return
-        if request.inbox.lost:
-            request.close(FinishReason.NO_KV, request.inbox.lost)
+        self._take_up(request, "decode")
+        request.begin(job)
+        if request.ended is not None:
             return
         try:
             if isinstance(grammar, GrammarError):
@@ -393,7 +283,7 @@ class DecodeEngine:
             request.known_ids.frombytes(known or request.pages.session_token_ids)
             request.plan_reads(extend_ids, self._config.append_chunk_tokens)
             default = self._config.page_selection
-            request.selects_pages = self._plan.selects_pages(options.page_selection, default)
+            request.selects_pages = self._plan.selects_pages(request.options.page_selection, default)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
             self._manager.prepare_session(request.pages, job.keep_tokens)
@@ -401,6 +291,12 @@ class DecodeEngine:
             request.close(FinishReason.FAILED, str(error))
             return
         self._submit_if_ready(request)
+
+    def _take_up(self, request: DecodeRequest, span: str) -> None:
+        """Note that the request's caller listens from now on."""
+        now, options = self._clock(), request.options
+        request.renewed, request.deadline, request.times.job = now, options.deadline, now
+        request.span = self._tracer.begin(span, options.trace, self._clock, now)
 
     def _submit_if_ready(self, request: DecodeRequest) -> None:
         if request.ready:
@@ -410,16 +306,8 @@ class DecodeEngine:
     def _before_first(self, request: DecodeRequest) -> None:
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
-            owner = request.reservation.owner
-            kept = self._manager.keep_session(
-                request.pages,
-                job.keep_tokens,
-                owner,
-                request.options.keep_ttl_s,
-                self._wall(),
-                token_ids=request.known_ids.tobytes(),
-            )
-            request.session, session = kept, kept.message
+            request.session = self._keep(request, job.keep_tokens, request.known_ids.tobytes())
+            session = request.session.message
         request.events.put_nowait(
             FirstTokenTimings(request_id=request.request_id, report=request.times.report(), session=session)
         )
@@ -432,10 +320,7 @@ class DecodeEngine:
         if request is None or request.job is not None or request.reservation.reads:
             return missing
         ids = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
-        options = request.options
-        request.renewed, request.deadline = self._clock(), options.deadline
-        request.times.job = self._clock()
-        request.span = self._tracer.begin("keep", options.trace, self._clock, request.times.job)
+        self._take_up(request, "keep")
         await request.settled()
         with suppress(DecodeFailed):  # it has ended then, which is handled below
             await request.pages.come()
@@ -445,19 +330,16 @@ class DecodeEngine:
             request.end_span()
         self._requests.forget(request)
         if request.ended is not None:
-            reason, message = request.ended
-            if reason is FinishReason.NO_KV:
-                raise HandoffFailed(message)
-            if reason is FinishReason.FAILED:
-                raise DecodeFailed(message)
-            expired = reason is FinishReason.DEADLINE
-            return Refused(reason=RefusalReason.DEADLINE, message=message) if expired else missing
-        tokens, owner = request.prompt_tokens, request.reservation.owner
-        ttl_s, now = options.keep_ttl_s, self._wall()
-        session = self._manager.keep_session(request.pages, tokens, owner, ttl_s, now, token_ids=ids)
+            return request.refusal() or missing
+        session = self._keep(request, request.prompt_tokens, ids)
         request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(request_id=job.request_id, session=session.message, report=report)
+
+    def _keep(self, request: DecodeRequest, tokens: int, ids: bytes) -> Lease:
+        """Make a session of the request's first `tokens` tokens."""
+        owner, ttl_s = request.reservation.owner, request.options.keep_ttl_s
+        return self._manager.keep_session(request.pages, tokens, owner, ttl_s, self._wall(), token_ids=ids)
 
     async def cancel(self, request_id: str) -> None:
         self._requests.queue.cancel(request_id)
@@ -490,31 +372,3 @@ class DecodeEngine:
         why = self._unavailable or self.fault
         if why:
             raise DecodeFailed(why)
-
-
-def load_engine(
-    name: str,
-    model: ModelSpec,
-    config: DecodeConfig,
-    *,
-    reader: ReaderMaker,
-    ranks: Sequence[Rank] = (),
-    tell: Tell = silent,
-    tracer: Tracer = NO_TRACER,
-) -> DecodeEngine:
-    """Load rank 0's part of the model and make the engine. Raises ModelError, and the errors of
-    `DecodeEngine`.
-    """
-    stack = load_part(model, config, 0, tell)
-    grammars = Grammars(model_directory(model.path), stack.config.vocab, stack.config.eos_ids)
-    grammars.load_soon()
-    return DecodeEngine(
-        name,
-        stack,
-        config,
-        reader=reader,
-        ranks=ranks,
-        digest=store_digest(model, config),
-        grammars=grammars,
-        tracer=tracer,
-    )

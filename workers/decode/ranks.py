@@ -88,7 +88,7 @@ class LeadRunner(DecodeRunner):
 
     def __init__(self, stack: LayerStack, plan: LayerPlan, ranks: Sequence[Rank] = (), **sizes: Any) -> None:
         super().__init__(stack, plan, **sizes)
-        self._ranks = ranks
+        self.ranks = ranks
         self._sent: tuple[int, ...] = ()
         """Keys of the rows that the other ranks have received."""
         self.fault = ""
@@ -104,11 +104,11 @@ class LeadRunner(DecodeRunner):
         if self.fault:
             raise RuntimeError(self.fault)
         try:
-            for rank in self._ranks:
+            for rank in self.ranks:
                 rank.compute(work, *arguments)
             yield
         except Exception as error:
-            if self._ranks:
+            if self.ranks:
                 self.lose(error)
             raise
 

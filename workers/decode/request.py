@@ -5,24 +5,121 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.reads import Recompute, Step, next_layers, plan_reads
 from deltafront.workers.decode.step_rows import Row
-from deltafront.workers.decode.times import RequestTimes
 from deltafront.workers.kv.handoff.inbox import KVInbox
 from deltafront.workers.kv.pages.leases import Lease
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.kv.pages.request_pages import RequestPages
-from deltafront.workers.messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
-from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Reservation
+from deltafront.workers.messages.events import (
+    DecodeReport,
+    FinishEvent,
+    FinishReason,
+    FirstTokenTimings,
+    Token,
+)
+from deltafront.workers.messages.requests import (
+    DecodeFailed,
+    GenerateJob,
+    RefusalReason,
+    Refused,
+    RequestOptions,
+    Reservation,
+)
+from deltafront.workers.messages.stages import HandoffFailed
 from deltafront.workers.model.grammars import GrammarState
 from deltafront.workers.tracing import NO_SPAN, Span
 
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
+
+
+@dataclass(kw_only=True)
+class RequestTimes:
+    """The time at which a request reached each point, in seconds of one monotonic clock; None: not yet.
+
+    Attributes:
+        complete: The last KV was written to the pages.
+        ready: The job, the KV and the logits had arrived.
+        admitted: The scheduler admitted it.
+        blocks_selected: Appended text was prefilled and blocks were selected.
+        read: The worker's own prefill was done and the logits computed.
+        first: The first token was sampled.
+    """
+
+    job: float | None = None
+    logits: float | None = None
+    complete: float | None = None
+    ready: float | None = None
+    admitted: float | None = None
+    blocks_selected: float | None = None
+    read: float | None = None
+    first: float | None = None
+    handoff_bytes: int = 0
+    handoff_seconds: float = 0.0
+    """Seconds during which some of its KV was being received."""
+    pages_attended: int = 0
+    pages_held: int = 0
+    steps: int = 0
+    own_steps: float = 0.0
+    recomputed_tokens: int = 0
+    _under_way: int = 0
+    _since: float = 0.0
+
+    @contextmanager
+    def receiving_kv(self, clock: Callable[[], float]) -> Iterator[None]:
+        if not self._under_way:
+            self._since = clock()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self.handoff_seconds += clock() - self._since
+
+    def record_step(self, pages_attended: int, pages_held: int, batch: int) -> None:
+        self.pages_attended += pages_attended
+        self.pages_held += pages_held
+        self.steps += 1
+        self.own_steps += 1 / batch
+
+    @property
+    def parts(self) -> dict[str, tuple[float | None, float | None]]:
+        began = None if self.job is None else max(self.job, self.logits or self.job)
+        return {
+            "handoff_exposed": (began, self.complete),
+            "decode_wait": (self.ready, self.admitted),
+            "append_prefill": (
+                self.admitted,
+                self.read if self.blocks_selected is None else self.blocks_selected,
+            ),
+            "recompute": (self.blocks_selected, self.read),
+            "first_step": (self.read, self.first),
+        }
+
+    def report(self) -> DecodeReport:
+        """Report the parts of the time from the job's (or the logits') arrival to the first token. They are
+        disjoint and add up to it."""
+        return DecodeReport(
+            **{part: _length(*moments) for part, moments in self.parts.items()},
+            handoff_bytes=self.handoff_bytes,
+            handoff_seconds=self.handoff_seconds,
+            pages_attended=self.pages_attended,
+            pages_held=self.pages_held,
+            steps=self.steps,
+            own_steps=self.own_steps,
+            recomputed_tokens=self.recomputed_tokens,
+        )
+
+
+def _length(start: float | None, stop: float | None) -> float:
+    return 0.0 if start is None or stop is None else max(0.0, stop - start)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -178,6 +275,34 @@ class DecodeRequest:
             self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
         )
 
+    def kv_changed(self, now: float) -> None:
+        """Note which of its KV has come, or end if it cannot come any more."""
+        if self.ended is not None:
+            return
+        if self.pages.lost:
+            self.close(FinishReason.FAILED, self.pages.lost)
+        elif self.inbox.lost:
+            self.close_without_kv()
+        else:
+            if self.has_kv and self.times.complete is None:
+                self.times.complete = now
+            if self.inbox.logits_V is not None and self.times.logits is None:
+                self.times.logits = now
+
+    def begin(self, job: GenerateJob) -> None:
+        """Take its job. It may have ended before, or end here."""
+        self.job = job
+        if self.ended is not None:
+            self.end_span()
+            self.send_finish()
+        elif self.inbox.lost:
+            self.close_without_kv()
+
+    def close_without_kv(self) -> None:
+        """End, if it has a job. Without one it may be resumed."""
+        if self.job is not None:
+            self.close(FinishReason.NO_KV, self.inbox.lost)
+
     async def settled(self) -> None:
         waited = None
         while waited is not self.inbox:
@@ -228,3 +353,30 @@ class DecodeRequest:
                 message=message,
             )
         )
+
+    def refusal(self) -> Refused | None:
+        """Say why a request that has ended kept no session; None if it was cancelled.
+
+        Raises:
+            HandoffFailed: Its KV did not arrive.
+            DecodeFailed: It failed.
+        """
+        assert self.ended is not None
+        reason, message = self.ended
+        if reason is FinishReason.NO_KV:
+            raise HandoffFailed(message)
+        if reason is FinishReason.FAILED:
+            raise DecodeFailed(message)
+        expired = reason is FinishReason.DEADLINE
+        return Refused(reason=RefusalReason.DEADLINE, message=message) if expired else None
+
+
+def failed(request_id: str, message: str) -> FinishEvent:
+    """Return the end of a request that is not there."""
+    return FinishEvent(
+        request_id=request_id,
+        reason=FinishReason.FAILED,
+        completion_tokens=0,
+        report=DecodeReport(),
+        message=message,
+    )

@@ -25,6 +25,7 @@ from deltafront.workers.kv.pages.waiting import (
 )
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement, PageWriter
 from deltafront.workers.messages.states import DECODE_PREFIX, OwnerUse
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.settings import DecodeConfig
@@ -71,6 +72,18 @@ class DecodeRequests:
     def live(self, request_id: str) -> DecodeRequest | None:
         request = self._requests.get(request_id)
         return None if request is None or request.ended is not None else request
+
+    def expecting(self, message: KVAnnouncement | FirstLogits | PageWriter) -> DecodeRequest | None:
+        """Return the request whose attempt sends a message; None if there is none."""
+        request = self.live(message.request_id)
+        return None if request is None or request.inbox.attempt != message.attempt else request
+
+    def being_read(self, request_id: str) -> DecodeRequest:
+        """Return a request whose prompt stages prefill. Raises DecodeFailed."""
+        request = self.live(request_id)
+        if request is None or request.job is not None or request.reservation.reads:
+            raise DecodeFailed(f"request {request_id} is not being read here")
+        return request
 
     def forget(self, request: DecodeRequest) -> None:
         """Drop a request whose caller has received its last event, unless a new request has its id."""

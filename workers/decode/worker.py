@@ -19,16 +19,16 @@ from deltafront.workers.leaving import Leaving
 from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import Rendezvous
 from deltafront.workers.messages.states import DECODE_PREFIX, DecodeStats
-from deltafront.workers.progress import progress
+from deltafront.workers.progress import Tell, progress, silent
 from deltafront.workers.remote import REPLICA_CPUS, Failure, failure_of, hosts, placement_of, remote
 from deltafront.workers.replica import HEAD_PATIENCE_S, Replica
 from deltafront.workers.roles import DecodeWorker, Rank
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
-from deltafront.workers.tracing import SpanSink, Tracer, provider
+from deltafront.workers.tracing import NO_TRACER, SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
     from deltafront.workers.decode.engine import DecodeEngine
-    from deltafront.workers.decode.ranks import FollowerRank
+    from deltafront.workers.decode.ranks import FollowerRank, ReaderMaker
 
 _ASK_S = 1.0
 """How often the other ranks are asked whether they have failed, while rank 0 starts."""
@@ -57,7 +57,6 @@ class DecodeActor(Leaving):
         spans: SpanSink,
         ranks: Sequence[Any] = (),
     ) -> None:
-        from deltafront.workers.decode.engine import load_engine
         from deltafront.workers.kv.handoff.transports import kv_reader
 
         self._pairing = pairing(model, handoff, config.kv_dtype)
@@ -106,6 +105,39 @@ class DecodeActor(Leaving):
     async def exported_memory(self, pairing: str) -> Any:
         """Return `DecodeEngine.exported_memory`; None if `settings.pairing` is not ours."""
         return self.hosted.exported_memory() if pairing == self._pairing else None
+
+
+def load_engine(
+    name: str,
+    model: ModelSpec,
+    config: DecodeConfig,
+    *,
+    reader: ReaderMaker,
+    ranks: Sequence[Rank] = (),
+    tell: Tell = silent,
+    tracer: Tracer = NO_TRACER,
+) -> DecodeEngine:
+    """Load rank 0's part of the model and make the engine. Raises ModelError, and the errors of
+    `DecodeEngine`.
+    """
+    from deltafront.workers.decode.engine import DecodeEngine
+    from deltafront.workers.decode.ranks import load_part, store_digest
+    from deltafront.workers.model.directory.store import model_directory
+    from deltafront.workers.model.grammars import Grammars
+
+    stack = load_part(model, config, 0, tell)
+    grammars = Grammars(model_directory(model.path), stack.config.vocab, stack.config.eos_ids)
+    grammars.load_soon()
+    return DecodeEngine(
+        name,
+        stack,
+        config,
+        reader=reader,
+        ranks=ranks,
+        digest=store_digest(model, config),
+        grammars=grammars,
+        tracer=tracer,
+    )
 
 
 @hosts(Rank)

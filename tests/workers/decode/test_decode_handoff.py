@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.workers.decode.times import RequestTimes
+from deltafront.workers.decode.request import RequestTimes
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import (
     GenerateJob,

@@ -283,7 +283,7 @@ async def test_stage_gets_no_page_table_before_the_pages_are_copied(
     run = await bench(**ROOM)
     copies = await pushed_out(run, monkeypatch)
     await run.reserve("rest", 22, NEW, key=key_of(DOCUMENT), prefix_tokens=128)
-    monkeypatch.setattr(run.engine._writers, "open", lambda _writer, pages: pages.table)
+    monkeypatch.setattr(run.engine._receiver._writers, "open", lambda _writer, pages: pages.table)
     writer = PageWriter(request_id="rest", attempt=0, home="here", pid=1, memory="m")
     opening = asyncio.create_task(run.engine.open_pages(writer))
     copies.go_on(LAYERS - 1)

@@ -1,0 +1,103 @@
+"""The side of a decode worker that prefill stages talk to: it receives KV, and sends it back."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from deltafront.workers.decode.ranks import LeadRunner, RanksReader, joined_heads
+from deltafront.workers.decode.request import RequestTimes
+from deltafront.workers.decode.request_table import DecodeRequests
+from deltafront.workers.decode.tiers import KeptTasks
+from deltafront.workers.kv.fetch import to_host
+from deltafront.workers.kv.handoff.inbox import KVInbox
+from deltafront.workers.kv.handoff.mapped import PageWriters
+from deltafront.workers.kv.handoff.protocols import KVReader
+from deltafront.workers.messages.requests import DecodeFailed
+from deltafront.workers.messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange, PageWriter
+from deltafront.workers.model.directory.model_config import ModelConfig
+
+
+class HandoffReceiver:
+    """Writes announced KV into the pages of requests.
+
+    Args:
+        reader: Reads rank 0's KV. It writes in `thread`.
+    """
+
+    def __init__(
+        self,
+        requests: DecodeRequests,
+        runner: LeadRunner,
+        reader: KVReader,
+        thread: ThreadPoolExecutor,
+        model: ModelConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._requests, self._runner, self._thread, self._clock = requests, runner, thread, clock
+        self._ranks, self._model = runner.ranks, model
+        self._reader = RanksReader(reader, runner.ranks, runner.lose) if runner.ranks else reader
+        self._receiving = KeptTasks()
+        self._writers = PageWriters(runner.cache.memory)
+
+    async def close(self) -> None:
+        await self._receiving.cancel()
+
+    async def announce(self, announcement: KVAnnouncement) -> None:
+        """Read announced KV into the request's pages. Unknown requests, other attempts and exact repetitions
+        are ignored.
+
+        An error also stops the sending stage. Then the request fails, unless it is resumed before its job
+        arrives: no answer is made from incomplete KV.
+
+        Raises:
+            HandoffError: The KV could not be read.
+            ArrivalError: The announced KV does not fit the request.
+        """
+        request = self._requests.expecting(announcement)
+        if request is None:
+            return
+        await asyncio.shield(self._receiving.begin(self._receive(request.inbox, request.times, announcement)))
+
+    async def _receive(self, inbox: KVInbox, times: RequestTimes, announcement: KVAnnouncement) -> None:
+        with times.receiving_kv(self._clock):
+            moved = await inbox.receive(announcement, self._reader)
+        times.handoff_bytes += moved
+
+    async def first_logits(self, message: FirstLogits) -> None:
+        """Receive the logits of a request's first token. Ignores what `announce` ignores. Raises ArrivalError
+        for unusable logits."""
+        request = self._requests.expecting(message)
+        if request is not None:
+            vocab = 0 if request.reservation.reads else self._model.vocab
+            request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
+
+    async def open_pages(self, writer: PageWriter) -> tuple[int, ...]:
+        request = self._requests.expecting(writer)
+        if request is not None:
+            await request.pages.come()
+            request = self._requests.expecting(writer)
+        if request is None:
+            raise DecodeFailed(f"request {writer.request_id} is not being read here")
+        return self._writers.open(writer, request.pages)
+
+    async def close_pages(self, writer: PageWriter) -> None:
+        self._writers.close(writer)
+
+    async def kv(self, wanted: KVRange) -> HostKV:
+        request = self._requests.live(wanted.request_id)
+        if request is not None:
+            with request.pages.use() as pages:
+                if pages is not None:
+                    await request.pages.come(self._model.layers - 1 - wanted.layer)
+                    own = asyncio.get_running_loop().run_in_executor(
+                        self._thread, to_host, self._runner.cache, pages, wanted
+                    )
+                    others = [rank.kv(wanted, pages) for rank in self._ranks]
+                    try:
+                        return joined_heads(await asyncio.gather(own, *others))
+                    except DecodeFailed as error:
+                        self._runner.lose(error)
+                        raise
+        raise DecodeFailed(f"request {wanted.request_id} is not being read here")
