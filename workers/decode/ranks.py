@@ -21,8 +21,8 @@ import torch.distributed as dist
 from deltafront.kernels.layers.one_shot_reduce import OneShotAddNorm, OneShotReduce, own_memory
 from deltafront.workers.decode.decode_attention import LayerPlan, plan_layers
 from deltafront.workers.decode.reads import Read
-from deltafront.workers.decode.runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult
-from deltafront.workers.decode.step_rows import Row
+from deltafront.workers.decode.runner import DecodeRunner, ReadPart, ReadResult
+from deltafront.workers.decode.step_rows import LaunchedStep, Row
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.fetch import to_host
 from deltafront.workers.kv.handoff.protocols import KVReader, UsePages

@@ -17,7 +17,8 @@ from typing import TypeVar
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.decode.reads import Read, Recompute, Step
 from deltafront.workers.decode.request import DecodeRequest
-from deltafront.workers.decode.runner import DecodeRunner, LaunchedStep, ReadPart, ReadResult, SampledToken
+from deltafront.workers.decode.runner import DecodeRunner, ReadPart, ReadResult
+from deltafront.workers.decode.step_rows import LaunchedStep, SampledToken
 from deltafront.workers.messages.events import FinishReason, Token
 from deltafront.workers.model.grammars import Mask
 from deltafront.workers.pace import Recent

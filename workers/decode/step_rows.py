@@ -1,14 +1,16 @@
-"""The inputs of a decode step, in tensors that are allocated once and have few shapes.
+"""A decode step's inputs, in tensors that are allocated once and have few shapes; its CUDA graph and result.
 
 Shape suffixes: R requests of the batch, P columns of the page table.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from deltafront.kernels.layers.sampling import SamplingRows
+from deltafront.kernels.layers.to_host import choices_to_host
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.grammars import Mask
 
@@ -16,6 +18,8 @@ _NARROWEST = 512
 """Columns of the narrowest page table, which hold 8,192 tokens."""
 _FACTOR = 4
 """Ratio of a table's width to the next narrower one. Each column costs time to score and rank."""
+_ROOM = 64
+"""The fewest rows of pinned memory. Memory of one size is reused."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +210,76 @@ def _written(made: SamplingRows, rows: Sequence[Sampling], vocab: int) -> Sampli
 def _signed(seed: int) -> int:
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A row's next token and its log-probability, and counts of pages: attended to by sparse layers, and
+    all.
+    """
+
+    token: int
+    logprob: float
+    pages_attended: int = 0
+    pages_held: int = 0
+
+
+class LaunchedStep:
+    """A launched step, whose sampled tokens are on their way to the host."""
+
+    def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
+        self._read, rows = read, len(read)
+        self._written: Any = None
+        if ids_R.is_cuda:
+            # This memory may be used again while an abandoned step still writes to it. The next step
+            # writes later, since both are on one stream.
+            self._chosen_R2 = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)[:rows]
+            choices_to_host(ids_R, logprob_R, self._chosen_R2)
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._written.record()
+        else:
+            self._chosen_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
+
+    def chosen(self) -> list[SampledToken]:
+        """Wait for this step only, and return its tokens."""
+        if self._written is not None:
+            self._written.synchronize()
+        chosen = zip(self._chosen_R2.tolist(), self._read, strict=True)
+        return [SampledToken(int(token), logprob, *pages) for (token, logprob), pages in chosen]
+
+
+class StepGraphs:
+    """A CUDA graph for each batch shape.
+
+    During construction nothing else may use the GPU from this thread. Each shape runs once before its
+    capture, so that its kernels are loaded.
+
+    Args:
+        batches: One batch of every shape.
+        forward: Returns a batch's logits_RV.
+
+    Raises:
+        RuntimeError: A capture failed.
+    """
+
+    def __init__(self, forward: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]) -> None:
+        self._graphs: dict[BatchShape, tuple[Any, torch.Tensor]] = {}
+        pool = torch.cuda.graph_pool_handle()
+        for batch in sorted(batches, key=lambda batch: batch.shape.cells, reverse=True):
+            forward(batch)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate meanwhile: they are not part of the graph.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits_RV = forward(batch)
+            self._graphs[batch.shape] = graph, logits_RV
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def replay(self, batch: Batch) -> torch.Tensor:
+        """Replay the graph of the batch's shape and return logits_RV, which the next replay overwrites.
+        Raises KeyError for an unknown shape.
+        """
+        graph, logits_RV = self._graphs[batch.shape]
+        graph.replay()
+        return logits_RV

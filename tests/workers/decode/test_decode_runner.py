@@ -16,8 +16,8 @@ import torch
 from deltafront.kernels.layers.kv_int8 import NOT_A_NUMBER
 from deltafront.workers.decode.decode_attention import plan_layers
 from deltafront.workers.decode.reads import Read
-from deltafront.workers.decode.runner import DecodeRunner, ReadPart, SampledToken
-from deltafront.workers.decode.step_rows import BatchShape, Row, StepRows
+from deltafront.workers.decode.runner import DecodeRunner, ReadPart
+from deltafront.workers.decode.step_rows import BatchShape, Row, SampledToken, StepRows
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack

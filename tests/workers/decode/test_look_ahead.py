@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.decode.runner import LaunchedStep, SampledToken
-from deltafront.workers.decode.step_rows import Row
+from deltafront.workers.decode.step_rows import LaunchedStep, Row, SampledToken
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.workers.decode.runner import LaunchedStep
+from deltafront.workers.decode.step_rows import LaunchedStep
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits

@@ -12,9 +12,9 @@ import pytest
 
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.request import DecodeRequest
-from deltafront.workers.decode.runner import ReadPart, ReadResult, SampledToken
+from deltafront.workers.decode.runner import ReadPart, ReadResult
 from deltafront.workers.decode.scheduler import DecodeScheduler
-from deltafront.workers.decode.step_rows import Row
+from deltafront.workers.decode.step_rows import Row, SampledToken
 from deltafront.workers.kv.arrival import KVArrival
 from deltafront.workers.kv.handoff.inbox import KVInbox
 from deltafront.workers.kv.pages.host_tier import PagesBack
