@@ -26,6 +26,7 @@ from deltafront.workers.messages.requests import (
 )
 from deltafront.workers.messages.stages import FirstLogits
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats
+from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.settings import DecodeConfig, ModelSpec
 
 from ..tiny_model import make_tiny_model
@@ -118,7 +119,7 @@ def test_start_names_the_tensor_that_a_model_lacks_on_any_ranks(
     del weights["model.layers.3.mlp.up_proj.weight"]
     save_file(weights, directory / "model.safetensors")
     config = DecodeConfig(cache_tokens=512, page_selection="full", tensor_parallel=ranks)
-    with pytest.raises(ActorDiedError, match=r"ModelError: .*model\.layers\.3\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelError, match=r"model\.layers\.3\.mlp\.up_proj\.weight"):
         DecodeReplica(ModelSpec(path=str(directory), dtype="float32"), config)
 
 
