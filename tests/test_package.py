@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -111,5 +110,5 @@ def serving(commands: Path, folder: Path) -> Iterator[str]:
             pytest.fail("".join(said))
         yield "127.0.0.1:9037"
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # a run in the background ignores SIGINT, and so do its children
         process.wait(START_S)
