@@ -282,6 +282,10 @@ class DecodeScheduler:
             text = "the model's logits are not finite numbers (in float16 its activations may overflow)"
             request.close(FinishReason.FAILED, text)
             return
+        grammar = request.grammar
+        if grammar is not None and grammar.trouble:  # the token may have been chosen without a mask
+            request.close(FinishReason.FAILED, grammar.trouble)
+            return
         if request.produced == 0:
             self._before_first(request)
         request.events.put_nowait(
@@ -294,11 +298,8 @@ class DecodeScheduler:
             request.cache_prefix()
         assert request.job is not None
         sampling = request.job.sampling
-        grammar = request.grammar
         complete = grammar is not None and grammar.ended
-        if grammar is not None and grammar.trouble:
-            request.close(FinishReason.FAILED, grammar.trouble)
-        elif complete or (choice.token in self._eos_ids and not sampling.ignore_eos):
+        if complete or (choice.token in self._eos_ids and not sampling.ignore_eos):
             request.close(FinishReason.STOP, "")
         elif request.left == 0:
             request.close(FinishReason.LENGTH, "")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from deltafront.tests.schemas import SCHEMAS
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob, RequestOptions, Sampling
-from deltafront.workers.model.grammars import GrammarError, Grammars, json_grammar
+from deltafront.workers.model.grammars import GrammarError, Grammars, GrammarState, Mask, json_grammar
 
 EOS, VOCAB = 198, 199
 TOKENS = [chr(code) for code in range(32, 127)] + ['{"', '"}', '":', 'Ġ"', "true", "false", "null", '","']
@@ -121,6 +121,25 @@ async def test_wrong_grammar_fails_its_request_alone(bench: Any, grammars: Gramm
     )
     assert bad.finish.reason is FinishReason.FAILED and "nothing" in bad.finish.message
     check(good, PERSON)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+async def test_answer_fails_before_a_token_that_no_mask_chose(
+    bench: Any, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    run, masks, mask = await bench(grammars=grammars, looks_ahead=ahead), [], GrammarState.mask
+
+    def three(state: GrammarState) -> Mask | None:
+        masks.append(state)
+        if len(masks) > 3:
+            state.trouble = "too much work"
+        return mask(state)
+
+    monkeypatch.setattr(GrammarState, "mask", three)
+    answer = await ask(run, "a", 1, PERSON)
+    assert (answer.finish.reason, answer.finish.message) == (FinishReason.FAILED, "too much work")
+    assert 0 < len(answer.ids) <= 3
+    grammars.begin(json_grammar(json.dumps(PERSON)), answer.ids)  # raises if they do not follow it
 
 
 def test_any_end_token_may_end_an_answer(grammars: Grammars) -> None:
