@@ -185,8 +185,9 @@ def _write_masks(made: SamplingRows, masks: Sequence[Mask | None]) -> set[int]:
     """Return the rows that have a mask."""
     written = {index: mask for index, mask in enumerate(masks) if mask is not None}
     for index, mask in written.items():
-        # A copy of at most 64 KiB does not wait for copies of KV from host memory.
-        made.allowed_RW[index].copy_(torch.from_numpy(mask))
+        # At most 64 KiB: CUDA takes the values at once, so neither a forward pass that runs nor copies of KV
+        # from host memory are waited for.
+        made.allowed_RW[index].copy_(torch.from_numpy(mask), non_blocking=True)
     return set(written)
 
 
