@@ -96,7 +96,7 @@ class ControlTokens:
         """
         ends = sorted({end for token in self._tokens for end in (token[0], token[-1])})
         contents = [self.parts(message) for message in messages]
-        called = [text for message in messages for text in _strings(message.get("tool_calls", ()))]
+        called = [text for message in messages for text in strings_of(message.get("tool_calls", ()))]
         used = set[str]().union(*(message["content"] for message in messages), *called)
         unused = (character for character in map(chr, chain(*_PRIVATE_USE)) if character not in used)
         free = list(islice(unused, len(ends) + 1))
@@ -210,13 +210,14 @@ def _map_strings(change: Callable[[str], str], value: Any) -> Any:
     return [_map_strings(change, inner) for inner in value] if isinstance(value, list) else value
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_of(value: Any) -> Iterator[str]:
+    """Yield every string in JSON data, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for pair in value.items() for part in pair for text in _strings(part))
+        yield from (text for pair in value.items() for part in pair for text in strings_of(part))
     elif isinstance(value, list | tuple):
-        yield from (text for part in value for text in _strings(part))
+        yield from (text for part in value for text in strings_of(part))
 
 
 def any_of_pattern(words: Iterable[str]) -> str:

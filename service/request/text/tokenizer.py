@@ -24,6 +24,7 @@ from deltafront.service.request.text.control_tokens import (
     ControlTokens,
     MaskingError,
     map_message,
+    strings_of,
 )
 from deltafront.service.request.text.detokenize import Detokenizer
 from deltafront.service.request.text.tool_calls import MARKS, ToolFormat, format_of
@@ -112,7 +113,7 @@ class TextTokenizer:
         for name in variables:
             if name in OURS or name in self._special:
                 raise TemplateError(f"{name} is not for a request to set")
-        for text in _strings(variables):
+        for text in strings_of(variables):
             for token in self._control.find(text):
                 raise TemplateError(f"the control token {token!r} may not stand in it")
         return self._with(_variables=dict(variables))
@@ -325,14 +326,6 @@ def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> N
                     f"{path} would number {token.content!r} as {assigned}, the files beside it say {number}: "
                     "they belong to different models"
                 )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for part in [*value, *value.values()] if isinstance(value, Mapping) else value:
-            yield from _strings(part)
 
 
 def _placeholder(role: str, name: str) -> Message:
