@@ -274,7 +274,7 @@ def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:
         raise InvalidArgument("", "the body must be a JSON object")
     _check_sizes(content)
     given = {name: value for name, value in content.items() if value is not None and name not in _LABELS}
-    for name in given.keys() & _NO_OP_VALUES.keys() - kind.model_fields.keys():
+    for name in [name for name in given if name in _NO_OP_VALUES and name not in kind.model_fields]:
         value = given.pop(name)
         if not any(_same(value, no_op) for no_op in _NO_OP_VALUES[name]):
             raise InvalidArgument(name, _OWN_MESSAGES.get(name, _UNSUPPORTED))
