@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from deltafront.kernels.constants import BLOCK
@@ -106,16 +106,9 @@ class RequestTimes:
     def report(self) -> DecodeReport:
         """Report the parts of the time from the job's (or the logits') arrival to the first token. They are
         disjoint and add up to it."""
-        return DecodeReport(
-            **{part: _length(*moments) for part, moments in self.parts.items()},
-            handoff_bytes=self.handoff_bytes,
-            handoff_seconds=self.handoff_seconds,
-            pages_attended=self.pages_attended,
-            pages_held=self.pages_held,
-            steps=self.steps,
-            own_steps=self.own_steps,
-            recomputed_tokens=self.recomputed_tokens,
-        )
+        parts: dict[str, Any] = {part: _length(*moments) for part, moments in self.parts.items()}
+        names = (field.name for field in fields(DecodeReport))
+        return DecodeReport(**parts, **{name: getattr(self, name) for name in names if name not in parts})
 
 
 def _length(start: float | None, stop: float | None) -> float:
