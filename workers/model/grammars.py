@@ -73,13 +73,13 @@ class Grammars:
 
     Args:
         vocab: The model's. The tokenizer may have fewer tokens.
-        eos_ids: The model's end tokens.
+        eos_ids: The model's end tokens. Those without a logit are ignored.
     """
 
     def __init__(self, directory: Path, vocab: int, eos_ids: Sequence[int]) -> None:
         self._directory = directory
         self._vocab = vocab
-        self._eos_ids = tuple(eos_ids)
+        self._eos_ids = tuple(token for token in eos_ids if token < vocab)
         self._loading = threading.Lock()
 
     def load_soon(self) -> None:

@@ -30,7 +30,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
-    """Of a tokenizer for the tiny Llama: printable ASCII and some longer tokens."""
+    """Grammars with a tokenizer for the tiny Llama: printable ASCII and some longer tokens."""
     directory = tmp_path_factory.mktemp("tokenizer")
     names = [*("Ġ" if token == " " else token for token in TOKENS)]
     names += [f"<{number}>" for number in range(len(names), EOS)] + ["</s>"]
@@ -143,7 +143,8 @@ async def test_answer_fails_before_a_token_that_no_mask_chose(
 
 
 def test_any_end_token_may_end_an_answer(grammars: Grammars) -> None:
-    several = Grammars(grammars._directory, VOCAB, (EOS, 150, 7))
+    """Ids that the model has no logit for are left out."""
+    several = Grammars(grammars._directory, VOCAB, (9999, EOS, 150, 7, 10_000))
     state = several.begin('start: "a"*')
     mask = state.mask()
     assert mask is not None
