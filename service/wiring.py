@@ -31,7 +31,7 @@ from deltafront.workers.messages.states import DecodeStats, WorkerStats
 from deltafront.workers.model.adapter import AdapterFiles
 from deltafront.workers.model.calibrated.profile import Profile, load_profile
 from deltafront.workers.model.directory.config_file import lost_window_note, read_config
-from deltafront.workers.model.directory.digest import directory_of, model_digest
+from deltafront.workers.model.directory.digest import checked_model, model_digest
 from deltafront.workers.model.directory.headers import check_weights, quantisation_notes
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError, read_json_or_empty
@@ -92,8 +92,9 @@ def request_handler(
 ) -> RequestHandler:
     """Make the handler of a door's requests. door_id: this door's unique id. Raises ModelError,
     FileNotFoundError or ConfigError."""
-    directory, door = directory_of(settings.model), settings.door
-    model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
+    found, door = checked_model(settings.model), settings.door
+    directory = Path(found.path)
+    model, profile = read_config(directory, found.overrides), load_profile(found)
     tokenizer = _tokenizer(settings, directory)
     callers = Callers(
         door_id,

@@ -22,7 +22,7 @@ from deltafront.kernels.options import ScoredOptions, Value
 from deltafront.workers.model.directory.digest import model_digest
 from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.model.directory.store import config_of, profile_file
+from deltafront.workers.model.directory.store import config_of, located, profile_file
 from deltafront.workers.settings import Count, DecodeConfig, Layer, ModelSpec
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
@@ -189,6 +189,7 @@ def load_profile(model: ModelSpec) -> Profile | None:
     except ModelError as error:
         raise ProfileError(f"model.profile: {error}") from None
     try:
+        model = located(model)
         profile.check(config_of(model), model_digest(model))
     except ProfileError as error:
         raise ProfileError(f"model.profile: {path}: {error}") from None

@@ -7,7 +7,7 @@ import torch
 
 from deltafront.workers.model.decoder.collectives import SINGLE_RANK, Collectives
 from deltafront.workers.model.decoder.stack import LayerStack
-from deltafront.workers.model.directory.digest import directory_of
+from deltafront.workers.model.directory.digest import checked_model
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import adapter_directory, config_of
 from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
@@ -41,7 +41,8 @@ def load_model(
         ValueError: The dtype is unknown.
     """
     _check_quantisation(model, torch.device(device))
-    config, directory = config_of(model), directory_of(model)
+    model = checked_model(model)
+    config = config_of(model)
     share = config.split(stages)[stage]
     spec = StackSpec(
         config=config,
@@ -56,7 +57,7 @@ def load_model(
         rank=collectives.rank,
         ranks=collectives.ranks,
     )
-    return load_stack(directory, spec, tell, collectives)
+    return load_stack(model.path, spec, tell, collectives)
 
 
 def _check_quantisation(model: ModelSpec, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from deltafront.workers.model.directory.model_files import (
 from deltafront.workers.model.directory.store import (
     adapter_directory,
     config_of,
-    model_directory,
+    located,
 )
 from deltafront.workers.settings import ModelSpec
 
@@ -65,8 +65,8 @@ Tensor = tuple[str, str, list[int], bytes]
 
 def model_digest(model: ModelSpec) -> str:
     """Return the model's digest, a sha256 in hexadecimal. Raises ModelError."""
-    digest = hashlib.sha256()
-    _add(digest, _about(config_of(model)), _weights(model_directory(model.path)))
+    model, digest = located(model), hashlib.sha256()
+    _add(digest, _about(config_of(model)), _weights(Path(model.path)))
     if model.adapter is not None:
         adapter = adapter_directory(model.adapter)
         config = read_json(adapter / "adapter_config.json")
@@ -75,19 +75,21 @@ def model_digest(model: ModelSpec) -> str:
     return digest.hexdigest()
 
 
-def directory_of(model: ModelSpec) -> Path:
-    """Return the directory of the model on this node.
+def checked_model(model: ModelSpec) -> ModelSpec:
+    """Return the model with its directory on this node as path, and compare its `model_digest`.
+
+    The comparison finds another model or revision. `mark_complete` finds damaged files.
 
     Raises:
         ModelError: There is no such model, or its digest is not `model.digest`.
     """
-    directory = model_directory(model.path)
-    if model.digest is not None and (found := model_digest(model)) != model.digest:
+    local = located(model)
+    if model.digest is not None and (found := model_digest(local)) != model.digest:
         raise ModelError(
             f"model.path = {model.path!r}: this node's files have the digest {found[:16]}…, the service was "
             f"started with {model.digest[:16]}…: give every node the same files"
         )
-    return directory
+    return local
 
 
 def content_digest(model: ModelSpec, cache: Path | None = None) -> str:
@@ -99,7 +101,8 @@ def content_digest(model: ModelSpec, cache: Path | None = None) -> str:
     Args:
         cache: Directory for files' digests; by default deltafront/digests in XDG_CACHE_HOME, or in ~/.cache.
     """
-    files = list(_weight_files(model_directory(model.path)))
+    model = located(model)
+    files = _weight_files(Path(model.path))
     if model.adapter is not None:
         files.append(adapter_directory(model.adapter) / "adapter_model.safetensors")
     try:

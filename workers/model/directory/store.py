@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from deltafront.workers.model.directory.config_file import read_config
@@ -85,6 +86,14 @@ def config_directory(model: str) -> Path:
     return (
         _download(model, ("*.json",)) if not path.exists() and _is_hub_id(model) else model_directory(model)
     )
+
+
+def located(model: ModelSpec) -> ModelSpec:
+    """Return the model with its directory on this node as path. Raises ModelError.
+
+    To find a directory takes a hash of a GGUF file or a question to the hub, so it is done once.
+    """
+    return replace(model, path=str(model_directory(model.path)))
 
 
 def config_of(model: ModelSpec) -> ModelConfig:

@@ -19,11 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import SHAPES
+from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.directory import digest as digests
+from deltafront.workers.model.directory import store
 from deltafront.workers.model.directory.digest import (
     _about,
+    checked_model,
     content_digest,
-    directory_of,
     mark_complete,
     model_digest,
 )
@@ -62,7 +64,7 @@ SAME: dict[str, Callable[[Path], object]] = {
     "shards": sharded,
     "the longest prompt": lambda d: edit(d / "config.json", max_position_embeddings=512),
     "end tokens": lambda d: edit(d / "config.json", eos_token_id=3),
-    "keys that nobody reads": lambda d: edit(d / "config.json", transformers_version="9"),
+    "unread keys": lambda d: edit(d / "config.json", transformers_version="9"),
     "the tokenizer": lambda d: (d / "tokenizer.json").write_text('{"a": 1}'),
     "weights that are not read": lambda d: save_file({"x": torch.ones(3)}, d / "consolidated.safetensors"),
 }
@@ -275,7 +277,7 @@ def listed(directory: Path) -> Path:
 
 
 def noted_by_the_hub(directory: Path) -> Path:
-    """What the hub's client leaves: a sha256 of large files, git's digest of small ones."""
+    """Write the notes of the hub's client: a sha256 of large files, git's digest of small ones."""
     notes = directory / ".cache" / "huggingface" / "download"
     files = [path for path in directory.iterdir() if path.is_file()]
     notes.mkdir(parents=True)
@@ -309,11 +311,26 @@ def test_a_file_without_a_digest_is_named_with_what_to_do(model: Path) -> None:
         mark_complete(model)
 
 
+def test_finds_a_model_once_to_compare_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file is hashed to be found, and the hub is asked."""
+    asked: list[str] = []
+
+    def found(name: str) -> Path:
+        asked.append(name)
+        return model
+
+    spec = ModelSpec(path="owner/name", digest=digest(model))
+    monkeypatch.setattr(store, "model_directory", found)
+    stack = load_model(spec, "cpu")
+    assert content_digest(spec, model.parent / "cache") and stack.config.layers
+    assert [name for name in asked if name == spec.path] == [spec.path] * 2, "once for each"
+
+
 def test_refuses_a_node_whose_model_files_differ(model: Path) -> None:
     spec = ModelSpec(path=str(model), digest=digest(model))
-    assert directory_of(spec) == model.resolve()
+    assert checked_model(spec).path == str(model.resolve())
     edit(model / "config.json", rope_theta=1234.0)
     with pytest.raises(
         ModelError, match=r"this node's files have the digest .*: give every node the same files"
     ):
-        directory_of(spec)
+        checked_model(spec)
