@@ -109,7 +109,7 @@ class Prefilled:
 
 @dataclass
 class Answer:
-    """What one `generate` yielded."""
+    """The events that one `generate` yielded."""
 
     first: FirstTokenTimings | None = None
     tokens: list[Token] = field(default_factory=list)

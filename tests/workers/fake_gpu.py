@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from deltafront.kernels.launches import Launcher
 
 DEVICE = torch.device("cuda", 7)
-"""A number that no real one of a test has: what is cached by device is then nobody else's."""
+"""No real device has this number, so caches by device are not shared with other tests."""
 _META = torch.device("meta")
 _MULTIPROCESSORS = 132
 
@@ -49,7 +49,7 @@ class FakeGpu:
 
 
 class _Tensors(TorchFunctionMode):
-    """What is made on the GPU is made on torch's `meta` device, and says that it is on the GPU."""
+    """Makes the GPU's tensors on torch's `meta` device. They say that they are on the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device:
@@ -76,7 +76,7 @@ class _Tensors(TorchFunctionMode):
 
 
 def _read(x: torch.Tensor) -> torch.Tensor:
-    """What the host gets to read of it."""
+    """Return the values that the host reads."""
     return torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
 
 
@@ -87,7 +87,7 @@ _TOLD = {
     torch.Tensor.data_ptr: lambda x: x.storage_offset() * x.element_size(),
     torch.Tensor.tolist: lambda x: _read(x).tolist(),
 }
-"""What a tensor on the GPU says of itself."""
+"""Attributes and methods of a tensor on the fake GPU."""
 _READS = (torch.Tensor.__bool__, torch.Tensor.tolist)
 
 

@@ -92,7 +92,7 @@ class InProcessStream:
         return self._check
 
     def close(self) -> bool:
-        """The payloads are copies, so nobody reads the pages."""
+        """The payloads are copies, so no worker reads the pages."""
         self._failure = ""
         return True
 

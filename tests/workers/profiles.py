@@ -49,7 +49,7 @@ def levels_of(
 
 
 def make_profile(directory: Path, **changes: Any) -> Profile:
-    """Of xattention at two densities, one of them for two lengths, and of dpxa at one."""
+    """Make a profile of xattention at two densities, one of them for two lengths, and of dpxa at one."""
     config, spec = read_config(directory), ModelSpec(path=str(directory))
     pool = {(0.2, 256): (0.1, 0.4), (0.2, 1024): (0.3, 0.6), (0.5, 1024): (0.7, 0.9)}
     parts: dict[str, Any] = {

@@ -50,9 +50,10 @@ DENSITY = 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """What is read: prompts by a method, by stage `stage` of `stages`; or, where no method is named, a decode
-    worker's appended text and steps. warm_up: as in the configuration. model: a folder in
-    DIRECTORY."""
+    """A worker and its work: with a method, stage `stage` of `stages` prefills prompts; without, a decode
+    worker prefills appended text and runs steps. `warm_up` is the configuration's, `model` a folder in
+    DIRECTORY.
+    """
 
     name: str
     method: str = ""
@@ -66,7 +67,7 @@ class Case:
 
 
 def lengths(randomly: random.Random) -> list[int]:
-    """Of prompts: near what a kernel may be compiled for, and anywhere."""
+    """Return lengths of prompts: some near those that kernels are specialised for, others random."""
     near = [CHUNK, CHUNK + 1, 2 * CHUNK - 1, 4096, 4097, 1, 16, 100_000, ROOM - 1, ROOM]
     return near + [int(2 ** randomly.uniform(5, 18)) for _ in range(PROMPTS - len(near))]
 
@@ -103,7 +104,7 @@ def read(stage: PrefillStage, config: PrefillConfig, case: Case, tokens: int, sc
 
 
 class _Neighbours:
-    """Hidden states from a stage before, and nobody behind."""
+    """Provides the hidden states of a stage before. There is no stage after."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         self._hidden, self._dtype = hidden, dtype
@@ -128,7 +129,7 @@ def profile_of(model: ModelConfig) -> Profile:
 def stage_after_warm_up(
     directory: str, case: Case, seen: set[tuple[str, str]]
 ) -> tuple[set[tuple[str, str]], set[str]]:
-    """What reading prompts adds to what the warm-up of a stage has seen, and what the host waited for."""
+    """Return the specialisations that prefill adds to those of a stage's warm-up, and the host's waits."""
     config = PrefillConfig(
         stages=case.stages,
         chunk_tokens=CHUNK,
@@ -155,7 +156,7 @@ def stage_after_warm_up(
 
 
 def decode_after_warm_up(directory: str, case: Case, seen: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """What appended text and decode steps add to what the warm-up of a decode worker has seen."""
+    """Return the specialisations that appended text and decode steps add to those of the warm-up."""
     layers = {"full_layers": (0,), "delta_layers": (1,)}
     config = DecodeConfig(cache_tokens=ROOM, max_batch=6, device=str(DEVICE), **layers)
     stack = load_model(ModelSpec(path=directory, quantisation=case.quantisation), config.device)

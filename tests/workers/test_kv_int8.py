@@ -53,8 +53,10 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def behind(stack: LayerStack, ids: Sequence[int], answer: Sequence[int], *, rounds: bool = True) -> float:
-    """How far an answer's tokens are, at most, behind those that a plain model prefers after the same tokens,
-    by its logits. rounds: its rows see K and V rounded to 8 bits."""
+    """Return the largest difference between a plain model's highest logit and that of the answer's token.
+
+    With `rounds`, the model attends to K and V rounded to 8 bits.
+    """
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (rounded(k), rounded(v)) if rounds else (k, v)

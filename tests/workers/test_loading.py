@@ -1,6 +1,4 @@
-"""What the actors add to their plain classes while and after they load: progress, and what was compiled.
-
-Their calls are made here without Ray."""
+"""Actors report progress while they load, and compiled kernels afterwards. They are called without Ray."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
 
 @dataclass
 class Method:
-    """Of an actor, called in this process."""
+    """An actor's method, called in this process."""
 
     run: Callable[[], Any]
 

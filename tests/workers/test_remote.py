@@ -42,7 +42,7 @@ def test_method_form_decides_how_a_call_is_sent() -> None:
 
 
 class Plain:
-    """As much of a group as is called here."""
+    """The called part of a group."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -77,7 +77,7 @@ async def test_a_hosted_object_answers_and_its_streams_close_early() -> None:
 
 
 class TwoParts:
-    """As much of a stage as is called here: chunks end when they are let go."""
+    """The called part of a stage. The test ends its chunks."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

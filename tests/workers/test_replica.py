@@ -1,4 +1,4 @@
-"""How a replica looks after its actors, with actors that only say how they are."""
+"""A replica replaces its lost actors. The actors here only report their health."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans where nobody records any, and where they are made after the fact."""
+"""Spans without a provider, and spans that are made after the fact."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tests in which time is the event loop's own: it stands still while anything runs and jumps to the next
-timer when nothing does. So a busy machine changes nothing, and nobody waits.
+timer when nothing does. So a busy machine changes nothing, and no test waits.
 
 For code of one thread: what comes from another thread or a process arrives at no time in particular.
 """

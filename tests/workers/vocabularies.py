@@ -21,7 +21,7 @@ from gguf import TokenType
 from tokenizers import Tokenizer
 
 FOLDER = Path(sys.prefix) / "vocabularies"
-"""Where `make vocabularies` puts the packages: beside the environment's own, which import none of them."""
+"""The folder into which `make vocabularies` installs packages, separate from the environment's."""
 
 CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"

@@ -92,7 +92,7 @@ class LeadRunner(DecodeRunner):
         self._sent: tuple[int, ...] = ()
         """Keys of the rows that the other ranks have received."""
         self.fault = ""
-        """Why the worker should be replaced; empty while its ranks are in step."""
+        """The reason to replace the worker; empty while its ranks are in step."""
 
     def lose(self, error: BaseException) -> None:
         """Record that a rank is lost or out of step; later calls fail."""
@@ -175,7 +175,7 @@ class FollowerRank:
         model = stack.config
         plan = plan_layers(config, model.layers, model.windows)
         self.fault = ""
-        """Why the worker should be replaced; empty while this rank is well."""
+        """The reason to replace the worker; empty while this rank works."""
         self._runner = DecodeRunner(stack, plan, **runner_sizes(config, model))
         self._compute, self._handoff = make_threads(config, stack.collectives.rank)
         self._reader = reader(self._runner.cache, self._handoff)

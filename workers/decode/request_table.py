@@ -61,7 +61,7 @@ class DecodeRequests:
         self._serials = itertools.count()
         self._requests: dict[str, DecodeRequest] = {}
         self._closed = ""
-        """Why no more requests are taken; empty while they are."""
+        """The reason to refuse requests; empty while the worker takes them."""
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(list(self._requests.values()))

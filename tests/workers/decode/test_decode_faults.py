@@ -1,4 +1,4 @@
-"""What a decode worker refuses, how it fails, and that pages always come back."""
+"""A decode worker's refusals and failures. Its pages always return to the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode worker keeps of a prompt whose prefill group died, and what it gives back."""
+"""Resumed prompts: a decode worker keeps their KV when the prefill group dies, and sends it to the next."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Ca
 
 
 def wrong(piece: KVAnnouncement) -> KVAnnouncement:
-    """As a group announces it that has failed."""
+    """Return the announcement with other KV, like one of a failed group."""
     return replace(piece, payload=tuple(np.full_like(x, 9.0) for x in piece.payload))
 
 

@@ -1,4 +1,4 @@
-"""The decode runner: memory at fixed addresses, rows that come and go, and a page that belongs to nobody."""
+"""The decode runner: memory at fixed addresses, rows that come and go, and a page that no request owns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode worker before it serves, and what it leaves behind when it stops."""
+"""A decode worker before it serves, and after it has stopped."""
 
 from __future__ import annotations
 

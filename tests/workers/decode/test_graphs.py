@@ -1,6 +1,6 @@
-"""What is captured at the start, by stand-ins that compute in place of CUDA graphs.
+"""The steps that are captured at the start. Stand-ins compute in place of CUDA graphs.
 
-The graphs themselves: `test_decode_runner.py`, on a GPU.
+`test_decode_runner.py` tests the graphs themselves, on a GPU.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def greedy(tokens: int) -> Sampling:
 
 
 class Watch:
-    """What a runner launches and what lands, in order: (what, step, rows of the step)."""
+    """Records a runner's launches and landings in order: (event, step, rows of the step)."""
 
     def __init__(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, int, int]] = []

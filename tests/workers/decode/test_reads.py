@@ -1,4 +1,4 @@
-"""What is read before a first token, in which order, against a brute-force account of positions."""
+"""The order of reads before a first token, against a brute-force account of positions."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Clock:
 
 
 class ByCudaIpc:
-    """How the two ends are made."""
+    """Makes the two ends of the hand-off."""
 
     def __init__(self) -> None:
         self.peers = Neighbours()
@@ -79,7 +79,7 @@ class ByCudaIpc:
 
     @property
     def touched(self) -> bool:
-        """Whether a decode worker has looked at a stage's memory."""
+        """True if a decode worker has opened a stage's memory."""
         return bool(self.peers.opened)
 
 
@@ -139,7 +139,7 @@ class Bench:
         return self.streams[name]
 
     def in_use(self, name: str) -> bool:
-        """Whether the pages of a request that is over are not free yet."""
+        """Return True if the pages of an ended request are not free yet."""
         if not self.streams[name].close():
             return True
         del self.streams[name]

@@ -20,12 +20,17 @@ needs_nixl = pytest.mark.skipif(not NIXL, reason="needs the package nixl")
 
 
 class Disconnected(Exception):
-    """As NIXL's: no base but Exception."""
+    """NIXL's exception of this name: its only base is Exception."""
 
 
 class Fabric:
-    """What connects agents. stalled: what is read from these stays under way. dead: their processes have
-    ended. on_begin: told the number of each transfer before it is posted."""
+    """Connects agents.
+
+    Attributes:
+        stalled: Agents from which reads do not end.
+        dead: Agents whose processes have ended.
+        on_begin: Called with the number of each transfer before it is posted.
+    """
 
     def __init__(self) -> None:
         self.agents: dict[str, FakeAgent] = {}

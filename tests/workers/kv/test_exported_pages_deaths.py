@@ -26,7 +26,7 @@ from deltafront.workers.messages.states import NAMESPACE
 LAYERS, HEADS, DIM, TOKENS = range(2, 5), 2, 8, 64
 PATIENCE_S = 120.0
 SHAPE = (len(LAYERS), 8, 16, HEADS, DIM)
-"""Of each side of the stage's cache: eight pages, four for each request."""
+"""The shape of each side of the stage's cache: eight pages, four for each request."""
 
 
 class MappedFiles:
@@ -57,7 +57,7 @@ def mapped(path: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def reader_class() -> type:
-    """Of an actor that takes K/V as a decode worker does; made here, so that it travels by value."""
+    """Return the class of an actor that reads KV like a decode worker. A local class travels by value."""
 
     class Reader:
         """Writes a first layer's K/V and tells so by a file; goes on once there is another."""

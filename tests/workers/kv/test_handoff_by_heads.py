@@ -30,7 +30,7 @@ STAGES = (range(3), range(3, 5))
 
 
 class Collected:
-    """What stages announce."""
+    """Collects the announcements of stages."""
 
     def __init__(self) -> None:
         self.announced: list[KVAnnouncement] = []
@@ -40,7 +40,7 @@ class Collected:
 
 
 class ReaderRank:
-    """As much of a `Rank` as reads K/V."""
+    """The part of a `Rank` that reads KV."""
 
     def __init__(self, cache: PagedKVCache, reader: KVReader) -> None:
         self._cache, self._reader = cache, reader

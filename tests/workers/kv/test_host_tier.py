@@ -27,8 +27,9 @@ LAYERS = 3
 
 
 class Setup:
-    """A worker's pages and slots by layer, each with the letters of the prompt up to it; empty: nobody
-    knows."""
+    """A worker's pages and slots by layer, each with the letters of the prompt up to it.
+    Empty: unknown.
+    """
 
     def __init__(self, pages: int, slots: int) -> None:
         self.manager, clock = manager(pages)
@@ -80,7 +81,7 @@ class Setup:
         await asyncio.gather(run, return_exceptions=True)
 
     def found(self, letters: str) -> tuple[int, int]:
-        """How many pages and slots. All hold what they should."""
+        """Return the numbers of pages and slots found, after a check of their content."""
         pages, slots, _ = self.manager.find(key_of(spell(letters)))
         coming = max((one.left for one in self.host.coming_to(pages)), default=0)
         for on_gpu, on_host in list(zip(self.on_gpu, self.on_host, strict=True))[: LAYERS - coming]:

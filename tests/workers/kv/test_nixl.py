@@ -36,7 +36,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def announced(bench: Bench, name: str = "r", first: int = 0) -> KVAnnouncement:
-    """Of 32 tokens in pages first .. first+3."""
+    """Announce 32 tokens in pages first .. first+3."""
     bench.announce(range(first, first + 4), 0, 32, name)
     message: KVAnnouncement = bench.ray.sent[-1]
     return message

@@ -38,7 +38,7 @@ def cache_of(layers: range) -> PagedKVCache:
 
 
 def filled() -> PagedKVCache:
-    """What the stage holds, in every process the same."""
+    """Return the stage's cache, which is the same in every process."""
     cache = cache_of(LAYERS)
     generator = torch.Generator().manual_seed(5)
     for side in (cache.k_LPSGD, cache.v_LPSGD):

@@ -96,7 +96,7 @@ class Setup:
         return asyncio.create_task(self.store.load(key_of(spell(letters)), 0, len(letters)))
 
     def check_found(self, letters: str) -> int:
-        """How many of a prompt's pages are in host memory. All hold what they should."""
+        """Return the number of a prompt's pages in host memory, after a check of their content."""
         slots, _exact = self.host.find(key_of(spell(letters)), 0)
         assert [self.on_host[slot] for slot in slots] == [letters[: n + 1] for n in range(len(slots))]
         return len(slots)

@@ -49,7 +49,7 @@ class EngineReceiver:
 
 
 class Memory:
-    """What is left for others to pull, by handle: the toy's stand-in for exported GPU memory."""
+    """Memory that others read by handle: the toy transport's stand-in for exported GPU memory."""
 
     def __init__(self) -> None:
         self.exported: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
@@ -141,7 +141,7 @@ def without_ray_and_gpu(name: str, outbox: LocalOutbox) -> Transport:
 
 
 def send_prompt(run: Any, end: KVSender, cache: PagedKVCache, request_id: str, ids: list[int]) -> None:
-    """As a stage does it: chunk by chunk, layer by layer, into its pages and on from there."""
+    """Write and send a prompt's KV like a stage: by chunk and layer, from its own pages."""
     prompt, pages = run.prefill(ids), (9, 2, 3, 0, 5)
     stream = end.open(Destination(request_id=request_id, decode_worker="decode:test", pages=pages))
     for start in range(0, len(ids), 32):

@@ -46,7 +46,7 @@ def costs_of(config: ModelConfig) -> list[int]:
 
 
 def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Where to cut A0 M0 A1 M1 … so that each part has an A, which are at the even places."""
+    """Yield all cuts of A0 M0 A1 M1 … in which each part has an A. A's are at even places."""
     for cuts in itertools.combinations(range(1, 2 * layers), stages - 1):
         bounds = [0, *cuts, 2 * layers]
         if all(any(half % 2 == 0 for half in range(*pair)) for pair in itertools.pairwise(bounds)):

@@ -26,9 +26,9 @@ class FakeStage:
         self.log: list[tuple[str, str, int]] = []
         self.opened: dict[str, OpenRequest] = {}
         self.serials: list[int] = []
-        """Of all requests that were opened, in order."""
+        """The serials of all opened requests, in order."""
         self.lent: dict[str, int] = {}
-        """How often it will say of a closed request that its pages are still being read."""
+        """Request id → the number of times to report its pages as still being read, after it is closed."""
         self.wrong: list[str] = []
         self.stopped = False
         self.stuck = False

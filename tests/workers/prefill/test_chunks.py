@@ -1,4 +1,4 @@
-"""How prompts are cut into chunks: against every way there is, and by what the pipeline then takes."""
+"""Chunks of prompts, against every possible cut, and the time that the pipeline takes with them."""
 
 from __future__ import annotations
 

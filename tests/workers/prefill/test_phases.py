@@ -70,7 +70,7 @@ def test_phases_add_up_to_at_most_the_wall_time() -> None:
 
 
 class FakeEvent:
-    """Of a device whose time is `now`, in milliseconds."""
+    """An event of a device whose time is `now`, in milliseconds."""
 
     now = 0.0
     made = 0

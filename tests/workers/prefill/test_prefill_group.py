@@ -216,7 +216,7 @@ async def pid_of(group: PrefillGroup, stage: int) -> int:
 
 
 async def healed(group: PrefillGroup) -> None:
-    """As Serve does it: health checks, none of which fails, until the head is another one."""
+    """Check the group's health like Serve, until it has a new head. No check may fail."""
     lost = group.name
     async with asyncio.timeout(HANG_S):
         while group.name == lost or group._rebuilding is None or not group._rebuilding.done():

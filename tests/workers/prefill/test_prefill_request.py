@@ -1,4 +1,4 @@
-"""How a prompt that goes on in another group is cut."""
+"""The chunks of a prompt that is resumed in another group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltafront.workers.prefill.group.request_table import Request
 
 
 class Uneven(ChunkSizes):
-    """As a group with a plan cuts: by where a chunk begins."""
+    """Cuts like a group with a plan: the size depends on where a chunk begins."""
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
         return (512, 256, tokens - 768) if start == 0 else (tokens - start,)

@@ -21,7 +21,7 @@ from .fake_stages import FakeStage, assert_clean, controller_of, job, no_trouble
 
 
 class SlowStage(FakeStage):
-    """Whose reports say how long it took."""
+    """A stage whose reports say how long it took."""
 
     def _chunk(self, command: Any) -> ChunkReport:
         report = super()._chunk(command)

@@ -77,8 +77,10 @@ class Arrival:
 def simulate(
     arrivals: Sequence[Arrival], stages: int, chunk_seconds: float, until: float = 1e9
 ) -> dict[str, float]:
-    """When each prompt is through, in a pipeline of equal stages, one chunk of any size per stage and
-    chunk_seconds / stages each; never more than `stages` chunks in flight."""
+    """Return the end of each prompt in a pipeline of equal stages, with at most `stages` chunks in flight.
+
+    Every chunk takes chunk_seconds / stages on each stage.
+    """
     step = chunk_seconds / stages
     todo = sorted(arrivals, key=lambda a: a.at)
     waiting: dict[str, Waiting] = {}

@@ -29,9 +29,9 @@ class KVInbox:
     ) -> None:
         self.attempt = attempt
         self.logits_V: np.ndarray | None = None
-        """As in `FirstLogits`."""
+        """The logits of `FirstLogits`; None until they arrive."""
         self.lost = ""
-        """Why KV did not arrive; empty unless something has failed."""
+        """The reason why KV cannot arrive; empty unless something has failed."""
         self._arrival, self._pages, self._changed = arrival, pages, changed
         self._settled = asyncio.Event()
         self._closed = False

@@ -22,7 +22,7 @@ class HandoffError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where the KV of one attempt goes. `pages` are the request's pages in the stage's cache, in token
+    """The destination of one attempt's KV. `pages` are the request's pages in the stage's cache, in token
     order.
     """
 
@@ -43,7 +43,7 @@ class KVStream(Protocol):
     pages: Sequence[int]
     """The request's pages in the stage's cache, in token order."""
     has_prefix: bool
-    """Whether these pages already hold the part of the prompt that the decode worker has."""
+    """True if these pages already hold the part of the prompt that the decode worker has."""
 
     def put(self, layer: int, start: int, *sides_T: torch.Tensor) -> int:
         """Start to send one layer's KV of a chunk.

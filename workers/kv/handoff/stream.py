@@ -46,7 +46,7 @@ class KVExporter(Protocol):
     message_bytes: int
     """A message is sent once it stands for this much KV, or when its chunk ends."""
     in_place: bool
-    """Whether decode workers read the stage's own pages."""
+    """True if decode workers read the stage's own pages."""
 
     def export(self, pages: Sequence[int]) -> KVExport: ...
 

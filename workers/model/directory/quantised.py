@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
-    """How a checkpoint's matrices are stored.
+    """The storage format of a checkpoint's quantised matrices.
 
     Args:
         group: Number of inputs that share a scale; None: all of them.

@@ -24,7 +24,7 @@ class Linear:
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
     quantised: ClassVar[bool] = False
-    """Whether inputs are best given as rows of e4m3."""
+    """True if inputs should be rows of e4m3."""
 
     @property
     def stored(self) -> LinearInput:

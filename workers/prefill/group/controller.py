@@ -74,7 +74,7 @@ class PrefillController:
         self._sizes = ChunkSizes(config.chunk_tokens, work)
         self._requests = PrefillRequests(config, len(stages))
         self.failure = ""
-        """Why the group is lost; empty while it lives."""
+        """The reason why the group is lost; empty while it works."""
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[PrefillEvent, None]:
         admitted = self._admit(job)

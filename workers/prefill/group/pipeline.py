@@ -50,8 +50,8 @@ class Pipeline:
         """Send a chunk to all stages.
 
         Args:
-            opening: The command to send before a request's first chunk. allowed: Returns the seconds that a
-                stage may take for the chunk.
+            opening: The command to send before a request's first chunk.
+            allowed: Returns the seconds that a stage may take for the chunk.
         Returns:
             A task that returns the stages' reports, after those of all earlier chunks. It raises the errors
                 of `Stage`.

@@ -141,7 +141,7 @@ class PrefillRequests:
         self._fetched = Recent()
         self._pace = Pace(config.chunk_slack_s)
         self._last_turn = 0.0
-        """When the last refused prompt was told to come back."""
+        """The time at which the last refused prompt should be sent again."""
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))

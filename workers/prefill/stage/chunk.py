@@ -43,7 +43,7 @@ class ChunkWork:
     """Float32, after the prompt's last token; None if they are not needed."""
     launched: float = 0.0
     through: float = 0.0
-    """When the host had launched the chunk, and when the device had computed it (perf_counter)."""
+    """The times (perf_counter) at which the host had launched the chunk, and the device computed it."""
     _computed_L: torch.Tensor | None = None
     _sealed: Any = None
 

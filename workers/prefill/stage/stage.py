@@ -80,7 +80,7 @@ class PrefillStage:
         requests."""
         self._tracer = tracer
         self._through = 0.0
-        """When the last chunk was computed (perf_counter)."""
+        """The time (perf_counter) at which the last chunk was computed."""
 
     def connect(self, activations: Activations) -> None:
         self._activations = activations

@@ -14,7 +14,7 @@ from deltafront.workers.model.decoder.load import set_up_compute_thread
 
 
 def niceness() -> int:
-    """Of the calling thread."""
+    """Return the niceness of the calling thread."""
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 

@@ -116,7 +116,7 @@ class _Store:
         recompute(self.stack, self.ids_T[rows_P], blocks, keep, seen)
 
     def by_loops(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `recompute` should leave, token by token's attention in full."""
+        """Return the KV that `recompute` should leave, from full attention token by token."""
         k_LTGD, v_LTGD = self.k_LTGD.clone(), self.v_LTGD.clone()
         rows_P = rows_of_blocks(blocks, self.stack.device)
 
@@ -168,7 +168,7 @@ def _worst_row(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _rounding(store: _Store) -> float:
-    """What rounding in one layer makes of all that follow it."""
+    """Return the tolerance for one layer's rounding error after all later layers."""
     return 1e-3 if store.stack.dtype == torch.float32 else 5e-2
 
 

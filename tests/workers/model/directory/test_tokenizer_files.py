@@ -1,4 +1,4 @@
-"""What stands beside tokenizer.json, against transformers; files that cannot be used are named in a line."""
+"""The files beside tokenizer.json, against transformers. An error names an unusable file in one line."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .test_stack_weights import Raw, stack_spec
 
 
 def interleaved(weight_OI: torch.Tensor, heads: int) -> torch.Tensor:
-    """How llama.cpp stores q and k rows of a Llama: the halves of each head alternate."""
+    """Order a Llama's q or k rows like llama.cpp: the halves of each head alternate."""
     return weight_OI.view(heads, 2, DIM // 2, -1).transpose(1, 2).reshape(weight_OI.shape)
 
 

@@ -144,7 +144,7 @@ GLM = replace(
 
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
-    """Experts with an MLP beside them, behind a layer without."""
+    """Experts with a shared MLP, after a layer without experts."""
     write_model(tmp_path, GLM, torch.device("cpu"))
     return tmp_path
 

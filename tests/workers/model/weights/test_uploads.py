@@ -12,7 +12,7 @@ from deltafront.workers.model.weights.uploads import Uploads, in_threads
 
 
 class Event:
-    """Of a copy that has ended once somebody waited for it."""
+    """The event of a copy that ends when it is waited for."""
 
     def __init__(self) -> None:
         self.under_way = False
