@@ -21,7 +21,7 @@ _PERIOD_S = 1.0
 _TIMEOUT_S = 30.0
 """A head that takes longer does not answer."""
 _HEAD_BACK_S = 90.0
-"""So long a head may be away, as when it is moved, too: without it nothing that leaves is replaced. One that
+"""How long a head may be away: it may be drained itself, and without it nothing is replaced. A head that
 stays away longer has ended with the whole cluster."""
 
 
@@ -43,36 +43,12 @@ def drain_command(
     try:
         head = RayHead()
         nodes = {node_id} if node_id else set(find_node_ids())
-        left = drain_with_head(head, nodes, deadline_s, _say)
+        left = drain_node(head, nodes, deadline_s, _say)
     except DrainError as error:
         fail(str(error))
     if left:
         fail(f"not drained after {deadline_s} s: {_count_by_class(left)}")
     _say("Drained: nothing runs here any more.")
-
-
-def drain_with_head(
-    head: RayHead,
-    local: set[str],
-    deadline_s: float,
-    say: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Sequence[str]:
-    """Drain a node like `drain_node`, and wait if Ray's head is temporarily gone. Raises DrainError."""
-    from ray.exceptions import RayError
-
-    began = clock()
-    while True:
-        try:
-            return drain_node(head, local, deadline_s - (clock() - began), say, clock, sleep)
-        except (RayError, TimeoutError) as error:
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            reason = f"Ray's head at {head.address} does not answer: {line}"
-            if clock() - began >= min(deadline_s, _HEAD_BACK_S):
-                raise DrainError(reason) from None
-            say(f"{reason}; waits until it is back")
-            sleep(_PERIOD_S)
 
 
 def drain_node(
@@ -85,22 +61,40 @@ def drain_node(
 ) -> Sequence[str]:
     """Drain the node of `local` that Ray knows; there must be exactly one.
 
+    While Ray's head is away this waits, and then asks it again: a new head knows of no drain.
+
     Returns:
         The classes of the actors that are left after deadline_s.
 
     Raises:
-        DrainError: There is no such node, or several, or Ray refuses.
+        DrainError: There is no such node, or several, or Ray refuses, or its head stays away.
     """
-    node, deadline, waiting_for = _find_node(head, local), clock() + deadline_s, ""
+    from ray.exceptions import RayError
+
+    heard, deadline, node, said = clock(), clock() + deadline_s, "", ""
+    while True:
+        try:
+            node = node or _begin(head, local, deadline - clock())
+            left, heard = head.actors(node), clock()
+            if not left or heard >= deadline:
+                return left
+            line = f"Draining node {node}, waiting for {_count_by_class(left)}"
+        except (RayError, TimeoutError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            node, line = "", f"Ray's head at {head.address} does not answer: {reason}"
+            if clock() >= min(deadline, heard + _HEAD_BACK_S):
+                raise DrainError(line) from None
+            line += "; waits until it is back"
+        if line != said:
+            say(said := line)
+        sleep(_PERIOD_S)
+
+
+def _begin(head: RayHead, local: set[str], deadline_s: float) -> str:
+    node = _find_node(head, local)
     if refusal := head.drain(node, deadline_s):
         raise DrainError(f"Ray refuses to drain node {node}: {refusal}")
-    while left := head.actors(node):
-        if waiting_for != (waiting_for := _count_by_class(left)):
-            say(f"Draining node {node}, waiting for {waiting_for}")
-        if clock() >= deadline:
-            break
-        sleep(_PERIOD_S)
-    return left
+    return node
 
 
 def _find_node(head: RayHead, local: set[str]) -> str:

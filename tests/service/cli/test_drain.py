@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deltafront.service.cli import drain
-from deltafront.service.cli.drain import DrainError, drain_node, drain_with_head
+from deltafront.service.cli.drain import DrainError, drain_node
 from deltafront.service.cli.main import app
 
 GROUP, STAGE, WORKER = "ServeReplica:deltafront:PrefillGroup", "StageActor", "DecodeActor"
@@ -111,15 +111,38 @@ class AwayHead(FakeHead):
 
 def test_drain_waits_while_the_head_moves_too() -> None:
     head, said = AwayHead(2), list[str]()
-    assert drain_with_head(head, {"a"}, 540, said.append, lambda: head.now, head.sleep) == []
+    assert drain_node(head, {"a"}, 540, said.append, lambda: head.now, head.sleep) == []
     assert head.asked == [("a", 540 - head.now + 1)], "what is left of the time that the pod has"
     assert said[0] == "Ray's head at 10.0.0.1:6379 does not answer: Deadline Exceeded; waits until it is back"
+
+
+class MovedHead(FakeHead):
+    """Is away from the 200th second to the 240th, when the node has long been draining."""
+
+    address = AwayHead.address
+
+    def nodes(self) -> dict[str, bool]:
+        if 200 <= self.now < 240:
+            self.now += 10.0
+            raise TimeoutError("Deadline Exceeded")
+        return super().nodes()
+
+    def actors(self, node: str) -> list[str]:
+        self.nodes()
+        return [WORKER] if self.now < 300 else []
+
+
+def test_a_head_may_move_late_in_a_long_drain() -> None:
+    head, said = MovedHead(), list[str]()
+    assert drain_node(head, {"a"}, 540, said.append, lambda: head.now, head.sleep) == []
+    assert [node for node, _left_s in head.asked] == ["a", "a"], "a new head is asked again"
+    assert len(said) == 3 and said[0] == said[2], "draining, the head is away, draining"
 
 
 def test_drain_ends_if_the_head_does_not_return() -> None:
     head = AwayHead(1000)
     with pytest.raises(DrainError, match=r"does not answer: Deadline Exceeded$"):
-        drain_with_head(head, {"a"}, 540, lambda _line: None, lambda: head.now, head.sleep)
+        drain_node(head, {"a"}, 540, lambda _line: None, lambda: head.now, head.sleep)
     assert 90 <= head.now <= 120 and head.asked == []
 
 
@@ -140,7 +163,7 @@ def test_drain_command_exits_with_its_status(
         return left
 
     monkeypatch.setattr(drain, "RayHead", FakeHead)
-    monkeypatch.setattr(drain, "drain_with_head", waited)
+    monkeypatch.setattr(drain, "drain_node", waited)
     status, output = command("--deadline-s", "60", "--node-id", "a")
     assert (status, says in output) == (code, True), output
 
