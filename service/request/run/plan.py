@@ -15,8 +15,9 @@ from deltafront.kernels.methods import MethodSpec, is_exact
 from deltafront.service.errors import InvalidArgument, TooLong
 from deltafront.service.request.calls import Call, Prompt, Tools, pack_ids, tools_of
 from deltafront.service.request.context import Resources
+from deltafront.service.request.text.pieces import TextTooLong, TokenLimit
 from deltafront.service.request.text.text_budget import HeldText
-from deltafront.service.request.text.tokenizer import TemplateError, TextTooLong, TokenLimit
+from deltafront.service.request.text.tokenizer import TemplateError
 from deltafront.service.request.text.tool_calls import ToolFormat, tools_grammar
 from deltafront.workers.messages.requests import ID_BYTES, recompute_pages
 from deltafront.workers.model.grammars import GrammarError, grammar_of

@@ -16,14 +16,10 @@ from deltafront.service.client import DeltafrontClient
 from deltafront.service.errors import InvalidArgument, Overloaded, TooLong
 from deltafront.service.request.callers import ANYONE
 from deltafront.service.request.calls import MAX_MESSAGES, GenerateRequest, Prompt, SamplingParams
-from deltafront.service.request.text import tokenizer as module
+from deltafront.service.request.text import pieces as module
+from deltafront.service.request.text.pieces import TextTooLong, TokenizationStopped, TokenLimit
 from deltafront.service.request.text.text_budget import SHORT_BYTES, HeldText, TextBudget
-from deltafront.service.request.text.tokenizer import (
-    TextTokenizer,
-    TextTooLong,
-    TokenizationStopped,
-    TokenLimit,
-)
+from deltafront.service.request.text.tokenizer import TextTokenizer
 
 from ...inprocess import HANG_S, House, edge, wait_until
 from ...test_requests import nothing_left

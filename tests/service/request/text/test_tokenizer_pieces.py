@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, proces
 from tokenizers import pre_tokenizers as pre
 
 from deltafront.service.request.calls import SpecialTokens
-from deltafront.service.request.text import tokenizer as module
+from deltafront.service.request.text import pieces as module
 from deltafront.service.request.text.tokenizer import TextTokenizer
 
 PARSE = SpecialTokens.PARSE
