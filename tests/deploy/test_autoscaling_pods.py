@@ -10,7 +10,8 @@ from pathlib import Path
 from ray.autoscaler._private.kuberay import node_provider
 
 from .manifests import Object, container, of_kind, ray_service, with_component
-from .test_manifests import free_port, validated
+from .test_manifests import validated
+from .test_redis import free_port
 
 OVERLAY = "pd-8b"
 

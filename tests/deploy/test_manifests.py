@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import os
 import re
 import shlex
-import shutil
-import socket
 import subprocess
 import sys
-import threading
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +15,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from ray._private import services
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
-from ray.scripts import scripts
 
 from deltafront.service import app
 from deltafront.service.cli import main as cli
@@ -241,54 +233,6 @@ def test_secrets_are_files_that_only_the_pods_group_reads(overlay: str) -> None:
             assert "secret" not in volume or volume["secret"]["defaultMode"] == 0o440
 
 
-def test_ray_takes_the_redis_password_only_as_an_argument() -> None:
-    """docs/deploy.md says so. When this fails, there may be one."""
-    assert "--redis_password={redis_password}" in inspect.getsource(services.start_gcs_server)
-    assert "--redis-password={redis_password}" in inspect.getsource(services.start_raylet)
-    assert "envvar" not in inspect.getsource(scripts)
-    with pytest.raises(TypeError):
-        services.get_address("redis://:secret@redis:6379")
-
-
-def test_redis_gets_its_password_outside_its_arguments(tmp_path: Path) -> None:
-    """The manifest's own command, with a program in Redis' place that writes down what it is given."""
-    pod = container(pod_templates("cpu")["redis"])
-    assert "args" not in pod
-    program = tmp_path / "redis-server"
-    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat > {tmp_path}/configuration\n')
-    program.chmod(0o700)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDIS_PASSWORD": "a password"}
-    subprocess.run(pod["command"], env=environment, check=True)
-    assert (tmp_path / "arguments").read_text() == "-\n"
-    configuration = (tmp_path / "configuration").read_text().splitlines()
-    assert configuration == ['requirepass "a password"', "appendonly yes"]
-
-
-def test_redis_asks_for_its_password(tmp_path: Path) -> None:
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed (Debian: redis-server)")
-    pod = container(pod_templates("cpu")["redis"])
-    command = [*pod["command"][:-1], pod["command"][-1].replace("appendonly yes", "port 0\nunixsocket redis")]
-    server = subprocess.Popen(command, env={**os.environ, "REDIS_PASSWORD": "secret"}, cwd=tmp_path)
-    try:
-        assert answer_of_redis(tmp_path / "redis", "PING").startswith("-NOAUTH")
-        assert answer_of_redis(tmp_path / "redis", "AUTH secret").startswith("+OK")
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def answer_of_redis(path: Path, command: str) -> str:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until, "Redis does not listen"
-        time.sleep(0.05)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(path))
-        connection.sendall(f"{command}\r\n".encode())
-        return connection.recv(1000).decode()
-
-
 def mounts_of(template: Object) -> dict[str, str]:
     return {mount["name"]: mount["mountPath"] for mount in container(template)["volumeMounts"]}
 
@@ -347,25 +291,6 @@ def test_own_model_volume_is_verified_without_a_network(tmp_path: Path) -> None:
     assert policy["spec"]["egress"] == [] and set(policy["spec"]["policyTypes"]) == {"Ingress", "Egress"}
 
 
-class Answering(threading.Thread):
-    """Answers the first line of a connection, as Redis does without a password."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(daemon=True)
-        self._server = socket.create_server(("127.0.0.1", port))
-
-    def run(self) -> None:
-        connection, _ = self._server.accept()
-        with connection:
-            connection.recv(100)
-            connection.sendall(b"-NOAUTH Authentication required.\r\n")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_ray_containers_run_their_own_start_and_kuberays(overlay: str) -> None:
     (service,) = of_kind(rendered(f"overlays/{overlay}"), "RayService")
@@ -373,33 +298,6 @@ def test_ray_containers_run_their_own_start_and_kuberays(overlay: str) -> None:
     commands = {tuple(container(one)["command"]) for one in templates(overlay).values()}
     assert len(commands) == 1
     assert not any("args" in container(one) for one in templates(overlay).values())
-
-
-def test_head_says_that_it_waits_for_redis() -> None:
-    """The manifest's own command: a name that is unknown, a port where nothing listens, then an answer."""
-    command = container(templates("cpu")["head"])["command"]
-    start = {
-        "PATH": "/usr/bin:/bin",
-        "KUBERAY_GEN_RAY_START_CMD": "ulimit -n 64; echo ray start $REDIS_PASSWORD",
-    }
-    # A worker, whose container is told of no Redis. The start expands what KubeRay leaves to the shell.
-    worker = subprocess.run(
-        command, env=start | {"REDIS_PASSWORD": "x"}, capture_output=True, text=True, check=False
-    )
-    assert worker.stdout == "exec ray start x\n"
-    port = free_port()
-    for address, reason in (("none.invalid:6379", "not known|resolution"), (f"127.0.0.1:{port}", "refused")):
-        head = subprocess.Popen(
-            command, env=start | {"RAY_REDIS_ADDRESS": address}, stdout=subprocess.PIPE, text=True
-        )
-        assert head.stdout is not None
-        line = head.stdout.readline()
-        assert line.startswith(f"waits for Redis at {address}: ") and re.search(reason, line), line
-        if address.startswith("127"):
-            Answering(port).start()
-            assert head.wait(60) == 0 and "ray start" in head.stdout.read()
-        head.kill()
-        head.wait()
 
 
 KEYS = {
