@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest, multiprocess, 
 from prometheus_client.registry import Collector
 
 from deltafront.service.errors import Code
-from deltafront.workers.messages.events import DecodeReport, FinishReason, LayerDensity, PrefillReport, Usage
+from deltafront.workers.messages.events import DecodeReport, FinishReason, PrefillReport, Usage
 from deltafront.workers.messages.states import TierStats, WorkerStats
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -34,7 +34,6 @@ _PROMPT_TOKENS = tuple(1 << power for power in range(4, 21))
 _ANSWER_TOKENS = tuple(1 << power for power in range(18))
 _SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _RATIOS = (*_SHARES, 1.5, 2, 3, 5, 10)
-_SCORING = ("anchors", "scoring", "selection")
 _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K"), (1 << 18, "256K"))
 """Upper bounds in tokens → values of the label `prompt`."""
 
@@ -232,14 +231,14 @@ class Metrics:
         self._prompts.labels(report.method).inc()
         self._read.labels(report.method).inc(tokens)
         self._handoff_bytes.inc(report.handoff_bytes)
-        if mean := density(report.density):
-            self._density.labels(report.method).observe(mean)
+        if report.mean_density:
+            self._density.labels(report.method).observe(report.mean_density)
         for layer in report.density:
             self._tiles.labels(report.method, layer.layer).inc(layer.computed)
             self._causal.labels(report.method, layer.layer).inc(layer.causal)
             self._layer_seconds.labels(report.method, layer.layer, "attention").inc(layer.attention)
             self._layer_seconds.labels(report.method, layer.layer, "choosing").inc(layer.choosing)
-        self._overhead.labels(report.method).observe(scoring_overhead(report))
+        self._overhead.labels(report.method).observe(report.scoring_overhead)
         for stage, phases in enumerate(report.stages):
             for phase, seconds in phases.items():
                 self._phases.labels(stage, phase, report.method).inc(seconds)
@@ -387,15 +386,3 @@ class _NodeCollector(Collector):
                 sample._replace(labels={**sample.labels, **self._label}) for sample in metric.samples
             ]
             yield metric
-
-
-def density(layers: tuple[LayerDensity, ...]) -> float:
-    causal = sum(layer.causal for layer in layers)
-    return sum(layer.computed for layer in layers) / causal if causal else 0.0
-
-
-def scoring_overhead(report: PrefillReport) -> float:
-    """Return the ratio of the time for anchors, scores and selection to the time for attention."""
-    attention = sum(stage.get("attention", 0.0) for stage in report.stages)
-    scoring = sum(stage.get(name, 0.0) for stage in report.stages for name in _SCORING)
-    return scoring / attention if attention > 0 else 0.0

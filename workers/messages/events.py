@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+_SCORING = ("anchors", "scoring", "selection")
+"""Phases of a stage that say which tiles to compute."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDensity:
@@ -20,6 +23,10 @@ class LayerDensity:
     causal: float
     attention: float = 0.0
     choosing: float = 0.0
+
+    @property
+    def density(self) -> float:
+        return self.computed / self.causal if self.causal else 0.0
 
 
 def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
@@ -59,6 +66,18 @@ class PrefillReport:
     sampled_share: float
     handoff_bytes: int
     launch_bound: tuple[float, ...] = ()
+
+    @property
+    def mean_density(self) -> float:
+        causal = sum(layer.causal for layer in self.density)
+        return sum(layer.computed for layer in self.density) / causal if causal else 0.0
+
+    @property
+    def scoring_overhead(self) -> float:
+        """The ratio of the time for anchors, scores and selection to the time for attention."""
+        attention = sum(stage.get("attention", 0.0) for stage in self.stages)
+        scoring = sum(stage.get(name, 0.0) for stage in self.stages for name in _SCORING)
+        return scoring / attention if attention > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

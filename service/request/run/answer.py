@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from deltafront.service.metrics import density, scoring_overhead
 from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, Timings
 from deltafront.service.request.calls import Call, tools_of
 from deltafront.service.request.context import Accepted, Resources
@@ -147,6 +146,5 @@ class Answer:
 
 
 def _density(report: events.PrefillReport) -> Density:
-    layers = {layer.layer: density((layer,)) for layer in report.density}
-    overhead = scoring_overhead(report)
-    return Density(report.method, density(report.density), layers, overhead, report.sampled_share)
+    layers = {layer.layer: layer.density for layer in report.density}
+    return Density(report.method, report.mean_density, layers, report.scoring_overhead, report.sampled_share)
