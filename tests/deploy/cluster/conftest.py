@@ -17,7 +17,7 @@ import pytest
 from ..builder import IMAGE as builder_image
 from ..builder import REDIS as builder_redis
 from ..builder import Builder, build_redis
-from ..manifests import ROOT, Object
+from ..manifests import Object
 from .kube import (
     ASKING,
     CLIENTS,
@@ -32,8 +32,8 @@ from .kube import (
     small,
 )
 
-MAKER = Path(os.environ.get("CLUSTER_UP") or ROOT.parent / "shared" / "kube" / "node")
-"""A program with the commands `up`, `down`, `import ARCHIVE`, `kubectl …`, `run …` and `off NODE`."""
+MAKER = os.environ.get("CLUSTER_UP")
+"""A program with the commands `--nodes 2 up`, `down`, `import ARCHIVE…` and `kubectl …`."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,14 +59,14 @@ def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
             subprocess.run([*load.split(), archive], check=True)
         yield Kube(("kubectl",))
         return
-    if not MAKER.exists():
+    if MAKER is None:
         pytest.skip("no Kubernetes: set KUBECONFIG, or CLUSTER_UP to a program that makes one")
     made = os.environ.get("CLUSTER_KEPT") is None  # else it is up, with the images, and stays
     try:
         if made:
             subprocess.run([MAKER, "--nodes", "2", "up"], check=True)
             subprocess.run([MAKER, "import", *archives()], check=True)
-        yield Kube((str(MAKER), "kubectl"))
+        yield Kube((MAKER, "kubectl"))
     finally:
         if made:
             subprocess.run([MAKER, "down"], check=False)
@@ -74,7 +74,7 @@ def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
 
 @dataclass
 class Load:
-    """What clients saw. lost: errors; pause: the longest wait between two events of a request, in s."""
+    """A record of clients' requests. lost: errors; pause: the longest time between two events, s."""
 
     requests: int = 0
     lost: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ TOKEN = "of-a-test"
 IMAGE, REDIS = "docker.io/library/deltafront:cpu", "docker.io/library/redis:7.4"
 ASKING = Path(__file__).with_name("asking.py")
 WAIT_S = 900.0
-"""Of anything: how long it takes says nothing on a busy machine."""
+"""The longest wait for anything. It is generous, for a busy machine."""
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -75,7 +75,7 @@ class Kube:
         return found
 
     def reason(self) -> str:
-        """What `kubectl describe rayservice` shows of the deployments."""
+        """Return what `kubectl describe rayservice` shows of the deployments."""
         return self("-n", NAMESPACE, "describe", "rayservice", check=False)
 
 

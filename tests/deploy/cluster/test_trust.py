@@ -93,10 +93,11 @@ def test_every_pair_connects_only_where_the_table_says(
             for (whom, port), did in zip(cells, connects(kube, namespace, name, targets), strict=True):
                 if did != may(who, whom, port):
                     found.append(f"{who} {'reaches' if did else 'does not reach'} {whom}:{port}")
+        print(*found, sep="\n")
         return found
 
     # Policies learn of a new pod's address after a moment.
-    kube.until(lambda: not wrong(), f"the table: {wrong()}", seconds=120.0)
+    kube.until(lambda: not wrong(), "every cell as the table says", seconds=120.0)
     print(f"\nwho trusts whom: {len(cells) * len(askers)} cells as the table says")
 
 
