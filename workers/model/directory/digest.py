@@ -247,7 +247,9 @@ def _given_digests(directory: Path) -> dict[str, str]:
     try:
         if (sums := directory / _SUMS).is_file():
             lines = (line.split(maxsplit=1) for line in sums.read_text().splitlines() if line.strip())
-            return {name.strip().lstrip("*"): digest for digest, name in lines}
+            digests = {name.strip().lstrip("*"): digest for digest, name in lines}
+            digests.pop(_SUMS, None)  # `sha256sum *` lists an older list, too
+            return digests
         notes = (directory / _HUB_NOTES).glob("*.metadata")
         return {note.name.removesuffix(".metadata"): note.read_text().split()[1] for note in notes}
     except (OSError, UnicodeDecodeError, ValueError, IndexError) as error:
