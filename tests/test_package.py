@@ -76,9 +76,10 @@ def test_a_client_installs_without_a_server(built: Path, tmp_path: Path) -> None
     assert not {"gguf", "numpy", "ray", "tokenizers", "torch"} & names
     assert run([commands / "python", "-c", "import deltafront.service.client"], tmp_path).returncode == 0
     assert "generate" in run([commands / "deltafront", "--help"], tmp_path).stdout
-    refused = run([commands / "deltafront", "serve", "--model", "x"], tmp_path)
-    assert refused.returncode == 1
-    assert "pip install 'deltafront[server]'" in " ".join(refused.stderr.split())
+    for name in ("serve", "verify", "drain"):
+        refused = run([commands / "deltafront", name, "--model", "x"], tmp_path)
+        assert refused.returncode == 1
+        assert "pip install 'deltafront[server]'" in " ".join(refused.stderr.split())
 
 
 def test_an_installed_server_answers_with_the_demo_model(built: Path, tmp_path: Path) -> None:

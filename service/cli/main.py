@@ -6,7 +6,6 @@ Only answers go to standard output. An error is one line that says what to do.
 import dataclasses
 import importlib
 import importlib.util
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +14,6 @@ from rich.console import Console
 from deltafront import __version__
 from deltafront.service.cli import terminal
 from deltafront.service.cli.chat import chat_command
-from deltafront.service.cli.drain import drain_command
 from deltafront.service.cli.terminal import (
     ADDRESS,
     Address,
@@ -198,21 +196,6 @@ def info(address: Address = ADDRESS, token: Bearer = "", tls: Tls = False, json:
         terminal.show_info(Console(), server)
 
 
-@app.command()
-def verify(directory: Annotated[Path, typer.Argument(help="A model's directory.")]) -> None:
-    """Compare a model's files with their digests and mark it complete (for the model's Kubernetes Job)."""
-    from deltafront.service.wiring import checked_config
-    from deltafront.workers.model.directory.digest import COMPLETE, mark_complete
-    from deltafront.workers.model.directory.model_files import ModelError
-
-    try:
-        checked_config(directory)
-        count = mark_complete(directory)
-    except (ModelError, OSError) as error:
-        fail(str(error))
-    err.print(f"{count} files of {directory} are as their digests say: {COMPLETE} is written", soft_wrap=True)
-
-
 def _uses_messages(client: DeltafrontClient, chat: bool | None) -> bool:
     return client.info().chat_template if chat is None else chat
 
@@ -224,9 +207,10 @@ def _prompt(text: str, messages: bool) -> Any:
 app.add_typer(sessions, name="sessions")
 _add_server_command("calibrate", "calibrate")
 app.command("chat")(chat_command)
-app.command("drain")(drain_command)
+_add_server_command("drain", "drain")
 _add_server_command("picture", "picture")
 _add_server_command("size", "size_command")
+_add_server_command("verify", "serve")
 
 
 def main() -> None:

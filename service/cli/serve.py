@@ -1,4 +1,4 @@
-"""`deltafront serve`: the service on this machine."""
+"""`deltafront serve`, the service on this machine, and `verify`, which checks a model for pods."""
 
 import functools
 import signal
@@ -17,6 +17,7 @@ from deltafront.service.local.log_file import default_log, output_to
 from deltafront.service.local.machine import this_machine
 from deltafront.service.local.readiness import StartError
 from deltafront.service.wiring import checked_config, local_model
+from deltafront.workers.model.directory.digest import COMPLETE, mark_complete
 from deltafront.workers.model.directory.model_files import ModelError
 from deltafront.workers.model.directory.store import model_directory
 from deltafront.workers.settings import ModelSpec
@@ -162,3 +163,13 @@ def _serve(settings: ServiceConfig, log: Path) -> None:
 
 def _interrupt(_signal: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def verify_command(directory: Annotated[Path, typer.Argument(help="A model's directory.")]) -> None:
+    """Compare a model's files with their digests and mark it complete (for the model's Kubernetes Job)."""
+    try:
+        checked_config(directory)
+        count = mark_complete(directory)
+    except (ModelError, OSError) as error:
+        fail(str(error))
+    err.print(f"{count} files of {directory} are as their digests say: {COMPLETE} is written", soft_wrap=True)
