@@ -24,17 +24,14 @@ from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelect
 from deltafront.kernels.selectors.rules.cpu import compact
 from deltafront.kernels.selectors.rules.kernel import select as kernel_select
 from deltafront.kernels.selectors.rules.rule import Rule
-from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState, SlabSums
+from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState
 
 SLAB = 16
 """Query blocks that are scored at once: a head's logits of a long prompt fill no GPU then."""
 
 
 class TorchSelector(ScoredSelector):
-    """`cpu_scores` on any device."""
-
-    def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
-        raise NotImplementedError("scores are in torch")
+    """Scores tiles in torch on any device. On a GPU only the rule is a kernel."""
 
     def kernel_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         return self.cpu_scores(x, state, phase)

@@ -22,7 +22,7 @@ from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.rules.sums import Sums, slabs
 
 SlabSums = Callable[[int, int], Sums]
-"""From a first query block and a number of blocks: the logarithms that these blocks' scores are made of."""
+"""Computes the `Sums` of query blocks: (first block, number of blocks) → Sums."""
 
 
 def rule_of(options: ScoredOptions) -> Rule:
@@ -40,7 +40,7 @@ class ScoredState:
 
 
 class ScoredSelector(ABC):
-    """Scores tiles, then applies a rule. On a GPU it works slab by slab, without a synchronisation.
+    """Scores tiles, then applies a rule.
 
     `rule` holds for every layer and head, unless `thresholds` are set. with_scores: masks carry scores.
     """
@@ -74,9 +74,12 @@ class ScoredSelector(ABC):
         """Compute float32 score_BHNM in torch."""
 
     @abstractmethod
-    def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
-        """Return the number of part rows of a query block, and a function that computes a slab of `Sums` on
-        the GPU."""
+    def kernel_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
+        """Compute `cpu_scores` on the GPU."""
+
+    @abstractmethod
+    def kernel_select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
+        """Compute `cpu_select` on the GPU."""
 
     def scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         """Compute float32 score_BHNM. Columns after a row's diagonal are 0."""
@@ -100,6 +103,15 @@ class ScoredSelector(ABC):
         score_BHNM = self.cpu_scores(x, state, phase)
         with phase("selection"):
             return cpu.select(score_BHNM, state.rule, x.first_block, with_scores=self.with_scores)
+
+
+class SlabSelector(ScoredSelector):
+    """Works on a GPU slab by slab, without a synchronisation."""
+
+    @abstractmethod
+    def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
+        """Return the number of part rows of a query block, and a function that computes a slab of `Sums` on
+        the GPU."""
 
     def kernel_select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
         parts, slab_sums = self.slab_sums(x, state, phase)

@@ -11,7 +11,7 @@ from deltafront.kernels.selectors.anchors.cpu import cpu_scores, cpu_summarise
 from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors, SideSettings
 from deltafront.kernels.selectors.anchors.scores import score_sums
 from deltafront.kernels.selectors.anchors.summary import empty_table, kernel_summarise
-from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState, SlabSums
+from deltafront.kernels.selectors.scored import ScoredState, SlabSelector, SlabSums
 
 _K_RELAX = 0.15
 
@@ -27,7 +27,7 @@ class KeyAnchors(ScoredState):
     done: int = 0
 
 
-class AnchorsSelector(ScoredSelector):
+class AnchorsSelector(SlabSelector):
     """The DPXA selector."""
 
     name = "anchors"

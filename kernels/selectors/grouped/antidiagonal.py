@@ -13,10 +13,10 @@ from deltafront.kernels.interface import AttentionInput, KernelInputError, Phase
 from deltafront.kernels.options import AntidiagonalOptions
 from deltafront.kernels.selectors.grouped.kernel import log_sums, own_logits, packed_keys
 from deltafront.kernels.selectors.rules.sums import Sums
-from deltafront.kernels.selectors.scored import ScoredSelector, SlabSums
+from deltafront.kernels.selectors.scored import SlabSelector, SlabSums
 
 
-class AntidiagonalSelector(ScoredSelector):
+class AntidiagonalSelector(SlabSelector):
     name = "antidiagonal"
 
     def __init__(self, options: AntidiagonalOptions, *, with_scores: bool = False) -> None:
