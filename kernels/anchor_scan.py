@@ -56,7 +56,7 @@ def check_scan(x_BGSD: torch.Tensor, cos: float, chunk: int) -> None:
     if chunk <= 0 or chunk % BLOCK:
         raise KernelInputError(f"chunk {chunk} is not a positive multiple of {BLOCK}")
     if math.isnan(cos):
-        raise KernelInputError(f"{cos} is no cosine")
+        raise KernelInputError(f"cos must be a number, got {cos}")
 
 
 def find_anchors(x_BGSD: torch.Tensor, cos: float, chunk: int = BLOCK) -> torch.Tensor:
