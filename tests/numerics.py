@@ -142,6 +142,17 @@ def _poison(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
+def synchronising_raises() -> Iterator[None]:
+    """Within, torch raises RuntimeError if the host waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
 def poisoned_empty() -> Iterator[None]:
     """Within, torch.empty and its kin return NaN (-1 for integers), so that unwritten output shows."""
 

@@ -19,7 +19,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, no_phase
 from deltafront.kernels.methods import PRESETS, MethodSpec, method_spec, reads_whole_prompts, resume_step
 from deltafront.kernels.options import Value
-from deltafront.tests.numerics import assert_rows_close, chunk_of, row_errors, spec_of
+from deltafront.tests.numerics import assert_rows_close, chunk_of, row_errors, spec_of, synchronising_raises
 from deltafront.tests.reference.attention import reference_attention
 from deltafront.tests.reference.structured import structured_input
 
@@ -252,13 +252,9 @@ def test_attention_never_synchronises_with_the_device(name: str) -> None:
     method = method_of(name)
     method.attend(x, method.new_state(spec_of(x)))  # compiles
     state = method.new_state(spec_of(x))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronising_raises():
         for begin, end in ((0, 512), (512, 1200)):
             method.attend(chunk_of(x, begin, end), state)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -26,7 +26,14 @@ from deltafront.kernels.interface import AttentionInput, KernelInputError, TileM
 from deltafront.kernels.methods import PRESETS, method_spec, reads_whole_prompts
 from deltafront.kernels.options import Value
 from deltafront.kernels.selectors.rules import cpu as rules
-from deltafront.tests.numerics import assert_rows_close, poisoned_empty, random_input, spec_of, tiles
+from deltafront.tests.numerics import (
+    assert_rows_close,
+    poisoned_empty,
+    random_input,
+    spec_of,
+    synchronising_raises,
+    tiles,
+)
 from deltafront.tests.reference.attention import reference_attention
 from deltafront.tests.reference.structured import structured_input
 
@@ -281,12 +288,8 @@ def test_selection_never_synchronises_with_the_device(name: str) -> None:
     method = build(method_spec(name, {"min_tokens": 0}))
     method.attend(x, method.new_state(spec_of(x)))  # compiles
     state = method.new_state(spec_of(x))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronising_raises():
         method.attend(x, state)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

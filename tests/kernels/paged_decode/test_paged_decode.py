@@ -13,7 +13,7 @@ from deltafront.kernels.paged_decode import cpu, dispatch, launch
 from deltafront.kernels.paged_decode.launch import SplitPlan
 from deltafront.kernels.paged_decode.page_selection import select_pages
 from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
-from deltafront.tests.numerics import assert_rows_close, poisoned_empty
+from deltafront.tests.numerics import assert_rows_close, poisoned_empty, synchronising_raises
 from deltafront.tests.reference.paged_decode import paged_attention
 
 GPU = torch.cuda.is_available()
@@ -347,12 +347,8 @@ def test_cuda_graph_follows_lengths_tables_and_scores() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronising_raises():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out_RHD, score_RP, selected_RK, counts_R, sparse_RHD = step()

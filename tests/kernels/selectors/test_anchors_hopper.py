@@ -76,7 +76,7 @@ def test_hopper_scores_are_right_in_100_launches(blocks: int, first_block: int) 
     launches: so a hundred launches, each against plain arithmetic."""
     heads, groups, tokens = 32, 8, blocks * BLOCK
     seen = first_block + blocks
-    form = AnchorSettings(0.75, SideSettings(8, "anchor"), SideSettings(32, "anchor"))
+    form = AnchorSettings(0.75, SideSettings(8), SideSettings(32))
     queries, keys = table_of(heads, blocks, 8, first_block), table_of(groups, seen, 32, 0)
     q_BHTD = torch.empty(1, heads, tokens, 128, device="cuda", dtype=torch.bfloat16)
     k_BGSD = torch.empty(1, groups, seen * BLOCK, 128, device="cuda", dtype=torch.bfloat16)
