@@ -190,6 +190,8 @@ def test_long_prompts_lose_little_to_filling_and_draining(tokens: int, stages: i
 
 
 def test_chunks_shrink_as_attention_grows() -> None:
+    """Each size is rounded to a multiple of `even`, so it is off by half of it at most: a chunk may be one
+    multiple longer than the one before it, not two."""
     equal = alike(over(2).chunk_cost(DENSE))
     sizes = plan_chunks(0, 131_072, 16_384, equal)
     assert all(b <= a + equal.even for a, b in itertools.pairwise(sizes)) and sizes[-2] < sizes[0] / 2
