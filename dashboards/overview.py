@@ -16,7 +16,7 @@ from deltafront.dashboards.promql import (
 )
 
 SLOW_BUDGET, ERROR_BUDGET = 0.05, 0.01
-"""Of first tokens that take longer than 30 s, and of requests that fail through the service's fault: the
+"""Allowed shares of first tokens after more than 30 s and of requests that fail by the service's fault: the
 objectives of deploy/kubernetes/monitoring/rules.yaml."""
 _BURNING = ((1.0, "orange"), (6.0, "red"))
 IN_TIME = 'le="30.0"'

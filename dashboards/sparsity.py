@@ -1,4 +1,4 @@
-"""What sparse attention saves and what choosing tiles costs, by method, layer and stage."""
+"""Time saved by sparse attention and spent on choosing tiles, by method, layer and stage."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _DENSE = (
 
 
 def _dense(by: str, window: str) -> str:
-    """Seconds of attention if every causal tile had been computed; of what had prompts, since a sum with what
-    had none (0 over 0) is no number."""
+    """Estimate the seconds of attention over all causal tiles. Series without prompts are left out, since
+    0 / 0 would make the sum NaN.
+    """
     return (
         f"{rate(_SECONDS, by, _ATTENTION, window)} * {rate(_CAUSAL, by, _METHOD, window)}"
         f" / ({rate(_COMPUTED, by, _METHOD, window)} > 0)"
@@ -146,7 +147,9 @@ def _seconds(where: str) -> str:
 
 
 def _dense_layer() -> str:
-    """Of methods that had prompts, each by itself, since they differ in what a tile takes."""
+    """Estimate dense attention's seconds by layer, separately for each method with prompts, since times per
+    tile differ.
+    """
     by = "method, layer"
     return (
         f"sum by (layer) ({rate(_LAYER_SECONDS, by, _IN_ATTENTION, RANGE)}"

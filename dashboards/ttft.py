@@ -1,4 +1,4 @@
-"""Where the time to first token goes: its distribution, its parts, and both by prompt length."""
+"""The time to first token: its distribution, its parts, and both by prompt length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = {
     "decode": _DECODE,
     "door": _DOOR,
 }
-"""Every part in one of them."""
+"""Each part of TTFT belongs to one kind."""
 _COUNT = rate(f"{_TTFT}_count", "prompt", window=RANGE)
 
 

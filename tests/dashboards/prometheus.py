@@ -32,12 +32,12 @@ RAY_EXPORTS = {"RAY_enable_metrics_collection": "1"}
 
 
 def ray_address(grpc_port: int) -> str:
-    """Where the Ray of a service on this machine exports them. grpc_port: the service's."""
+    """Return the address of Ray's metrics of a service on this machine. grpc_port: the service's."""
     return f"{LOOPBACK}:{agent_ports(grpc_port)['metrics_export_port']}"
 
 
 class QueryFailed(RuntimeError):
-    """What Prometheus says of a query."""
+    """Raised with Prometheus' error of a query."""
 
 
 class Series(NamedTuple):
@@ -76,7 +76,7 @@ class Prometheus:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _configure(self, targets: Mapping[str, str], interval_s: int) -> None:
-        """As the PodMonitors of these names would: the same jobs' names, a namespace and a pod."""
+        """Scrape with the labels of the PodMonitors: their job names, a namespace and a pod."""
         labels = {"namespace": "local", "pod": "door"}
         scraped = [
             {
@@ -130,8 +130,8 @@ class Prometheus:
         return _read(self._ask("query_range", query=expr, start=begin, end=end, step=step_s))
 
     def label_values(self, query: str) -> list[str]:
-        """What Grafana makes of a variable's `label_values(series, label)`. Raises QueryFailed, and
-        ValueError for a query of another form."""
+        """Return the values of a variable's query `label_values(series, label)`, as Grafana does. Raises
+        QueryFailed, and ValueError for a query of another form."""
         found = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
         if found is None:
             raise ValueError(f"{query} is not label_values(series, label)")

@@ -154,7 +154,7 @@ LEAST = {
 
 
 def bounds_of(metrics: Metrics) -> dict[str, list[float]]:
-    """Of every histogram, without the last, by its name."""
+    """Bucket bounds of every histogram by its name, without the last."""
     made = [value for value in vars(metrics).values() if hasattr(value, "_upper_bounds")]
     return {one._name.removeprefix("deltafront_"): one._upper_bounds[:-1] for one in made}
 
