@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Thresholds = Callable[[int, int], Sequence[float]]
-"""From a layer's index in the model and the prompt's length in tokens: the threshold of each query head."""
+"""(layer index in the model, prompt length in tokens) → the threshold of each query head."""
 
 
 class KernelInputError(ValueError):

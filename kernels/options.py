@@ -109,7 +109,7 @@ class AnchorsOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How runs of similar keys are found (DeltaAttention, section 4.1), and which row stands for each."""
+    """Options of runs of similar keys and their packed rows (DeltaAttention, section 4.1)."""
 
     cos: float = option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
     means: bool = option(True, 0, 1, "pack the means of a run's keys and values; 0: its anchor's own")

@@ -21,7 +21,7 @@ _LEAST = tl.constexpr(-1.0e38)
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How a model routes tokens. Ties go to the lower expert.
+    """A model's routing of tokens to experts. Ties go to the lower expert.
 
     Attributes:
         per_token: Experts of a token.

@@ -1,4 +1,4 @@
-"""A method of somebody else: it lives outside the package, keeps every `step`-th tile, and has an option."""
+"""A method outside the package. It keeps every `step`-th tile, and has an option."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEN_LAYERS: list[int] = []
 
 @dataclass(frozen=True)
 class CombOptions:
-    """Of no paper."""
+    """Options of a method outside the package."""
 
     step: int = option(2, 1, 64, "every step-th tile is kept, beside the diagonal and the sink", (1, 2, 4))
 

@@ -1,4 +1,4 @@
-"""What Triton makes is counted: compiled or found on disk, before and after a worker is ready."""
+"""Counts of Triton's compilations and cache hits on disk, before and after a worker is ready."""
 
 from __future__ import annotations
 

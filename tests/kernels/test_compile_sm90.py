@@ -40,7 +40,9 @@ def jitted(tree: ast.Module) -> set[str]:
 
 
 def launched(tree: ast.Module) -> set[str]:
-    """What a module launches, `name[grid](…)`, `module.name[grid](…)` or `Launcher(name)`: the names."""
+    """Return the names of kernels that a module launches: `name[grid](…)`, `module.name[grid](…)` or
+    `Launcher(name)`.
+    """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = [ast.unparse(node.func.value) for node in calls if isinstance(node.func, ast.Subscript)]
     names += [ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func) == "Launcher"]
@@ -68,7 +70,7 @@ def test_no_two_kernels_share_a_name() -> None:
 
 @pytest.fixture(scope="module")
 def records() -> list[dict[str, Any]]:
-    """Of all files, compiled in one process: it imports torch and Triton once."""
+    """Compile all files' cases in one process, which imports torch and Triton once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_files", *map(str, CASES)]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What every attention method must keep, whatever it skips. Whole-prompt baselines are left out.
+"""Properties of every attention method, whatever it skips. Whole-prompt baselines are left out.
 
 On the CPU the CPU forms run, on a GPU the kernels. Inputs are structured, so that methods have runs to pack
 and tiles to skip, unless a test says otherwise.
@@ -25,7 +25,7 @@ from deltafront.tests.reference.structured import structured_input
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OWN = [name for name in PRESETS if PRESETS[name].form.__module__.startswith("deltafront.kernels.")]
-"""Without what other tests have registered from outside the package."""
+"""Without methods that other tests register from outside the package."""
 METHODS = [name for name in OWN if not reads_whole_prompts(name)]
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
 SCORED = ("xattention", "dpxa", "delta_xattention")
@@ -36,8 +36,8 @@ FORMS: dict[str, dict[str, Value]] = {
     **{f"{name} share": {} for name in SCORED},
     "dpxa finer": {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128, "outside": True},
 }
-"""Methods whose quota counts the mass outside a wider sink and window, or with another rule or other scores.
-`finer` is what the shipped profile has for shorter prompts."""
+"""Methods with tau of the mass outside a wider sink and window, with another rule, or with other scores.
+`finer` is the shipped profile's form for shorter prompts."""
 FILLING = 32_768
 """Tokens with which an 8B model's heads fill a GPU."""
 CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta", "dpxa+delta outside"]
@@ -88,7 +88,7 @@ def run(method: Any, x: AttentionInput, cuts: tuple[int, ...] = ()) -> torch.Ten
     return torch.cat([method.attend(chunk_of(x, a, b), state)[0] for a, b in pairwise(edges)], dim=2)
 
 
-# Nobody writes into what these give.
+# These are cached: callers must not write into the results.
 reference = cache(reference_attention)
 
 
@@ -101,7 +101,7 @@ def prompt(
 
 @cache
 def at_once(name: str, tokens: int = 1200) -> torch.Tensor:
-    """What a lean method makes of a prompt read at once."""
+    """Return a small-budget method's output for a prompt in one chunk."""
     return run(method_of(name), prompt(tokens))
 
 

@@ -52,7 +52,7 @@ from deltafront.kernels.attention.hopper.softmax import (
 from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE, scores_layout
 
 NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Whether `_advance` masks a tile: never, always, or if it is one of the extent's masked tiles."""
+"""`_advance` masks a tile never, always, or if it is one of the extent's masked tiles."""
 
 
 class OwnRows(NamedTuple):

@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Where programs read work items and tile lists. They draw the next item's number from `counter_ptr`."""
+    """Pointers to work items and tile lists. Programs draw the next item's number from `counter_ptr`."""
 
     order_ptr: gl.tensor  # (LISTED) lengths of the lists, or (by_length) sorted entries
     counter_ptr: gl.tensor

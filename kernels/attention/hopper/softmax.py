@@ -34,9 +34,7 @@ class Seen(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Which tiles need a causal mask: those before masked_end and those from unmasked_end on. tiles: the
-    number of tiles.
-    """
+    """Tiles before masked_end and from unmasked_end on need a causal mask. tiles: the number of tiles."""
 
     masked_end: gl.tensor
     unmasked_end: gl.tensor

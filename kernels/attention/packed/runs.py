@@ -1,4 +1,4 @@
-"""Where runs of similar keys begin: the state of packed attention between chunks.
+"""First rows of runs of similar keys: the state of packed attention between chunks.
 
 Suffixes: C complete pack chunks, P packed rows of one key head, R rows of one chunk.
 """
@@ -16,7 +16,7 @@ from deltafront.kernels.interface import AttentionInput, KernelInputError, State
 
 @dataclass
 class PackedRuns:
-    """Where the runs of complete chunks begin, for one layer of one prompt.
+    """First rows of the runs in complete chunks, for one layer of one prompt.
 
     Attributes:
         start_BGP: int32, position of each run's first row, then the end.

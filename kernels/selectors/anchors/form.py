@@ -15,7 +15,7 @@ from deltafront.kernels.interface import KernelInputError
 
 @dataclass(frozen=True)
 class SideSettings:
-    """How one side (q or k) of a block is summarised. A slot holds the first row of its run.
+    """Settings of the summary of one side (q or k) of a block. A slot holds the first row of its run.
 
     Attributes:
         cap: Slots per block, a power of two up to 128.
@@ -35,7 +35,7 @@ class SideSettings:
 
 @dataclass(frozen=True)
 class AnchorSettings:
-    """How anchors are found and scored.
+    """Settings of the anchors' scan and scores.
 
     Attributes:
         cos: A row joins a run if its cosine to the anchor is at least this.

@@ -156,7 +156,7 @@ def test_tiles_outside_the_exact_share_use_one_key_row_for_each_run(share: float
 
 
 def best_of(mask: TileMask, share: float) -> torch.Tensor:
-    """Which listed tiles are exact: the last of a row, and ceil(share * others) of the others by score."""
+    """Mark the exact tiles of each list: its last, and ceil(share * others) of the others by score."""
     assert mask.score_BHNM is not None
     best = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
     for row in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():

@@ -19,7 +19,7 @@ from deltafront.tests.reference import experts as reference
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
-"""In the interpreter bfloat16 is computed wrongly."""
+"""Triton's interpreter computes bfloat16 wrongly."""
 SMALL = Tile(rows=16, columns=32, step_bytes=128, warps=4, stages=2, most=0)
 TOKENS = 21
 TWO, QWEN3 = (Router(per_token=count, normed=True) for count in (2, 8))

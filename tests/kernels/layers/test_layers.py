@@ -24,7 +24,7 @@ from deltafront.tests.reference import layers as reference
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
-"""In the interpreter bfloat16 is computed wrongly."""
+"""Triton's interpreter computes bfloat16 wrongly."""
 SIZES = [(5, 576), (1, 4096)]
 """(tokens, width)."""
 

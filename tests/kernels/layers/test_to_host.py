@@ -23,7 +23,7 @@ def test_ids_and_log_probabilities_arrive_exactly(rows: int) -> None:
     if GPU:
         torch.cuda.synchronize()
     assert host_R2[:rows].tolist() == torch.stack((ids_R.double(), logprob_R.double()), dim=1).tolist()
-    assert bool(host_R2[rows].isnan().all()), "nothing is written behind the rows"
+    assert bool(host_R2[rows].isnan().all()), "nothing is written after the rows"
 
 
 def test_refuses_ids_log_probabilities_and_buffers_that_do_not_match() -> None:

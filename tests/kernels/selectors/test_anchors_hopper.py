@@ -1,5 +1,5 @@
-"""What the Hopper kernel of anchor scores relies on and a CPU can see: the order in which slots arrive, and
-the grid. On a GPU also what it computes, again and again."""
+"""The Hopper kernel of anchor scores: on a CPU the order in which TMA loads slots, and the grid; on a GPU the
+scores, in many launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LANES, DIM = 4, 64
 
 
 def tile_of(descriptor: object, place: list[int]) -> torch.Tensor:
-    """What the copy engine puts into shared memory: a box of the tensor that the descriptor describes."""
+    """Return the box of a tensor that TMA copies into shared memory."""
     whole = torch.as_strided(descriptor.base, descriptor.shape, descriptor.strides)  # type: ignore[attr-defined]
     box = descriptor.block_shape  # type: ignore[attr-defined]
     return whole[tuple(slice(at, at + size) for at, size in zip(place, box, strict=True))]
@@ -55,8 +55,7 @@ def test_key_splits_give_the_shortest_total_time(programs: int, steps: int) -> N
 
 
 def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnchors:
-    """Slots that each stand for another number of rows, so that one tile's numbers are seen not to be
-    another's."""
+    """Make slots with different row counts, so that a mix-up of tiles shows."""
     generator = torch.Generator("cuda").manual_seed(heads)
     shape = (1, heads, blocks, slots)
     vector = torch.randn(*shape, 128, device="cuda", generator=generator).to(torch.bfloat16)
@@ -72,8 +71,8 @@ def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnch
 )
 @pytest.mark.parametrize(("blocks", "first_block"), [(64, 0), (64, 64)])
 def test_hopper_scores_are_right_in_100_launches(blocks: int, first_block: int) -> None:
-    """The copy engine once overwrote a tile's numbers while they were being read, in a few tiles of some
-    launches: so a hundred launches, each against plain arithmetic."""
+    """TMA once overwrote a tile while it was being read, in a few tiles of some launches. So each of 100
+    launches is compared with plain arithmetic."""
     heads, groups, tokens = 32, 8, blocks * BLOCK
     seen = first_block + blocks
     form = AnchorSettings(0.75, SideSettings(8), SideSettings(32))

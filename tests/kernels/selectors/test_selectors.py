@@ -121,7 +121,7 @@ def test_key_bias_does_not_change_centred_runs() -> None:
     ],
 )
 def test_tiles_kept_under_a_key_bias_reach_tau(name: str, low: float, high: float) -> None:
-    """How far the kept mass gets from a random choice's (0) to the best choice's (1)."""
+    """The kept mass is scaled: a random choice has 0, the best choice 1."""
     x = biased(sample(2048, head_dim=64, seed=5))
     selector = AnchorsSelector(AnchorsOptions()) if name == "anchors_served" else SCORED[name]()
     score_BHNM = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
