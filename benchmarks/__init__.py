@@ -1,4 +1,4 @@
-"""What the figures in README and docs come from."""
+"""Measures the figures of README and docs."""
 
 from pathlib import Path
 

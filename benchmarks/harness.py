@@ -22,7 +22,7 @@ from deltafront.tests.reference.structured import structured_input
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What the case modules build their cases from. `only`: names to run (all when empty)."""
+    """Parameters of the cases. only: names of the cases to run; empty: all."""
 
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
@@ -34,7 +34,7 @@ class BenchConfig:
     only: frozenset[str] = frozenset()
 
     def structured(self, tokens: int, q_heads: int, kv_heads: int, head_dim: int) -> AttentionInput:
-        """A whole prompt, as `tests.reference.structured` makes it."""
+        """Return a whole prompt made by `tests.reference.structured`."""
         return structured_input(
             tokens,
             q_heads=q_heads,
@@ -48,7 +48,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class Timed:
-    """A prepared case. `run` launches once; flops counts what it really computes, for TFLOP/s."""
+    """A prepared case. run: launches once. flops: operations of one run, for TFLOP/s."""
 
     run: Callable[[], object]
     flops: float | None = None
@@ -58,9 +58,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the results. check raises when wrong (same function object: run once for many cases);
-    over names the case, timed earlier at the same number of tokens, whose time divided by ours is `ratio`;
-    unavailable says why the case cannot run here."""
+    """One row of the results.
+
+    Attributes:
+        check: Raises if the kernel is wrong. Cases with the same function object share one run of it.
+        over: An earlier case of as many tokens. `ratio` is its time over this one's.
+        unavailable: Why the case cannot run here.
+    """
 
     name: str
     tokens: int
@@ -72,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case; None where a key does not apply (left out of the JSON)."""
+    """One measured case. Fields that are None are left out of the JSON."""
 
     case: str
     tokens: int
@@ -84,11 +88,10 @@ class Row:
 
 
 def median_ms(run: Callable[[], object], *, budget_ms: float = 600.0, at_least: int = 5) -> float:
-    """Median of CUDA-event times of single runs: two warm-ups, then about budget_ms of runs (5 to 100).
+    """Return the median CUDA-event time of a run: two warm-ups, then about budget_ms of runs (5 to 100).
 
-    All are queued before the first is waited for, so that a run does not wait for its own launch (one that
-    is shorter than its launch still does). A 256 MiB buffer is overwritten between runs, so that no run finds
-    its input in L2.
+    All runs are queued before the host waits, so that launches overlap with runs (unless a run is shorter
+    than its launch). A 256 MiB buffer is overwritten between runs, so that no run finds its input in L2.
     """
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     run()
@@ -104,7 +107,7 @@ def median_ms(run: Callable[[], object], *, budget_ms: float = 600.0, at_least: 
 
 
 def _span(run: Callable[[], object]) -> tuple[Any, Any]:
-    """Events before and after a run, not waited for."""
+    """Record events before and after a run, without waiting for them."""
     event: Any = torch.cuda.Event  # untyped in torch
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
@@ -121,8 +124,9 @@ def _milliseconds(span: tuple[Any, Any]) -> float:
 def run_cases(
     cases: Sequence[Case], config: BenchConfig, keep: Callable[[Row], None] = lambda row: None
 ) -> list[Row]:
-    """Check, then time; prints one line a case and gives its row to `keep` at once, so that a run that is
-    cut off loses only the rest. A failed check raises: nothing after it is timed."""
+    """Check all cases, then time them. Print a line for each case and pass its row to `keep` at once, so that
+    an interrupted run keeps its rows. A failed check raises.
+    """
     wanted = [case for case in cases if not config.only or case.name in config.only]
     checked: set[int] = set()
     for case in wanted:
@@ -162,7 +166,7 @@ def format_row(row: Row) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """The checked-out commit, `+` appended when the tree differs from it; `unknown` outside git."""
+    """Return the checked-out commit, with `+` if the tree differs from it; `unknown` outside git."""
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True
@@ -180,7 +184,7 @@ def commit_of(root: Path) -> str:
 
 
 def write_rows(path: Path, rows: Sequence[Row], commit: str) -> None:
-    """Write {"gpu", "commit", "torch", "triton", "rows"}; keys that do not apply are left out of a row."""
+    """Write {"gpu", "commit", "torch", "triton", "rows"}, without the rows' fields that are None."""
     import triton
 
     record: dict[str, Any] = {
@@ -194,6 +198,6 @@ def write_rows(path: Path, rows: Sequence[Row], commit: str) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """A file of results; the folders that it needs are made."""
+    """Write a file of results. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A table in Markdown, and the line below it that says where its figures come from."""
+"""Makes Markdown tables and the line below a table that names the source of its figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Result = dict[str, Any]
-"""What a file in benchmarks/results/ holds."""
+"""The content of a file in benchmarks/results/."""
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -16,7 +16,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def source(result: Result) -> str:
-    """On what, and with which versions, it was measured."""
+    """Return the hardware, commit and versions of a measurement."""
     parts = [str(result[key]) for key in ("gpu", "hardware", "machine") if result.get(key)]
     parts += [f"{key} {result[key]}" for key in ("commit", "torch", "triton") if result.get(key)]
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""What the overlays of deploy/kubernetes ask for, read from their files: for the tables of docs/deploy.md.
+"""Reads the resource requests of deploy/kubernetes' overlays, for the tables of docs/deploy.md.
 
 Kustomize is not needed: the overlays' patches of the RayService are JSON 6902 (a test compares the outcome
 with what `kubectl kustomize` makes of them).
@@ -33,10 +33,10 @@ class Overlay:
 
     @property
     def gpus(self) -> dict[float, float]:
-        """How many GPUs the pods have, by GiB of each.
+        """The pods' number of GPUs, by GiB of a GPU.
 
         Raises:
-            ValueError: pods with GPUs do not say what memory they need.
+            ValueError: Pods with GPUs require no memory of a GPU.
         """
         found: dict[float, float] = {}
         for name, group in self.worker_groups.items():
@@ -56,11 +56,11 @@ class Overlay:
 
     @property
     def worker_groups(self) -> dict[str, Any]:
-        """By name."""
+        """The worker groups by name."""
         return {group["groupName"]: group for group in self.cluster["workerGroupSpecs"]}
 
     def requested(self, resource: str) -> float:
-        """Of `cpu`, `memory` (bytes) or `nvidia.com/gpu`, for all pods of the RayService together."""
+        """Return the request of all pods together for `cpu`, `memory` (bytes) or `nvidia.com/gpu`."""
         pods = [(self.cluster["headGroupSpec"], 1)]
         pods += [(group, group["replicas"]) for group in self.worker_groups.values()]
         return sum(count * _requested(group, resource) for group, count in pods)
@@ -81,13 +81,13 @@ def quantity(value: str | int) -> float:
 
 
 def names() -> list[str]:
-    """The one without GPUs, then by how many there are."""
+    """Return the overlays' names by number of GPUs."""
     found = (path.parent.name for path in KUBERNETES.glob("overlays/*/config.yaml"))
     return sorted(found, key=lambda name: (read(name).requested("nvidia.com/gpu"), name))
 
 
 def read(name: str) -> Overlay:
-    """Raises ConfigError for a configuration, ValueError for a patch that cannot be used."""
+    """Raises ConfigError for an invalid configuration, ValueError for an invalid patch."""
     folder = KUBERNETES / "overlays" / name
     return Overlay(name, load(folder / "config.yaml"), _service(folder)["spec"]["rayClusterConfig"])
 
@@ -108,8 +108,8 @@ def _service(folder: Path) -> Any:
 
 
 def patched(document: Any, operations: Iterable[Mapping[str, Any]]) -> None:
-    """JSON 6902 in place, of operations those that the overlays use. Raises ValueError for others, and for a
-    test that fails."""
+    """Apply JSON 6902 operations in place. Raises ValueError for an operation that no overlay uses, and for a
+    failed `test`."""
     for operation in operations:
         *parents, last = operation["path"].removeprefix("/").split("/")
         place = document
@@ -137,12 +137,12 @@ HEADER = ("overlay", "model", "GPUs", "prefill", "decode", "holds", "CPUs, memor
 
 
 def rows() -> list[list[str]]:
-    """Lines under HEADER: the overlays as they are."""
+    """Return the table's lines under HEADER, one for each overlay."""
     return [row(read(name)) for name in names()]
 
 
 def row(overlay: Overlay) -> list[str]:
-    """The overlay as it is. GiB: weights and KV cache of the fullest stage, of a decode worker's rank."""
+    """Return an overlay's line. GiB: weights and KV cache of the fullest stage and of a decode rank."""
     prefill, decode, model = overlay.config.prefill, overlay.config.decode, overlay.config.model
     how = model.dtype, model.quantisation, decode.kv_dtype
     stages, workers = str(prefill.groups * prefill.stages), str(decode.workers)

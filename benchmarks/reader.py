@@ -39,14 +39,19 @@ MODEL = ModelSpec(
     rope_theta=8e6,
     max_position_embeddings=131_072,
 )
-"""The embedded model with the adapter that stretches it, and what that needs."""
+"""The embedded model with its 128K adapter and the settings that this needs."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What reading a document gave. tail_TC: hidden rows of its last positions. density: computed over
-    causal tiles, all layers. milliseconds: selection and attention of all layers and chunks; device time on a
-    GPU, wall-clock time on a CPU."""
+    """The result of prefilling a document.
+
+    Attributes:
+        tail_TC: Hidden rows of its last positions.
+        density: Computed over causal tiles, all layers.
+        milliseconds: Selection and attention of all layers and chunks: device time on a GPU, wall-clock time
+            on a CPU.
+    """
 
     tail_TC: torch.Tensor
     density: float
@@ -54,9 +59,14 @@ class Reading:
 
 
 class Reader:
-    """A stack with its keys and values of one sequence, of at most `room` tokens. profile: the model's, for
-    methods that ask for a density. kv_dtype: `int8` keeps every row as 8-bit pages would, in the stack's
-    dtype. kv: where k_LBGSD and v_LBGSD are; None: they are made."""
+    """A stack and the KV cache of one sequence.
+
+    Args:
+        room: The longest sequence in tokens.
+        profile: The model's, for methods with the option `density`.
+        kv_dtype: `int8` rounds every row as 8-bit pages do, in the stack's dtype.
+        kv: k_LBGSD and v_LBGSD to use. None: allocate them.
+    """
 
     def __init__(
         self,
@@ -79,12 +89,15 @@ class Reader:
         self.length = 0
 
     def read(self, ids: Sequence[int], method: str, chunk: int, tail: int = 1, *, after: int = 0) -> Reading:
-        """Read a document with a prefill method; keep the hidden rows of its `tail` last positions. Raises
-        MethodError for a method that is not known, or that the profile has no level for, and ValueError for
-        more tokens than the model has positions.
+        """Prefill a document with a method and return the hidden rows of its `tail` last positions.
 
-        after: a multiple of BLOCK; the first `after` tokens were read before, with the same method, and what
-        comes back is of those after them alone.
+        Args:
+            after: A multiple of BLOCK. The first `after` tokens are in the KV cache, read with the same
+                method, and the result is of the tokens after them.
+
+        Raises:
+            MethodError: The method is unknown, or the profile has no level for it.
+            ValueError: The document has more tokens than the model has positions.
         """
         config, named = self.stack.config, parse_method(method)
         if len(ids) > config.positions:
@@ -122,11 +135,11 @@ class Reader:
         return Reading(torch.cat(tails)[-tail:], density, 1e3 * sum(timer.seconds().values()))
 
     def next_token(self, ids: Sequence[int]) -> int:
-        """Append ids and give the most likely next one."""
+        """Append ids and return the likeliest next token."""
         return int(self.next_logits(ids).argmax())
 
     def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Append ids, read with full attention, and give the logits_V of the next one."""
+        """Append ids with full attention and return logits_V of the next token."""
         return self.stack.logits(self.append(ids)[-1:])[0]
 
     @contextmanager

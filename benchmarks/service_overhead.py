@@ -1,12 +1,11 @@
-"""What the service adds to a prefill: TTFT over gRPC against the same prefill called in one process.
+"""Measures the service's overhead: TTFT over gRPC against the same prefill called in one process.
 
     python -m deltafront.benchmarks.service_overhead [--config deploy/config/demo.yaml] [--repeats 3]
 
-The prompt, chunks, method and number of threads are the same. "One process" is
-`in_process` twice: as one stage that uses all the threads (no pipeline at all), and with the
-service's own stages (as threads of one process, activations by queue). Neither has Ray, gRPC or a hand-off.
-The ratio of medians says what the service costs; resident memory of all its processes is read while it
-serves. Prints a table and writes benchmarks/results/service_overhead.json.
+The prompt, chunks, method and number of threads are the same. `in_process` runs twice: as one stage with all
+threads (no pipeline), and with the service's stages as threads of one process (activations by queue). Neither
+has Ray, gRPC or a hand-off. The overhead is the ratio of medians. Resident memory of all the service's
+processes is read while it serves. Prints a table and writes benchmarks/results/service_overhead.json.
 """
 
 from __future__ import annotations

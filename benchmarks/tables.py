@@ -170,11 +170,11 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "public_models": (public_models, ()),
     "overlays": (lambda: markdown(overlays.HEADER, overlays.rows()), ()),
 }
-"""What makes a table, and from which results."""
+"""By table: the function that makes it and the results that it takes."""
 
 
 def render(document: str) -> str:
-    """The document with every marked table replaced. Raises KeyError for an unknown table."""
+    """Replace every marked table of a document. Raises KeyError for an unknown table."""
 
     def fill(match: re.Match[str]) -> str:
         make, sources = TABLES[match[1]]
@@ -185,7 +185,7 @@ def render(document: str) -> str:
 
 
 def chart() -> str:
-    """README's picture."""
+    """Return README's chart."""
     return headlines.chart(json.loads((RESULTS / "engine_h200.json").read_text()))
 
 

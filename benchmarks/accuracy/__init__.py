@@ -1,1 +1,1 @@
-"""Which answers sparse attention keeps: every method against dense attention on the same documents."""
+"""Compares the answers of every prefill method with dense attention's on the same documents."""

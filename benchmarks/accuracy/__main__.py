@@ -1,48 +1,44 @@
-"""Accuracy of prefill methods and of page selection against dense attention on the same documents.
+"""Compares prefill methods and page selections with dense attention on the same documents.
 
     python -m deltafront.benchmarks.accuracy --text FILE [FILE …] --documents 6x32640 3x130900 \
         --tasks needles:100 --methods dpxa dpxa:tau=0.9 xattention streaming --result FILE \
         --gate 'dpxa:exact>=0.985,kl<=0.11' --decode 8,11,14,20,21:256
 
-One model in one process, read in chunks by the same layers and kernels as a prefill worker's. Document i of
-a length and task is taken from text i (in turn) and a seed of its own, and is read with `dense` and then
-with every method. For each: KL(dense | method) of the next-token distributions over the document's last
-2,048 positions and their perplexity; the log-probability and exactness of every question's right answer,
-teacher-forced, the questions read densely; the density; the time of selection and attention in all layers.
---questions-in-prompt: every question ends a prompt and is read with the method, as a service reads it; then
-its answer densely.
---recompute 4 8 16: for every method but dense, a case `<method> recompute N` for each number N: every
-question is asked by itself, over the document in which the N blocks that it looks at most have been computed
-again with dense attention. Its density counts these tiles, a question's mean; its time them and finding the
-blocks, a question's median, which stands beside it. The document's tail is the method's own.
+One model in one process reads documents in chunks, with a prefill worker's layers and kernels. Document i of
+a length and task comes from text i (in turn) and a seed of its own. It is read with `dense`, then with every
+method. Reports for each method: KL(dense | method) of the next-token distributions over the last 2,048
+positions, and their perplexity; log-probability and exactness of every right answer, teacher-forced, with
+questions read densely; density; the time of selection and attention in all layers.
+--questions-in-prompt: every question ends a prompt and is read with the method, as in the service; answers
+are read densely.
+--recompute 4 8 16: for every method but dense and each number N a case `<method> recompute N`. Each question
+is asked after recomputing, densely, the N blocks of the document that it attends to most. The density
+includes these tiles (mean over questions), and the time includes finding and recomputing the blocks (median).
+The document's tail is the method's own.
 --decode (Δ-layers, page budget, recency; periodic:COUNT or random:COUNT:SEED in place of layers; or
-quest:BUDGET, a baseline whose time says nothing): answers decoded with page selection after dense prefill,
-and by full decode; how many are as full decode's, as
-`density` the share of its pages read, all layers counted, and the time of page selection and attention in all
-layers of a step of all questions; KL of the answers' tokens.
---quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
-dense in --dtype.
---kv-dtype int8: every method, dense among them, and every selection of --decode, once more with K/V kept in 8
-bits, marked `K/V int8`; compared with dense and full decode in --dtype.
+quest:BUDGET, a baseline whose time says nothing): answers decoded after dense prefill with page selection and
+by full decode. Reports how many answers agree, the share of pages read over all layers as `density`, the time
+of page selection and attention in all layers of a step of all questions, and KL of the answers' tokens.
+--quantisation fp8: every method, dense too, once more with quantised layers, compared with dense in --dtype.
+--kv-dtype int8: every method, dense too, and every selection of --decode once more with an int8 KV cache,
+marked `K/V int8`, compared with dense and full decode in --dtype.
 
---key-tokens 1024: also the loss against dense at the tail's key tokens, those to which dense attention gives
-a far higher probability with the whole document than with the 1,024 to 2,048 tokens before it (LongPPL, Fang
-et al. 2025).
---rope-theta, --positions: another stretch of the model's positions than the adapter was trained with; for
-lengths beyond it, where nothing is answered and methods are compared with dense attention alone.
+--key-tokens 1024: also the loss against dense at the tail's key tokens. To these dense attention gives a far
+higher probability with the whole document than with the 1,024 to 2,048 tokens before (LongPPL, Fang et al.
+2025).
+--rope-theta, --positions: stretch the model's positions otherwise than its adapter was trained, for longer
+documents. There nothing is answered; methods are compared with dense attention alone.
 
---outcomes FILE: what each case did on each document, a line each, written when a document is done; documents
-that stand in it are not read again. --minutes M: no document is begun after M minutes. Documents come by
-their number, so that every length and task has had as many.
---compare FILE: a result of the same arguments; says of each row how far it is from that one, and ends with 1
-where one is far (`report.apart`).
-
---shard I/N: only documents I, I + N, I + 2 N, …, as one of N processes (questions of --recompute leave a GPU
-idle between launches); --result has what each case did on each document, and `accuracy.merge` makes of all
-of them what one process would have printed and written.
+--outcomes FILE: append each document's outcomes when it is done, one line a case. Documents in the file are
+not read again. --minutes M: begin no document after M minutes. Documents go by number, so that all lengths
+and tasks have equally many.
+--compare FILE: compare each row with that of a result of the same arguments, and exit with 1 if one differs
+(`report.apart`).
+--shard I/N: read documents I, I + N, I + 2 N, … as one of N processes. --result then has the outcomes;
+`accuracy.merge` makes of all of them the result of a single process.
 
 Methods take options: `dpxa:tau=0.9,k_anchors=16`, and with --profile `dpxa:density=0.08`. Prints a line for
-each document and method, and a table; writes the JSON named by --result; ends with 1 when a --gate is missed.
+each document and method and a table, writes the JSON of --result, and exits with 1 if a --gate is missed.
 """
 
 from __future__ import annotations
@@ -104,14 +100,12 @@ from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import KVDtype, ModelSpec, Quantisation
 
 QUESTION_ROOM = 1024
-"""Tokens that a question and its answer may have; those of `names` are the longest."""
+"""Most tokens of a question and its answer. Those of `names` are the longest."""
 CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
-"""How far logp may be from that of the slow way, relative where it is below -1: what rounding makes of an
-answer of some twenty tokens behind 130,000."""
-
-
+"""Largest difference of logp between `ask` and `ask_one_by_one`, relative below -1: rounding of an answer
+of about twenty tokens after 130,000."""
 METHODS = "deltafront.benchmarks.whole_prompt.methods", "deltafront.benchmarks.paper_forms.methods"
-"""Baselines that the service cannot have, and forms of the papers that it does not."""
+"""Modules of methods that the service does not have: whole-prompt baselines and the papers' forms."""
 
 
 def main() -> int:
@@ -158,7 +152,7 @@ def main() -> int:
 
 
 def _known(arguments: argparse.Namespace, cases: Sequence[str]) -> list[Outcome]:
-    """Outcomes of --outcomes. Raises SystemExit where they are of other cases."""
+    """Read the outcomes of --outcomes. Raises SystemExit if they lack a case."""
     if not arguments.outcomes or not arguments.outcomes.exists():
         return []
     outcomes = read_outcomes(arguments.outcomes)
@@ -169,11 +163,12 @@ def _known(arguments: argparse.Namespace, cases: Sequence[str]) -> list[Outcome]
 
 
 def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | None]:
-    """The model, and quantised if that is asked for, once its profile is known to have a level for every
-    method that asks for one. Raises ValueError for a page selection that it cannot have."""
+    """Load the model (with --quantisation twice) and its profile. Raises ValueError for a method without a
+    level in the profile, and for a page selection that does not fit the layers.
+    """
     chosen = {"path": arguments.model, "dtype": arguments.dtype, "profile": arguments.profile}
     spec = ModelSpec(**chosen) if arguments.no_adapter else replace(MODEL, **chosen)
-    profile = load_profile(spec)  # of the model before it is stretched, which is what levels were made for
+    profile = load_profile(spec)  # levels were made for the model before it is stretched
     stretch = {"rope_theta": arguments.rope_theta, "max_position_embeddings": arguments.positions}
     spec = replace(spec, **{key: value for key, value in stretch.items() if value is not None})
     for method in arguments.methods:
@@ -186,7 +181,7 @@ def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | No
 
 
 class _Made:
-    """A document, once it is asked for, and where it comes from."""
+    """A document, made when it is needed, with its task, length and name."""
 
     def __init__(self, task: str, tokens: int, name: str, make: Callable[[], Document]) -> None:
         self.task, self.tokens, self.name, self._make = task, tokens, name, make
@@ -213,8 +208,12 @@ def _documents(arguments: argparse.Namespace, texts: dict[str, SpelledText]) -> 
 def _compare(
     readers: Mapping[str, Reader], made: _Made, methods: Sequence[str], arguments: argparse.Namespace
 ) -> Iterator[Outcome]:
-    """Every method on one document, dense first; page selections right after it, on its keys and values, and
-    a method's recomputed blocks right after it. Of other readers, by their mark, every method, too."""
+    """Yield every method's outcome on one document, dense first. Page selections follow dense, whose KV cache
+    they read. Recomputed blocks follow their method.
+
+    Args:
+        readers: By the mark that they append to a case.
+    """
     ids, questions = made.document.ids, made.document.questions
     tail, dense = ids[-arguments.tail :], None
     short_A, key_A = None, None
@@ -239,14 +238,7 @@ def _compare(
             answers = ask(reader, questions)
         if case == BASELINE and questions and not arguments.questions_in_prompt:
             _check(reader, questions[0], answers[0])
-        outcome = _outcome(
-            made,
-            case,
-            reading,
-            kl_T,
-            math.exp(-float(logp_A.mean())),
-            answers,
-        )
+        outcome = _outcome(made, case, reading, kl_T, math.exp(-float(logp_A.mean())), answers)
         if key_A is not None and key_A.any():
             outcome = replace(outcome, key_tokens=int(key_A.sum()), key_logp=float(logp_A[key_A].mean()))
         yield outcome
@@ -259,7 +251,7 @@ def _compare(
 
 
 def _check(reader: Reader, question: Question, answer: Answered) -> None:
-    """One question of a document the slow way: the fast one leans on kernels that differ by device."""
+    """Ask one question token by token, too, since the kernels of `ask` differ by device."""
     logp, exact = ask_one_by_one(reader, question)
     if abs(logp - answer.logp) > CLOSE[reader.stack.dtype] * max(1.0, abs(logp)):
         raise RuntimeError(
@@ -273,10 +265,9 @@ def _outcome(
     case: str,
     reading: Reading,
     kl_T: torch.Tensor,
-    tail_perplexity: float,
+    perplexity: float,
     answers: Sequence[Answered],
 ) -> Outcome:
-    subjects = by_subject(made.document.questions, answers)
     return Outcome(
         case=case,
         task=made.task,
@@ -286,15 +277,15 @@ def _outcome(
         ms=reading.milliseconds,
         kl=float(kl_T.mean()),
         kl_p95=float(kl_T.quantile(0.95)),
-        perplexity=tail_perplexity,
-        answers=subjects,
+        perplexity=perplexity,
+        answers=by_subject(made.document.questions, answers),
     )
 
 
 def _recomputed(
     reader: Reader, questions: Sequence[Question], looked: Sequence[Looked], count: int, method: Outcome
 ) -> Outcome:
-    """method: its own outcome, on the document that the reader holds."""
+    """Ask again over recomputed blocks. method: its own outcome on the document that the reader holds."""
     found = ask_recomputed(reader, questions, looked, count)
     blocks = -(-reader.length // BLOCK)
     return replace(
@@ -379,7 +370,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _cases(arguments: argparse.Namespace) -> Iterator[str]:
-    """What the rows will be called."""
+    """Yield the names of the rows' cases."""
     kinds = [""] if arguments.quantisation is None else ["", f" {arguments.quantisation}"]
     kinds += [_kv_mark(arguments)] if arguments.kv_dtype else []
     for kind, method in itertools.product(kinds, dict.fromkeys([BASELINE, *arguments.methods])):

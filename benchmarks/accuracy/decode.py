@@ -1,9 +1,8 @@
-"""Page selection while answers are decoded, DELTA's or Quest's: all questions on a document are rows of one
-batch.
+"""Decodes answers with DELTA's or Quest's page selection. All questions on a document are rows of one batch.
 
-The rows share the document's whole pages; each has pages of its own for the document's last, unfilled page,
-its question and its answer. The question is read densely, as a session's is; then every row steps at once,
-by the decode worker's own attention.
+The rows share the document's full pages. Each row has its own pages for the document's last, partial page,
+its question and its answer. Questions are read densely, as in a session. Then all rows step together with
+the decode worker's attention.
 
 Shape suffixes as in `questions` and `workers.decode.decode_attention`; R = Q rows of the batch.
 """
@@ -33,11 +32,16 @@ from deltafront.workers.settings import DecodeConfig
 
 @dataclass(frozen=True)
 class Decoded:
-    """answers: with the right tokens given. kl: KL(full decode | this) of the distributions of their tokens
-    but the first, the mean of all. agrees: whether the tokens decoded greedily, as many as the right answer
-    has, are those of full decode. share: of full decode's pages read, all layers counted.
-    milliseconds: of choosing pages and of attention in all layers of a step of all rows, the median; device
-    time on a GPU, wall-clock time on a CPU."""
+    """The result of one page selection.
+
+    Attributes:
+        answers: Teacher-forced.
+        kl: Mean KL(full decode | this) of the answers' tokens after the first.
+        agrees: Whether an answer decoded greedily, as long as the right one, equals full decode's.
+        share: Pages read over full decode's, all layers.
+        milliseconds: Median time of page selection and attention in all layers of a step of all rows: device
+            time on a GPU, wall-clock time on a CPU.
+    """
 
     answers: list[Answered]
     kl: float
@@ -48,7 +52,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class _Steps:
-    """hidden_ARC: after each step; logp_AR: of the right token; best_AR: the likeliest."""
+    """By step: hidden rows, log-probability of the right token, and the likeliest token."""
 
     hidden_ARC: torch.Tensor
     logp_AR: torch.Tensor
@@ -62,9 +66,10 @@ FORMS = "quest:BUDGET, or LAYER,LAYER… or periodic:COUNT or random:COUNT:SEED 
 
 
 def parse_selection(given: str, layers: int) -> Selection:
-    """`8,14,18,20,21:256` or `…:256:8`: Δ-layers, page budget, recency. `periodic:3:256`: three, evenly
-    spread; `random:3:7:256`: by chance, of seed 7. `quest:256`: Quest's, with this budget. Raises
-    ValueError."""
+    """Parse Δ-layers, page budget and recency: `8,14,18,20,21:256` or `…:256:8`. `periodic:3:256` has three
+    layers evenly spread, `random:3:7:256` three random ones of seed 7, `quest:256` Quest's pages. Raises
+    ValueError.
+    """
     delta_layers, *numbers = given.split(":")
     if delta_layers == "quest" and len(numbers) == 1 and int(numbers[0]) > 0:
         return QuestPlan(layers, int(numbers[0]))
@@ -82,11 +87,13 @@ def parse_selection(given: str, layers: int) -> Selection:
 
 
 class AnswerDecoder:
-    """The document that `reader` holds and the questions, read; decodes with any number of selections, over
-    pages of the reader's kind. Raises ValueError where no answer has a second token: the first comes with the
-    question.
+    """Decodes questions on the reader's document with any number of page selections.
 
-    beside: of the same questions, whose full decode is compared with; None: its own.
+    Args:
+        beside: A decoder of the same questions whose full decode is the baseline. None: this one.
+
+    Raises:
+        ValueError: No answer has a second token. The first comes with the question.
     """
 
     @torch.inference_mode()
@@ -100,7 +107,7 @@ class AnswerDecoder:
         self.layers = reader.stack.config.layers
         config, stack = reader.stack.config, reader.stack
         whole, rest = divmod(reader.length, PAGE_TOKENS)
-        # Rows step together, so one goes on until the longest answer of all is done.
+        # Rows step together until the longest answer is done.
         longest = max(len(q.prompt) for q in questions) + max(len(q.gold) for q in questions)
         own = pages_for(rest + longest)
         pages = whole + 1 + own * len(questions)
@@ -121,15 +128,16 @@ class AnswerDecoder:
         self._beside = beside or self
 
     def _sides(self, k: torch.Tensor, v: torch.Tensor) -> Sides:
-        """Return k and v as the pages hold them."""
+        """Return k and v in the pages' format."""
         if not self._cache.int8:
             return k, v
         (k_bytes, k_scales), (v_bytes, v_scales) = quantise(k), quantise(v)
         return k_bytes, v_bytes, k_scales, v_scales
 
     def _ask_all(self) -> list[Answered]:
-        """The first tokens, and the questions' keys and values into their pages. The answers' rows are
-        written too: every step overwrites its own."""
+        """Return the first tokens and write the questions' KV cache to their pages. Rows of answers are also
+        written; steps overwrite them.
+        """
 
         def keep(layer: int, indices: Sequence[int], k_QLGD: torch.Tensor, v_QLGD: torch.Tensor) -> None:
             own_L = torch.arange(k_QLGD.shape[1], device=k_QLGD.device)
@@ -154,7 +162,7 @@ class AnswerDecoder:
 
     @torch.inference_mode()
     def decode(self, plan: Selection | None) -> Decoded:
-        """Answers by this page selection; None: with every page."""
+        """Decode with a page selection. None: full decode."""
         forced = self._full if plan is None else self._decode(plan, forced=True)
         greedy = self._greedy if plan is None else self._decode(plan, forced=False)
         answers, agrees = [], []
@@ -172,13 +180,13 @@ class AnswerDecoder:
 
     @property
     def _answered_AR(self) -> torch.Tensor:
-        """Which steps are of a row's answer: rows step on until the longest is done."""
+        """Mask of the steps that belong to a row's answer. All rows step until the longest is done."""
         steps_R = torch.tensor([len(question.gold) - 1 for question in self.questions])
         return (torch.arange(int(steps_R.max()))[:, None] < steps_R).to(self._reader.stack.device)
 
     @torch.inference_mode()
     def _decode(self, plan: Selection | None, *, forced: bool) -> _Steps:
-        """plan: None is full decode. forced: each step is given the right token, not the likeliest."""
+        """Decode all questions. plan: None is full decode. forced: feed the right tokens."""
         stack, questions = self._reader.stack, self.questions
         device, steps = stack.device, max(len(q.gold) for q in questions) - 1
         gold_RA = torch.tensor([padded(q.gold, steps + 1) for q in questions], device=device)

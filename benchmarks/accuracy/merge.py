@@ -32,7 +32,7 @@ from deltafront.benchmarks.arguments import parser_of, told
 from deltafront.benchmarks.harness import write_json
 
 Origin = Mapping[str, Any]
-"""What a result says of where it comes from: hardware, commit, dtype."""
+"""A result's hardware, commit and dtype."""
 
 
 def conclude(
@@ -42,7 +42,7 @@ def conclude(
     result: Path | None,
     compare: Path | None = None,
 ) -> int:
-    """Prints and writes what came out; 1 when a gate is missed, or a row is far from the one in `compare`."""
+    """Print and write the rows. Return 1 if a gate is missed or a row is far from the one in `compare`."""
     found = rows(outcomes, BASELINE)
     print(table(found))
     pooled = together(found)
@@ -61,7 +61,7 @@ def conclude(
 
 
 def append_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """All of a document's at once, so that a run that ends leaves whole documents."""
+    """Append a document's outcomes at once, so that an interrupted run leaves whole documents."""
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(f"{json.dumps(asdict(outcome))}\n" for outcome in outcomes))
 
@@ -71,13 +71,14 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def write_shard(outcomes: Sequence[Outcome], shard: tuple[int, int], origin: Origin, result: Path) -> None:
-    """What one of several processes found; shard: which one, of how many."""
+    """Write the outcomes of one process. shard: its index and the number of processes."""
     write_json(result, {**origin, "shard": shard, "outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
 def merged(paths: Sequence[Path]) -> tuple[list[Outcome], Origin]:
-    """The outcomes in the order in which one process has them. Raises ValueError for files that are not all
-    the shards of one run."""
+    """Return the outcomes of all shards in the order of a single process. Raises ValueError if the files are
+    not all the shards of one run.
+    """
     shards = [json.loads(path.read_text()) for path in paths]
     if sorted(one["shard"] for one in shards) != [[i, len(shards)] for i in range(len(shards))]:
         raise ValueError(f"not each shard once: {[one['shard'] for one in shards]}")
@@ -96,7 +97,7 @@ def _outcome(given: Mapping[str, Any]) -> Outcome:
 
 
 def _index(outcome: Outcome) -> int:
-    """Of the document, among those of its length and task: its name's end."""
+    """Return the index of the document among those of its length and task, which ends its name."""
     return int(outcome.document.rpartition("-")[2])
 
 

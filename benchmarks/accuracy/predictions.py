@@ -1,4 +1,4 @@
-"""What hidden rows predict, a part of them at a time: logits of a whole tail would fill a small machine.
+"""Computes log-probabilities of next tokens from hidden rows, in parts: a tail's logits would fill memory.
 
 Shape suffixes: T or A rows, C hidden size, V vocabulary.
 """
@@ -14,14 +14,14 @@ from deltafront.workers.model.decoder.stack import LayerStack
 
 _ROWS = 512
 GAIN, LIKELY = 2.0, -2.0
-"""A token is a key token if the long context adds at least so much to its log-probability, to at least so
-much: LongPPL (Fang et al. 2025), equation 5 and its authors' α and β."""
+"""A token is a key token if the long context adds at least GAIN to its log-probability and makes it at least
+LIKELY: α and β of LongPPL (Fang et al. 2025), equation 5."""
 
 
 def predicted(
     stack: LayerStack, hidden_AC: torch.Tensor, next_A: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logp_A (float64) of the tokens next_A after these rows, and best_A, the likeliest ones; on the CPU."""
+    """Return logp_A (float64) of the tokens next_A after these rows, and the likeliest best_A, on CPU."""
     logps, bests = [], []
     parts = zip(torch.split(hidden_AC, _ROWS), torch.split(next_A.to(hidden_AC.device), _ROWS), strict=True)
     for rows_AC, gold_A in parts:
@@ -32,8 +32,11 @@ def predicted(
 
 
 def tail_logps(stack: LayerStack, tail_TC: torch.Tensor, tail: Sequence[int]) -> torch.Tensor:
-    """logp_A, float64, of the document's last tokens but the first, each given all before it; tail: the ids
-    of the hidden rows' tokens."""
+    """Return logp_A (float64) of the document's last tokens but the first, each given all before it.
+
+    Args:
+        tail: Token ids of the hidden rows.
+    """
     return predicted(stack, tail_TC[:-1], torch.tensor(tail[1:]))[0]
 
 

@@ -1,11 +1,10 @@
-"""All questions on a document at once: each appended to the document's keys and values by itself, read
-densely with its right answer (teacher-forced), as many in one pass as rows fit.
+"""Asks many questions on a document in one pass: each is appended to the document's KV cache by itself and
+prefilled densely with its right answer (teacher-forced).
 
 Attention over the document and over a question's own tokens are computed apart and merged by their
-log-sum-exp, which is exact; so no question sees another and the document is stored once.
+log-sum-exp, which is exact. So no question sees another, and the document is stored once.
 
-Or one question after another, each over the document in which the blocks that it looks at most have been
-computed again with dense attention.
+Or asks one question after another, each after recomputing the blocks that it attends to most.
 
 Shape suffixes: Q questions of a pass, L rows of the longest of them, S tokens of the document, H query heads,
 G key/value heads, J = H / G, D head dimension, T = Q x L rows, R = J x T.
@@ -27,23 +26,29 @@ from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.prefill.stage.phases import phase_timer
 
 READ_AGAIN = 512
-"""Tokens of a document that are read again, at least, for each question that ends its prompt: what a method
-does to a prompt's last rows lies within them."""
+"""Tokens at a document's end that are prefilled again for each question that ends its prompt. They cover the
+rows that a method treats as the prompt's end."""
 
 ROWS = 4096
 """Rows of one pass, unless a single question has more."""
 
 Keep = Callable[[int, Sequence[int], torch.Tensor, torch.Tensor], None]
-"""keep(layer, indices, k_QLGD, v_QLGD): the own keys and values of the questions with these indices."""
+"""keep(layer, indices, k_QLGD, v_QLGD) receives the keys and values of the questions with these indices."""
 
 Look = Callable[[int, int, torch.Tensor], None]
-"""look(layer, index, q_LHD): the rotated queries of this question's prompt."""
+"""look(layer, index, q_LHD) receives the rotated queries of this question's prompt."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """The right answer's log-probability (whole, natural) and whether each of its tokens was the likeliest;
-    its first token's log-probability, and the token that was the likeliest there."""
+    """The result of one question.
+
+    Attributes:
+        logp: Natural log-probability of the whole right answer.
+        exact: Whether each of its tokens was the likeliest.
+        first: The likeliest first token.
+        first_logp: Log-probability of the right answer's first token.
+    """
 
     logp: float
     exact: bool
@@ -53,7 +58,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Looked:
-    """What a question looks at in the document, and how long that took to find."""
+    """A question's attention to the document's blocks, and the time to compute it."""
 
     looks: BlockAttention
     milliseconds: float
@@ -61,9 +66,13 @@ class Looked:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Answers over recomputed blocks. tiles: computed for them in each head of each layer, a question's mean.
-    milliseconds: of finding the blocks and computing them again, a question's median; device time on a GPU,
-    wall-clock time on a CPU."""
+    """Answers over recomputed blocks.
+
+    Attributes:
+        tiles: Mean number of recomputed tiles of a question, in each head of each layer.
+        milliseconds: Median time of a question to find and recompute its blocks: device time on a GPU,
+            wall-clock time on a CPU.
+    """
 
     answers: list[Answered]
     tiles: float
@@ -74,9 +83,11 @@ class Recomputed:
 def ask(
     reader: Reader, questions: Sequence[Question], keep: Keep | None = None, look: Look | None = None
 ) -> list[Answered]:
-    """What the reader's document answers to each question; the reader stays as it is.
+    """Answer each question over the reader's document. The reader does not change.
 
-    keep: called for every layer of a pass, with the indices of its questions. look: for every question, too.
+    Args:
+        keep: Called for every layer of a pass.
+        look: Called for every layer and question.
     """
     answered: dict[int, Answered] = {}
     for indices in _passes([_rows(question) for question in questions]):
@@ -86,7 +97,7 @@ def ask(
 
 
 def ask_and_look(reader: Reader, questions: Sequence[Question]) -> tuple[list[Answered], list[Looked]]:
-    """As `ask`, and what each question looks at."""
+    """Do what `ask` does, and return each question's attention to the document, too."""
     looks = [BlockAttention(reader.length) for _ in questions]
     timers = [phase_timer(reader.stack.device) for _ in questions]
 
@@ -103,8 +114,9 @@ def ask_and_look(reader: Reader, questions: Sequence[Question]) -> tuple[list[An
 def ask_recomputed(
     reader: Reader, questions: Sequence[Question], looked: Sequence[Looked], count: int
 ) -> Recomputed:
-    """At least one question, each asked by itself once the `count` blocks that it looks at most have been
-    computed again. The reader stays as it is."""
+    """Ask at least one question, each after recomputing the `count` blocks that it attends to most. The
+    reader does not change.
+    """
     answers, tiles, spent = list[Answered](), list[int](), list[float]()
     for question, found in zip(questions, looked, strict=True):
         timer = phase_timer(reader.stack.device)
@@ -119,7 +131,7 @@ def ask_recomputed(
 
 @torch.inference_mode()
 def ask_one_by_one(reader: Reader, question: Question) -> tuple[float, bool]:
-    """logp and exact by appending the question and then its answer token by token: what `ask` must give."""
+    """Return logp and exact by appending the question and its answer token by token, as a check of `ask`."""
     before, logp, exact = reader.length, 0.0, True
     logits_V = reader.next_logits(question.prompt)
     for token in question.gold:
@@ -134,11 +146,10 @@ def ask_one_by_one(reader: Reader, question: Question) -> tuple[float, bool]:
 def ask_in_prompt(
     reader: Reader, ids: Sequence[int], questions: Sequence[Question], method: str, chunk: int
 ) -> list[Answered]:
-    """The same where each question ends the prompt of the document `ids`, and so is read with the method.
+    """Answer questions that end a prompt of the document `ids`, and so are prefilled with the method.
 
-    The reader has just read the document with it; of every prompt only the end is read again, since what
-    stands before is the same (all of it for a method that cannot go on from keys, or that is dense for the
-    document alone). Answers are read densely, as decode does.
+    The reader has just read the document with it. Of each prompt only the end is prefilled again, unless the
+    method cannot resume from keys or is dense for the document alone. Answers are read densely, as in decode.
     """
     named = parse_method(method)
     step, short = resume_step(named), named.values.get("min_tokens", 0)
@@ -157,8 +168,9 @@ def ask_in_prompt(
 
 
 def by_subject(questions: Sequence[Question], answers: Sequence[Answered]) -> dict[str, tuple[float, bool]]:
-    """(logp, exact) of what was asked about: of all right answers together the log of the probability, and
-    whether any is the likeliest."""
+    """Return (logp, exact) by subject: the log of the probability of all right answers together, and whether
+    any is the likeliest.
+    """
     logps: dict[str, list[float]] = {}
     exacts: dict[str, bool] = {}
     for question, answer in zip(questions, answers, strict=True):
@@ -171,12 +183,12 @@ def by_subject(questions: Sequence[Question], answers: Sequence[Answered]) -> di
 
 
 def _rows(question: Question) -> int:
-    """The last token of the answer is not read: nothing is asked after it."""
+    """Count a question's rows. The answer's last token needs none, since nothing follows it."""
     return len(question.prompt) + len(question.gold) - 1
 
 
 def _passes(rows: Sequence[int]) -> Iterator[list[int]]:
-    """The indices of questions of about as many rows, which padded to the longest take at most ROWS."""
+    """Group questions of similar length, so that a group padded to its longest has at most ROWS rows."""
     part: list[int] = []
     for index in sorted(range(len(rows)), key=rows.__getitem__):
         if part and rows[index] * (len(part) + 1) > ROWS:
@@ -238,7 +250,7 @@ def attend_appended(
     k_GSD: torch.Tensor,
     v_GSD: torch.Tensor,
 ) -> torch.Tensor:
-    """out_QLHD of rows that see the whole document and, causally, their own question; q's dtype."""
+    """Compute out_QLHD of rows that attend to the whole document and, causally, to their own question."""
     questions, rows, heads, dim = q_QLHD.shape
     groups, scale = k_QLGD.shape[2], dim**-0.5
     q_QLGJD = q_QLHD.reshape(questions, rows, groups, heads // groups, dim)
@@ -254,8 +266,9 @@ def attend_appended(
 def _over_document(
     q_GRD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out_GRD and lse_GR of rows that see every key. PyTorch's own flash kernels: its public function does
-    not give the log-sum-exp. float32 on a GPU, which flash does not take, goes to its other kernel."""
+    """Compute out_GRD and lse_GR of rows that attend to every key, by PyTorch's internal flash kernels, since
+    SDPA does not return the log-sum-exp. float32 on a GPU takes the memory-efficient kernel.
+    """
     q, k, v = (x[None].contiguous() for x in (q_GRD, k_GSD, v_GSD))
     aten = torch.ops.aten
     if q.device.type == "cpu":
@@ -270,7 +283,7 @@ def _over_document(
 def _over_own(
     q_QLGJD: torch.Tensor, k_QLGD: torch.Tensor, v_QLGD: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out_GJQLD and lse_GJQL of causal attention within each question, fp32."""
+    """Compute out_GJQLD and lse_GJQL (float32) of causal attention within each question."""
     rows = q_QLGJD.shape[1]
     logits_GJQLM = torch.einsum("qlgjd,qmgd->gjqlm", q_QLGJD, k_QLGD) * scale
     future_LM = torch.ones(rows, rows, dtype=torch.bool, device=q_QLGJD.device).triu(1)

@@ -1,4 +1,4 @@
-"""From what each method did on each document to rows, a table and gates. Pure functions."""
+"""Makes rows, a table and gates from the outcome of each method on each document. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=":
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method on one document. kl, kl_p95: of KL(dense | method) over the tail's positions, mean and 95th
-    percentile. answers: (log-probability, exact) of what was asked about. agree: share of the questions whose
-    greedily decoded tokens are full decode's. recompute_ms: what recomputing blocks for a question takes of
-    ms. key_logp: the mean over the tail's key tokens (`predictions.key_tokens`). None where a figure does not
-    apply."""
+    """The outcome of one method on one document. Figures that do not apply are None.
+
+    Attributes:
+        answers: (log-probability, exact) by subject of the question.
+        kl, kl_p95: Mean and 95th percentile of KL(dense | method) over the tail's positions.
+        key_logp: Mean log-probability of the tail's key tokens (`predictions.key_tokens`).
+        agree: Share of the questions whose greedily decoded tokens equal full decode's.
+        recompute_ms: The part of ms that recomputes blocks for a question.
+    """
 
     case: str
     task: str
@@ -45,7 +49,7 @@ class Outcome:
 
 
 def line(outcome: Outcome) -> str:
-    """Progress: one document and method."""
+    """Return a line of progress for one document and method."""
     logp = _mean([logp for logp, _ in outcome.answers.values()])
     exact = sum(exact for _, exact in outcome.answers.values())
     parts = [
@@ -60,9 +64,10 @@ def line(outcome: Outcome) -> str:
 
 
 def rows(outcomes: Sequence[Outcome], baseline: str) -> list[Row]:
-    """One row for each length, task and case over its documents, in the order in which they came; beside each
-    figure of answers that of `baseline` on the same documents. `ratio_95` and `logp_95` are drawn over
-    documents, from `by_document`. Keys that do not apply are left out."""
+    """Make one row for each length, task and case over its documents, in their order, with the figures of
+    `baseline` on the same documents. `ratio_95` and `logp_95` are bootstrapped over documents, from
+    `by_document`. Keys that do not apply are left out.
+    """
     groups: dict[tuple[int, str, str], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.tokens, outcome.task, outcome.case), []).append(outcome)
@@ -98,8 +103,9 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
 
 
 def _key_tokens(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
-    """Perplexity of all documents' key tokens together, and dense's; the interval of their logarithms'
-    difference over documents."""
+    """Return the perplexity of all documents' key tokens and dense's, and the interval over documents of the
+    difference of their logarithms.
+    """
     found = [(o.key_logp, d.key_logp, o.key_tokens) for o, d in zip(group, base, strict=True) if o.key_tokens]
     known = [(mine, dense, many) for mine, dense, many in found if mine is not None and dense is not None]
     if not known:
@@ -117,7 +123,7 @@ def _key_tokens(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
 
 
 def _document(mine: Outcome, dense: Outcome) -> Row:
-    """Intervals are drawn from these, so that a reader of the row can draw them again."""
+    """Return a document's figures, from which a row's intervals can be bootstrapped again."""
     row: Row = {"document": mine.document, "density": mine.density, "kl": mine.kl}
     if mine.key_tokens and mine.key_logp is not None and dense.key_logp is not None:
         row |= {"key_tokens": mine.key_tokens, "key_loss": dense.key_logp - mine.key_logp}
@@ -145,7 +151,7 @@ def _intervals(documents: Sequence[Row]) -> Row:
 
 
 def _answers(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
-    """Figures of what the group was asked, paired; the baseline may have been asked more."""
+    """Return the paired figures of the group's questions. The baseline may have answered more."""
     pairs = [
         (f"{mine.document} {about}", answer, dense.answers[about])
         for mine, dense in zip(group, base, strict=True)
@@ -174,7 +180,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """Of times: the first document of a length may wait for a compiler."""
+    """Return the median of times, since the first document of a length may wait for a compiler."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
@@ -192,7 +198,7 @@ _HEADER = (
 
 
 def table(found: Sequence[Row]) -> str:
-    """Markdown: a table for each length."""
+    """Return a Markdown table for each length."""
     lines = []
     for tokens in dict.fromkeys(row["tokens"] for row in found):
         cells = [_cells(row) for row in found if row["tokens"] == tokens]
@@ -237,13 +243,15 @@ def _number(value: float | None, form: str) -> str:
 
 
 def judged(row: Row) -> bool:
-    """Whether dense attention answers at least half of what is asked. Else a task tells no methods apart."""
+    """Say whether dense attention answers at least half of the questions. Otherwise a task cannot compare
+    methods."""
     return "questions" in row and 2 * row["exact_dense"] >= row["questions"]
 
 
 def together(found: Sequence[Row]) -> list[Row]:
-    """One row for each length and case over the tasks that are judged, where there are several; intervals
-    are drawn over their documents."""
+    """Pool the judged tasks: one row for each length and case with several of them. Intervals are
+    bootstrapped over their documents.
+    """
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in filter(judged, found):
         groups.setdefault((row["tokens"], row["case"]), []).append(row)
@@ -272,7 +280,6 @@ def _together(group: Sequence[Row]) -> Row:
 
 
 def together_table(pooled: Sequence[Row]) -> str:
-    """Markdown."""
     header = (
         "tokens", "case", "judged tasks", "documents", "density", "exact (dense)", "ratio, 95%",
         "lost, won; p over questions", "logp − dense's, 95%",
@@ -295,8 +302,9 @@ def together_table(pooled: Sequence[Row]) -> str:
 
 
 def apart(found: Sequence[Row], recorded: Sequence[Row]) -> list[str]:
-    """Rows that are not what was recorded, one line each: another density (by 0.002), KL (by a twentieth and
-    by 0.0005) or number of exact answers (by more than one in ten). Other processors round otherwise."""
+    """Return a line for each row that differs from the recorded one in density (by 0.002), KL (by 5% and by
+    0.0005) or exact answers (by more than 10%). Processors round differently.
+    """
     known = {(row["case"], row["task"], row["tokens"]): row for row in recorded}
     reasons = []
     for row in found:
@@ -318,7 +326,7 @@ def apart(found: Sequence[Row], recorded: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Gate:
-    """What every row of a case must reach: (figure, sign, bound)."""
+    """Bounds for every row of a case: (figure, sign, bound)."""
 
     case: str
     bounds: tuple[tuple[str, str, float], ...]
@@ -340,7 +348,8 @@ def parse_gate(given: str) -> Gate:
 
 
 FIGURES = ("exact", "logp", "kl", "kl_p95", "density", "ms", "recompute_ms", "perplexity", "agree", "p")
-"""What a gate can bound. exact: over dense's; logp, perplexity: less dense's; the others as in the rows."""
+"""The figures that a gate can bound. exact: divided by dense's; logp, perplexity: less dense's; others: as in
+the rows."""
 
 
 def figure(row: Row, name: str) -> float | None:
@@ -357,8 +366,9 @@ def figure(row: Row, name: str) -> float | None:
 
 
 def missed(gates: Sequence[Gate], found: Sequence[Row]) -> list[str]:
-    """Why the gates are missed, one line a bound and row; empty when all hold. A bound whose figure no row of
-    its case has is missed too, and so is one on a figure that is not a number."""
+    """Return a line for each bound and row that miss a gate. A bound is also missed if no row of its case has
+    the figure, or if it is not a number.
+    """
     reasons = []
     for gate in gates:
         mine = [row for row in found if row["case"] == gate.case]

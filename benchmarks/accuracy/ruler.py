@@ -1,11 +1,10 @@
-"""RULER's tasks (Hsieh et al. 2024), rebuilt from the paper's description. Its two of question answering need
-data that are not at hand.
+"""RULER's tasks (Hsieh et al. 2024) after the paper's description, without its two of question answering,
+which need other data.
 
-What is hidden, in what and how often are the paper's (section 3, appendix B). The questions have three
-wordings each, of which a document's seed takes one. RULER counts which of the right answers an output has.
-Here they are asked for one after another, each behind those before it, and any that is left counts: a
-question's `about` is the answer's turn, and `questions.by_subject` takes the best. RULER puts an example
-before the text for common words and chains; here is none.
+Facts, texts and counts are the paper's (section 3, appendix B). Each question has three wordings, and a
+document's seed chooses one. RULER counts the right answers in one output. Here answers are asked for one at a
+time, each after the earlier ones, and any remaining answer is right: `about` names the turn, and
+`questions.by_subject` takes the best. RULER's example before common words and chains is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from deltafront.workers.calibration import needles as hay
 from deltafront.workers.calibration.probes import Document, Text, hidden_in, joined, questions_of
 
 Asked = list[tuple[str, str, str]]
-"""About, prompt and right answer of each question."""
+"""Subject, prompt and right answer of each question."""
 Task = Callable[[random.Random, int, int, Text], Document]
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -68,7 +67,7 @@ CODE = "Read the following coded text and track the frequency of each coded word
 
 
 def in_turn(about: str, prompt: str, answers: Sequence[str]) -> Asked:
-    """Every answer that is left, behind those before it."""
+    """Make the questions of each turn: one for every answer that remains, after the earlier answers."""
     return [
         (f"{about} {turn + 1}", prompt + "".join(f" {said}," for said in answers[:turn]), f" {answer}")
         for turn in range(len(answers))
@@ -77,7 +76,7 @@ def in_turn(about: str, prompt: str, answers: Sequence[str]) -> Asked:
 
 
 def single(kind: str, *, noise: bool = False, others: int = 0) -> Task:
-    """One key of one value is asked for, in noise or in the text; `others` are hidden beside it."""
+    """Ask for the value of one key in noise or text that hides `others` more keys."""
 
     def task(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
         made = _needles(rng, 1 + others, kind)
@@ -88,7 +87,7 @@ def single(kind: str, *, noise: bool = False, others: int = 0) -> Task:
 
 
 def alone(kind: str) -> Task:
-    """Needles and nothing else, a line each; of uuids the keys are uuids, too."""
+    """Ask for values in a document of needles alone, one a line. With uuid values the keys are uuids, too."""
 
     def task(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
         most = tokens // 10 if kind == "uuid" else min(10_000, tokens // 10)
@@ -103,7 +102,7 @@ def alone(kind: str) -> Task:
 
 
 def multivalue(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """All values of one key."""
+    """Ask for all values of one key."""
     del count
     (first,) = _needles(rng, 1, "number")
     values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), VALUES)]
@@ -113,7 +112,7 @@ def multivalue(rng: random.Random, tokens: int, count: int, text: Text) -> Docum
 
 
 def multiquery(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """The values of several keys in one question, in any order."""
+    """Ask one question for the values of several keys, in any order."""
     del count
     made = _needles(rng, KEYS, "number")
     named = [needle.key for needle in made]
@@ -124,7 +123,7 @@ def multiquery(rng: random.Random, tokens: int, count: int, text: Text) -> Docum
 
 
 def variables(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """All variables of a chain of assignments, in noise."""
+    """Ask for all variables of a chain of assignments in noise."""
     del count
     names = set[str]()
     while len(names) <= HOPS:
@@ -137,8 +136,9 @@ def variables(rng: random.Random, tokens: int, count: int, text: Text) -> Docume
 
 
 def common_words(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """A numbered list in which ten words stand 30 times and the others three times. Raises ValueError for
-    fewer tokens than the ten words take."""
+    """Ask for the ten words that a numbered list has 30 times; it has the others three times. Raises
+    ValueError if `tokens` is too small for the ten words.
+    """
     del count
     words = [needle.key for needle in _needles(rng, min(10_000, COMMON + tokens // OTHER_TIMES), "number")]
     preface, *spelled = text.encode_all([LIST, *(f" {word}" for word in words)])
@@ -162,8 +162,9 @@ def common_words(rng: random.Random, tokens: int, count: int, text: Text) -> Doc
 
 
 def frequent_words(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Coded words, the r-th of them r^-2 as often as the first, which is dots. Raises ValueError for so few
-    tokens that the most frequent are not apart."""
+    """Ask for the most frequent coded words. The r-th word occurs r^-2 as often as the first, which is dots.
+    Raises ValueError if `tokens` is too small to rank them.
+    """
     del count
     made = set[str]()
     while len(made) < max(10, tokens // 50):
@@ -187,7 +188,7 @@ def frequent_words(rng: random.Random, tokens: int, count: int, text: Text) -> D
 
 
 def _needles(rng: random.Random, count: int, kind: str, *, uuid_keys: bool = False) -> list[hay.Needle]:
-    """With different keys and values."""
+    """Make needles with distinct keys and values."""
 
     def some_uuid() -> str:
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -225,7 +226,7 @@ def _hidden(
 def _around(
     rng: random.Random, tokens: int, preface: str, facts: Sequence[str], text: Text, *, noise: bool
 ) -> list[int]:
-    """`tokens` tokens: the preface, then text or noise with the facts in order."""
+    """Return `tokens` tokens: the preface, then text or noise with the facts in order."""
     (before,) = text.encode_all([preface])
     around = text
     if noise:
@@ -235,7 +236,7 @@ def _around(
 
 
 def _first(pieces: Sequence[Sequence[int]], tokens: int) -> int:
-    """How many of them fit."""
+    """Return the number of first pieces that fit."""
     taken = 0
     for at, piece in enumerate(pieces):
         taken += len(piece)

@@ -2,17 +2,16 @@
 
     python -m deltafront.benchmarks.accuracy.served [--config deploy/config/demo.yaml] [--documents 3]
 
-Starts the service of --config. Document i of each of --tasks is made of text i (in turn), read once with
-every prefill method and kept as a session; the questions are appended to it as tokens and answered greedily,
-several at once. A case NAME=METHOD[@full|delta] is a prefill method with its options and the page selection
-of decode; the first one is what the others are compared with. Blocks are computed again for a question as the
-configuration says. An answer is exact if its tokens are a right answer's; where several are right, it need be
-one of them. --minutes: no document is begun later. --outcomes: a file that gets each document's answers as
-soon as they are there; what is in it already is not asked again.
+Starts the service of --config. Document i of each of --tasks comes from text i (in turn). Every prefill
+method reads it once into a session. Questions are appended as tokens and answered greedily, several at once.
+A case NAME=METHOD[@full|delta] is a prefill method with its options and decode's page selection. All cases
+are compared with the first. The configuration says how many blocks are recomputed for a question. An answer
+is exact if its tokens are those of a right answer. --minutes: begin no document later. --outcomes: append
+each document's answers to a file at once; documents in the file are not asked again.
 
-Prints a line for each case and document and a table; writes the JSON named by --result: questions lost and
-won, the exact sign test, the interval drawn over documents, and how many answers are the first case's token
-for token. Ends with 1 when a --gate, such as `all_defaults:exact>=0.985`, is missed.
+Prints a line for each case and document and a table. Writes the JSON of --result: questions lost and won, the
+exact sign test, the interval over documents, and the number of answers equal to the first case's token for
+token. Exits with 1 if a --gate, such as `all_defaults:exact>=0.985`, is missed.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Case:
-    """method: as in `reader.parse_method`. selection: `full` or `delta`, of decode's pages."""
+    """method: see `reader.parse_method`. selection: decode's page selection, `full` or `delta`."""
 
     name: str
     method: str
@@ -71,10 +70,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Answers:
-    """One case on one document. golds: the right answers to each prompt, in the order of the questions.
-    tokens: what was answered. density: of causal tiles in prefill. page_share: of the pages of layers that
-    select. recomputed: tokens that were computed again for a question, the mean. ttft_s: of reading the
-    document."""
+    """The answers of one case on one document.
+
+    Attributes:
+        golds: The right answers to each prompt, in the order of the questions.
+        tokens: The answers.
+        density: Share of causal tiles computed in prefill.
+        page_share: Share of pages read in layers that select.
+        recomputed: Mean number of tokens recomputed for a question.
+        ttft_s: TTFT of the document's prefill.
+    """
 
     case: Case
     document: str
@@ -95,7 +100,7 @@ class Answers:
 
 
 def parse_case(given: str) -> Case:
-    """`NAME=METHOD`, `NAME=METHOD@delta`. Raises ValueError."""
+    """Parse `NAME=METHOD` or `NAME=METHOD@delta`. Raises ValueError."""
     name, _, rest = given.partition("=")
     method, _, selection = rest.partition("@")
     if not name or not method or selection not in ("", "full", "delta"):
@@ -112,7 +117,7 @@ def read(client: DeltafrontClient, document: PromptLike, method: str) -> Prefill
 def answers(
     client: DeltafrontClient, name: str, document: Document, cases: Sequence[Case], at_once: int
 ) -> list[Answers]:
-    """What the service answers to the document's questions in each case; read once for each method."""
+    """Ask the service the document's questions in each case. Each method prefills the document once."""
     golds: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for question in document.questions:
         golds.setdefault(question.prompt, []).append(question.gold)
@@ -147,7 +152,7 @@ _Answer = tuple[tuple[int, ...], float, int]
 def _ask(
     client: DeltafrontClient, session: str, prompt: Sequence[int], count: int, selection: str
 ) -> _Answer:
-    """So many tokens, the share of pages read, and tokens computed again."""
+    """Return `count` tokens, the share of pages read, and the number of recomputed tokens."""
     tokens: list[int] = []
     for event in client.generate(
         session_id=session,
@@ -164,7 +169,7 @@ def _ask(
 
 
 def rows(found: Sequence[Answers], cases: Sequence[Case], task: str) -> list[Row]:
-    """A row for each case over its documents, paired with the first case."""
+    """Make a row for each case over its documents, paired with the first case."""
     of = {case: [one for one in found if one.case == case] for case in cases}
     return [{"task": task, **_row(case, of[case], of[cases[0]])} for case in cases]
 

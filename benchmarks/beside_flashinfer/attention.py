@@ -1,4 +1,4 @@
-"""Paged decode, over all pages and over selected ones."""
+"""Pairs of paged decode, over all pages and over selected pages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decode(flashinfer: Any) -> Iterator[Pair]:
 
 
 def _layers(requests: int, tokens: int) -> list[PagedInput]:
-    """The KV caches of several layers, with one table."""
+    """Make the KV caches of several layers, with one page table."""
     x = paged_input(CONFIG, [tokens] * requests)
     count = copies_of(x.k_PSGD.nbytes + x.v_PSGD.nbytes)
     new = (replace(x, k_PSGD=draw(*x.k_PSGD.shape), v_PSGD=draw(*x.v_PSGD.shape)) for _ in range(count - 1))
@@ -51,7 +51,7 @@ def _full(layers: Sequence[PagedInput]) -> Run:
 
 
 def _selected(layers: Sequence[PagedInput], budget: int) -> tuple[Run, PagedInput]:
-    """Ours over the selected pages, and the first layer with a table of these pages alone."""
+    """Return our run over selected pages, and the first layer with a page table of these pages alone."""
     x = layers[0]
     _, _, score_RP = paged_attention_scored(*arguments(x), scale=x.scale)
     selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
@@ -66,7 +66,7 @@ def _selected(layers: Sequence[PagedInput], budget: int) -> tuple[Run, PagedInpu
 
 
 def _their_decode(flashinfer: Any, layers: Sequence[PagedInput], x: PagedInput, tensor_cores: bool) -> Run:
-    """Plan for x's table and full pages, on the host (0.2-0.5 ms that are not counted)."""
+    """Plan for x's page table and full pages, on the host (0.2-0.5 ms, not timed)."""
     requests, columns = x.table_RP.shape
 
     def buffer(size: int) -> torch.Tensor:

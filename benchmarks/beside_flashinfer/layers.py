@@ -1,4 +1,4 @@
-"""The steps between GEMMs: RMS norm, RoPE with the KV write, SiLU. Suffixes as in the kernels; N copies."""
+"""Pairs of steps between GEMMs: RMS norm, RoPE with KV write, SiLU. Suffixes as in the kernels; N copies."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Rotation:
 
     @property
     def pages(self) -> int:
-        """Pages of a request."""
+        """The number of pages of a request."""
         return self.k_PSGD.shape[0] // (int(self.request_T[-1]) + 1)
 
     def ours(self) -> Run:

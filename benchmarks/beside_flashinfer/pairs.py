@@ -1,4 +1,4 @@
-"""A pair of kernels: its comparison and its times."""
+"""Compares and times a pair of kernels."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ Run = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Pair:
-    """One operation of both.
+    """One operation, by our kernel and by FlashInfer's.
 
     Attributes:
-        compare: Raises AssertionError if they differ by more than rounding. Returns the largest difference
-            of two numbers. None: the outputs of one call are compared.
+        copies: Number of copies of the inputs.
+        compare: Returns the largest difference of the outputs. Raises AssertionError if it is more than
+            rounding. None: compare the outputs of one call.
     """
 
     op: str
@@ -51,7 +52,7 @@ class Measured:
 
 
 def copies_of(size: int) -> int:
-    """Say how many copies of `size` bytes are rotated through: as many as L2 cannot hold, 2 to 16."""
+    """Return the number of copies of `size` bytes that L2 cannot hold, 2 to 16."""
     return max(2, min(CALLS, -(-_ROTATED_BYTES // size)))
 
 
@@ -97,7 +98,8 @@ def _graph(run: Run, copies: int) -> torch.cuda.CUDAGraph:
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """The median of a replay, divided by its calls. All replays are queued before the first is waited for."""
+    """Return the median microseconds of a replay over its calls. All replays are queued before the host
+    waits."""
     event: Any = torch.cuda.Event  # untyped in torch
     marks = [event(enable_timing=True) for _ in range(REPLAYS + 1)]
     graph.replay()

@@ -1,4 +1,4 @@
-"""Sampling from the logits of Llama-3.1's vocabulary with temperature, top-k and top-p."""
+"""Pairs of sampling from Llama-3.1's vocabulary with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SAMPLES = 2048
 
 
 def sampling(flashinfer: Any) -> Iterator[Pair]:
-    """Sampling with top-k and top-p; and with FlashInfer's filters before our draw, whose streams do not
-    depend on a request's row in the batch (FlashInfer's generator takes the row as its subsequence)."""
+    """Yield our sampling beside FlashInfer's, and beside FlashInfer's filters with our draw. Our draw does
+    not depend on a request's row in the batch; FlashInfer's generator uses the row as its subsequence."""
     for count in (1, 8, 64):
         logits_NRV = torch.stack([_logits(count) for _ in range(copies_of(count * VOCAB * 4))])
         given = logits_NRV, _rows(count)
@@ -88,7 +88,7 @@ def _same_distribution(flashinfer: Any) -> float:
 
 
 def _same_ids(flashinfer: Any) -> float:
-    """Return the part of the rows whose tokens differ: those that tie at the filters' edges."""
+    """Return the share of rows with different tokens. Only ties at the filters' edges may differ."""
     given = torch.stack([_logits(256)]), _rows(256)
     ours_R, theirs_R = _sample(*given, 0)[0], _their_filters(flashinfer, *given, 0)[0]
     differ = float((ours_R != theirs_R).float().mean())

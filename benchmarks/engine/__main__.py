@@ -3,24 +3,31 @@
     python -m deltafront.benchmarks.engine --stages 1 2 --cases ttft peers products decode ready
 
 Random weights attend evenly, so `dpxa` gets its density as a share of each row's tiles; the selector scores
-and ranks as ever. Every start is a row (`ready_cold` where the kernel cache was empty, else `ready_warm`).
-`--decode-gpu last` decodes on a stage's GPU, `mapped` there with one copy of weights and KV cache, `own` on
-one more, `none` on the host's processors (for first tokens alone). gpus in the rows counts those of prefill.
+and ranks as usual. Every start is a row (`ready_cold` if the kernel cache was empty, else `ready_warm`).
+`--decode-gpu last` decodes on a stage's GPU, `mapped` likewise with one copy of weights and KV cache, `own`
+on a further GPU, `none` on the CPU (for first tokens only). `gpus` in the rows counts the GPUs of prefill.
 
-Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
-(the linear layers' GEMMs alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
---prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one),
-questions (first token of a question to a session of --decode-tokens, with --recompute blocks computed again),
-asked (the same of a prompt of --tokens that ends in its question), cached (first
-token of cached prompts, in a separate service: another question, the last quarter new, and a
-conversation of 43 turns that grows to --turn-tokens), tiers (prompts that come back from --host-gib of host
-memory and from a directory, a decode worker having room for one; `tiers.py`).
---files 16 fp8: everything is asked of a service of each kind of files, 16 bits and compressed-tensors' FP8;
-cases of the latter end with _files. With --quantisation fp8 both are held alike.
---kv-dtypes 16 int8: every case runs on one service with each dtype of the KV cache, in this order; rows of
-int8 say so (`kv_dtype`).
-Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
-fill one file. On a CPU:
+Cases:
+- ready: one more start.
+- ttft.
+- peers: the same stack with SDPA's FlashAttention-2 and cuDNN.
+- products: the linear layers' GEMMs alone.
+- decode: one and four sessions, full and DELTA.
+- throughput: --prompts of --prompt-tokens, sent together. prefill.cache_tokens and decode.cache_tokens must
+  have room for the next one.
+- questions: TTFT of a question to a session of --decode-tokens, with --recompute blocks recomputed.
+- asked: the same for a prompt of --tokens that ends in its question.
+- cached: TTFT of cached prompts, in a separate service: another question, a new last quarter, and a
+  conversation of 43 turns that grows to --turn-tokens.
+- tiers: TTFT of prompts in --host-gib of host memory and in a directory, while the decode worker has room for
+  one (`tiers.py`).
+
+--files 16 fp8 runs every case with 16-bit and with compressed-tensors FP8 files. Cases of the latter end with
+_files. With --quantisation fp8 both are held alike.
+--kv-dtypes 16 int8 runs every case with each dtype of the KV cache, in this order. Rows of int8 have
+`kv_dtype`.
+Each row is printed and merged into --result at once, so several runs on several machines can fill one file.
+On a CPU:
 
     … --shape tiny --cases ttft products decode --tokens 4096 --densities 0.5 --decode-tokens 512 --chunk 1024
 """
@@ -60,7 +67,7 @@ BY_DEFAULT = ("ready", "ttft", "peers", "products", "decode")
 CASES = (*BY_DEFAULT, "throughput", "questions", "asked", "cached", "tiers")
 SERVED = {"ttft", "decode", "peers", "throughput", "questions", "asked"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
-"""Of `dpxa`, by length; a prompt gets that of the nearest, by ratio."""
+"""Densities of `dpxa` by prompt length. A prompt gets that of the nearest length, by ratio."""
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -108,7 +115,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Run:
-    """What one call of the command measures."""
+    """Runs the measurements of one command."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.given = arguments
@@ -166,8 +173,8 @@ class Run:
         )
 
     def keep(self, one: Row, setup: Setup | None) -> None:
-        """Print it and write it, so that a run that is cut off loses only the rest. setup: None for what is
-        measured without the service."""
+        """Print and write a row at once, so that an interrupted run keeps it. setup: None for a row without
+        the service."""
         made = {**one}
         if setup is not None:
             mark = self.mark if setup.model == self.model else f"{self.mark}_files"
@@ -214,7 +221,7 @@ class Run:
     # --- the cases ---------------------------------------------------------------------------------------
 
     def first_tokens(self, client: DeltafrontClient, setup: Setup, methods: dict[str, str]) -> None:
-        """methods: name → case. One prompt for each group at once."""
+        """Measure TTFT with one prompt for each group at once. methods: name → case."""
         given = self.given
         for method, case in methods.items():
             lengths = given.peer_tokens if case.endswith("_stack") and given.peer_tokens else given.tokens
@@ -254,7 +261,7 @@ class Run:
                 self.keep(one, setup)
 
     def asked(self, client: DeltafrontClient, setup: Setup) -> None:
-        """Prompts whose last tokens are a question."""
+        """Measure TTFT of prompts that end in their question."""
         given = self.given
         for tokens, blocks in itertools.product(given.tokens, given.recompute):
             documents = self.prompts(given.repeats, tokens - measure.APPENDED, seed=97)
@@ -264,7 +271,7 @@ class Run:
             self.keep({**one, "tokens": tokens}, setup)
 
     def cached(self, setup: Setup) -> None:
-        """In a service with a prefix cache, which the benchmark's other services lack."""
+        """Measure prefix cache hits. Only this case's service has a prefix cache."""
         given, gpus = self.given, setup.gpus
 
         def made(tokens: int, seed: int) -> list[int]:
@@ -279,7 +286,7 @@ class Run:
             self.keep(cached.turns(client, made, given.turn_tokens, options, gpus), setup)
 
     def tiers(self, stages: int, kv_dtype: KVDtype | None, files: str) -> None:
-        """In separate services that share a directory."""
+        """Measure the KV cache's host and disk tiers, in services that share a directory."""
         given, tokens = self.given, self.given.tokens[0]
 
         def made(tokens: int, seed: int) -> list[int]:
@@ -296,7 +303,7 @@ class Run:
                 self.keep(one, setup)
 
     def serve(self, setup: Setup) -> None:
-        """Everything that one service is asked."""
+        """Run the cases that share one service."""
         given = self.given
         with self.started(setup) as client:
             if "ttft" in given.cases:
@@ -321,7 +328,7 @@ class Run:
                 self.first_tokens(client, setup, {name: f"ttft_{name}_stack" for name in given.peers})
 
     def products(self) -> None:
-        """Without the service, which would share the GPU."""
+        """Measure GEMMs while no service shares the GPU."""
         given = self.given
         dtype = torch.bfloat16 if self.on_gpu else torch.float32
         for tokens in given.tokens:

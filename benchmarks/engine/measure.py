@@ -1,4 +1,4 @@
-"""What is asked of the service, through gRPC, and what its answers say."""
+"""Sends requests to the service by gRPC and makes rows of their timings."""
 
 from __future__ import annotations
 
@@ -57,9 +57,14 @@ def first_token(
     options: Mapping[str, float],
     blocks: int | None = None,
 ) -> GenerateFinished:
-    """A prompt's one-token answer, whose timings are the time to first token and its parts. blocks: so many
-    are computed again for a question behind the prompt; None: no question. Raises RuntimeError if the
-    service computed another number."""
+    """Generate one token after a prompt. The answer's timings are TTFT and its parts.
+
+    Args:
+        blocks: Blocks to recompute for a question appended to the prompt. None: no question.
+
+    Raises:
+        RuntimeError: The service recomputed another number of blocks.
+    """
     asked: dict[str, Any] = {}
     if blocks is not None:
         asked = {"append": [1] * APPENDED, "recompute_blocks": blocks}
@@ -73,12 +78,12 @@ def first_token(
 
 def _checked(one: GenerateFinished, blocks: int) -> GenerateFinished:
     if one.recomputed_tokens != blocks * BLOCK:
-        raise RuntimeError(f"{one.recomputed_tokens} tokens were computed again, not {blocks} blocks")
+        raise RuntimeError(f"{one.recomputed_tokens} tokens were recomputed, not {blocks} blocks")
     return one
 
 
 def ttft_row(case: str, results: Sequence[GenerateFinished], gpus: int) -> Row:
-    """The median of several runs, of two in the middle the longer, with the parts and density of that run."""
+    """Make a row of the median run (of two middle ones the longer), with its parts and density."""
     middle = sorted(results, key=lambda one: one.timings.ttft_seconds)[len(results) // 2]
     made = row(
         case,
@@ -103,7 +108,7 @@ def at_once(
 def prompts_per_s(
     client: DeltafrontClient, prompts: Sequence[Sequence[int]], method: str, options: Mapping[str, float]
 ) -> float:
-    """All sent together, until the last one's first token."""
+    """Send all prompts together and return prompts per second until the last first token."""
     began = time.perf_counter()
     at_once(client, prompts, method, options)
     return len(prompts) / (time.perf_counter() - began)
@@ -138,7 +143,7 @@ def token_ms(client: DeltafrontClient, asked: Sequence[str], selection: str, tok
 
 
 def answers(client: DeltafrontClient, asked: Sequence[str], selection: str, tokens: int) -> list[list[float]]:
-    """When each token of each session's answer arrived, all asked for together."""
+    """Decode from all sessions together. Return the arrival time of each token, by session."""
     begin = threading.Barrier(len(asked))
 
     def answer(session: str) -> list[float]:
@@ -157,8 +162,9 @@ def answers(client: DeltafrontClient, asked: Sequence[str], selection: str, toke
 
 
 def spans_together(arrivals: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds of every STRETCH tokens of a stream while all streams run. Not of each token: some arrive
-    together, and one long pause is not to count for more than it is."""
+    """Return the seconds of every STRETCH tokens of a stream while all streams run. Single tokens would
+    mislead, because some arrive together.
+    """
     begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
     return [
         later - earlier
@@ -171,7 +177,7 @@ def spans_together(arrivals: Sequence[Sequence[float]]) -> list[float]:
 def token_rows(
     client: DeltafrontClient, asked: Sequence[str], answer: int, tokens: int, gpus: int
 ) -> Iterator[Row]:
-    """Full and DELTA, of one request and, where so many are asked, of BATCH at once."""
+    """Measure full and DELTA decode of one session, and of all together if there are several."""
     for batch in sorted({1, len(asked)}):
         for selection in ("full", "delta"):
             name = f"token_{selection}" if batch == 1 else f"batch{BATCH}_token_{selection}"
@@ -182,7 +188,7 @@ def token_rows(
 def question_row(
     client: DeltafrontClient, session: str, blocks: int, repeats: int, tokens: int, gpus: int
 ) -> Row:
-    """First token of a question to a session, with so many of its blocks computed again before."""
+    """Measure TTFT of a question to a session, with `blocks` of its blocks recomputed first."""
 
     def once() -> GenerateFinished:
         events = client.generate(
@@ -200,8 +206,9 @@ def question_row(
 
 
 def compilations(address: str) -> float | None:
-    """Kernels compiled since the service was ready, as its metrics tell; None where they do not. Workers are
-    asked once a second, twice over."""
+    """Return the number of kernels compiled since the service was ready, from its metrics; None if they lack
+    it. Waits first, because workers report once a second.
+    """
     time.sleep(_TOLD_S)
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         return counted(answer.read().decode())
@@ -213,7 +220,7 @@ def counted(metrics: str) -> float | None:
 
 
 def gpu_memory_gib() -> list[float]:
-    """In use, of every GPU; empty where there is none."""
+    """Return the used memory of every GPU in GiB. Empty without GPUs."""
     try:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -239,5 +239,5 @@ def _mlp(shape: ModelConfig) -> dict[str, Any]:
 
 
 def _positions(shape: ModelConfig) -> dict[str, int]:
-    """What no weight depends on."""
+    """Return the keys of config.json that may change without other weights."""
     return {"max_position_embeddings": shape.positions}

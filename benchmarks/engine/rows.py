@@ -1,10 +1,10 @@
 """Rows of results, in one file that several runs on several machines fill. Pure, but for reading and writing.
 
-A row is `case, tokens, gpus, density, value, unit`. gpus counts those of prefill; `parts` is where a time to
-first token went; `decode_gpu` says which GPU decoded, if any, and `alone` that no service did; `ranks` how
-many decoded together, if several; `kv_dtype` the KV cache's dtype, if not 16 bits; `chunk` how many tokens
-the longest chunk could have (older rows do not say: 8,192 of one GPU's); `commit` stands where a row is of
-another one than the file. What follows from other rows (`derived`) is made anew whenever the file is written.
+A row is `case, tokens, gpus, density, value, unit`. `gpus` counts prefill's GPUs. `parts` are the parts of
+TTFT. `decode_gpu` names the GPU that decoded; `alone`: no service ran. `ranks`: the decode worker's ranks, if
+several. `kv_dtype`: the KV cache's dtype, if not 16 bits. `chunk`: the longest chunk (older rows lack it:
+8,192 on one GPU). `commit`: the row's commit, if not the file's. Rows of `derived` are computed anew whenever
+the file is written.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from deltafront.benchmarks.harness import write_json
 Row = dict[str, Any]
 Key = tuple[str, int, int, int, str]
 BATCH = 4
-"""Requests that decode together, beside one alone."""
+"""Requests in the batch that is measured besides single requests."""
 _GROUPS = "_groups_"
 
 
 def row(
     case: str, value: float, unit: str, *, tokens: int = 0, gpus: int = 1, density: float | None = None
 ) -> Row:
-    """tokens: 0 for what is not of one length."""
+    """Make a row. tokens: 0 if it has no single length."""
     rounded = round(density, 4) if density is not None else None
     return {"case": case, "tokens": tokens, "gpus": gpus, "density": rounded, "value": value, "unit": unit}
 
 
 def throughput_row(method: str, rate: float, tokens: int, gpus: int, groups: int) -> Row:
-    """Prompts a second of all groups together; gpus: of all."""
+    """Make a row of prompts per second of all groups together. gpus: of all groups."""
     name = f"prompts_per_s_{method}"
     return row(name if groups == 1 else f"{name}{_GROUPS}{groups}", rate, "1/s", tokens=tokens, gpus=gpus)
 
 
 def key(one: Row) -> Key:
-    """Rows that measure the same have equal keys. The last part is the KV cache's dtype."""
+    """Return a row's key. Rows of the same measurement have equal keys."""
     held = [one["decode_gpu"]] if one.get("decode_gpu") == "mapped" else []
     held += [one[name] for name in ("kv_dtype", "shape") if name in one]
     return str(one["case"]), int(one["tokens"]), int(one["gpus"]), int(one.get("ranks", 1)), " ".join(held)
 
 
 def merged(old: Mapping[str, Any] | None, rows: Iterable[Row], gpu: str, commit: str) -> dict[str, Any]:
-    """The file's content: rows of the same key are replaced, others stay, with the commit they are of."""
+    """Return the file's new content. Rows of the same key are replaced; others stay, with their commit."""
     kept: dict[Key, Row] = {}
     if old is not None:
         for one in old["rows"]:
@@ -58,7 +58,7 @@ def merged(old: Mapping[str, Any] | None, rows: Iterable[Row], gpu: str, commit:
 
 
 def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[str, Any]:
-    """Reads the file, if there is one, and writes it anew."""
+    """Merge rows into the file and write it. The file need not exist."""
     old = json.loads(path.read_text()) if path.exists() else None
     whole = merged(old, rows, gpu, commit)
     write_json(path, whole)
@@ -66,10 +66,10 @@ def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[s
 
 
 def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
-    """What follows from the measured rows: efficiency of a pipeline against one GPU, the hand-off's share of
-    a time to first token, projections over their plain GEMMs, DELTA over full, several groups over one, a
-    token with an 8-bit KV cache over one with 16 bits.
-    Only rows of one commit are compared."""
+    """Derive rows from the measured ones: a pipeline's efficiency against one GPU, the hand-off's share of
+    TTFT, projections over their plain GEMMs, full over DELTA decode, several groups over one, and a token
+    with an 8-bit KV cache over one with 16 bits. Only rows of one commit are compared.
+    """
     for (case, tokens, gpus, ranks, held), one in rows.items():
         like: Row = {name: one[name] for name in ("ranks", "kv_dtype", "shape") if name in one}
         where = one.get("decode_gpu")

@@ -1,4 +1,4 @@
-"""The configuration that a measurement starts the service with, and whether it fits the GPUs."""
+"""The measured service's configuration, and the GPU memory that it takes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _BESIDE = 0.6, 0.4
 
 @dataclass(frozen=True)
 class Setup:
-    """One service. tokens: the longest prompt. sessions: of how many tokens each, for decoding.
+    """The configuration of one measured service.
 
-    ranks: GPUs of the decode worker. decode_gpu: `own`, or `last` where the stages' GPUs have to do, or
-    `mapped`: that of the only stage, with one copy of weights and KV cache, or `none`: then the decode worker
-    keeps its KV cache in host memory, which is enough for first tokens. more: keys of the configuration to
-    set, as `section.key` → value.
+    Attributes:
+        tokens: The longest prompt.
+        sessions: Tokens of each session to decode from.
+        ranks: GPUs of the decode worker.
+        decode_gpu: `own`; `last`: a stage's; `mapped`: the only stage's, with one copy of weights and KV
+            cache; `none`: the KV cache is in host memory, which suffices for first tokens.
+        more: Further keys to set, `section.key` → value.
     """
 
     model: Path
@@ -47,7 +50,7 @@ class Setup:
 
     @property
     def gpus(self) -> int:
-        """Of prefill."""
+        """The number of GPUs of the prefill groups."""
         return self.groups * self.stages
 
     @property
@@ -56,12 +59,12 @@ class Setup:
 
     @property
     def decode_tokens(self) -> int:
-        """Room for what is asked for at once, and a page more each."""
+        """KV cache for all concurrent requests, with room for their answers."""
         at_once = max(self.groups * (self.tokens + ANSWER_ROOM), sum(self.sessions) + 8 * ANSWER_ROOM)
         return _whole(at_once, PAGE_TOKENS)
 
     def content(self) -> dict[str, Any]:
-        """What the configuration file holds."""
+        """Return the configuration file's content."""
         on_gpu = self.device == "cuda"
         decodes_on_gpu = on_gpu and self.decode_gpu != "none"
         mapped = self.decode_gpu == "mapped"
@@ -84,9 +87,7 @@ class Setup:
                 "cpus_per_stage": cpus,
                 "gpus_per_stage": stage,
                 "method_modules": [f"{__package__}.peers"],
-                "method_options": {
-                    "dpxa": {"share": 0.05}
-                },  # so that warm-up meets the rule that is asked for
+                "method_options": {"dpxa": {"share": 0.05}},  # so that warm-up compiles the measured rule
                 "warm_up": ["dense", "dpxa"],
             },
             "decode": {
@@ -137,8 +138,8 @@ class Setup:
 
 
 def delta_layers(layers: int, windows: Collection[int] = ()) -> list[int]:
-    """Four Δ-layers spread over the depth, after the two full ones and without windows; fewer in a model of
-    few layers."""
+    """Return four Δ-layers spread over the depth, after the two full layers and without windows; fewer if the
+    model has few layers."""
     free = [layer for layer in range(2, layers) if layer not in windows]
     return sorted({free[(2 * part + 1) * len(free) // 8] for part in range(4)})
 
@@ -148,8 +149,8 @@ _FORCED = 6
 
 
 def dpxa_share(density: float, tokens: int) -> float:
-    """The option `share` at which the mean over all causal tiles of a prompt is `density`. Raises ValueError
-    if sink and window alone are more than that."""
+    """Return the option `share` that gives a prompt this density over all causal tiles. Raises ValueError if
+    sink and window alone exceed it."""
     rows = -(-tokens // BLOCK)
     causal = rows * (rows + 1) / 2
 

@@ -133,7 +133,9 @@ def _answer_s(
         (times,) = measure.answers(client, asked, "full", _ANSWER)
         questions = asking.result() if asking.done() else []
     if not questions or times[0] - began > _FIRST_S:
-        raise RuntimeError("the answer did not last from before the first question to behind the last one")
+        raise RuntimeError(
+            "the answer ended before the last question: it must last from before the first to after the last"
+        )
     found, (fewest, most) = [one.usage.host_tokens for one in questions], from_host
     if not all(fewest <= count <= most for count in found):
         raise RuntimeError(f"{found} tokens came from host memory for questions, not {fewest} to {most}")

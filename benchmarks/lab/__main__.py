@@ -1,13 +1,13 @@
-"""RULER with the question in the prompt, on any model as it is: every method beside dense attention.
+"""Compares methods with dense attention on RULER's tasks with the question in the prompt, for any model.
 
     python -m deltafront.benchmarks.lab.fetch qwen2.5-coder-0.5b FOLDER
     python -m deltafront.benchmarks.lab --model FOLDER/qwen2.5-coder-0.5b.gguf --text FILE [FILE …] \
         --tokens 31000 --samples 20 --cases dpxa:share=0.2 dpxa+delta:share=0.2,gamma=16@8 --result FILE
 
-A case is METHOD:OPTIONS@BLOCKS. With @BLOCKS the prompt's last 128 to 255 tokens are read again densely, over
-so many blocks computed again, as a service does for `recompute_blocks`; without it the end stays as the
-method read it. Answers are decoded greedily over all keys. One process, without Ray; the layers and kernels
-are a prefill worker's. Prints a table after every case, and writes the JSON named by --result.
+A case is METHOD:OPTIONS@BLOCKS. With @BLOCKS the prompt's last 128 to 255 tokens are prefilled again densely
+after BLOCKS blocks have been recomputed, as in the service with `recompute_blocks`. Answers are decoded
+greedily over all keys, in one process without Ray, with a prefill worker's layers and kernels. Prints a table
+after every case and writes the JSON of --result.
 """
 
 from __future__ import annotations

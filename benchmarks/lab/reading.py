@@ -20,15 +20,16 @@ from deltafront.workers.model.decoder.stack import LayerStack
 
 @dataclass(frozen=True)
 class Case:
-    """A method with options, and how many blocks are computed again for the prompt's end; 0: none, and the
-    end stays as the method read it."""
+    """A method with options. blocks: Blocks to recompute before the prompt's end is prefilled again. 0: keep
+    the end as the method computed it.
+    """
 
     method: str
     blocks: int = 0
 
     @classmethod
     def parse(cls, given: str) -> Case:
-        """`METHOD[:OPTIONS][@BLOCKS]`. Raises ValueError."""
+        """Parse `METHOD[:OPTIONS][@BLOCKS]`. Raises ValueError."""
         method, _, blocks = given.partition("@")
         if blocks and not blocks.isdecimal():
             raise ValueError(f"no case {given!r}: METHOD, METHOD:OPTION=NUMBER,… or METHOD:…@BLOCKS")
@@ -39,20 +40,19 @@ class Case:
 
 
 TOLD = 24
-"""Tokens of dense attention's answer whose probability is measured."""
+"""First tokens of dense attention's answer whose log-probability is measured."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, and how likely dense attention's is.
+    """A greedy answer, and the probability of dense attention's answer.
 
     Attributes:
-        ids, said: The greedy answer.
-        density, prefill: Of tiles: with those for the prompt's end and its blocks, and without.
-        seconds: Of reading, wall-clock.
-        logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, each after those
-            before it.
-        agreement: The share of them that are the most likely.
+        ids, said: The greedy answer's tokens and text.
+        density, prefill: Share of tiles computed, with and without those recomputed for the prompt's end.
+        seconds: Wall-clock time of prefill.
+        logp: Mean log-probability of the first `TOLD` tokens of dense attention's answer, teacher-forced.
+        agreement: The share of these tokens that are the most likely.
     """
 
     ids: tuple[int, ...]
@@ -65,7 +65,7 @@ class Answer:
 
 
 class Together:
-    """K/V of `places` samples of at most `room` tokens, answers included."""
+    """The KV cache of `places` samples of at most `room` tokens, answers included."""
 
     def __init__(self, stack: LayerStack, places: int, room: int) -> None:
         config = stack.config
@@ -93,7 +93,7 @@ class Together:
         blocks, ascending.
 
         Args:
-            told: Dense attention's answers; None: these are.
+            told: Dense attention's answers. None: this case is dense.
         """
         read = [
             self._timed(partial(reader.read, sample.ids, method, chunk))
@@ -159,7 +159,7 @@ class Together:
         decode: Decode,
         samples: Sequence[Sample],
     ) -> list[list[int]]:
-        """Decode greedily over all keys, until every answer has ended or holds what is right."""
+        """Decode greedily over all keys, until every answer has ended or contains the right ones."""
         ends, said = set(self._stack.config.eos_ids), [list[int]() for _ in lengths]
         ended = [False] * len(lengths)
         for step in range(tokens):

@@ -23,7 +23,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Sample:
-    """answers: every string that the answer is to hold."""
+    """A prompt. answers: all strings that a full answer contains."""
 
     task: str
     name: str

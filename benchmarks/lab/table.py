@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 class Compared:
-    """Samples, and a row of each case. The first case is dense."""
+    """Samples and the row of each case. The first case is dense."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
@@ -93,7 +93,7 @@ def t_quantile(share: float, degrees: int) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: a line a case, with the tasks that lose something by name."""
+    """Return a Markdown table, one line a case, with the tasks below dense attention by name."""
     header = (
         "method@blocks", "density", "score", "÷ dense (95%)", "lost / won", "same tokens", "logp",
         "s a prompt", "tasks below dense",

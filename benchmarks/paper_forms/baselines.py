@@ -43,7 +43,7 @@ def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 class BlockTopSelector(BlockPoolSelector):
-    """The best blocks by mean query against mean key, a fixed number of them."""
+    """Keeps a fixed number of the best blocks by mean query · mean key."""
 
     def __init__(self, options: BlockTopOptions) -> None:
         super().__init__(options)
@@ -56,11 +56,13 @@ class BlockTopSelector(BlockPoolSelector):
 
 
 class SpargeSelector:
-    """Blocks whose rows are alike stand for themselves by their means: of their compressed attention the
-    largest are kept, up to a mass of tau, at least one. All others are kept whole: the row of a query block
-    and the column of a key block whose rows are not alike. Its second stage skips products of weights and
-    values inside tiles, which changes no mask. Diagonal and block 0 are kept, as every mask here does; tiles
-    have 128 keys, not 64."""
+    """SpargeAttn's first stage. A block with similar rows is represented by their mean.
+
+    Each row keeps the largest tiles of the attention between means, up to a mass of tau, at least one. A
+    query block whose rows differ keeps its whole row, such a key block its whole column. The second stage
+    skips products of weights and values inside tiles and changes no mask. Diagonal and block 0 are kept, as
+    in every mask here. Tiles have 128 keys, not 64.
+    """
 
     scored_share = 1.0 / BLOCK**2
 
@@ -90,7 +92,7 @@ class SpargeSelector:
 
 
 def top_mass(mass_BHNM: torch.Tensor, tau: float) -> torch.Tensor:
-    """The largest entries of each row whose sum is at most tau, at least one."""
+    """Mark the largest entries of each row with a sum of at most tau, at least one."""
     ordered_BHNM, order_BHNM = mass_BHNM.sort(dim=-1, descending=True, stable=True)
     within_BHNM = ordered_BHNM.cumsum(-1) <= tau
     within_BHNM[..., 0] = True
@@ -98,7 +100,7 @@ def top_mass(mass_BHNM: torch.Tensor, tau: float) -> torch.Tensor:
 
 
 def self_similarity(x_BGSD: torch.Tensor) -> torch.Tensor:
-    """float32 (batch, heads, blocks): the mean cosine between a block's rows, each with itself among them."""
+    """Return the mean cosine between all pairs of a block's rows, float32 (batch, heads, blocks)."""
     rows = x_BGSD.shape[2]
     unit_BGSD = functional.normalize(x_BGSD.float(), dim=-1)
     unit_BGSD = functional.pad(unit_BGSD, (0, 0, 0, -rows % BLOCK))

@@ -31,8 +31,12 @@ SLAB = 8
 
 @dataclass
 class DeltaKVState:
-    """chance_BGS: a number for every key of the prompt, for anchors by chance. keys_BGN: keys that the last
-    call's query blocks attended to, the diagonal's as a whole tile."""
+    """State of one prompt and layer.
+
+    Attributes:
+        chance_BGS: A random number for every key of the prompt, for random anchors.
+        keys_BGN: Number of keys that the last call's query blocks attended to. The diagonal counts as a tile.
+    """
 
     chance_BGS: torch.Tensor | None = None
     keys_BGN: torch.Tensor | None = None
@@ -40,8 +44,13 @@ class DeltaKVState:
 
 @dataclass(frozen=True)
 class Runs:
-    """length_BGS: of the run that each anchor leads, 0 for other keys. Of the chunk's query blocks:
-    exact_BGN: the first key that phase 2 reads. packed_BGN: anchors that phase 1 reads."""
+    """Runs of keys, and the keys that each query block of the chunk reads.
+
+    Attributes:
+        length_BGS: Length of the run that an anchor leads, 0 for other keys.
+        exact_BGN: The first key of phase 2.
+        packed_BGN: Number of anchors in phase 1.
+    """
 
     length_BGS: torch.Tensor
     exact_BGN: torch.Tensor
@@ -49,15 +58,19 @@ class Runs:
 
 
 def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> Runs:
-    """begin_N: the query blocks' first positions. Packed blocks of `block` anchors are safe if all their runs
-    end before the query block (section 4.1.4)."""
+    """Find the runs. A packed block of `block` anchors is safe if all its runs end before the query block
+    (section 4.1.4).
+
+    Args:
+        begin_N: First position of each query block.
+    """
     keys = is_anchor_BGS.shape[2]
     place_S = torch.arange(keys, device=is_anchor_BGS.device)
     later_BGS = torch.where(is_anchor_BGS, place_S, keys).flip(2).cummin(2).values.flip(2)
     next_BGS = torch.nn.functional.pad(later_BGS[..., 1:], (0, 1), value=keys)
     length_BGS = torch.where(is_anchor_BGS, next_BGS - place_S, 0)
     upto_BGS = is_anchor_BGS.cumsum(2)
-    # The last one up to a query block's first key leads a run that reaches into the block.
+    # The last anchor up to a query block's first key leads a run that reaches into the block.
     over_BGN = upto_BGS[..., begin_N] - 1
     packed_BGN = over_BGN // block * block
     exact_BGN = torch.searchsorted(upto_BGS, packed_BGN + 1)
@@ -65,8 +78,9 @@ def runs_of(is_anchor_BGS: torch.Tensor, begin_N: torch.Tensor, block: int) -> R
 
 
 class PhasedDeltaKV(ABC):
-    """A backend. Phase 1 attends to the anchors of safe packed blocks, phase 2 to every key after their
-    reach. A packed block with a key of the query block or a later one is not safe."""
+    """A backend in two phases. Phase 1 attends to the anchors of safe packed blocks, phase 2 to every key
+    after those blocks. A packed block with a key of the query block or a later one is not safe.
+    """
 
     def __init__(self, options: PhaseOptions) -> None:
         self._options = options
@@ -76,7 +90,7 @@ class PhasedDeltaKV(ABC):
 
     @abstractmethod
     def anchors(self, x: AttentionInput, state: DeltaKVState) -> torch.Tensor:
-        """is_anchor_BGS; the first key is one."""
+        """Return is_anchor_BGS. The first key is an anchor."""
 
     def attend(
         self, x: AttentionInput, mask: TileMask | None, state: DeltaKVState, phase: Phase
@@ -107,7 +121,7 @@ class PhasedDeltaKV(ABC):
     def _attend_rows(
         self, x: AttentionInput, runs: Runs, first: int, stop: int, out_BHTD: torch.Tensor
     ) -> None:
-        """Rows at positions first .. stop-1."""
+        """Compute the rows at positions first .. stop-1."""
         rows = slice(first - x.q_start, stop - x.q_start)
         bias_BGTS = self._weights(runs, first, stop, x.q_start).log_()
         bias_BHTS = bias_BGTS.repeat_interleave(x.group, dim=1)
@@ -119,7 +133,7 @@ class PhasedDeltaKV(ABC):
         ).to(out_BHTD.dtype)
 
     def _weights(self, runs: Runs, first: int, stop: int, q_start: int) -> torch.Tensor:
-        """float32 weight_BGTS of the keys before `stop`."""
+        """Return float32 weight_BGTS of the keys before `stop`."""
         options = self._options
         position_T = torch.arange(first, stop, device=runs.length_BGS.device)
         age_TS = position_T[:, None] - torch.arange(stop, device=position_T.device) + 1
@@ -165,7 +179,7 @@ class RandomKeys(PhasedDeltaKV):
         self._keep, self._seed = options.keep, options.seed
 
     def new_state(self, spec: StateSpec) -> DeltaKVState:
-        """The same choice for the same prompt length, wherever a state begins."""
+        """Draw the same anchors for the same prompt length, wherever a state begins."""
         generator = torch.Generator().manual_seed(self._seed * 1009 + spec.layer)
         chance_BGS = torch.rand(spec.batch, spec.kv_heads, spec.max_tokens, generator=generator)
         chance_BGS[..., 0] = 0.0

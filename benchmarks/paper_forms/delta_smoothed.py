@@ -64,8 +64,7 @@ class SmoothedBackend:
 
 
 def interpolated(difference_BHRD: torch.Tensor, gamma: int, rows: int) -> torch.Tensor:
-    """From each difference to the next, in equal steps from the whole of one to the whole of the other. The
-    last one stays."""
+    """Interpolate linearly between each difference and the next. The last one stays constant."""
     row_T = torch.arange(rows, device=difference_BHRD.device)
     own_T = row_T // gamma
     next_T = (own_T + 1).clamp(max=difference_BHRD.shape[2] - 1)

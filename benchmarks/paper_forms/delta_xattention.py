@@ -65,12 +65,12 @@ def _means(kv_BGSD: torch.Tensor, run_BGS1: torch.Tensor, length_BGS1: torch.Ten
 
 
 def anchors_of(x: AttentionInput, options: RunOptions) -> torch.Tensor:
-    """is_anchor_BGS of runs within tiles."""
+    """Return is_anchor_BGS of runs within tiles."""
     return find_anchors(x.k_BGSD, options.cos, BLOCK)
 
 
 def listed(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """The mask as a table: bool_BHNM."""
+    """Return the mask as a table bool_BHNM."""
     kept_BHNX = (
         torch.arange(mask.index_BHNM.shape[3], device=mask.count_BHN.device) < mask.count_BHN[..., None]
     )
@@ -80,10 +80,11 @@ def listed(x: AttentionInput, mask: TileMask) -> torch.Tensor:
 
 
 class TileSkipSelector:
-    """XAttention's tiles without the lesser ones: of each head as many as would save the share of its keys
-    that `skip` says, or that DeltaXAttention saves, taken from its rows in proportion to their tiles. A
-    row's diagonal and the sink's tile stay, as XAttention forces them. Budgets are those of a chunk of
-    queries."""
+    """XAttention without the tiles of lowest score.
+
+    Each head drops the share `skip` of its tiles, or as many as DeltaXAttention saves, from all rows in
+    proportion to their tiles. The diagonal and the sink's tile stay. Budgets are for one chunk of queries.
+    """
 
     def __init__(self, options: TileSkipOptions) -> None:
         self._scoring = scoring_selector(options)
@@ -103,7 +104,7 @@ class TileSkipSelector:
             return skipped(x, mask, saved_BH)
 
     def _saved(self, x: AttentionInput, mask: TileMask, packing: Any) -> torch.Tensor:
-        """Tiles to save of each head, float64."""
+        """Return the number of tiles that each head drops, float64."""
         total_BH = mask.count_BHN.sum(2, dtype=torch.float64)
         if self._skip > 0:
             return total_BH * self._skip
@@ -112,7 +113,7 @@ class TileSkipSelector:
 
 
 def skipped(x: AttentionInput, mask: TileMask, saved_BH: torch.Tensor) -> TileMask:
-    """The mask without its `saved_BH` least scored tiles but block 0 and the diagonal, rounded down."""
+    """Drop the `saved_BH` tiles of lowest score, rounded down. Block 0 and the diagonal stay."""
     assert mask.score_BHNM is not None
     other_BHN = (mask.count_BHN.double() - 2).clamp(min=0)
     share_BH = (saved_BH / other_BHN.sum(2).clamp(min=1)).clamp(max=1.0)

@@ -34,7 +34,7 @@ METHODS = "deltafront.benchmarks.paper_forms.methods"
 
 
 def model_parser_of(description: str, questions: int = 16) -> argparse.ArgumentParser:
-    """Arguments of a model and its documents, for `model_of` and `documents_of`."""
+    """Make a parser with the arguments of `model_of` and `documents_of`."""
     parser = parser_of(description)
     cuda = torch.cuda.is_available()
     parser.add_argument("--model", default=MODEL.path)
@@ -48,7 +48,7 @@ def model_parser_of(description: str, questions: int = 16) -> argparse.ArgumentP
 
 
 def levels_parser_of(description: str, method: str) -> argparse.ArgumentParser:
-    """Also of a method, whose levels go to a profile."""
+    """Make a parser that also takes a method and the profile for its levels."""
     parser = model_parser_of(description)
     parser.add_argument("--method", default=method, help="with options, such as xattention_paper:stride=16")
     parser.add_argument("--profile", type=Path, required=True, help="levels are added, or it is written")
@@ -61,7 +61,7 @@ def model_of(arguments: argparse.Namespace) -> ModelSpec:
 
 
 def method_of(arguments: argparse.Namespace) -> MethodSpec:
-    """Used at any length."""
+    """Return the method with min_tokens 0."""
     load(METHODS)
     given = parse_method(arguments.method)
     return method_spec(given.name, {**given.values, "min_tokens": 0})
@@ -80,7 +80,7 @@ def level_of(
     method: MethodSpec,
     thresholds: Sequence[Sequence[float]],
 ) -> Level:
-    """Its density is what reading these documents takes."""
+    """Make a level of these thresholds. Its density is measured on the documents."""
     density = round(realised(stack, documents, method, thresholds), 4)
     amounts = tuple(tuple(row) for row in thresholds)
     tokens = max(len(document.ids) for document in documents)
@@ -88,7 +88,7 @@ def level_of(
 
 
 def write_profile(arguments: argparse.Namespace, method: MethodSpec, levels: Sequence[Level]) -> None:
-    """Add the levels to the profile that is there, or begin one. Raises ProfileError for another model's."""
+    """Add the levels to the profile, or create it. Raises ProfileError if it is another model's."""
     model, texts = model_of(arguments), [path.read_text(encoding="utf-8") for path in arguments.text]
     made = MethodLevels(method=method.name, options=shaping_options(method), levels=tuple(levels))
     described = ProfiledModel(name=arguments.model, digest=model_digest(model))

@@ -1,4 +1,4 @@
-"""Tiles ranked by scores that the service does not compute, in torch on any device.
+"""Ranks tiles by scores that the service does not have, in torch on any device.
 
 Shape suffixes as in `kernels.interface`; I, J groups of rows and of keys, S rows of a group.
 """
@@ -27,7 +27,7 @@ from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector, ScoredState
 
 SLAB = 16
-"""Query blocks that are scored at once: a head's logits of a long prompt fill no GPU then."""
+"""Query blocks that are scored at once, so that a head's logits of a long prompt fit in GPU memory."""
 
 
 class TorchSelector(ScoredSelector):
@@ -59,12 +59,12 @@ class HeadSelector(TorchSelector):
 
     @abstractmethod
     def head_scores(self, x: AttentionInput, b: int, h: int, rows: slice) -> torch.Tensor:
-        """float32 score_NM of a head's query blocks `rows`."""
+        """Return float32 score_NM of a head's query blocks `rows`."""
 
 
 class PairedSelector(HeadSelector):
-    """XAttention with other pairs of rows in its cells, other strides, or a fixed number of tiles. The
-    paper's own pairs are scored by the served selector."""
+    """XAttention with other pairs of rows in a cell, other strides, or a fixed number of tiles. The served
+    selector scores the paper's own pairs."""
 
     name = "xattention_paper"
 
@@ -94,7 +94,7 @@ class PairedSelector(HeadSelector):
 
 
 def pairs_of(options: XAttentionPaperOptions) -> list[int]:
-    """The key of its group that each row of a group meets."""
+    """Return the key of its group that each row of a group is multiplied with."""
     stride = options.stride
     if options.pattern == 2:
         return torch.randperm(stride, generator=torch.Generator().manual_seed(options.seed)).tolist()
@@ -104,7 +104,7 @@ def pairs_of(options: XAttentionPaperOptions) -> list[int]:
 def paired_scores(
     q_TD: torch.Tensor, k_SD: torch.Tensor, start: int, scale: float, order: Sequence[int], blocks: int
 ) -> torch.Tensor:
-    """float32 score_NM of rows from position `start` on: `grouped.antidiagonal.cpu_scores` with any pairs."""
+    """Return float32 score_NM of rows from position `start` on: `antidiagonal.cpu_scores` with any pairs."""
     stride, dim = len(order), q_TD.shape[1]
     device, per_block = q_TD.device, BLOCK // stride
     q_ISD = _whole_blocks(q_TD).view(-1, stride, dim)
@@ -127,7 +127,7 @@ def _whole_blocks(x_SD: torch.Tensor) -> torch.Tensor:
 
 
 def top_tiles(score_BHNM: torch.Tensor, rule: Rule, first_block: int, count: int) -> TileMask:
-    """Sink, window and the `count` best others of each row."""
+    """Keep sink, window and the `count` best other tiles of each row."""
     rows, columns = score_BHNM.shape[2:]
     diagonal_N1 = torch.arange(rows, device=score_BHNM.device)[:, None] + first_block
     column_M = torch.arange(columns, device=score_BHNM.device)
@@ -139,11 +139,11 @@ def top_tiles(score_BHNM: torch.Tensor, rule: Rule, first_block: int, count: int
 
 
 class CellsSelector(HeadSelector):
-    """Exponentials of sampled rows against sampled keys, added up in tiles; a query block's share one sum."""
+    """Sums exponentials of sampled rows against sampled keys by tile, normalised over a query block."""
 
     @abstractmethod
     def sampled(self, x: AttentionInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which rows of the chunk and which keys are sampled: bool_BHT and bool_BGS."""
+        """Return masks of the sampled rows of the chunk and of the sampled keys: bool_BHT and bool_BGS."""
 
     def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         with phase("anchors"):

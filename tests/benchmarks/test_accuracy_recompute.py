@@ -157,7 +157,7 @@ def test_a_row_counts_the_tiles_and_the_time(reader: Reader) -> None:
 
 
 def outcomes() -> list[Outcome]:
-    """As one process has them: 5 documents of one length, 2 of another."""
+    """The outcomes of one process: 5 documents of one length, 2 of another."""
     rng, found = random.Random(4), list[Outcome]()
     for count, tokens in ((5, 4096), (2, 1024)):
         for task in ("needles", "prose"):

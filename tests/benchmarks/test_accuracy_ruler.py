@@ -37,7 +37,7 @@ def made(task: str, tokens: int = 4000, count: int = 3, seed: int = 0) -> Docume
 
 
 def golds(questions: Sequence[Question]) -> list[str]:
-    """In their order, once."""
+    """Return the distinct ones, in order."""
     return list(dict.fromkeys(spelled(question.gold).strip() for question in questions))
 
 

@@ -1,4 +1,4 @@
-"""What a command line gets wrong is told before anything is measured, and what is measured is kept."""
+"""Command lines: errors are reported before anything is measured, and results are kept."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def test_question_after_a_prompt_recomputes_blocks() -> None:
     (asked,) = client.asked
     assert (asked["ids"], asked["method"], asked["options"]) == ([1, 2], "dpxa", {"share": 0.5})
     assert len(asked["append"]) == measure.APPENDED and asked["recompute_blocks"] == 8
-    with pytest.raises(RuntimeError, match="1024 tokens were computed again, not 0 blocks"):
+    with pytest.raises(RuntimeError, match="1024 tokens were recomputed, not 0 blocks"):
         measure.first_token(client, [1, 2], "dpxa", {}, 0)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Which methods a reader compiles before its first document."""
+"""Methods that a reader compiles before its first document."""
 
 from __future__ import annotations
 
