@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -122,11 +123,12 @@ def load_engine(
     """
     from deltafront.workers.decode.engine import DecodeEngine
     from deltafront.workers.decode.ranks import load_part, store_digest
-    from deltafront.workers.model.directory.store import model_directory
+    from deltafront.workers.model.directory.store import located
     from deltafront.workers.model.grammars import Grammars
 
+    model = located(model)
     stack = load_part(model, config, 0, tell)
-    grammars = Grammars(model_directory(model.path), stack.config.vocab, stack.config.eos_ids)
+    grammars = Grammars(Path(model.path), stack.config.vocab, stack.config.eos_ids)
     grammars.load_soon()
     return DecodeEngine(
         name,

@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltafront.benchmarks.engine.model import SHAPES
+from deltafront.tests.workers.in_process import InProcessReader
+from deltafront.workers.decode.worker import load_engine
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.directory import digest as digests
 from deltafront.workers.model.directory import store
@@ -31,9 +33,9 @@ from deltafront.workers.model.directory.digest import (
     model_digest,
 )
 from deltafront.workers.model.directory.model_files import ModelError
-from deltafront.workers.settings import ModelSpec
+from deltafront.workers.settings import DecodeConfig, ModelSpec
 
-from ...tiny_model import make_tiny_model
+from ...tiny_model import LAYERS, make_tiny_model
 
 
 @pytest.fixture
@@ -316,8 +318,9 @@ def test_a_file_without_a_digest_is_named_with_what_to_do(model: Path) -> None:
     )
 
 
-def test_finds_a_model_once_to_compare_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_finds_its_model_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GGUF file is hashed to be found, and the hub is asked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent))
     asked: list[str] = []
 
     def found(name: str) -> Path:
@@ -326,9 +329,15 @@ def test_finds_a_model_once_to_compare_it(model: Path, monkeypatch: pytest.Monke
 
     spec = ModelSpec(path="owner/name", digest=digest(model))
     monkeypatch.setattr(store, "model_directory", found)
-    stack = load_model(spec, "cpu")
-    assert content_digest(spec, model.parent / "cache") and stack.config.layers
-    assert [name for name in asked if name == spec.path] == [spec.path] * 2, "once for each"
+    assert load_model(spec, "cpu").config.layers == LAYERS
+    assert asked.count(spec.path) == 1
+    asked.clear()
+    config = DecodeConfig(
+        cache_tokens=256, host_cache_gib=0.01, store=str(model.parent), full_layers=(), delta_layers=()
+    )
+    engine = load_engine("decode:x", spec, config, reader=InProcessReader)
+    await engine.close()
+    assert asked.count(spec.path) == 1
 
 
 def test_refuses_a_node_whose_model_files_differ(model: Path) -> None:
