@@ -1,7 +1,7 @@
 """Chooses candidate workers for a prompt, and refuses prompts that cannot meet their deadline. Pure.
 
 States may be a second old. So they only order candidates, and refuse prompts that no worker could ever hold.
-Whether a worker is full, only the worker says. Without a recent rate, no request is refused for its deadline.
+Only a worker refuses because it is full. Without a recent rate, no request is refused for its deadline.
 """
 
 import math

@@ -63,7 +63,7 @@ def container(template: Object) -> Object:
 
 
 def pod_templates(overlay: str) -> dict[str, Object]:
-    """Of everything that runs: Ray's pods, the model's Job where there is one, and Redis."""
+    """Return the pod templates of all that runs: Ray's pods, the model's Job if there is one, and Redis."""
     objects = rendered(f"overlays/{overlay}")
     jobs = [("model", one) for one in of_kind(objects, "Job")]
     others = [("redis", one) for one in of_kind(objects, "StatefulSet")]

@@ -60,7 +60,7 @@ def test_the_patches_are_made_from_the_configurations() -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_worker_groups_have_the_configured_node_labels(overlay: str) -> None:
-    """As Ray's autoscaler reads them, for pods that it could ask for."""
+    """Ray's autoscaler reads them for pods that do not exist yet."""
     generator().check_labels(ray_service(overlay)["rayClusterConfig"], settings(overlay), overlay)
     for group in ray_service(overlay)["rayClusterConfig"]["workerGroupSpecs"]:
         known = autoscaling_config._get_labels_from_group_spec(group)
