@@ -31,7 +31,7 @@ PACE = Row(
         ),
         Panel(
             "Distribution",
-            "How many gaps between tokens were how long.",
+            "Gaps between tokens by length.",
             "s",
             [Query(increase("inter_token_latency_seconds_bucket", "le"), "{{le}}")],
             kind="heatmap",
@@ -69,7 +69,7 @@ ANSWERS = Row(
     (
         Panel(
             "Lengths",
-            "How many answers had how many tokens.",
+            "Answers by number of tokens.",
             "short",
             [Query(increase("request_generation_tokens_bucket", "le"), "{{le}}")],
             kind="heatmap",
@@ -198,7 +198,7 @@ SESSIONS = Row(
             stacked=True,
         ),
         Panel(
-            "Lengths, all that is on the screen",
+            "Lengths, whole time range",
             "Mean tokens of an answer, and of a prompt with what was held of it.",
             "short",
             [

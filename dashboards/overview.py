@@ -33,7 +33,7 @@ OBJECTIVES = Row(
     (
         Panel(
             "First tokens within 30 s",
-            "Of all that is on the screen. The objective is 95%. When it is missed, the dashboard on the "
+            "In the whole time range. The objective is 95%. When it is missed, the dashboard on the "
             "time to first token says which part took it.",
             "percentunit",
             [
@@ -49,7 +49,7 @@ OBJECTIVES = Row(
         ),
         Panel(
             "Requests without an error of the service",
-            "Of all that is on the screen; what callers did wrong does not count. The objective is 99%.",
+            "In the whole time range, without errors of the caller. The objective is 99%.",
             "percentunit",
             [
                 Query(
@@ -82,8 +82,8 @@ OBJECTIVES = Row(
         ),
         Panel(
             "Budget burnt by slow first tokens",
-            "Share of first tokens over 30 s, over the 5% that may be: at 1 a month's budget lasts a month; "
-            "above 14.4 over 1 h, or 6 over 6 h, an alert fires.",
+            "Share of first tokens over 30 s, divided by the objective's 5%. At 1 a month's budget lasts a "
+            "month; above 14.4 over 1 h, or 6 over 6 h, an alert fires.",
             "short",
             [_burn("slow_first_tokens", window, SLOW_BUDGET) for window in ("5m", "30m", "1h", "6h")],
             levels=_BURNING,
@@ -91,8 +91,8 @@ OBJECTIVES = Row(
         ),
         Panel(
             "Budget burnt by errors",
-            "Share of requests that fail through the service's fault, over the 1% that may: alerts as "
-            "beside.",
+            "Share of requests that fail by the service's fault, divided by the objective's 1%. Alerts as "
+            "for slow first tokens.",
             "short",
             [_burn("errors", window, ERROR_BUDGET) for window in ("5m", "30m", "1h", "6h")],
             levels=_BURNING,
@@ -112,7 +112,7 @@ TRAFFIC = Row(
         ),
         Panel(
             "Tokens",
-            "In: of prompts; held: of these, from a session or the prefix cache; out: generated.",
+            "In: prompt tokens; held: of these from a session or the prefix cache; out: generated tokens.",
             "short",
             [
                 Query(rate("request_prompt_tokens_sum"), "in, a second"),
@@ -122,7 +122,7 @@ TRAFFIC = Row(
         ),
         Panel(
             "Prompt lengths",
-            "How many requests had prompts of how many tokens, what a session held included.",
+            "Requests by prompt length, with the tokens that a session held.",
             "short",
             [Query(increase("request_prompt_tokens_bucket", "le"), "{{le}}")],
             kind="heatmap",
@@ -185,7 +185,7 @@ ERRORS = Row(
         ),
         Panel(
             "What callers did wrong",
-            "Calls a second that were refused for what they asked, and that were cancelled or came too late.",
+            "Calls a second that were invalid, cancelled, or past their deadline.",
             "reqps",
             [Query(rate("requests_total", "outcome", THEIRS), "{{outcome}}")],
         ),

@@ -36,7 +36,7 @@ BY_METHOD = Row(
     "By method",
     (
         Panel(
-            "Methods, all that is on the screen",
+            "Methods, whole time range",
             f"Seconds of all stages, a prompt. {_DENSE} Where choosing costs more than is saved, use dense "
             "attention (`min_tokens`).",
             "s",
@@ -172,7 +172,7 @@ BY_LAYER = Row(
             cumulative=False,
         ),
         Panel(
-            "Density by layer, all that is on the screen",
+            "Density by layer, whole time range",
             "Tiles computed over causal tiles, of the methods chosen above.",
             "percentunit",
             [Query(_layers(ratio(_COMPUTED, _CAUSAL, "layer", _METHOD, RANGE)), "{{layer}}")],
@@ -194,7 +194,7 @@ BY_LAYER = Row(
         ),
         Panel(
             "Attention by layer, with choosing tiles",
-            "Seconds a prompt, as measured, all that is on the screen.",
+            "Measured seconds a prompt, in the whole time range.",
             "s",
             [Query(_layers(f"{_seconds(_METHOD)} / {_PROMPTS}"), "{{layer}}")],
             kind="bargauge",

@@ -7,7 +7,7 @@ from deltafront.dashboards.promql import RANGE, in_order, increase, mean, quanti
 
 _TTFT = "time_to_first_token_seconds"
 _PARTS = "ttft_part_seconds_total"
-_LENGTHS = "Lengths are of what was read: at most so many tokens, without those that a session held."
+_LENGTHS = "Lengths are upper bounds of the tokens that were prefilled, without those that a session held."
 _OBJECTIVE = ((30.0, "red"),)
 _DOOR = 'part=~"tokenize|worker_wait|admission|transport|replay"'
 _DECODE = 'part=~"handoff_exposed|decode_wait|append_prefill|recompute|first_step"'
@@ -46,8 +46,7 @@ HOW_LONG = Row(
         ),
         Panel(
             "Distribution",
-            "How many first tokens took how long. Two bands are two kinds of requests: compare them by "
-            "length.",
+            "First tokens by time. Two bands are two kinds of requests: compare them by length.",
             "s",
             [Query(increase(f"{_TTFT}_bucket", "le"), "{{le}}")],
             kind="heatmap",
@@ -78,7 +77,7 @@ PARTS = Row(
             columns=16,
         ),
         Panel(
-            "Parts, all that is on the screen",
+            "Parts, whole time range",
             "Mean seconds of a request.",
             "s",
             [
@@ -138,7 +137,7 @@ LENGTHS = Row(
         ),
         Panel(
             "Parts by length",
-            f"Mean seconds of a request, all that is on the screen. {_LENGTHS}",
+            f"Mean seconds of a request, in the whole time range. {_LENGTHS}",
             "s",
             [
                 Query(_lengths(increase(f"{_TTFT}_count", "prompt", window=RANGE)), "first tokens", "short"),
