@@ -71,10 +71,12 @@ def test_the_autoscaler_is_a_valid_container(tmp_path: Path) -> None:
     assert options["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_the_autoscaler_reaches_kubernetes(tmp_path: Path) -> None:
+def test_the_autoscaler_and_the_cleanup_of_redis_reach_kubernetes(tmp_path: Path) -> None:
+    """KubeRay's Job that empties Redis has the head's init containers, one of which waits for Kubernetes' API."""
     policies = of_kind(with_component(OVERLAY, "autoscaling", tmp_path), "NetworkPolicy")
     (policy,) = [one["spec"] for one in policies if one["metadata"]["name"] == "deltafront-autoscaler"]
-    assert policy["podSelector"]["matchLabels"]["ray.io/node-type"] == "head"
+    (among,) = policy["podSelector"]["matchExpressions"]
+    assert (among["key"], set(among["values"])) == ("ray.io/node-type", {"head", "redis-cleanup"})
     assert {one["port"] for rule in policy["egress"] for one in rule["ports"]} == {443, 6443}
 
 
