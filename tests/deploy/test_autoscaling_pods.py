@@ -72,7 +72,7 @@ def test_the_autoscaler_is_a_valid_container(tmp_path: Path) -> None:
 
 
 def test_the_autoscaler_and_the_cleanup_of_redis_reach_kubernetes(tmp_path: Path) -> None:
-    """KubeRay's Job that empties Redis has the head's init containers, one of which waits for Kubernetes' API."""
+    """KubeRay's cleanup Job copies the head's init containers, one of which waits for Kubernetes' API."""
     policies = of_kind(with_component(OVERLAY, "autoscaling", tmp_path), "NetworkPolicy")
     (policy,) = [one["spec"] for one in policies if one["metadata"]["name"] == "deltafront-autoscaler"]
     (among,) = policy["podSelector"]["matchExpressions"]
