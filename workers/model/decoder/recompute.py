@@ -28,30 +28,34 @@ KEYS_AT_ONCE = 1 << 17
 class BlockAttention:
     """Finds the blocks that a question's last rows attend to most.
 
-    A block's mass is the largest share of attention that any row gives it, over all heads on all ranks and
-    all layers without a window.
+    A layer gives a block the largest share of attention that any row gives it, over all heads on all ranks. A
+    block's mass is the mean over all layers without a window. With the maximum over layers, heads of single
+    layers that attend by position alone would choose most blocks.
     """
 
     def __init__(self, tokens: int, collectives: Collectives = SINGLE_RANK) -> None:
         self._tokens = tokens
         self._collectives = collectives
-        self._mass_M: torch.Tensor | None = None
+        self._masses_M: list[torch.Tensor] = []
 
     def add(self, q_THD: torch.Tensor, k_GSD: torch.Tensor) -> None:
         """Add a layer's attention. q_THD is rotated; only the first `tokens` keys count."""
-        mass_M = attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens])
-        self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
+        self._masses_M.append(attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens]))
+
+    def mass(self) -> torch.Tensor:
+        """Return mass_LM (float32) of all ranks, a row for each layer that was added. Collective."""
+        return self._collectives.max(torch.stack(self._masses_M))
 
     def most_attended(self, count: int) -> list[int]:
-        """Return at most `count` complete blocks, ascending.
+        """Return at most `count` complete blocks, ascending. Collective.
 
         Block 0 is never among them, because its prefill was dense anyway. The last block ranks last, since
         local heads give it most of their mass.
         """
         complete = self._tokens // BLOCK
-        if self._mass_M is None or complete < 2:
+        if not self._masses_M or complete < 2:
             return []
-        mass_M = self._collectives.max(self._mass_M[1:complete].clone())
+        mass_M = self.mass()[:, 1:complete].mean(0)
         mass_M[-1] = -1.0
         best = mass_M.topk(min(count, complete - 1)).indices
         return sorted(1 + block for block in best.tolist())

@@ -8,6 +8,7 @@ import torch
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.workers.model.decoder import recompute as recomputing
+from deltafront.workers.model.decoder.collectives import Collectives
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.recompute import (
     QUESTION_ROWS,
@@ -38,6 +39,67 @@ def test_block_attention_is_the_largest_share_of_any_row_and_head(
             for block in range(len(want)):
                 want[block] = max(want[block], share_S[block * BLOCK : (block + 1) * BLOCK].sum())
     torch.testing.assert_close(attention_by_block(q_THD, k_GSD), want)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_mean_over_layers_of_the_largest_shares_chooses_blocks(count: int) -> None:
+    torch.manual_seed(count)
+    tokens, looks, masses = 6 * BLOCK + 5, BlockAttention(6 * BLOCK + 5), [0.0] * 7
+    for _ in range(4):
+        q_THD, k_GSD = 3 * torch.randn(QUESTION_ROWS + 2, 4, 16), torch.randn(2, tokens + 9, 16)
+        looks.add(q_THD, k_GSD)
+        shares_THS = torch.stack(
+            [
+                torch.stack([(k_GSD[h // 2, :tokens] @ q_THD[t, h] / 4).softmax(0) for h in range(4)])
+                for t in range(2, QUESTION_ROWS + 2)
+            ]
+        )
+        for block in range(7):
+            share = shares_THS[:, :, block * BLOCK : (block + 1) * BLOCK].sum(-1).max()
+            masses[block] += float(share) / 4
+    best = [*sorted(range(1, 5), key=lambda block: -masses[block]), 5]
+    assert looks.most_attended(count) == sorted(best[:count])
+
+
+def test_one_layer_alone_does_not_choose_a_block() -> None:
+    """A head that attends by position gives one block everything, whatever is asked."""
+    looks = BlockAttention(5 * BLOCK)
+    key_GSD = torch.eye(5 * BLOCK)[None]
+    for layer in range(4):
+        rows_THD = torch.zeros(1, 1, 5 * BLOCK)
+        rows_THD[0, 0, BLOCK * (1 if layer == 3 else 2)] = 900.0 if layer == 3 else 160.0
+        looks.add(rows_THD, key_GSD)
+    assert looks.mass()[:, 1].max() > looks.mass()[:, 2].max()
+    assert looks.most_attended(1) == [2]
+
+
+class _OtherRank(Collectives):
+    """Adds a second rank's masses, of which rank 0's call is the maximum."""
+
+    def __init__(self, mass_LM: torch.Tensor) -> None:
+        self.mass_LM, self.calls = mass_LM, 0
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.maximum(x, self.mass_LM)
+
+
+def test_ranks_take_the_largest_share_of_a_layer_before_the_mean() -> None:
+    """Two heads on two ranks choose as two heads on one rank do, with one collective."""
+    torch.manual_seed(5)
+    tokens = 6 * BLOCK
+    layers = [(3 * torch.randn(4, 2, 16), torch.randn(2, tokens, 16)) for _ in range(3)]
+    alone, second = BlockAttention(tokens), BlockAttention(tokens)
+    for q_THD, k_GSD in layers:
+        alone.add(q_THD, k_GSD)
+        second.add(q_THD[:, 1:], k_GSD[1:])
+    other = _OtherRank(second.mass())
+    first = BlockAttention(tokens, other)
+    for q_THD, k_GSD in layers:
+        first.add(q_THD[:, :1], k_GSD[:1])
+    assert first.most_attended(2) == alone.most_attended(2)
+    assert other.calls == 1
+    torch.testing.assert_close(first.mass(), alone.mass())
 
 
 def test_last_question_rows_choose_blocks_but_never_the_first() -> None:
