@@ -4,11 +4,11 @@
 Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a chunk, L
 lanes = batch x heads x chunks.
 
-On a GPU a Gram matrix gives `next[i]`, the first later row far from row i. Following `next` finds the
-anchors.
+The kernel takes from a block's Gram matrix `next[i]`, the first later row that is not close to row i. It
+follows `next` from anchor to anchor.
 
-A key bias (Qwen2) gives any two keys a cosine near 1. A softmax depends on their difference only, so
-`less_mean` first subtracts the mean of the keys' chunk.
+With a key bias (Qwen2) any two keys have a cosine near 1. A vector added to all keys does not change the
+softmax, so `less_mean` first subtracts the mean of the chunk's keys.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,8 +25,8 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import KernelInputError
 
 ROUNDING = 1e-6
-"""A row equals its chunk's mean if their squared difference is at most this share of the chunk's mean square:
-the rest is rounding."""
+"""A row counts as equal to its chunk's mean if their squared distance is at most this share of the chunk's
+mean squared norm."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find_anchors(x_BGSD: torch.Tensor, cos: float, chunk: int = BLOCK) -> torch.
     row is the next anchor. A zero vector has cosine 0 with everything.
 
     Args:
-        cos: Rows are close from this cosine up.
+        cos: Two rows are close if their cosine is at least this.
         chunk: A multiple of BLOCK.
 
     Returns:
@@ -112,7 +112,7 @@ def cpu_find_anchors(x_BGSD: torch.Tensor, cos: float, chunk: int = BLOCK) -> to
 
 
 def leaders(close_LRR: torch.Tensor) -> torch.Tensor:
-    """Return is_anchor_LR of chunks whose rows are close as close_LRR says."""
+    """Find each chunk's anchors, given which pairs of its rows are close. Return is_anchor_LR."""
     chunk = close_LRR.shape[-1]
     later_RR = torch.ones(chunk, chunk, dtype=torch.bool, device=close_LRR.device).triu(1)
     ends_LRR = ~close_LRR & later_RR
@@ -146,7 +146,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def is_close(dot, square_a, square_b, cos):
-    """Say whether two rows are close. A zero row has cosine 0."""
+    """Say whether the cosine of two rows is at least `cos`. A zero row has cosine 0."""
     lengths = tl.sqrt_rn(square_a) * tl.sqrt_rn(square_b)
     return tl.where(lengths > 0.0, dot >= cos * lengths, cos <= 0.0)
 

@@ -1,4 +1,4 @@
-"""Turns a `MethodSpec` into a method that runs: selector × backend × correction."""
+"""Builds the attention method of a `MethodSpec` from its selector, attention backend and correction."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -125,8 +125,8 @@ class DenseWhenShort:
 
 
 class Windowed:
-    """Uses exact sliding-window attention in some layers and the method in the others. The state knows which
-    layer it is.
+    """Uses exact sliding-window attention in some layers and `method` in the others. A layer's state says
+    which.
     """
 
     def __init__(self, method: Attention, windows: Mapping[int, int]) -> None:

@@ -14,7 +14,8 @@ Phases = tuple[tuple[str, int], ...]
 
 @dataclass
 class Compilations:
-    """Counts of one process. Compilations after `ready` are logged, because a request may wait for them."""
+    """Counts one process's compilations. Those after `ready` are logged, because a request may wait for
+    them."""
 
     warm_up: int = 0
     serving: int = 0
@@ -42,7 +43,7 @@ def added_up(several: Iterable[Phases]) -> Phases:
 
 
 def watch(device: str, cache: str | None = None) -> Compilations:
-    """Start counting compilations. On a CPU there are none.
+    """Start counting compilations. On a CPU the counts stay 0.
 
     Args:
         cache: Triton's cache directory. None: its default.

@@ -38,12 +38,12 @@ class CorrectionState:
 
 
 class Correction:
-    """Wraps a method in equations 4 to 7, with the dense tail of appendix C.
+    """Corrects a sparse method's output (equations 4 to 7), with the dense tail of appendix C.
 
     Every gamma-th row, by absolute position, is computed densely. Its difference, dense minus sparse output,
     is added to that row and, with `spread`, to the gamma - 1 rows after it (equations 6 and 7). Without
     `spread` the dense rows only replace the sparse ones (equation 5, the paper's "recompute"). The prompt's
-    last full block and all rows after it are dense. The result does not depend on the chunks.
+    last full block and all rows after it are dense. The result does not depend on where chunks begin.
     """
 
     def __init__(self, inner: Attention, gamma: int, *, spread: bool = True) -> None:
@@ -82,7 +82,8 @@ class Correction:
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:
-        """Return the row of this chunk where the dense tail begins; the chunk's length if it begins later."""
+        """Return the row of this chunk where the dense tail begins, or the chunk's length if it begins
+        later."""
         begin = max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
         return min(max(0, begin - x.q_start), x.q_BHTD.shape[2])
 
@@ -109,7 +110,7 @@ def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tupl
 def cpu_add_differences(
     out_BHTD: torch.Tensor, dense_BHRD: torch.Tensor, carried_BHD: torch.Tensor, first: int, gamma: int
 ) -> torch.Tensor:
-    """Correct, in place, each dense row and the gamma - 1 rows after it by that row's difference. Return
+    """Add each dense row's difference to that row and to the gamma - 1 rows after it, in place. Return
     carried_BHD for the next chunk.
 
     Args:

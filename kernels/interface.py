@@ -3,7 +3,7 @@
 Suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
 dimension, N query blocks of this chunk (pages elsewhere), M key blocks so far.
 
-A method keeps a state between the chunks of a prompt, one per layer.
+Between the chunks of a prompt, a method keeps one state per layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Thresholds = Callable[[int, int], Sequence[float]]
 
 
 class KernelInputError(ValueError):
-    """Raised before any launch for an argument that no kernel supports."""
+    """An argument that no kernel supports. Raised before any launch."""
 
 
 def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
@@ -199,10 +199,8 @@ class Selector(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over a mask's tiles. Without a mask it chooses the keys itself: mostly all causal
-    ones.
-
-    It has a CPU form and kernels. `attend` returns out_BHTD in q's dtype.
+    """Computes attention over a mask's tiles, on a CPU or by kernels. Without a mask the backend chooses the
+    keys: mostly all causal ones. `attend` returns out_BHTD in q's dtype.
     """
 
     def new_state(self, spec: StateSpec) -> Any: ...
@@ -217,9 +215,9 @@ class Attention(Protocol):
     """An attention method, called by the layers.
 
     Each chunk comes with the keys of all tokens so far, so a new state may start in the middle of a prompt.
-    A method registered `from_keys` then computes the same bits as with the old state, provided that it
-    starts at a multiple of `resume_step`. The prompt's length changes the output of the first
-    `lasting_tokens` rows only through thresholds and `min_tokens`.
+    A method registered `from_keys` then computes the same bits as with the old state, if the new one starts
+    at a multiple of `methods.resume_step`. The prompt's length changes the output of the first
+    `methods.lasting_tokens` rows only through thresholds and the option `min_tokens`.
     """
 
     def new_state(self, spec: StateSpec) -> Any: ...

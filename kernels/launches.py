@@ -8,14 +8,13 @@ import torch
 import triton
 
 _MAX_FORMS = 512
-"""The most compiled kernels that a launcher keeps. Long prompts bring new ones; at the limit all are
-dropped."""
+"""Maximum number of compiled kernels in a launcher. Long prompts add some; a full launcher drops all."""
 _ALIGNED = 16
 """Triton specialises on pointers that are a multiple of this many bytes."""
 
 _LOWEST, _HIGHEST = -(1 << 31), (1 << 31) - 1
-"""A number beyond these takes 64 bits, and another compiled kernel. One of 32 bits would get a part of it:
-Triton 3.7 cuts without an error."""
+"""The range of a 32-bit argument. A number outside it needs a kernel compiled for 64 bits: a kernel for 32
+bits would get it truncated, without an error (Triton 3.7)."""
 
 
 def cdiv(number: int, by: int) -> int:
@@ -95,8 +94,7 @@ class Launcher:
         self._compiled[key] = self._function[grid](*arguments, **constants)
 
     def _look_at(self, arguments: Sequence[Any]) -> Sequence[int]:
-        """Sort positions by kind, leaving out numbers that Triton does not specialise on. Return tensors'
-        positions."""
+        """Record which positions hold descriptors, numbers and tensors. Return the tensors' positions."""
         for place, argument in enumerate(arguments):
             if not (
                 argument is None

@@ -21,7 +21,7 @@ O = TypeVar("O")  # noqa: E741
 
 
 class MethodError(ValueError):
-    """An unknown method, or an option that it does not take. `field` names which."""
+    """An unknown method or a wrong option. `field` names the field of the request."""
 
     def __init__(self, field_name: str, message: str) -> None:
         super().__init__(message)
@@ -51,8 +51,8 @@ class Preset:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method's name and the values of all its options; hashable and picklable. module: The module that
-    defines the options."""
+    """A method's name, the values of all its options, and the module that defines them. Hashable and
+    picklable."""
 
     name: str
     module: str
@@ -131,7 +131,7 @@ def registered(spec: MethodSpec) -> Preset:
 
 
 def resume_step(spec: MethodSpec) -> int:
-    """Return the step in tokens at whose multiples prefill can resume with a new state. 0: it cannot resume.
+    """Return the alignment, in tokens, at which prefill can resume with a new state; 0 if it cannot resume.
     Raises MethodError.
 
     The Δ correction applies the last dense row's difference to later rows, so a resumed chunk must begin with
@@ -147,9 +147,9 @@ def lasting_tokens(spec: MethodSpec, tokens: int) -> int:
     """Count the first tokens of a prompt whose KV does not depend on later tokens. Raises MethodError.
 
     A longer prompt that begins with these tokens has the same KV cache for them, unless thresholds differ or
-    only one of the two is short enough for dense attention. A selector sees the queries of a whole block. The
-    Δ correction computes the prompt's last whole block and the rows after it densely. Sparse methods that are
-    not registered `from_keys` get 0.
+    only one of the two prompts is short enough for dense attention. A last, partial block does not count,
+    because selectors score whole query blocks. With the Δ correction the last whole block does not count
+    either, because it is computed densely. Sparse methods that are not registered `from_keys` get 0.
     """
     if is_exact(spec, tokens):
         return tokens

@@ -63,9 +63,9 @@ class StreamingOptions:
 class ScoredOptions:
     """Options of methods that rank tiles by a score (XAttention, Xu et al. 2025, section 2.2).
 
-    A request picks one rule. `tau` keeps a share of a row's mass, which `outside` counts without sink and
-    window. `share` keeps a share of a row's causal tiles. `density` is a level of the model's profile, whose
-    thresholds are shares of mass, outside sink and window if `levels_outside`.
+    A request picks one of three rules. `tau` keeps this share of a row's probability mass; `outside` excludes
+    sink and window from the mass. `share` keeps this share of a row's causal tiles. `density` names a level
+    of the model's profile, which has a `tau` for each layer and head (`levels_outside` replaces `outside`).
 
     Raises:
         KernelInputError: Both `share` and `density` are given.
@@ -125,8 +125,8 @@ class DeltaKVOptions(RunOptions):
 
 @dataclass(frozen=True)
 class DeltaXAttentionOptions(RunOptions, AntidiagonalOptions):
-    """DeltaAttention section 4.2: XAttention's tiles, those with lower scores over packed runs. Anchors' own
-    rows are packed, as in the paper."""
+    """DeltaAttention section 4.2: XAttention selects tiles, and those with lower scores are computed over
+    packed runs. Anchors' own rows are packed, as in the paper."""
 
     means: bool = option(False, 0, 1, "pack the means of a run's keys and values; 0: its anchor's own")
     exact_share: float = option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly")

@@ -1,5 +1,5 @@
-"""Attention backends: attention over every key, over a mask's tiles, or over packed keys.
+"""Attention backends: dense, over a mask's tiles, or over packed keys.
 
-Start at `dense.py` or `block_sparse.py`; `launch.py` picks the plain Triton kernel (`flash.py`) or Hopper's
-(`hopper/`).
+Start at `dense.py` or `block_sparse.py`. `launch.py` picks the plain Triton kernel (`flash.py`) or the Hopper
+kernel (`hopper/`).
 """

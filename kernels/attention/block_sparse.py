@@ -1,4 +1,5 @@
-"""Attention over the tiles of a mask. Suffixes: J keys of a query block's tiles."""
+"""Block-sparse attention: each query block attends to its tiles of a mask. Suffixes: J keys of these
+tiles."""
 
 import torch
 
@@ -10,7 +11,7 @@ from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileM
 
 class BlockSparseBackend:
     def __init__(self, options: object = None) -> None:
-        """Ignore `options`: there are none."""
+        """Take `options` as every backend does. This one has none."""
 
     def new_state(self, spec: StateSpec) -> None:
         return None
@@ -25,7 +26,7 @@ class BlockSparseBackend:
 
 
 def cpu_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """Attend with each query block to the keys of its kept tiles. The diagonal tile is causal."""
+    """Compute attention of each query block over the keys of its kept tiles, causally, on the CPU."""
     batch, heads, rows, _ = x.q_BHTD.shape
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()
@@ -56,7 +57,8 @@ def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """Compute `cpu_attend` on the GPU. Each list must end with the diagonal tile: no other tile is masked."""
+    """Compute `cpu_attend` on the GPU. Each list must end with the diagonal tile, the only one that the
+    kernel masks."""
     kept = check_mask(x, mask, "block_sparse")
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)

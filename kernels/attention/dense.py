@@ -1,4 +1,4 @@
-"""Exact causal attention over every key. Suffixes: R rows."""
+"""Dense attention: exact and causal, over every key or a sliding window. Suffixes: R query rows."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -8,13 +8,13 @@ from deltafront.kernels.attention.launch import launch
 from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 
 ROWS = 512
-"""Rows that the CPU computes at once. It reads no keys after the last of them."""
+"""Query rows that the CPU computes at once, over the keys up to the last of them."""
 
 
 class DenseBackend:
-    """Exact causal attention from any q_start. It ignores masks.
+    """Dense attention from any q_start. It ignores masks.
 
-    window: sliding window in keys, the row's own included. 0: no window.
+    window: Sliding window in keys, including the row's own key. 0: no window.
     """
 
     def __init__(self, options: object = None, window: int = 0) -> None:
@@ -33,13 +33,13 @@ class DenseBackend:
 
 
 def cpu_attend(x: AttentionInput, window: int = 0) -> torch.Tensor:
-    """Compute causal softmax(q k^T * scale) v, within the window if there is one, in q's dtype."""
+    """Compute causal softmax(q k^T * scale) v, over the last `window` keys if not 0, in q's dtype."""
     position_R = torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device)
     return cpu_attend_rows(x, position_R, window)
 
 
 def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor, window: int = 0) -> torch.Tensor:
-    """Compute `cpu_attend` for the rows at the ascending absolute positions position_R. Returns out_BHRD."""
+    """Compute `cpu_attend` for the rows at ascending absolute positions position_R. Return out_BHRD."""
     parts = []
     for position in torch.split(position_R, ROWS):
         end = int(position[-1]) + 1

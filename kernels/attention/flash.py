@@ -1,10 +1,11 @@
 """FlashAttention as a plain Triton kernel, for any strides, dtype and power-of-two D.
 
-Row i has the absolute position row0 + step * i. It sees the tiles of a mask (LISTED), packed runs and then
-the exact keys of its critical region (PACKED), or every key up to itself (neither).
+Row i has the absolute position row0 + step * i. With LISTED it attends to the tiles of a mask, with PACKED to
+packed runs and to the exact keys of its critical region, otherwise to every key up to itself.
 
 Strides are in elements, a tuple for each tensor: q and out (B, H, R), k and v (B, G, S), packed (B, G, P).
-The index's (B, H, N) vary with the prompt, so they are numbers: Triton specialises on all of a tuple.
+The strides of the mask's index (B, H, N) vary with the prompt. They are separate numbers, because Triton
+would compile a kernel for each value in a tuple.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,7 +21,7 @@ from deltafront.kernels.constants import BLOCK, LOG2E
 from deltafront.kernels.interface import AttentionInput, TileMask
 
 NEGATIVE = tl.constexpr(-1.0e30)
-"""Score of an unseen key. It is finite, so that a row that has seen no key yet stays free of NaN."""
+"""Score of a masked key. It is finite, because -inf would give NaN in a row whose keys are all masked."""
 
 
 @triton.jit
@@ -29,8 +30,8 @@ def step_tile(
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """Add one tile, rows `col` of k and v, to the online softmax. Keys from `stop` on do not exist. A row
-    sees the last WINDOW keys up to seen_to."""
+    """Add one tile, rows `col` of k and v, to the online softmax. Only keys before `stop` exist. If MASKED, a
+    row attends to keys up to `seen_to`, with WINDOW only to the last WINDOW of them."""
     dim = tl.arange(0, D)
     valid = (col < stop)[:, None]
     k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=valid, other=0.0)
@@ -60,8 +61,8 @@ def flash_kernel(  # noqa: PLR0915
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for ROWS rows of one query head, starting with the last rows. PACKED:
-    `inputs.PackedKeys`. WINDOW: sliding window in keys, the row's own included; 0: none."""
+    """Compute attention for ROWS rows of one query head; the first programs take the last rows. PACKED:
+    `inputs.PackedKeys`. WINDOW: sliding window in keys, including the row's own key; 0: none."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -109,7 +110,7 @@ def flash_kernel(  # noqa: PLR0915
                 D, MASKED=True, WEIGHTED=True, PRECISION=PRECISION,
             )  # fmt: skip
     masked_from = tl.maximum((first + 1) // COLS, begin // COLS)
-    if WINDOW:  # tiles at the window's start are masked, too
+    if WINDOW:  # tiles at the window's start need a mask, too
         begin = tl.maximum(first - WINDOW + 1, 0) // COLS * COLS
         whole_from = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), COLS), masked_from)
         for i in range(begin // COLS, whole_from):

@@ -1,4 +1,4 @@
-"""Inputs and outputs that backends share, and their checks.
+"""Inputs and outputs that attention backends share, and their checks.
 
 Suffixes: R rows of a launch, P packed rows, C pack chunks.
 """
@@ -25,13 +25,15 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class PackedKeys:
-    """The packed keys of complete chunks. k, v and weight may be longer than needed.
+    """Packed keys and values of complete pack chunks: one row for each run of similar keys. k, v and weight
+    may have unused rows at the end.
 
     Attributes:
         v_BGPD: Each run's packed value times its weight.
-        weight_BGP: float32. A last tile of ones has the weights of exact keys.
+        weight_BGP: float32, each run's length. The last tile is all ones, the weights of exact keys.
         offset_BGC: int32, packed rows before each chunk.
-        critical: Tokens before each query block that stay exact.
+        chunk: Tokens of a pack chunk.
+        critical: Tokens before each query block that are attended to exactly.
     """
 
     k_BGPD: torch.Tensor
@@ -43,14 +45,14 @@ class PackedKeys:
 
 
 def new_output(x: AttentionInput) -> torch.Tensor:
-    """Allocate out_BHTD in the projection's layout, with a row's heads side by side."""
+    """Allocate out_BHTD with the memory layout (B, T, H, D), which the output projection reads."""
     batch, heads, rows, dim = x.q_BHTD.shape
     out_BTHD = torch.empty((batch, rows, heads, dim), dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
     return out_BTHD.transpose(1, 2)
 
 
 def check_launch(x: AttentionInput) -> None:
-    """Check that an attention kernel can compute x. Raises KernelInputError."""
+    """Check that the attention kernels support x. Raises KernelInputError."""
     dim = x.q_BHTD.shape[3]
     if dim not in PREFILL_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {PREFILL_HEAD_DIMS}")
@@ -61,9 +63,7 @@ def check_launch(x: AttentionInput) -> None:
 
 
 def causal_tiles(x: AttentionInput, window: int = 0) -> int:
-    """Count the causal tiles of this chunk over batch and heads. With a window, count those that it
-    touches.
-    """
+    """Count this chunk's causal tiles over batch and heads, with a window only those that it overlaps."""
     batch, heads = x.q_BHTD.shape[:2]
     first, blocks = x.first_block, x.query_blocks
     unseen = sum(window_begin(row, window) for row in range(first, first + blocks)) if window else 0

@@ -15,12 +15,12 @@ def launch(
     packed: PackedKeys | None = None,
     window: int = 0,
 ) -> None:
-    """Compute attention of `rows` over the mask's tiles, or over packed and then exact keys, or without
-    either over all causal keys.
+    """Compute attention of `rows` over the mask's tiles, or over packed and exact keys. Without mask and
+    packed keys, compute it over all causal keys.
 
     Args:
-        tail: Further consecutive rows, computed densely; on Hopper in the same launch.
-        window: Sliding window in keys, the row's own included. 0: no window.
+        tail: Further consecutive rows, computed densely. The Hopper kernel takes them in the same launch.
+        window: Sliding window in keys, including the row's own key. 0: no window.
     """
     check_launch(x)
     if not window and hopper.takes(x, rows) and (tail is None or hopper.takes(x, tail)):

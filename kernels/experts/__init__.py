@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, and the experts' grouped GEMMs."""
+"""Mixture of experts: routing, and grouped GEMMs of the experts."""

@@ -1,8 +1,8 @@
 """Grouped GEMM: multiplies each row with its expert's matrix.
 
-A tile is some rows of one expert by some output columns. The grid has the largest number of tiles that
-routing can need. Each program finds its expert from the counts on the device, so the host does not wait for
-them.
+A tile covers rows of one expert and some output columns. The grid has the maximum number of tiles that any
+routing needs. Each program finds its expert from the counts on the device, so the host does not wait for the
+counts.
 
 Suffixes: M assignments, E experts, I input width, O output width, R rows and C columns of a tile, D a step
 along the inputs.
@@ -28,8 +28,8 @@ class Tile:
     """Tile sizes and launch options.
 
     Attributes:
-        step_bytes: Bytes of a row that one step along K multiplies.
-        most: Use this tile up to this mean number of rows per expert.
+        step_bytes: Bytes of a row that one step along the input width multiplies.
+        most: Largest mean number of rows per expert at which this tile is used.
     """
 
     rows: int
@@ -45,9 +45,9 @@ TILES = (
     Tile(rows=64, columns=128, step_bytes=128, warps=4, stages=4, most=96),
     Tile(rows=128, columns=128, step_bytes=128, warps=8, stages=4, most=float("inf")),
 )
-"""For decode, for short chunks and for long ones."""
+"""Tiles for decode, for short prefill chunks and for long ones."""
 _WIDE = (*TILES[:1], Tile(rows=32, columns=32, step_bytes=128, warps=4, stages=2, most=float("inf")))
-"""Tiles for float32, which the matrix unit does not take."""
+"""Tiles for float32, which tensor cores do not multiply."""
 
 
 @triton.jit
@@ -57,8 +57,8 @@ def experts_kernel(
     PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile. GATED: SiLU(gate) · up; rows come in token order and leave sorted by expert.
-    Otherwise rows come sorted by expert and leave in token order, times their routing weights.
+    """Compute one tile. With GATED, compute SiLU(gate) · up of rows in token order and write rows sorted by
+    expert. Otherwise read rows sorted by expert and write rows in token order, times their routing weights.
     """
     ACROSS: tl.constexpr = (COLUMNS + COLUMNS_TILE - 1) // COLUMNS_TILE
     block = tl.program_id(0) // ACROSS
@@ -147,10 +147,10 @@ def kernel_gemm(
         x: If gated, one row per token; otherwise one per assignment, sorted by expert.
         weight: All experts' matrices, stacked by rows. If gated, each is gate and then up.
         dtype: The outputs' type.
-        tile: None: chosen by the number of rows.
+        tile: None: chosen by the mean number of rows per expert.
 
     Returns:
-        If gated, SiLU(gate) · up sorted by expert; otherwise outputs times routing weights, in token order.
+        If gated, SiLU(gate) · up, sorted by expert. Otherwise outputs times routing weights, in token order.
     """
     experts, assignments = len(routes.counts_E), len(routes.order_M)
     x_values, x_scale = _parts(x)
@@ -187,6 +187,6 @@ def kernel_gemm(
 
 
 def _parts(x: LinearInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and scales. Without quantisation the values fill the scales' place, and no kernel reads
-    them there."""
+    """Return values and scales. If x is not quantised, return x twice: the kernel does not read the
+    scales."""
     return (x.values_TI, x.scale_T1) if isinstance(x, Fp8Rows) else (x, x)

@@ -24,11 +24,11 @@ def mixture(
 ) -> torch.Tensor:
     """Compute each token's MLP output: the sum of its experts' outputs times their routing weights.
 
-    Routing weights are float32. With quantised weights the inputs are quantised, too.
+    Routing weights are float32. If the weights are quantised, the inputs are quantised, too.
 
     Args:
-        gate_up: [E J, C], the experts' gate and up, stacked.
-        down: [E C, I], stacked likewise.
+        gate_up: [E J, C], the gate and up matrices of all experts, stacked.
+        down: [E C, I], the down matrices of all experts, stacked.
         tile: None: chosen by the number of tokens. CPUs ignore it.
 
     Raises:

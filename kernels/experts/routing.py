@@ -1,4 +1,5 @@
-"""Top-k routing: chooses experts and sorts the assignments by expert, without a host synchronisation.
+"""Top-k routing: chooses each token's experts and sorts the assignments by expert, without a host
+synchronisation.
 
 Suffixes: T tokens, E experts, K experts of a token, M = T K assignments; assignment t K + k is token t's k-th
 expert.
@@ -24,13 +25,12 @@ class Router:
     """A model's routing of tokens to experts. Ties go to the lower expert.
 
     Attributes:
-        per_token: Experts of a token.
-        normed: Divide the chosen experts' probabilities by their sum.
-        bias_E: None: probabilities are a softmax. Otherwise they are sigmoids, to which this float32 bias is
-            added for the choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        groups: Number of groups of neighbouring experts.
-        chosen_groups: Number of groups that a token may choose from. Groups rank by the sum of their two best
-            experts.
+        per_token: Experts of a token. normed: Divide the chosen experts' probabilities by their sum. bias_E:
+        None: probabilities are a softmax. Otherwise they are sigmoids. This float32 bias is added when
+            experts are chosen, not to routing weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        groups: Number of groups of adjacent experts. chosen_groups: Number of groups that a token may choose
+        from. Groups are ranked by the sum of their two
+            best experts.
         scale: Multiplier of routing weights (`routed_scaling_factor`).
     """
 
@@ -109,8 +109,8 @@ def route_kernel(
     GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SCALE: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of TOKENS tokens. place_ptr gets each assignment's index among those of its expert.
-    The counts must be 0 at launch."""
+    """Choose the experts of TOKENS tokens. Write to place_ptr each assignment's index among its expert's
+    assignments. The counts must be 0 at launch."""
     token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert_E = tl.arange(0, EXPERTS_BLOCK)
     slot_K = tl.arange(0, SLOTS)
@@ -126,7 +126,7 @@ def route_kernel(
         power_TE = tl.exp(logit_TE - tl.max(logit_TE, 1)[:, None])
         share_TE = power_TE / tl.sum(power_TE, 1)[:, None]
         choice_TE = logit_TE
-    least_TE = tl.maximum(choice_TE, _LEAST)  # NaN logits, too, choose real experts, each once
+    least_TE = tl.maximum(choice_TE, _LEAST)  # so that NaN logits also choose different, existing experts
     left_TE = tl.where(expert_E[None, :] < EXPERTS, least_TE, float("-inf"))
     if GROUPS > 1:
         kept_TE = _of_best_groups(left_TE, expert_E, EXPERTS, GROUPS, CHOSEN_GROUPS)

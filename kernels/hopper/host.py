@@ -19,7 +19,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
-    """A TMA descriptor that skips Triton's slow check of the tensor. The caller has checked it."""
+    """A TMA descriptor without Triton's slow check of the tensor, which the caller must have checked."""
 
     def __init__(
         self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]

@@ -8,10 +8,10 @@ from triton.experimental.gluon import language as gl
 from deltafront.kernels.constants import BLOCK
 
 WARPGROUP_ROWS = 64
-"""Rows that the matrix unit takes at a time from one warpgroup."""
+"""Rows of one WGMMA instruction, issued by one warpgroup."""
 GROUP_ROWS = gl.constexpr(WARPGROUP_ROWS)
 TILE = gl.constexpr(BLOCK)
-"""Keys of a tile."""
+"""Keys per tile."""
 
 
 @gluon.constexpr_function

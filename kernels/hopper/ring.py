@@ -1,6 +1,7 @@
 """A ring of shared-memory buffers that one warp fills and other warps read.
 
-Without `from __future__ import annotations`: an aggregate checks its fields against their annotations.
+Do not import `annotations` from `__future__` here: Triton's `aggregate` checks fields against the annotated
+types.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -11,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""Waits for the warps of a partition. Triton 3.6 has the other name."""
+"""Waits for the warps of a partition. It is `thread_barrier` in Triton 3.6."""
 
 
 @aggregate
@@ -19,7 +20,7 @@ class Ring:
     """A ring of COUNT buffers. Its n-th use (from 0) takes buffer FIRST + n % COUNT.
 
     The barrier `full` completes when a buffer has been written, `empty` when every reader has released it. A
-    wait names a completion's parity. In a new barrier odd parity counts as completed.
+    wait takes the parity of the completion it waits for. A new barrier counts as completed for parity 1.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -38,7 +39,7 @@ class Ring:
 
     @gluon.jit
     def part(self, number):
-        """Return the `number`-th group of COUNT buffers as a separate ring."""
+        """Return buffers number * COUNT .. (number + 1) * COUNT - 1 as a ring."""
         return Ring(self.buffers, self.full, self.empty, self.COUNT, number * self.COUNT)
 
     @gluon.jit
@@ -55,7 +56,7 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, use):
-        """Wait, as the writer, until the readers have released the buffer of the last use."""
+        """Wait, as the writer, until readers have released the previous use of this buffer."""
         mbarrier.wait(self.empty.index(self.FIRST + use % self.COUNT), ((use // self.COUNT) & 1) ^ 1)
 
     @gluon.jit
@@ -65,7 +66,7 @@ class Ring:
     @gluon.jit
     def release_loaded(self, use):
         """Release a buffer that this reader read with ordinary loads. The fence orders these loads before the
-        TMA's next write, which comes by the async proxy (PTX)."""
+        next TMA write, which uses PTX's async proxy."""
         fence_async_shared()
         barrier()
         self.release(use)

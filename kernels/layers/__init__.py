@@ -1,4 +1,4 @@
-"""A decoder layer outside attention, and sampling.
+"""The operations of a decoder layer other than attention, and sampling.
 
-Each file has one operation: its check, CPU form and kernel.
+Each file has one operation: its input check, CPU form and kernel.
 """

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) rows with one scale each, and their GEMM. Activations are quantised at every call,
+"""FP8 (e4m3) matrices with one scale per row, and their GEMM. Activations are quantised at every call,
 weights once.
 
 Suffixes: T rows (tokens), I input width, O output width.
@@ -20,7 +20,7 @@ from deltafront.kernels.layers.rows import check_rows
 LARGEST = 448.0
 """The largest number of e4m3."""
 SMALLEST = 1e-12
-"""The least magnitude that a row's scale is computed from."""
+"""Minimum of the magnitude that a row's scale is computed from."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def product(x: Fp8Rows, weight: Fp8Rows, bias_O: torch.Tensor | None, dtype: tor
     On a GPU this is `torch._scaled_mm` with one scale per row. It accumulates in less than float32.
 
     Raises:
-        KernelInputError: `_scaled_mm` does not take these widths.
+        KernelInputError: The widths of x and weight differ, or `_scaled_mm` does not support them.
     """
     rows, width = weight.values_TI.shape
     if x.values_TI.shape[1] != width:
@@ -86,13 +86,13 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 
 def row_warps(block: int) -> int:
-    """Return the number of warps that gives each thread 32 elements."""
+    """Return the number of warps at which each thread has 32 of `block` elements."""
     return min(32, max(1, block // 1024))
 
 
 @triton.jit
 def store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS: tl.constexpr):
-    """Quantise and store one float32 row. x must be 0 outside the mask `inside`."""
+    """Quantise one float32 row and store it. x must be 0 outside the mask `inside`."""
     largest = tl.maximum(tl.max(tl.abs(x), 0), _SMALLEST)
     values = (x * (_LARGEST / largest)).to(tl.float8e4nv)
     tl.store(values_ptr + row * COLUMNS + column, values, mask=inside)

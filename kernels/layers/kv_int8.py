@@ -1,8 +1,9 @@
-"""The int8 KV cache. A row, the D channels of one KV head of one token, is D integers and one scale.
+"""The int8 KV cache. A row, the D channels of one KV head of one token, is stored as D integers and one
+scale.
 
 Channel d is (number[d] - 128) · scale, with numbers of 1 .. 255. A scale is one byte, five bits of exponent
-and three of fraction: the upper bits of a float16, times 2^-6. It depends on the row alone, so a page that
-fills token by token is never written again.
+and three of fraction: the upper bits of a float16, times 2^-6. A scale depends only on its row, so writing a
+token never changes the tokens already in a page.
 
 Suffixes: R rows of a layer's KV cache, G key/value heads, D head dimension, S tokens of a sequence.
 """
@@ -19,36 +20,36 @@ from deltafront.kernels.interface import KernelInputError, runs_on_cpu
 from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
 
 BYTES = torch.uint8
-"""The type of a row's numbers and of its scale."""
+"""Dtype of numbers and scales."""
 NOT_A_NUMBER = 255
-"""The scale of a row with a NaN, or with a magnitude above 121,920, which float16 cannot hold."""
+"""Scale byte of a row with a NaN or with a magnitude above 121,920, whose scale would exceed float16."""
 LEAST = 8
-"""The byte of the least scale, 2^-20. Rows that need a smaller one are rounded to multiples of it."""
+"""Byte of the smallest scale, 2^-20. Smaller rows are rounded to multiples of 2^-20."""
 
 _LARGEST = 247
 _TO_FLOAT32 = 106 << 3
-"""Added to a scale's byte, it gives the upper bits of the same float32."""
+"""A scale's byte plus this gives the upper bits of the scale as a float32."""
 _ZERO = 1.5 * 2.0**23 + 128
 """Adding this to a small float leaves round(x) + 128 in its lowest byte."""
 
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of k and of v: uint8, in their shapes without the last dimension."""
+    """Scales of k and v: uint8, in the shapes of k and v without the last dimension."""
 
     k: torch.Tensor
     v: torch.Tensor
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows. A row's scale is the smallest that holds its largest magnitude. Ties round to even.
+    """Quantise rows. Each gets the smallest scale at which its largest magnitude fits. Ties round to even.
 
     Returns:
         Numbers (uint8, x's shape) and scales (uint8, without the last dimension).
     """
     x = x.float()
     least = (x.abs().amax(-1) * (1 / 127)).view(torch.int32)
-    upper = (least.clamp_max(0x7F800000) + 0xFFFFF) >> 20  # a NaN with more bits would overflow
+    upper = (least.clamp_max(0x7F800000) + 0xFFFFF) >> 20  # clamped, because a large NaN would overflow
     byte = (upper - _TO_FLOAT32).clamp_min(LEAST)
     scale = ((byte + _TO_FLOAT32) << 20).view(torch.float32)[..., None]
     numbers = (x * (1 / scale) + _ZERO).view(torch.int32) & 0xFF
@@ -56,7 +57,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise numbers [..., D] with scales [...] to `dtype`. float16 and float32 are exact within their
+    """Dequantise numbers [..., D] with scales [...] to `dtype`, exactly for float16 and float32 within their
     range."""
     scale = (scales.int() << 7).to(torch.int16).view(torch.float16).float() * 2.0**-6
     return ((numbers.float() - 128) * scale[..., None]).to(dtype)
@@ -76,12 +77,11 @@ def check_quantised(name: str, numbers: torch.Tensor, scales: torch.Tensor) -> N
 def gather(
     rows: tuple[torch.Tensor, torch.Tensor], scales: Scales, rows_S: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather and dequantise the K and V of some tokens, in one kernel. Returns k_GSD and v_GSD in `dtype`,
-    contiguous.
+    """Gather and dequantise the K and V of some tokens. Return contiguous k_GSD and v_GSD in `dtype`.
 
     Args:
         rows: k_RGD and v_RGD.
-        rows_S: int64, the cache row of each token. Not checked, since that would synchronise.
+        rows_S: int64, the cache row of each token, not checked, since a check would synchronise.
 
     Raises:
         KernelInputError: The arguments do not fit together.
@@ -108,16 +108,16 @@ _APART = tl.constexpr(_TO_FLOAT32)
 _MIDDLE = tl.constexpr(_ZERO)
 _OVER_127 = tl.constexpr(1 / 127)
 UNIT = tl.constexpr(2.0**-6)
-"""A scale is `scale_of` times this."""
+"""A scale is `scale_of` its byte, times this."""
 
 
 @triton.jit
 def quantised_halves(low, high):
-    """Quantise rows in two halves: float32 [tokens, heads, D / 2]. Returns both halves' numbers and the
-    scales, all uint8."""
-    largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), 2)  # of bits, where NaN is the largest
+    """Quantise rows that come as two halves of their channels: float32 [tokens, heads, D / 2] each. Return
+    both halves' numbers and the scales, all uint8."""
+    largest = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), 2)  # as integers, so that NaN wins
     least = _magnitude(largest.to(tl.float32, bitcast=True) * _OVER_127)
-    upper = (tl.minimum(least, 0x7F800000) + 0xFFFFF) >> 20  # a NaN with more bits would overflow
+    upper = (tl.minimum(least, 0x7F800000) + 0xFFFFF) >> 20  # clamped, because a large NaN would overflow
     byte = tl.maximum(upper - _APART, _LEAST)
     shrink = tl.div_rn(1.0, ((byte + _APART) << 20).to(tl.float32, bitcast=True))[:, :, None]
     scale = tl.where(byte > _MOST, _NONE, byte).to(tl.uint8)
@@ -141,7 +141,7 @@ def scale_of(byte):
 
 
 _TOKENS = 16
-"""Tokens of a program."""
+"""Tokens per program."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -149,7 +149,7 @@ def gather_kernel(
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, k_out_ptr, v_out_ptr, tokens,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Gather TOKENS tokens of one head: program (tokens, head)."""
+    """Gather and dequantise TOKENS tokens of one KV head."""
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < tokens

@@ -1,6 +1,6 @@
-"""Linear layers' GEMMs with 16-bit or 32-bit weights: our kernel for large T on Hopper, otherwise torch's.
+"""GEMMs of linear layers with 16-bit or 32-bit weights: our kernel for large T on Hopper, otherwise torch's.
 
-Suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
+Suffixes: T tokens, I input width, O output width, J = 2 O: the channels of gate, then those of up.
 """
 
 import torch
@@ -30,7 +30,7 @@ def swiglu_linear(
     """Compute `swiglu` of x · weightᵀ + bias: [T, I] → [T, O].
 
     Raises:
-        KernelInputError: As `linear`, and for an odd number of output channels.
+        KernelInputError: x and weight differ in width, dtype or device, or J is odd.
     """
     _check("swiglu_linear", x_TI, weight_JI)
     if bias_J is None and _is_ours(x_TI, weight_JI, gated=True):
@@ -39,8 +39,8 @@ def swiglu_linear(
 
 
 def compile_gemms(weight_OI: torch.Tensor) -> None:
-    """Compile our GEMM for weights of this shape and dtype, if it takes them. At run time the number of rows
-    decides between it and torch's."""
+    """Compile our GEMM for weights of this shape and dtype, if it supports them. At run time the number of
+    rows decides between our kernel and torch's."""
     if weight_OI.is_cuda and fits(weight_OI):
         for gated in (False, True):
             launch(torch.zeros_like(weight_OI[:1]), weight_OI, gated=gated)

@@ -1,10 +1,10 @@
 """A GEMM for Hopper and large M, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
 
-Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which is faster at the power limit
-(docs/log/2026-11-25.md at 4fe709c6).
+Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's tiles of 128 × 256. The saved power makes the
+kernel faster when the GPU is at its power limit (docs/log/2026-11-25.md at 4fe709c6).
 
 One producer warp copies steps of DEPTH columns into a ring. Three consumer warpgroups multiply 64 rows of x
-each. A tile has two pieces of 128 output channels: neighbours, or (GATED) one of gate and one of up.
+each. A tile has two pieces of 128 output channels: adjacent pieces, or with GATED one of gate and one of up.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,13 +32,14 @@ DEPTH = gl.constexpr(64)
 """Input columns that are copied at a time."""
 STAGES = gl.constexpr(3)
 BAND = gl.constexpr(11)
-"""Row tiles that are computed against all weights together, so that x stays in L2: 17 MB at 4,096 columns."""
+"""Row tiles of a band. A band is multiplied with all weights before the next one, so that its rows of x stay
+in L2: 17 MB at 4,096 columns."""
 _LOG2E = gl.constexpr(LOG2E)
 
 
 class LinearWork(NamedTuple):
-    """Sizes of one launch: tiles, and steps of DEPTH columns. `apart`: rows of weights between a tile's two
-    pieces."""
+    """Sizes of one launch: tiles, and steps of DEPTH columns. `apart`: distance of a tile's two pieces in the
+    weights, in rows."""
 
     row_tiles: gl.tensor
     column_tiles: gl.tensor
@@ -51,7 +52,7 @@ class LinearBuffers(NamedTuple):
 
     Attributes:
         x: Each warpgroup's 64 rows of a stage.
-        weight: A stage's two pieces, full and empty with x.
+        weight: A stage's two pieces, under x's barriers.
         out: Each warpgroup's 64 rows of one piece.
     """
 
@@ -94,7 +95,7 @@ def _copy_steps(x, weight, buffers, work, GATED: gl.constexpr):
 
 @gluon.jit
 def _store(x, out, buffer, row, column):
-    """Store (64, PIECE) numbers by TMA through a buffer, once the previous store has read it."""
+    """Store (64, PIECE) numbers by TMA through a buffer, after the previous store has read the buffer."""
     tma.store_wait(0)
     buffer.store(x.to(out.dtype))
     fence_async_shared()
@@ -103,7 +104,7 @@ def _store(x, out, buffer, row, column):
 
 @gluon.jit
 def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
-    # Two instructions of 128 columns: one of 256 would take too many registers.
+    # Use two WGMMAs of 128 columns. One of 256 would take too many registers.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     ring = buffers.x
     out_buffer = buffers.out.index(WARPGROUP)
@@ -116,7 +117,7 @@ def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
             rows = ring.buffers.index(use % STAGES * WARPGROUPS + WARPGROUP)
             pieces = buffers.weight.index(use % STAGES)
             acc = warpgroup_mma(rows, pieces.permute([1, 0]), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is done
+            acc = warpgroup_mma_wait(1, deps=[acc])  # the previous step is done
             ring.release(use - 1, pred=step > 0)
             use += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -137,7 +138,7 @@ def linear_hopper_kernel(
     x, weight, out, row_tiles, column_tiles, steps, apart, GATED: gl.constexpr
 ):  # fmt: skip
     """Run one program. x, weight and out are TMA descriptors of (64, DEPTH), (PIECE, DEPTH) and (64, PIECE)
-    tiles. Other arguments: `LinearWork`."""
+    tiles. `LinearWork` explains the other arguments."""
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES * WARPGROUPS, GROUP_ROWS, DEPTH], x.layout)
     weight_smem = gl.allocate_shared_memory(weight.dtype, [STAGES, 2 * PIECE, DEPTH], weight.layout)
     out_smem = gl.allocate_shared_memory(out.dtype, [WARPGROUPS, GROUP_ROWS, PIECE], out.layout)

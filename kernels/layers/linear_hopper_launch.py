@@ -14,7 +14,7 @@ _ROWS = WARPGROUPS.value * WARPGROUP_ROWS
 _FEWEST_ROWS = 1024
 """With fewer rows, cuBLAS's smaller tiles are faster."""
 _FILLED = {False: 0.94, True: 0.88}
-"""The least part of the GPU's time that computes outputs, by `gated` (docs/log/2026-11-25.md at 4fe709c6)."""
+"""Minimum of `filled` at which our kernel beats cuBLAS, by `gated` (docs/log/2026-11-25.md at 4fe709c6)."""
 
 
 def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
@@ -33,8 +33,10 @@ def fits(weight_OI: torch.Tensor) -> bool:
 
 @lru_cache(1024)
 def filled(rows: int, width: int, multiprocessors: int) -> float:
-    """Return the share of GPU time spent on an output of `rows` by `width` (gate and up count as two). Padded
-    tiles and the last wave take the rest."""
+    """Return the share of GPU time that computes real outputs; padding and the last wave take the rest.
+
+    width: Output channels, gate and up together.
+    """
     columns = 2 * PIECE.value
     tiles = cdiv(rows, _ROWS) * cdiv(width, columns)
     computed = cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
@@ -42,7 +44,7 @@ def filled(rows: int, width: int, multiprocessors: int) -> float:
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """Launch the kernel. The inputs must satisfy `takes`, but may have fewer rows."""
+    """Launch the kernel for inputs that satisfy `takes`, with any number of rows."""
     rows, width = x_TI.shape
     columns = weight_OI.shape[0] // (2 if gated else 1)
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)

@@ -13,7 +13,7 @@ from deltafront.kernels.layers.fp8 import Fp8Rows, cpu_quantise_rows, empty_rows
 from deltafront.kernels.layers.rows import check_rows
 
 LinearInput = torch.Tensor | Fp8Rows
-"""Input of a linear layer: 16 or 32 bits, or quantised."""
+"""Input of a linear layer: a 16-bit or 32-bit tensor, or FP8 rows."""
 
 
 def add_norm(
@@ -22,7 +22,7 @@ def add_norm(
     """Add the update to hidden and apply RMSNorm to the sum (Zhang and Sennrich 2019, equation 4). Return the
     sum and its norm.
 
-    The sum is rounded to hidden's dtype, then normed in float32. Nothing is written in place.
+    The sum is rounded to hidden's dtype, then normed in float32. The inputs stay unchanged.
 
     Args:
         update_TC: None: add nothing.

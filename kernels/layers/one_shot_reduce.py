@@ -1,11 +1,12 @@
 """One-shot all-reduce (sum or max) over the GPUs of one host, for tensors so small that only latency counts.
 
-Each GPU writes its numbers into every other's memory, raises a flag there, and adds up what it was sent
-("one-shot", as in FlashInfer and TensorRT-LLM). All GPUs add in one order, so all get the same bits.
+Each GPU writes its numbers into every other GPU's memory, raises a flag there, and adds up the numbers that
+it received ("one-shot", as in FlashInfer and TensorRT-LLM). All GPUs add in one order, so all get the same
+bits.
 
-Each program has a double buffer in every other GPU's memory and alternates between its halves. It reuses a
-half two calls later. By then the other GPU has raised the flag of the call in between, so it has finished
-reading the half. That GPU may be one call ahead, so a flag holds the number of its last call.
+Each program has a double buffer in every other GPU's memory and alternates between the halves. It reuses a
+half two calls later. By then the other GPU has raised the flag of the call in between, so it has read the
+half. A GPU may be one call ahead of another, so a flag holds the number of the sender's last call.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,9 +23,9 @@ from deltafront.kernels.layers.norm import LinearInput
 
 _BLOCK = 1024
 ROOM = 1024 * _BLOCK
-"""The most numbers of one call."""
+"""Maximum number of elements in one call."""
 _WIDEST = 8192
-"""The most channels of a row, which one program holds."""
+"""Maximum number of channels in a row. One program holds a row."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -72,7 +73,7 @@ def one_shot_reduce_kernel(
     inside = at < numbers
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     call = tl.load(calls_ptr + program) + 1
-    # In bytes, so that a program has one place for numbers of any size.
+    # Offsets are in bytes of the widest dtype, so that a program has one place for every dtype.
     place = ((call & 1) * RANKS * ROOM + program * BLOCK) * 4
     _send(x, inside, call, place, program, places_ptr, flags_ptr, RANK, RANKS, ROOM, BLOCK)
     acc = tl.full([BLOCK], float("-inf"), tl.float32) if MAXIMUM else tl.zeros([BLOCK], tl.float32)
@@ -128,7 +129,7 @@ def own_memory(ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
 
 
 class _OneShot:
-    """Base of both operations. All ranks make the same calls in the same order.
+    """Base of `OneShotReduce` and `OneShotAddNorm`. All ranks make the same calls in the same order.
 
     Args:
         memory: The `own_memory` of every rank, by rank, mapped into this process.
@@ -184,8 +185,9 @@ class OneShotAddNorm(_OneShot):
         eps: float,
         fp8: bool,
     ) -> tuple[torch.Tensor, LinearInput]:
-        """Compute `norm.add_norm` of the update's sum. update_TC: this rank's addend, contiguous like
-        hidden_TC; it must satisfy `takes`.
+        """Compute `norm.add_norm` with the sum of all ranks' updates.
+
+        update_TC: This rank's addend, contiguous like hidden_TC. It must satisfy `takes`.
         """
         rows, width = update_TC.shape
         quantised = empty_rows(rows, width, hidden_TC.device) if fp8 else None

@@ -20,7 +20,7 @@ from deltafront.kernels.layers.kv_int8 import Scales, check_quantised, quantise,
 
 @dataclass(frozen=True)
 class KVRows:
-    """A layer's KV cache and the row that each token is written to: rows_T[t] (int64), distinct.
+    """A layer's KV cache, and the cache row of each token: rows_T (int64), all different.
 
     Attributes:
         scales: Scales of 8-bit rows (`kv_int8`), [R, G]. None: rows have the model's dtype.
@@ -46,10 +46,9 @@ def rotate_and_store(
     Channel f pairs with channel f + D/2 (RoFormer, Su et al. 2021, equation 34).
 
     Args:
-        qkv_TXD: Query heads, key heads, value heads. It is overwritten: q_THD may be a view of it.
-        cos_T1F, sin_T1F: float32, of the angles.
-        norm: None: q and k are not normed.
-        kv: Row numbers are not checked, since that would synchronise.
+        qkv_TXD: Query heads, then key heads, then value heads. It is overwritten, and q_THD may be a view of
+        it. cos_T1F, sin_T1F: float32, cosine and sine of each token's angles. norm: None: q and k are not
+        normed. kv: Row numbers are not checked, since a check would synchronise.
 
     Raises:
         KernelInputError: The arguments do not fit together.
@@ -81,7 +80,7 @@ def cpu_rotate_and_store(
 
 
 def rotate(x_THD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE in float32 for any dtype of x: at position 131,071 bf16 angles would be noise."""
+    """Apply RoPE in float32, whatever x's dtype. In bf16, the angles of position 131,071 would be noise."""
     first_THF, second_THF = x_THD.chunk(2, dim=-1)
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     half = x_THD.shape[-1] // 2
@@ -136,9 +135,9 @@ def rope_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     INT8: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Process HEADS heads of TOKENS rows, as first and second HALF of their channels.
+    """Rotate HEADS heads of TOKENS tokens. Store q in place, k and v in their cache rows.
 
-    Each head is stored once: q in place, k and v in their cache rows.
+    A head's channels are loaded as two halves of HALF channels.
     """
     D: tl.constexpr = 2 * HALF
     TURNED: tl.constexpr = Q_HEADS + KV_HEADS
@@ -151,7 +150,7 @@ def rope_kernel(
     place = qkv_ptr + token[:, None, None] * ((TURNED + KV_HEADS) * D) + head * D + channel
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    # Each head loads its angles from L1; sharing them would take barriers.
+    # Each head loads the angles again, from L1. Sharing them between heads would take barriers.
     angle = tl.broadcast_to(token[:, None, None] * HALF + channel, (TOKENS, HEADS, BLOCK))
     cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
@@ -176,7 +175,7 @@ def rope_kernel(
         )
         kept_low = low
         kept_high = high
-        if INT8:  # 8 bits of the rounded numbers that 16-bit pages would hold
+        if INT8:  # quantise the numbers after rounding them to 16 bits, as 16-bit pages would hold them
             kept_low, kept_high, scale = quantised_halves(low.to(tl.float32), high.to(tl.float32))
         is_k = inside & (head >= Q_HEADS) & turns
         k_place = k_ptr + row + (head - Q_HEADS) * D

@@ -1,8 +1,8 @@
 """Chooses each request's next token, independently of the others in the batch. Suffixes: R requests, V
 vocabulary.
 
-Noise depends only on (seed, position, token id), so a request samples the same tokens in any batch and on
-any worker.
+The random noise depends only on (seed, position, token id), so a request samples the same tokens in any batch
+and on any worker.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class SamplingRows:
     graphs).
 
     Attributes:
-        drawn_R: Whether a row is sampled (temperature above 0) or greedy.
-        allowed_RW: A bit for each token that a row may choose, 32 to a word.
-        draws, filters, constrains: Whether any row is sampled, uses top-k or top-p, or may not choose every
-            token. They are host values, since they decide which kernels to launch.
+        drawn_R: True: the row is sampled (temperature above 0). False: it is greedy. allowed_RW: One bit per
+        token, 32 in a word. 1: the row may choose the token. draws: Any row is sampled. A host value, like
+        the next two, because it decides which kernels to launch. filters: Any row uses top-k or top-p.
+        constrains: Any row may choose only some tokens.
     """
 
     drawn_R: torch.Tensor
@@ -58,7 +58,7 @@ class SamplingRows:
 def sample(
     logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample by temperature, then top-k, then top-p of the rest, like transformers, with the Gumbel-max
+    """Apply temperature, then top-k, then top-p to the rest, like transformers. Sample by the Gumbel-max
     trick.
 
     Args:
@@ -82,15 +82,16 @@ def sample(
 
 
 def _constrain(logits_RV: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tensor:
-    """Set the logits of tokens to -inf that a row may not choose."""
+    """Set the logits of tokens that a row may not choose to -inf."""
     bits_32 = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
     allowed_RV = (allowed_RW[:, :, None] >> bits_32 & 1).flatten(1)[:, : logits_RV.shape[1]]
     return logits_RV.masked_fill(allowed_RV == 0, float("-inf"))
 
 
 def gumbel(seed_R: torch.Tensor, positions_R: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return standard Gumbel noise [R, V] in float64. The hash is splitmix64's finaliser; integers wrap
-    around."""
+    """Return standard Gumbel noise [R, V] in float64, by a hash (splitmix64's finaliser). Integers wrap
+    around.
+    """
     stream_R = _mix(_mix(seed_R * _GOLDEN + _GOLDEN) + positions_R.to(torch.int64) * _GOLDEN)
     token_V = torch.arange(1, vocab + 1, device=seed_R.device, dtype=torch.int64) * _GOLDEN
     bits_RV = _mix(stream_R[:, None] + token_V)

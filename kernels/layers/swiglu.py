@@ -1,4 +1,4 @@
-"""Activations between an MLP's two GEMMs. Suffixes: T tokens, I intermediate size, J = 2 I."""
+"""Activation functions between an MLP's two GEMMs. Suffixes: T tokens, I intermediate size, J = 2 I."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -27,8 +27,8 @@ def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
 
 
 def geglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
-    """Compute `swiglu` with GELU for SiLU (Shazeer 2020, equation 6), in its tanh form (Hendrycks and Gimpel
-    2016, section 2)."""
+    """Compute GELU(gate) · up (Shazeer 2020, equation 6) with the tanh form of GELU (Hendrycks and Gimpel
+    2016, section 2). Arguments and errors are those of `swiglu`."""
     return _gated("geglu", gate_up_TJ, fp8, gelu=True)
 
 

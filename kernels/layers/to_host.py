@@ -14,14 +14,14 @@ _ROWS = 128
 
 
 def choices_to_host(ids_R: torch.Tensor, logprob_R: torch.Tensor, host_R2: torch.Tensor) -> None:
-    """Write each row's token id and log-probability into pinned memory of the host.
+    """Write each row's token id and log-probability into pinned host memory.
 
-    A kernel stores them, since a copy would queue after earlier copies, such as KV offloads to host memory.
+    A kernel stores them, because a copy would wait for earlier copies, such as KV cache offloads.
 
     Args:
         ids_R: int64, on the device.
         logprob_R: float32, on the device.
-        host_R2: float64, which holds both exactly. Synchronise with an event before reading it.
+        host_R2: float64, which holds both exactly. Synchronise with an event before you read it.
 
     Raises:
         KernelInputError: A shape or dtype differs from these.

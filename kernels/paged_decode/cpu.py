@@ -1,4 +1,4 @@
-"""Paged decode attention, page scores and selection on the CPU, request by request, in fp32.
+"""Paged decode attention, page scores and page selection on the CPU, one request at a time, in fp32.
 
 Suffixes: T tokens and N pages of one request, Q query heads of one key head.
 """
@@ -63,7 +63,8 @@ def _pages(x: PagedInput, request: int, window: int = 0) -> torch.Tensor:
 def _request(
     x: PagedInput, request: int, columns_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend to some columns of one request. Returns out_HD (q's dtype), lse_H and weights_HT (fp32)."""
+    """Attend to the pages in some table columns of one request. Return out_HD (q's dtype), lse_H and
+    weights_HT (fp32)."""
     ids_N = x.table_RP[request].index_select(0, columns_N)
     k_PSG, v_PSG = (None, None) if x.scales is None else (x.scales.k, x.scales.v)
     k_GTD, v_GTD = _gather(x.k_PSGD, k_PSG, ids_N), _gather(x.v_PSGD, v_PSG, ids_N)
@@ -72,7 +73,7 @@ def _request(
     unseen_T = place_T >= x.lengths_R[request]
     if x.window:
         unseen_T |= place_T < x.lengths_R[request] - x.window
-    for page in (slice(PAGE_TOKENS), slice(-PAGE_TOKENS, None)):  # only these have unseen tokens
+    for page in (slice(PAGE_TOKENS), slice(-PAGE_TOKENS, None)):  # only these have masked tokens
         if bool(unseen_T[page].any()):
             v_GTD[:, page].masked_fill_(unseen_T[page, None], 0)
     q_GQD = x.q_RHD[request].float().reshape(k_GTD.shape[0], x.group, -1)
@@ -94,7 +95,7 @@ def _gather(pages_PSGD: torch.Tensor, scales_PSG: torch.Tensor | None, ids_N: to
 def select_pages(
     page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select as `page_selection.select_pages` does. Among equal scores the lower column wins."""
+    """Compute `page_selection.select_pages` on the CPU."""
     columns_P = torch.arange(page_score_RP.shape[1], device=page_score_RP.device)
     pages_R1 = ((lengths_R + PAGE_TOKENS - 1) // PAGE_TOKENS)[:, None]
     rival_RP = columns_P < pages_R1 - recency

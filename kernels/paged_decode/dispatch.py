@@ -19,14 +19,12 @@ def paged_attention(
     scales: Scales | None = None,
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of each request's query token over its whole KV cache or a window. Arguments:
-    `PagedInput`.
+    """Compute attention of each request's query token over its whole KV cache or a window.
+
+    `PagedInput` explains the arguments and raises KernelInputError.
 
     Returns:
         out_RHD (q's dtype) and lse_RH (fp32, natural logarithm).
-
-    Raises:
-        KernelInputError: As `PagedInput`.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales, window)
     if x.q_RHD.is_cuda:
@@ -45,14 +43,17 @@ def paged_attention_scored(
     scales: Scales | None = None,
     span: int = PAGE_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `paged_attention` and page scores: the attention that each page received (DELTA, Algorithm 2).
+    """Compute `paged_attention` and the attention weight that each page received (DELTA, Algorithm 2).
 
     Args:
-        span: Tokens per score: 16 for page scores; 1 for token scores, which ranks combine over heads.
+        span: Tokens per score. 16 gives page scores. 1 gives token scores, which the ranks of a
+        tensor-parallel
+            worker combine over heads.
 
     Returns:
-        out_RHD, lse_RH and score_RS (fp32), S = 16 P / span: each token's largest weight over all query
-            heads, added up over the span's tokens; 0 past the request's pages.
+        out_RHD, lse_RH and score_RS (fp32), S = 16 P / span. A score is the sum over the span's tokens of
+        each
+            token's largest weight over all query heads; 0 past the request's pages.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     if x.q_RHD.is_cuda:
@@ -76,7 +77,7 @@ def paged_attention_sparse(
 
     Args:
         lengths_R: The requests' full lengths in tokens.
-        selected_RK, counts_R: From `page_selection.select_pages`. A count of 0 reads all pages.
+        selected_RK, counts_R: From `page_selection.select_pages`. Count 0: attend to all pages.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale, scales)
     selected = SelectedPages(x, selected_RK, counts_R)

@@ -1,12 +1,12 @@
-"""Paged decode attention in Triton (flash-decoding). `_attend` reads splits of the keys, `_merge` joins them,
-`_score` makes page scores in the same pass over the keys.
+"""Paged decode attention in Triton (flash-decoding). `_attend` computes each split of the keys, `_merge`
+combines the splits, `_score` computes page scores without reading the keys again.
 
 Suffixes: C splits of a request, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the blocks of a
 bundle.
 
 For page scores `_attend` writes each key's p, relative to the running maximum after its block, and that
-maximum. `_score` turns them into weights after `_merge` has computed the LSE. Unlike logits, p keeps the
-dtype's relative error.
+maximum. After `_merge` has computed the LSE, `_score` turns p into softmax weights. p is stored in place of
+the logit, because rounding p to 16 bits costs only the dtype's relative error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -19,7 +19,7 @@ import triton.language as tl
 from deltafront.kernels.constants import LOG2E, PAGE_TOKENS
 
 BUNDLE = 8
-"""Blocks whose maxima are written together."""
+"""Blocks of keys whose running maxima are written together."""
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _BUNDLE = tl.constexpr(BUNDLE)
 _LOG2E = tl.constexpr(LOG2E)
@@ -31,16 +31,15 @@ def _assigned(
     lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Find the split that a slot (a program of one KV head) reads.
+    """Find the request and the split that a slot computes. A slot is a program's number within its KV head.
 
-    Every request has one split. A further max_splits - 1 are divided in proportion to tokens, so that
-    programs end together; slots are below requests + max_splits - 1. No split is shorter than STEP tokens.
-    The lengths are read on the device, so a CUDA graph stays valid. The loop uses scalars only, to save
-    vector registers.
+    Every request gets one split. max_splits - 1 further splits are divided among requests in proportion to
+    their tokens, so that programs end together. Splits are multiples of STEP tokens. The lengths are read on
+    the device, so a CUDA graph stays valid. The loop uses only scalars, to save vector registers.
 
     Returns:
-        The slot's request r, its split, r's number of splits (0: no request is left), tokens and selected
-            pages.
+        The slot's request r, the split's index in r, r's number of splits (0: no request is left), and r's
+            numbers of tokens and of selected pages.
     """
     total = 0
     for n in range(requests):
@@ -57,7 +56,7 @@ def _assigned(
     for n in range(requests):
         length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE, WINDOW)
         read += steps
-        until = read * (max_splits - 1) // total  # cumulative, so that rounding loses no split
+        until = read * (max_splits - 1) // total  # a running total, so that rounding loses no split
         splits_n = tl.minimum(1 + until - shared, steps)
         shared = until
         is_own = (first_slot <= slot) & (slot < first_slot + splits_n)
@@ -72,7 +71,7 @@ def _assigned(
 
 @triton.jit
 def _window_from(length, STEP: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first token to read, a multiple of STEP, if the last WINDOW tokens are seen."""
+    """Return where to start reading the last WINDOW tokens, rounded down to a multiple of STEP."""
     return tl.maximum(length - WINDOW, 0) // STEP * STEP
 
 
@@ -94,18 +93,19 @@ def _split_of(
     lengths_ptr, selected_ptr, counts_ptr, slot, max_splits, requests, stride_sr,
     BLOCK: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Find which tokens a slot reads.
+    """Find which tokens a slot reads (`_assigned`).
 
     Returns:
-        The slot's request, its split and number of splits, where the split's tokens begin and end (counted
-            among selected ones, if any), the first token that is seen, and whether there is a selection.
+        The slot's request, the split's index, the request's number of splits, begin and end of the split's
+            tokens (counted among selected tokens if pages are selected), the first token of the window, and
+            True if pages are selected.
     """
-    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
+    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # a bundle must lie in one split
     r, split, splits, tokens, count = _assigned(
         lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE, WINDOW
     )
-    selects = count > 0  # no selection: every page is read
-    if SPARSE:  # columns ascend: only the last page can have empty slots
+    selects = count > 0  # count 0: read every page
+    if SPARSE:  # columns ascend, so only the last page can have empty slots
         last = tl.load(selected_ptr + r * stride_sr + tl.maximum(count, 1) - 1)
         chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
         tokens = tl.where(selects, chosen, tokens)
@@ -120,8 +120,8 @@ def _split_of(
 def _leave_for_score(
     p_RBHT_ptr, m_REHW_ptr, p, m_i, bundle_m, first_bundle, start, end, head, heads, valid_head,
 ):  # fmt: skip
-    """Write p of a block's keys [ROWS, BLOCK] for `_score`, and the bundle's maxima when it ends. Return the
-    bundle's maxima so far."""
+    """Write p [ROWS, BLOCK] of a block's keys for `_score`. After a bundle's last block, write the bundle's
+    maxima. Return the bundle's maxima so far."""
     BLOCK: tl.constexpr = p.shape[1]
     place = tl.arange(0, _BUNDLE)
     block = start // BLOCK
@@ -145,8 +145,8 @@ def _attend(
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one key head's query heads to one split of a request: program (g, slot). ROWS pads them for
-    tl.dot."""
+    """Compute attention of the query heads of key head g over one split of a request. The grid is (g, slot).
+    ROWS: the query heads, padded for tl.dot."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     r, split, splits, begin, end, seen_from, selects = _split_of(
@@ -167,7 +167,7 @@ def _attend(
     k_base = k_ptr + g * stride_kg + (key % _PAGE)[:, None] * stride_ks + d[None, :]
     v_base = v_ptr + g * stride_vg + (key % _PAGE)[:, None] * stride_vs + d[None, :]
 
-    # Page ids are loaded a block ahead, else they take half of the pipeline's stages.
+    # Load page ids one block ahead. Otherwise they take half of the pipeline's stages.
     column = (begin + key) // _PAGE
     if SPARSE:
         column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
@@ -213,10 +213,10 @@ def _merge(
     acc_RHCD_ptr, m_RHC_ptr, l_RHC_ptr, splits_R_ptr, out_ptr, lse_ptr, max_splits, heads,
     C: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one request and head: program r·heads + h.
+    """Merge the splits of one request r and head h, by program r·heads + h.
 
-    The first C splits are loaded before their number is known, since few requests have more. M is room for
-    the others.
+    The first C splits are loaded before their number is known. The few requests with more splits load up to M
+    in a second step.
     """
     lane = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
@@ -226,7 +226,7 @@ def _merge(
     m_C = tl.load(m_RHC_ptr + at, mask=c < max_splits, other=0.0)
     l_C = tl.load(l_RHC_ptr + at, mask=c < max_splits, other=0.0)
     acc_CD = tl.load(acc_RHCD_ptr + at[:, None] * D + d[None, :], mask=(c < max_splits)[:, None], other=0.0)
-    valid = c < splits  # no program wrote the others
+    valid = c < splits  # the others were not written
     m_C = tl.where(valid, m_C, float("-inf"))
     m_i = tl.max(m_C, 0)
     alpha_C = tl.exp2(m_C - m_i)
@@ -254,8 +254,8 @@ def _score(
     p_RBHT_ptr, m_REHW_ptr, lse_ptr, lengths_ptr, score_ptr, heads, columns, bundles,
     H: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of one request's spans of SPAN tokens (a page, or 1) in BLOCKS blocks: program
-    (chunk, r). H pads the heads."""
+    """Score the spans of SPAN tokens (1, or a page) in BLOCKS blocks of request r. The grid is (chunk of
+    blocks, r). H: the query heads, padded."""
     chunk, r = tl.program_id(0), tl.program_id(1)
     SPANS: tl.constexpr = BLOCKS * BLOCK // SPAN
     tokens = tl.load(lengths_ptr + r)

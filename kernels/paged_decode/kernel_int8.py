@@ -1,13 +1,12 @@
-"""Paged decode attention over an int8 KV cache (`layers.kv_int8`). It replaces `_attend` of `kernel.py`;
-`_merge` and `_score` are the same. Suffixes as there.
+"""Paged decode attention over an int8 KV cache (`layers.kv_int8`). It replaces `_attend` of `kernel.py` and
+uses `_merge`, `_score` and the suffixes from there.
 
 A page's numbers are read in pairs, as 16-bit words, so that loads, shared memory and the transposition of
-values are those of 16-bit pages. Pairs then become float16, split into even and odd channels. That is exact.
+values work as for 16-bit pages. Each pair is then split into an even and an odd channel, exactly, in float16.
 q · k and p · v multiply float16 and accumulate in float32.
 
-K's scales multiply the columns of scores, V's scales the weights. The running maximum M is of scores plus
-about log2(V's scale). So the weights that values are multiplied by, 2^(score - M) · scale, are at most 1.1,
-and they measure what a token adds to the output.
+K's scales multiply the scores, V's scales the softmax weights. The running maximum M is taken over scores
+plus about log2(V's scale). So the factors of values, 2^(score - M) · scale, are at most 1.1.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,12 +31,12 @@ _UNPACK = tl.constexpr("""
     sub.f16x2 $1, y, least;
 }
 """)
-"""Splits two pairs into two even and two odd channels. The bytes 0x64 and b are 1024 + b as a float16."""
+"""Splits two pairs into two even and two odd channels. The float16 with bytes 0x64 and b is 1024 + b."""
 
 
 @triton.jit
 def _unpacked(pair):
-    """Return the even and the odd channels of pairs of numbers (int16), less 128, in float16."""
+    """Return the even and the odd channels of pairs (int16) in float16, with 128 subtracted."""
     if _NATIVE:
         return tl.inline_asm_elementwise(
             _UNPACK, "=r,=r,r", [pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -61,8 +60,8 @@ def _attend_int8(  # noqa: PLR0915
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `kernel._attend` does. k_ptr and v_ptr point to pairs; strides count pairs, alike for k
-    and v."""
+    """Compute `kernel._attend` over int8 pages. k_ptr and v_ptr point to pairs of numbers. k and v have the
+    same strides, in pairs."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     PAIRS: tl.constexpr = D // 2
@@ -82,7 +81,7 @@ def _attend_int8(  # noqa: PLR0915
     q_at = q_ptr + r * stride_qr + head[:, None] * stride_qh + 2 * pair[None, :]
     q_even = tl.load(q_at, mask=valid_head[:, None], other=0.0).to(tl.float32)
     q_odd = tl.load(q_at + 1, mask=valid_head[:, None], other=0.0).to(tl.float32)
-    # A power of two moves each row of q into float16's range.
+    # Scale each row of q by a power of two into float16's range.
     largest = tl.maximum(tl.max(tl.abs(q_even), 1), tl.max(tl.abs(q_odd), 1))
     q_exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 127, -126)
     q_exponent = tl.minimum(q_exponent, 126)
@@ -92,7 +91,7 @@ def _attend_int8(  # noqa: PLR0915
     inside = g * stride_g + (key % _PAGE)[:, None] * stride_s + pair[None, :]
     scale_inside = g + (key % _PAGE) * stride_scale_s
 
-    # Page ids and scales are loaded a block ahead, else they take half of the pipeline's stages.
+    # Load page ids and scales one block ahead. Otherwise they take half of the pipeline's stages.
     column = (begin + key) // _PAGE
     if SPARSE:
         column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
@@ -116,7 +115,7 @@ def _attend_int8(  # noqa: PLR0915
 
         k_factor = scale_of(k_byte)
         v_factor = scale_of(v_byte)
-        v_log2 = v_byte.to(tl.float32) * 0.125 - 15.0  # straight within each octave: up to 0.09 less
+        v_log2 = v_byte.to(tl.float32) * 0.125 - 15.0  # linear between powers of two: up to 0.09 too low
         kv_at = inside + page[:, None] * stride_p
         k_even, k_odd = _unpacked(tl.load(k_ptr + kv_at, mask=valid[:, None], other=0))
         s = tl.dot(q_even, tl.trans(k_even))

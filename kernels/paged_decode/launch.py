@@ -1,7 +1,7 @@
 """Launches paged decode attention.
 
-Grids and scratch depend on shapes alone, so a CUDA graph stays valid while lengths, tables and selections
-change.
+Grids and scratch buffers depend only on shapes, so a CUDA graph stays valid while lengths, page tables and
+selected pages change.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
 _PROGRAMS = 264
 """Programs of `_attend`: two for each of an H200's multiprocessors."""
 _WIDEST = 128
-"""The most keys of a block."""
+"""Maximum number of keys per block."""
 _FIRST_SPLITS = 8
-"""Splits that `_merge` loads first: the number that each of four requests with eight KV heads has."""
+"""Splits that `_merge` loads first. Each of four requests with eight KV heads has this number."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class SplitPlan:
     """Sizes and launch options of paged decode.
 
     Attributes:
-        block: Keys of a block.
+        block: Keys per block.
         splits: Splits of all requests together.
         warps, stages: Triton's options for `_attend`.
-        score_blocks: Blocks that one program of `_score` takes.
+        score_blocks: Blocks per program of `_score`.
         score_warps: Warps of `_score`.
     """
 
@@ -46,19 +46,19 @@ class SplitPlan:
 
     @classmethod
     def of(cls, x: PagedInput, pages: int) -> SplitPlan:
-        """Choose a plan for requests of at most `pages` pages. Measured on an H200
+        """Choose a plan for requests of at most `pages` pages, by measurements on an H200
         (docs/log/2026-11-21.md at 4fe709c6)."""
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
         block = _WIDEST if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
         blocks = x.q_RHD.shape[0] * -(-pages * PAGE_TOKENS // block)
-        score_warps = 1 if x.scales is None else 4  # p is in 32 bits then
+        score_warps = 1 if x.scales is None else 4  # with scales, p has 32 bits
         splits = min(blocks, max(1, _PROGRAMS // x.k_PSGD.shape[2]))
         return cls(block, splits, score_warps=score_warps)
 
 
 def paged_attention(x: PagedInput, plan: SplitPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     columns = x.table_RP.shape[1]
-    if x.window:  # plus a block, since a window may begin within one
+    if x.window:  # one block more, because a window may begin within a block
         columns = min(columns, -(-x.window // PAGE_TOKENS) + _WIDEST // PAGE_TOKENS)
     plan = plan or SplitPlan.of(x, columns)
     return _attend(x, None, plan, _scratch(x, plan, 0))
@@ -103,7 +103,7 @@ def paged_attention_scored(
 
 def _scratch(x: PagedInput, plan: SplitPlan, bundles: int) -> tuple[torch.Tensor, torch.Tensor]:
     requests, heads, _ = x.q_RHD.shape
-    # Tiny values in 8-bit pages take p out of 16 bits' range.
+    # With tiny values in 8-bit pages, p exceeds the range of 16-bit floats.
     kind = x.k_PSGD.dtype if x.scales is None else torch.float32
     p_RBHT = x.q_RHD.new_empty((requests, kernel.BUNDLE * bundles, heads, plan.block), dtype=kind)
     m_REHW = torch.empty(
@@ -122,7 +122,7 @@ def _attend(
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")
     _, m_REHW = scratch
-    # Equal requests get equally many splits, and no program is left without work.
+    # Requests of equal length get the same number of splits, and every program has work.
     max_splits = max(1, plan.splits - plan.splits % requests - requests + 1)
     splits = (requests, heads, max_splits)
     acc_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)

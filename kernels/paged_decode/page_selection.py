@@ -1,4 +1,4 @@
-"""DELTA's page selection."""
+"""Page selection of DELTA, a sparse decode method."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -13,7 +13,7 @@ from deltafront.kernels.paged_decode.pages import check_per_request
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 MAX_PAGES = 1 << 16
-"""Columns that one call can rank on a GPU (1,048,576 tokens)."""
+"""Maximum number of pages per request on a GPU (1,048,576 tokens)."""
 
 
 def select_pages(
@@ -26,11 +26,11 @@ def select_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the pages that sparse layers attend to (DELTA, Algorithm 2): K = budget, L = recency.
 
-    These are the last L pages and the K - L others with the best scores. Ties go to the lower column. The
-    host does not wait. Raises KernelInputError.
+    Selected are the last L pages and the K - L other pages with the best scores. Ties go to the lower column.
+    The host does not wait for the device. Raises KernelInputError.
 
     Args:
-        page_score_RP: fp32. Columns past ceil(length / 16) are ignored.
+        page_score_RP: fp32. Columns after a request's last page are ignored.
         lengths_R: int32, tokens.
 
     Returns:
@@ -61,20 +61,20 @@ def _select(
     score_ptr, lengths_ptr, selected_ptr, counts_ptr, stride_sr, columns, budget, recency,
     N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Select request r's pages by bisection over the scores' bits and a prefix sum. r is the program's
-    number.
+    """Select the pages of request r, the program's number, by bisection over the scores' bits and a prefix
+    sum.
 
-    N, K: powers of two, N >= columns and K, K >= budget.
+    N, K: Powers of two with N >= columns, N >= K and K >= budget.
     """
     r = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, N)
     score = tl.load(score_ptr + r * stride_sr + column, mask=column < columns, other=0.0)
     pages = (tl.load(lengths_ptr + r) + _PAGE - 1) // _PAGE
-    rivals = tl.where(pages <= budget, 0, pages - recency)  # columns that compete; the later ones are kept
+    rivals = tl.where(pages <= budget, 0, pages - recency)  # columns to rank; later ones are always selected
     rival = column < rivals
     wanted = budget - recency
 
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0 becomes 0, so that they tie
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0 turns -0 into 0, so that -0 and 0 tie
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.uint32, bitcast=True)
     rank = tl.where(rival, ordered ^ 0x80000000, 0)  # unsigned, in the order of the scores
 
@@ -91,7 +91,7 @@ def _select(
     sure = (rival & (rank > lowest)) | ((column >= rivals) & (column < pages))
     tied = rival & (rank == lowest)
     ties_wanted = (wanted - tl.sum((rank > lowest).to(tl.int32), 0)).to(tl.uint32)
-    # Both running counts in one word; each is below 2^16 before any column.
+    # Compute both running counts in one word. Each is below 2^16 before any column.
     word = sure.to(tl.uint32) + (tied.to(tl.uint32) << 16)
     before = tl.cumsum(word, 0) - word
     ties = before >> 16

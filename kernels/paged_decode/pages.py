@@ -1,8 +1,8 @@
 """Inputs of paged decode attention, and their checks.
 
-Suffixes: R requests, H query heads, G key/value heads, D head dimension, S slots of a page (its 16 tokens), K
-pages selected at most. In k and v, P counts pages of the pool; in tables and page scores, pages of one
-request.
+Suffixes: R requests, H query heads, G key/value heads, D head dimension, S tokens of a page (16), K maximum
+number of selected pages. P counts pages of the pool in k and v, pages of one request in tables and page
+scores.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,19 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class PagedInput:
-    """One query token of each request, with its cached keys and values. It is checked when made.
+    """One query token of each request, with the request's cached keys and values. The constructor checks
+    them.
 
-    Query head h reads key head h // (H // G). Page ids and lengths stay on the device, unchecked.
+    Query head h reads key head h // (H // G). Page ids and lengths stay on the device and are not checked.
 
     Attributes:
-        q_RHD: In the dtype of k and v or float32; with 8-bit pages in any float dtype.
+        q_RHD: In the dtype of k and v or in float32; with 8-bit pages in any float dtype.
         k_PSGD, v_PSGD: Pages of 16 tokens ("NHD").
         table_RP: int32, each request's page ids in order. Columns past ceil(length / 16) are never read.
         lengths_R: int32, at least 1.
         scale: Factor of q · k.
         scales: Scales of 8-bit pages (`layers.kv_int8`), [P, S, G].
-        window: How many of the last tokens are read; 0: all.
+        window: Number of last tokens to attend to. 0: all.
 
     Raises:
         KernelInputError: No implementation takes these shapes, dtypes, devices or strides.
@@ -59,11 +60,11 @@ class PagedInput:
 
 @dataclass(frozen=True)
 class SelectedPages:
-    """The pages of each request that are read. Checked against `x` when made.
+    """The pages of each request to attend to. The constructor checks them against `x`.
 
     Attributes:
-        selected_RK: int32, ascending columns of the table. The first counts_R are read.
-        counts_R: int32. 0: all pages are read.
+        selected_RK: int32, ascending columns of the page table, of which the first counts_R are used.
+        counts_R: int32. 0: attend to all pages.
     """
 
     x: PagedInput
@@ -124,7 +125,7 @@ def _check_integers(name: str, x: torch.Tensor, dims: int, q_RHD: torch.Tensor) 
 
 
 def check_per_request(name: str, x: torch.Tensor, dims: int, requests: int, device: torch.device) -> None:
-    """Check that x has one contiguous row a request, on `device`. Raises KernelInputError."""
+    """Check that x has one contiguous row per request, on `device`. Raises KernelInputError."""
     if x.dim() != dims or x.shape[0] != requests or x.numel() == 0:
         raise KernelInputError(
             f"{name} must have {dims} dimensions, none of them 0 and the first {requests} (requests), "

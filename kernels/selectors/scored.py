@@ -1,4 +1,4 @@
-"""The base of selectors that rank tiles by a score."""
+"""Base classes of selectors that rank tiles by a score."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,7 +26,7 @@ SlabSums = Callable[[int, int], Sums]
 
 
 def rule_of(options: ScoredOptions) -> Rule:
-    """Make the rule that the options describe. Sink and window are rounded up to whole blocks."""
+    """Make the selection rule of the options, with sink and window rounded up to whole blocks."""
     sink_blocks, window_blocks = -(-options.sink // BLOCK), 1 - (1 - options.window) // BLOCK
     if options.share > 0:
         return Rule("top_k", options.share, sink_blocks, window_blocks)
@@ -40,9 +40,10 @@ class ScoredState:
 
 
 class ScoredSelector(ABC):
-    """Scores tiles, then applies a rule.
+    """Scores tiles, then applies a selection rule.
 
-    `rule` holds for every layer and head, unless `thresholds` are set. with_scores: masks carry scores.
+    `rule` is for every layer and head. `thresholds`, if set, replace its threshold by layer and head.
+    with_scores: Masks contain scores.
     """
 
     name: str
@@ -57,8 +58,8 @@ class ScoredSelector(ABC):
         return ScoredState(self.layer_rule(spec))
 
     def layer_rule(self, spec: StateSpec) -> Rule:
-        """Return the rule with the thresholds of this layer's heads. Raises KernelInputError if their number
-        is wrong."""
+        """Return the rule with this layer's thresholds. Raises KernelInputError if one is not within 0 .. 1,
+        or if their number is not the number of query heads."""
         if self.thresholds is None:
             return self.rule
         thresholds = self.thresholds(spec.layer, spec.max_tokens)
@@ -106,12 +107,11 @@ class ScoredSelector(ABC):
 
 
 class SlabSelector(ScoredSelector):
-    """Works on a GPU slab by slab, without a synchronisation."""
+    """Scores and selects one slab of query blocks after the other on the GPU, without a synchronisation."""
 
     @abstractmethod
     def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
-        """Return the number of part rows of a query block, and a function that computes a slab of `Sums` on
-        the GPU."""
+        """Return R of `Sums`, and a function that computes a slab's `Sums` on the GPU."""
 
     def kernel_select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
         parts, slab_sums = self.slab_sums(x, state, phase)

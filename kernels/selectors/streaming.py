@@ -1,4 +1,4 @@
-"""StreamingLLM: keeps sink and window tiles, whatever q and k are."""
+"""StreamingLLM: keeps the tiles of the attention sink and of a sliding window, without looking at q and k."""
 
 import torch
 
@@ -19,8 +19,8 @@ class StreamingSelector:
         return None
 
     def select(self, x: AttentionInput, state: object, phase: Phase) -> TileMask:
-        """Keep the tiles that contain a sink key, or a key in the window of any row of the query block. All
-        heads share one copy of the mask."""
+        """Keep tiles that contain a sink key, or a key in the window of any row of the query block. All heads
+        share one copy of the mask."""
         x.require_aligned("streaming")
         with phase("selection"):
             device, heads = x.q_BHTD.device, x.q_BHTD.shape[:2]

@@ -1,4 +1,4 @@
 """FlashAttention for Hopper, in Gluon.
 
-Start at `attention.py`, which gives an overview, then `items.py` and `softmax.py`.
+Start with the overview in `attention.py`, then read `items.py` and `softmax.py`.
 """

@@ -1,14 +1,15 @@
-"""FlashAttention for Hopper, in Gluon: `attention/flash.py` with its work divided among warps.
+"""FlashAttention for Hopper, in Gluon: `attention/flash.py` with specialised warps.
 
-*Roles.* One producer warp copies (TMA; `load_items`). Consumer warpgroups of four warps compute 64 rows each
-(`_compute`). A program takes *items* (`items.py`) and visits key tiles for each. No warpgroup waits for
-another.
+*Roles.* One producer warp copies by TMA (`load_items`). Consumer warpgroups of four warps compute 64 rows
+each (`_compute`) and do not wait for one another. A program takes *items* (`items.py`), one tile of rows
+each, and visits the key tiles of each item.
 
-*One tile* (`_advance`). A warpgroup issues the scores of the next tile and the weighted sum of the last one
-together (FlashAttention-3, section 3.2). It takes exponentials while the matrix unit works for the others.
+*One tile* (`_advance`). A warpgroup issues the GEMM q · k of the next tile together with p · v of the last
+one (FlashAttention-3, section 3.2). While it computes exponentials, the tensor cores work for other
+warpgroups.
 
 *The grid* is persistent: programs take items from a common counter, in one of the orders of `hopper_plan.py`.
-The query heads of a key head are side by side, since they share keys in L2.
+Query heads of one key head follow one another, so that they share keys in L2.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -52,12 +53,11 @@ from deltafront.kernels.attention.hopper.softmax import (
 from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE, scores_layout
 
 NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""`_advance` masks a tile never, always, or if it is one of the extent's masked tiles."""
+"""`_advance` masks no tile, every tile, or the first `Extent.masked` tiles of an item."""
 
 
 class OwnRows(NamedTuple):
-    """A warpgroup's 64 rows of one item: queries (in shared memory or registers) and the keys that they
-    see."""
+    """A warpgroup's 64 rows of one item: their queries, in shared memory or registers, and their keys."""
 
     q: gl.tensor
     seen: Seen
@@ -99,7 +99,7 @@ def _begin_sum(running, buffer, PLAN: gl.constexpr):
 def _advance(
     running, done, i, rows, buffers, WEIGHTED: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Compute the scores and p of tile i while tile i - 1 is added to acc. done: tiles added so far."""
+    """Compute the scores and p of tile i while adding tile i - 1 to acc. done: tiles added so far."""
     seen = rows.seen
     keys = buffers.k
     values = buffers.v
@@ -127,7 +127,7 @@ def _advance(
         lengths = buffer.load(gl.SliceLayout(0, scores_layout()))
     p, m_i, l_i, alpha = online_softmax(s, running.m_i, running.l_i, rows.scale, lengths, WEIGHTED, PLAN)
     if WEIGHTED:
-        keys.release_loaded(done + 1)  # its stage has the run lengths, too
+        keys.release_loaded(done + 1)  # also releases the run lengths
     if PLAN.late_rescale:
         acc = warpgroup_mma_wait(0, deps=[acc])
         values.release(done)
@@ -139,9 +139,9 @@ def _advance(
 
 @gluon.jit
 def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
-    """Run `_advance` for every tile but the first, with a loop for each kind of tile where that is faster."""
+    """Run `_advance` for every tile but the first. Where it is faster, each kind of tile has its own loop."""
     if PLAN.packed:
-        if PLAN.warpgroups == 3:  # else an item's rows are of one block, and only the first tile is masked
+        if PLAN.warpgroups == 3:  # else an item's rows lie in one block, and only the first tile is masked
             for i in range(1, ends.masked_end):
                 running, done = _advance(
                     running, done, i, rows, buffers, WEIGHTED=False, MASK=ALWAYS, PLAN=PLAN
@@ -168,7 +168,7 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
 ):  # fmt: skip
     """Run a consumer warpgroup. done: tiles processed so far; taken: items processed so far.
 
-    Output is copied from the queries' buffer. If there are two, a buffer is released during the next item.
+    The output is copied from the queries' buffer. With two query buffers, the copy ends during the next item.
     """
     queries = buffers.q.part(WARPGROUP)
     keys = buffers.k
@@ -189,7 +189,7 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         queries.wait_full(taken)
         q_buffer = queries.buffer(taken)
         q_rows = _matrix(q_buffer, GROUP_ROWS, PLAN)
-        # Queries in registers where they are free.
+        # Keep queries in registers where enough are free.
         q = q_rows.load(gl.DotOperandLayout(0, scores_layout(), 2)) if PLAN.listed else q_rows
         keys.wait_full(done)
         s = _begin_scores(q, keys.buffer(done), PLAN)
@@ -237,8 +237,8 @@ def hopper_kernel(
     keys, row0, step, tail_row0, critical, chunk, chunk_slots, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Run one program: allocate buffers and barriers, then start the producer and consumer warps. Arguments:
-    `Sources`, `Results`, `Lists`, `Work`.
+    """Run one program: allocate buffers and barriers, then start the producer and consumer warps. `Sources`,
+    `Results`, `Lists` and `Work` explain the arguments.
     """
     buffers = new_buffers(q, k, v, weight, PLAN)
     work = Work(

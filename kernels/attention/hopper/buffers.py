@@ -21,7 +21,7 @@ class Buffers(NamedTuple):
     Attributes:
         q: (1, 1, 64, D) a buffer: one warpgroup's queries, later its output.
         k, v: (1, 1, 128, D) a buffer: tiles for every warpgroup.
-        lengths: (1, 1, 128) float32 a buffer (PACKED): run lengths of k's keys, full and empty with them.
+        lengths: (1, 1, 128) float32 a buffer (PACKED): run lengths of k's keys, under k's barriers.
         entries: (1,) int64 a buffer.
     """
 

@@ -6,12 +6,13 @@ from functools import cache
 from deltafront.kernels.hopper.layouts import WARPGROUP_ROWS
 
 ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH = 0, 1, 2
-"""Orders of the items: by key head; longest rows of all heads first; longest lists first."""
+"""Orders in which programs take work items: one key head after the other; the rows with most keys first, of
+all heads; the longest tile lists first."""
 
 
 @dataclass(frozen=True)
 class HopperPlan:
-    """The kernel's one compile-time argument. Measurements chose the fields after `order`
+    """The kernel's only compile-time argument. Measurements chose the values after `order`
     (docs/log/2026-11-21.md at 4fe709c6)."""
 
     dim: int
@@ -19,19 +20,20 @@ class HopperPlan:
     packed: bool
     order: int
     stages: int
-    """Buffers for tiles of keys, and for tiles of values."""
+    """Shared-memory buffers for key tiles, and as many for value tiles."""
     warpgroups: int
-    """Consumer warpgroups, each with 64 rows of an item."""
+    """Consumer warpgroups. Each computes 64 rows of an item."""
     query_buffers: int
     """Buffers for the queries of one warpgroup."""
     registers: int
     copying_registers: int
     in_pairs: bool
-    """Keep two 16-bit weights in one 32-bit register between an item's loops. LLVM would keep them in two."""
+    """Pack two 16-bit softmax weights into one 32-bit register between loops. LLVM would use two
+    registers."""
     late_rescale: bool
-    """Round weights and rescale acc while the next scores are computed."""
+    """Round softmax weights and rescale acc while the next tile's scores are computed."""
     l_i_in_threads: bool
-    """Let each of a row's four threads sum its own weights until the item's end."""
+    """Keep a separate sum of weights in each of a row's four threads until the item ends."""
 
     @property
     def rows(self) -> int:

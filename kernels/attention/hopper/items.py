@@ -1,9 +1,9 @@
-"""The items and tiles that a program of the Hopper kernel visits, and the producer warp.
+"""The work items and key tiles that a program of the Hopper kernel visits, and the producer warp.
 
-An *item* is a tile of PLAN.rows rows of one query head. Tail rows come first. An *entry* is an item as an
-int64 (elsewhere an entry is a cached block): its number in the lower half, its list's length (LISTED) in the
-upper. It is negative after the last item. Key tiles come in this order: *masked* ones (at the diagonal),
-other exact ones, packed ones (PACKED).
+An *item* is a tile of PLAN.rows rows of one query head. Items of tail rows come first. An *entry* encodes an
+item as an int64: the item's number in the lower 32 bits, with LISTED the length of its tile list in the upper
+32. A negative entry ends the program. An item's key tiles come in this order: *masked* ones (at the
+diagonal), other exact ones, packed ones (PACKED).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Pointers to work items and tile lists. Programs draw the next item's number from `counter_ptr`."""
+    """Pointers to entries and tile lists. `counter_ptr` counts the items that programs have taken."""
 
     order_ptr: gl.tensor  # (LISTED) lengths of the lists, or (by_length) sorted entries
     counter_ptr: gl.tensor
@@ -73,9 +73,9 @@ class Extent(NamedTuple):
     step: gl.tensor  # from one row's position to the next's
     tiles: gl.tensor  # all tiles
     exact: gl.tensor  # tiles of exact keys
-    masked: gl.tensor  # masked tiles among these
-    masked_block: gl.tensor  # the masked tiles are this block of keys and those after it
-    exact_block: gl.tensor  # the other exact tiles are this block and those after it (not LISTED)
+    masked: gl.tensor  # masked tiles among the exact ones
+    masked_block: gl.tensor  # key block of the first masked tile
+    exact_block: gl.tensor  # key block of the first other exact tile (not LISTED)
 
 
 @gluon.jit
@@ -88,7 +88,7 @@ def _publish(entry, taken, entries):
 
 @gluon.jit
 def next_entry(taken, entries):
-    """Wait for the producer's work item number `taken`, free its buffer, and return the item."""
+    """Wait for the producer's entry number `taken`, release its buffer, and return the entry."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entries.wait_full(taken)
     entry = gl.max(entries.buffer(taken).load(layout), 0)
@@ -125,8 +125,8 @@ def item_of(entry, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def packed_before(row, item, work):
-    """(PACKED) Return the first exact key of the block of 128 rows around position `row`, and the number of
-    packed keys before it."""
+    """(PACKED) For the block of 128 rows that contains position `row`, return its first exact key and the
+    number of packed keys before that key."""
     chunks = gl.maximum(row // TILE * TILE - work.critical, 0) // work.chunk
     head = item.b * (work.heads // work.group) + item.g
     return chunks * work.chunk, gl.load(work.packed_ptr + head * work.chunk_slots + chunks)
@@ -134,8 +134,8 @@ def packed_before(row, item, work):
 
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
-    """Return the range of tiles of an item. A PACKED item may span two blocks of 128 rows and then has the
-    tiles of both.
+    """Return the key tiles of an item. A PACKED item may span two blocks of 128 rows; it has the tiles of
+    both.
     """
     step = gl.where(item.tail, 1, work.step)
     first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
@@ -159,7 +159,7 @@ def extent_of(item, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def exact_key(i, extent):
-    """Return the first key of an item's i-th tile, an exact one (not LISTED)."""
+    """Return the position of the first key in an item's i-th tile, which must be exact (not LISTED)."""
     before = extent.masked
     block = gl.where(i < before, extent.masked_block + i, extent.exact_block + i - before)
     return block * TILE
@@ -224,7 +224,7 @@ def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
             + item.tile * lists.stride_in
         )
         for i in range(extent.tiles):
-            if PLAN.listed:  # the list's last is the diagonal, which comes first
+            if PLAN.listed:  # the diagonal tile is last in the list and is computed first
                 row = gl.load(list_ptr + gl.where(i == 0, extent.tiles - 1, i - 1)).to(gl.int32) * TILE
             else:
                 row = exact_key(i, extent)

@@ -1,4 +1,4 @@
-"""Launches the Hopper attention kernel: descriptors, order of the items, grid."""
+"""Launches the Hopper attention kernel: TMA descriptors, order of the work items, grid."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ _attend = Launcher(hopper_kernel)
 
 
 def takes(x: AttentionInput, rows: QueryRows) -> bool:
-    """Say whether the kernel supports x: 16-bit, D 64 or 128, compute capability 9, strides in multiples of
+    """Say whether the kernel supports x: a Hopper GPU, a 16-bit dtype, D 64 or 128, strides in multiples of
     16 bytes.
     """
     if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device):
@@ -45,7 +45,7 @@ def launch(
     mask: TileMask | None,
     packed: PackedKeys | None,
 ) -> None:
-    """Do what `attention.launch.launch` does. The inputs must satisfy `takes`."""
+    """Compute `attention.launch.launch` for inputs that satisfy `takes`."""
     batch, heads, count, dim = rows.q_BHRD.shape
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows
@@ -87,10 +87,10 @@ def launch(
 
 
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
-    """Choose the order of the items, `rounds` for each program.
+    """Choose the order of the work items. rounds: items per program.
 
-    Longest rows first balances the load of few items, but streams the keys of all KV heads at once. So it is
-    used for at most 48 MiB of keys and values with a mask, 96 MiB without.
+    LONGEST_ROWS_FIRST balances the load, but reads the keys of all KV heads at once. So it is used for at
+    most 48 MiB of keys and values with a mask, 96 MiB without, and for strided rows.
     """
     if mask is not None and rounds < 48:
         return BY_LENGTH
@@ -100,8 +100,8 @@ def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: in
 
 
 def by_length(mask: TileMask) -> torch.Tensor:
-    """Return the lists' work items (`items.py`), the longest list first. Lists are numbered in (B, H, N)
-    order.
+    """Return one entry (`items.py`) for each tile list, the longest list first. Lists are numbered in (B, H,
+    N) order.
     """
     count = mask.count_BHN.reshape(-1)
     place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
@@ -115,8 +115,8 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _descriptor(t: torch.Tensor, block: int) -> TileDescriptor:
-    """Describe tiles of `block` rows of one head, or of `block` numbers without D. Strides of size-1
-    dimensions do not matter."""
+    """Make a TMA descriptor for tiles of `block` rows of one head, or of `block` numbers if t has no D.
+    Strides of size-1 dimensions do not matter."""
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     shape = (1, 1, block, t.shape[3]) if t.dim() == 4 else (1, 1, block)
     return TileDescriptor(t, t.shape, [*strides, 1], shape)

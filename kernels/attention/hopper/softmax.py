@@ -14,10 +14,10 @@ from deltafront.kernels.attention.hopper.items import Extent, exact_key, packed_
 from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE, scores_layout
 
 NEGATIVE = gl.constexpr(-1.0e30)
-"""A row's running maximum before its first tile. It is finite, as in `attention/flash.py`."""
+"""A row's running maximum before its first tile. It is finite, because -inf would give NaN."""
 UNSEEN = gl.constexpr(-3.0e38)
-"""Score of a masked key, far below NEGATIVE. Otherwise a row that sees none of its first tile would take exp2
-of a rounding error."""
+"""Score of a masked key, far below NEGATIVE. With NEGATIVE, a row whose first tile is all masked would take
+exp2 of a rounding error in place of 0."""
 
 _ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
@@ -25,7 +25,9 @@ _TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 class Seen(NamedTuple):
-    """The keys that a warpgroup's rows may attend to. (PACKED) The rows lie in one block of 128 positions."""
+    """The keys that a warpgroup's rows may attend to. With PACKED, the rows lie in one block of 128
+    positions.
+    """
 
     position: gl.tensor  # (64,), positions of the rows
     extent: Extent
@@ -34,7 +36,7 @@ class Seen(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Tiles before masked_end and from unmasked_end on need a causal mask. tiles: the number of tiles."""
+    """Tiles before masked_end and from unmasked_end on need a mask. tiles: number of tiles."""
 
     masked_end: gl.tensor
     unmasked_end: gl.tensor
@@ -114,7 +116,7 @@ def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_columns(l_i, x):
-    """Add the sums of every eighth column of x to l_i (64, 8), pairwise. Nothing leaves its thread."""
+    """Add columns j, j + 8, j + 16, … of x to column j of l_i (64, 8), pairwise, within each thread."""
     if x.shape[1] > 8:
         halves = gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1])
         left, right = gl.split(halves)
@@ -126,8 +128,8 @@ def _add_columns(l_i, x):
 
 @gluon.jit
 def online_softmax(s, m_i, l_i, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
-    """Return p of one tile's scores s, the new m_i and l_i, and alpha. WEIGHTED: each key counts as
-    `lengths` (128,) keys."""
+    """Return p of one tile's scores s, the new m_i and l_i, and alpha. WEIGHTED: key j stands for
+    `lengths[j]` keys; lengths has shape (128,)."""
     m_ij = gl.maximum(m_i, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - m_ij[:, None])
     alpha = gl.exp2(m_i - m_ij)
@@ -152,7 +154,7 @@ def tile_columns():
 
 @gluon.jit
 def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
-    """Set the scores of tile i to UNSEEN where the mask hides the key from the row."""
+    """Set the scores of tile i, a tile of exact keys, to UNSEEN where a key is masked for the row."""
     if PLAN.packed:
         key = exact_key(i, seen.extent) - seen.exact_from + column
         count = seen.position + 1 - seen.exact_from
@@ -165,5 +167,5 @@ def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
 
 @gluon.jit
 def mask_packed(s, column, i, seen):
-    """Mask packed keys as `mask_exact` masks exact ones."""
+    """Set the scores of tile i, a tile of packed keys, to UNSEEN for packed keys that the rows do not see."""
     return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

@@ -1,4 +1,4 @@
-"""Delta-KV: attention to far keys packed by runs, exact for the `critical` tokens before each query block
+"""Delta-KV attends to far keys packed by runs, and exactly to the `critical` tokens before each query block
 (DeltaAttention, section 4.1).
 
 Suffixes: J keys that a query block attends to.
@@ -15,7 +15,7 @@ from deltafront.kernels.interface import AttentionInput, Phase, StateSpec, TileM
 from deltafront.kernels.options import DeltaKVOptions
 
 CHUNK = 512
-"""Tokens of a chunk. No run crosses chunks (DeltaAttention section 4.1.1)."""
+"""Tokens of a pack chunk. A run ends with its chunk (DeltaAttention, section 4.1.1)."""
 
 
 class DeltaKVBackend:
@@ -71,7 +71,8 @@ def cpu_pack_head(
 
 
 def cpu_attend(x: AttentionInput, state: PackedRuns, *, critical: int, means: bool) -> torch.Tensor:
-    """Compute attention over packed and exact keys. A packed key of n rows weighs n * exp(s) (equation 4)."""
+    """Compute attention over packed and exact keys. A packed key that stands for n keys has the softmax
+    weight n * exp(s) (equation 4)."""
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, CHUNK)
     for b in range(x.q_BHTD.shape[0]):

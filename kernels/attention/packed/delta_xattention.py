@@ -1,5 +1,5 @@
-"""DeltaXAttention: a mask's tiles with the best scores are exact, the others are packed keys (DeltaAttention,
-section 4.2).
+"""DeltaXAttention computes the tiles with the best scores exactly and a mask's other tiles over packed keys
+(DeltaAttention, section 4.2).
 
 Suffixes: J keys attended to.
 """
@@ -27,8 +27,8 @@ from deltafront.kernels.selectors.rules.rule import ROUNDING
 
 
 class DeltaXAttentionBackend:
-    """Computes the best-scored tiles of a mask exactly and the others over packed keys. The mask must carry
-    scores.
+    """Computes a share `exact_share` of a mask's tiles exactly and the others over packed keys. The mask must
+    have scores.
     """
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
@@ -54,7 +54,7 @@ class DeltaXAttentionBackend:
         return self.tiles_of_heads(x, mask, state).sum()
 
     def tiles_of_heads(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        """Count `computed_tiles` by head: float64 (B, H)."""
+        """Return `computed_tiles` of each head: float64 (B, H)."""
         kept = self._check(x, mask)
         exact_BHNM = self._exact(x, kept)
         entry_M = torch.arange(kept.index_BHNM.shape[-1], device=exact_BHNM.device)
@@ -68,7 +68,7 @@ class DeltaXAttentionBackend:
         return packed_BHX.sum(2) + (listed_BHNM & exact_BHNM).sum((2, 3), dtype=torch.float64)
 
     def _exact(self, x: AttentionInput, kept: TileMask) -> torch.Tensor:
-        """Mark the exact tiles, laid out as the mask's index."""
+        """Mark the exact tiles: bool, in the layout of the mask's index."""
         table = cpu_exact_table if runs_on_cpu(x.q_BHTD, "delta_xattention") else kernel_exact_table
         return table(kept, self.exact_share)
 
@@ -84,11 +84,11 @@ class DeltaXAttentionBackend:
 
 
 def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
-    """Mark each list's exact tiles: the diagonal (last) and the top ceil(exact_share * others) of the others,
+    """Mark each list's exact tiles: the diagonal (last) and the best ceil(exact_share * n) of the n others,
     with ties.
 
     Returns:
-        bool, laid out as the mask's index, undefined from the count on.
+        bool, in the layout of the mask's index, undefined from the count on.
     """
     assert mask.score_BHNM is not None
     exact_BHNM = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
@@ -110,7 +110,7 @@ def cpu_attend(
     """Compute attention over the mask's tiles: marked tiles exactly, the others over packed runs.
 
     Args:
-        exact_BHNM: bool, laid out as the mask's index. The diagonal is marked.
+        exact_BHNM: bool, in the layout of the mask's index. The diagonal is marked.
     """
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()

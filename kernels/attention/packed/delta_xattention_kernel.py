@@ -25,15 +25,15 @@ _ROUNDING = tl.constexpr(ROUNDING)
 def exact_kernel(
     score_ptr, count_ptr, exact_ptr, stride_sn, exact_share, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """Mark the diagonal tile and the top ceil(exact_share * others) of a list's other tiles, with ties (radix
-    select)."""
+    """Mark a list's diagonal tile and the best ceil(exact_share * n) of its n other tiles, with ties, by
+    radix select."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + row)
     entry = tl.arange(0, ENTRIES)
     other = entry < count - 1
     score = tl.load(score_ptr + row * stride_sn + entry, mask=other, other=0.0)
     bits = score.to(tl.int32, bitcast=True)
-    # Order-preserving whole numbers from 0: negative floats reversed, then positive ones.
+    # Map floats to integers >= 0 in the same order: negative floats reversed, then positive ones.
     order = tl.where(bits < 0, -1 - (bits & 0x7FFFFFFF).to(tl.int64), bits.to(tl.int64)) + (1 << 31)
     order = tl.where(other, order, -1)
     wanted = tl.ceil(exact_share * (count - 1).to(tl.float32) * _ROUNDING).to(tl.int32)
@@ -74,8 +74,8 @@ def mixed_kernel(
     heads, group, rows, keys, row0, packed_slots, offset_slots, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for ROWS rows of a query block over each listed tile, exactly or over packed rows.
-    The diagonal is last.
+    """Compute attention of ROWS rows of a query block over its listed tiles: exact ones, packed ones, and
+    last the diagonal.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)

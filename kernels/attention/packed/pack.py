@@ -1,4 +1,4 @@
-"""Packs runs on the GPU."""
+"""Packs each run of similar keys into one key and one value, on the GPU."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -22,8 +22,8 @@ def pack_kernel(
     heads, start_slots, offset_slots, packed_slots, chunks,
     D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pack RUNS runs of one KV head. MEANS: sum the rows by tl.dot with the 0/1 matrix [runs, rows];
-    otherwise copy first rows.
+    """Pack RUNS runs of one KV head. With MEANS, sum a run's rows by tl.dot with a 0/1 matrix [runs, rows].
+    Otherwise copy its first row.
     """
     head = tl.program_id(1).to(tl.int64)
     runs = tl.load(offset_ptr + head * offset_slots + chunks)
@@ -55,7 +55,7 @@ def pack_kernel(
         k_row = tl.load(k_base + row_64 * stride_ks + dim[None, :], mask=led, other=0.0).to(tl.float32)
         v_row = tl.load(v_base + row_64 * stride_vs + dim[None, :], mask=led, other=0.0).to(tl.float32)
         v_sum = v_row * length[:, None]
-    # The attention kernel reads whole tiles: zeros after the last run.
+    # The attention kernel reads whole tiles, so store zeros after the last run.
     stored = run < tl.cdiv(runs, _BLOCK) * _BLOCK
     place = (head * packed_slots + run)[:, None] * D + dim[None, :]
     tl.store(packed_k_ptr + place, k_row.to(packed_k_ptr.dtype.element_ty), mask=stored[:, None])
@@ -66,9 +66,7 @@ def pack_kernel(
 def pack(
     x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, means: bool
 ) -> PackedKeys:
-    """Pack the runs of the first `chunks` chunks. The tensors are allocated for one run per row, the most
-    there can be.
-    """
+    """Pack the runs of the first `chunks` chunks. The tensors have room for one run per row, the maximum."""
     batch, heads, _, dim = x.k_BGSD.shape
     slots = chunks * chunk + BLOCK
     shape, device = (batch, heads, slots), x.k_BGSD.device

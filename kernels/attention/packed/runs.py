@@ -1,6 +1,6 @@
-"""First rows of runs of similar keys: the state of packed attention between chunks.
+"""The state that packed attention keeps between prefill chunks: where each run of similar keys begins.
 
-Suffixes: C complete pack chunks, P packed rows of one key head, R rows of one chunk.
+Suffixes: C complete pack chunks, P packed rows of one key head, R rows of one pack chunk.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from deltafront.kernels.interface import AttentionInput, KernelInputError, State
 
 @dataclass
 class PackedRuns:
-    """First rows of the runs in complete chunks, for one layer of one prompt.
+    """The runs of a prompt's complete pack chunks, in one layer.
 
     Attributes:
-        start_BGP: int32, position of each run's first row, then the end.
+        start_BGP: int32, position of each run's first row; after the last run, its end.
         offset_BGC: int32, runs before each chunk.
-        chunks: Number of complete chunks, known on the host without a synchronisation.
+        chunks: Number of complete chunks. The host knows it without a synchronisation.
     """
 
     start_BGP: torch.Tensor
@@ -49,7 +49,7 @@ class PackedRuns:
             raise KernelInputError(f"{name}: {keys} keys exceed the state's max_tokens {self.max_tokens}")
 
     def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float) -> None:
-        """Find the runs of newly completed chunks, without a synchronisation."""
+        """Find the runs of pack chunks that k_BGSD completes, without a synchronisation."""
         complete = k_BGSD.shape[2] // chunk
         if complete <= self.chunks:
             return

@@ -1,4 +1,4 @@
-"""Anchor scores on the CPU. Suffixes: R runs of a block."""
+"""Anchor slots and tile scores on the CPU. Suffixes: R rows of a block."""
 
 import torch
 from torch.nn import functional
@@ -12,9 +12,7 @@ from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAncho
 def cpu_summarise(
     x_BGSD: torch.Tensor, form: AnchorSettings, side: SideSettings, first_block: int = 0
 ) -> BlockAnchors:
-    """Fill the anchor slots of every block of x, in float32. first_block: the prompt's block where x
-    begins.
-    """
+    """Fill the anchor slots of x's blocks, in float32. x begins at the prompt's block `first_block`."""
     runs = cpu_scan(x_BGSD, form.cos, BLOCK, centred=form.centred)
     strict = _fill(x_BGSD, runs, side, first_block)
     if side.relax is None:
@@ -56,9 +54,9 @@ def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_bloc
 def cpu_scores(x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors) -> torch.Tensor:
     """Compute tile scores, float32 score_BHNM (DeltaAttention section 4.3, changed by docs/decisions/0003).
 
-    The weight of key slot b for query slot a is n_b exp(q_a . k_b scale), normalised over all earlier keys.
-    n_b is b's number of rows; in the query's own block, those up to a's first row. A tile's score is the sum
-    of weights over its key slots and query slots.
+    The weight of key slot b for query slot a is n_b exp(q_a . k_b scale), normalised over all key slots up to
+    a. n_b is the number of rows in slot b that are not after a's first row. A tile's score is the sum of
+    weights over its key slots and query slots.
     """
     batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
     groups, columns, key_slots = keys.count_BGMA.shape[1:]

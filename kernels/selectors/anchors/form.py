@@ -1,4 +1,4 @@
-"""Settings of DPXA's anchors, and the table of a block's anchor slots.
+"""Settings of DPXA's anchors, and the table of anchor slots.
 
 Suffixes: A anchor slots of a block.
 """
@@ -15,12 +15,12 @@ from deltafront.kernels.interface import KernelInputError
 
 @dataclass(frozen=True)
 class SideSettings:
-    """Settings of the summary of one side (q or k) of a block. A slot holds the first row of its run.
+    """Settings for the anchor slots of q or of k. A slot holds the first row of a run.
 
     Attributes:
         cap: Slots per block, a power of two up to 128.
-        relax: A block with more runs than slots is scanned again with the cosine lowered by this. If it
-            still has too many, every (runs / cap)-th run is kept.
+        relax: A block with more runs than slots is scanned again with `cos` lowered by this. If there are
+            still too many runs, every (runs / cap)-th run is kept. None: no second scan.
     """
 
     cap: int
@@ -35,10 +35,10 @@ class SideSettings:
 
 @dataclass(frozen=True)
 class AnchorSettings:
-    """Settings of the anchors' scan and scores.
+    """Settings of the scan for anchors.
 
     Attributes:
-        cos: A row joins a run if its cosine to the anchor is at least this.
+        cos: A row joins a run if its cosine with the run's anchor is at least this.
         centred: Subtract the block's mean before comparing rows, so that a bias of q or k cancels.
     """
 
@@ -50,7 +50,7 @@ class AnchorSettings:
 
 @dataclass(frozen=True)
 class BlockAnchors:
-    """The slots of consecutive blocks.
+    """The anchor slots of consecutive blocks.
 
     Attributes:
         first_BGMA: int32, absolute position of a slot's first row.

@@ -1,10 +1,9 @@
-"""Sums of anchor scores on Hopper, in Gluon. It does the work of `scores.py`, with the warp roles of
-`attention/hopper/attention.py`.
+"""Sums anchor scores on Hopper, in Gluon: `scores.py` with the warp roles of `attention/hopper/attention.py`.
 
-Four consumer warpgroups take 64 query slots each. Reads of shared memory bound the kernel
-(docs/log/2026-11-22.md at 4fe709c6); hence the order of slots in `_by_block` and `_counts`.
+Four consumer warpgroups take 64 query slots each. The kernel is bound by reads of shared memory
+(docs/log/2026-11-22.md at 4fe709c6). The order of slots in `_by_block` and `_counts` reduces these reads.
 
-Suffixes: X query slots of a warpgroup, Y key slots of a tile, W its blocks, S the slots of a block.
+Suffixes: X query slots of a warpgroup, Y key slots of a tile, W key blocks of a tile, S slots of a block.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,7 +24,7 @@ from deltafront.kernels.hopper.layouts import GROUP_ROWS, TILE, scores_layout
 from deltafront.kernels.hopper.ring import Ring, barriers
 
 _LOG2 = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
-"""Within 2^-22, -inf for 0. Results are kept in 16 bits."""
+"""Approximates log2 within 2^-22; -inf for 0. That is enough for results stored in 16 bits."""
 WARPGROUPS = gl.constexpr(4)
 
 
@@ -78,7 +77,7 @@ class ScoreRows(NamedTuple):
     used: gl.tensor
     valid: gl.tensor
     out: gl.tensor
-    highest: gl.tensor  # (one value) the last of their query blocks
+    highest: gl.tensor  # scalar: the last query block among these slots
 
 
 class SlotBuffers(NamedTuple):
@@ -128,15 +127,16 @@ def _copy_keys(keys, buffers, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _by_block(s_XY, PLAN: gl.constexpr):
-    """Reshape (64, 128) products to (64, W, S). `key_tiles` orders a tile's slots so that blocks of up to 32
-    add up within a thread."""
+    """Reshape (64, 128) products to (64, W, S). `key_tiles` orders a tile's slots so that each thread holds
+    whole blocks of up to 32 slots."""
     s_XPTE = gl.reshape(s_XY, [GROUP_ROWS, 16, 4, 2])
     return gl.reshape(gl.permute(s_XPTE, [0, 2, 1, 3]), [GROUP_ROWS, PLAN.blocks, PLAN.k_slots])
 
 
 @gluon.jit
 def _counts(buffer, s_XWS, PLAN: gl.constexpr):
-    """Load a tile's counts (W, S), each thread its own. A row's four threads read 64 bytes side by side."""
+    """Load a tile's counts (W, S). Each thread loads its part; a row's four threads read 64 adjacent
+    bytes."""
     s_XUTV = gl.permute(gl.reshape(s_XWS, [GROUP_ROWS, 4, 8, 4]), [0, 2, 1, 3])
     lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     count_UTV = buffer._reinterpret(gl.float32, [8, 4, 4], lines).load(gl.SliceLayout(0, s_XUTV.type.layout))
@@ -148,7 +148,7 @@ def _counts(buffer, s_XWS, PLAN: gl.constexpr):
 def _add_up(
     tile, use, q, buffers, rows, first_ptr, scale, DIAGONAL: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Store the log2 sums of one key tile's blocks. DIAGONAL: some row does not see all of it."""
+    """Store the log2 sums of one key tile's blocks. DIAGONAL: the tile needs a causal mask."""
     W: gl.constexpr = PLAN.blocks
     S: gl.constexpr = PLAN.k_slots
     ring = buffers.k
@@ -201,7 +201,7 @@ def _table(row_X, tile, batch, kv_head, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _score_rows(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN: gl.constexpr):
-    """Run a consumer warpgroup: 64 query slots, ordered by block, then head, against the program's key
+    """Run a consumer warpgroup: score 64 query slots, ordered by block and head, against the program's key
     tiles."""
     tile, begin, end = _tiles(work, PLAN)
     tile = tile * WARPGROUPS + WARPGROUP

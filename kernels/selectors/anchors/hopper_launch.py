@@ -14,7 +14,7 @@ from deltafront.kernels.selectors.rules.sums import Sums
 
 _score = Launcher(anchors_hopper_kernel)
 _BEGIN = 3
-"""A program's start takes as long as this number of key tiles."""
+"""Start-up time of a program, in units of one key tile's time."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ScorePlan:
 def launch(
     x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings, sums: Sums
 ) -> None:
-    """Fill `sums.part_BHNRM`. The inputs must satisfy `scores.takes_hopper`."""
+    """Compute `sums.part_BHNRM` for inputs that satisfy `scores.takes_hopper`."""
     part, first_row = sums.part_BHNRM, sums.first_row
     batch, kv_heads, _, dim = x.k_BGSD.shape
     blocks = part.shape[2]
@@ -62,8 +62,8 @@ def launch(
 
 
 def key_tiles(keys: BlockAnchors) -> tuple[TileDescriptor, TileDescriptor]:
-    """Make the TMA descriptors of the key slots' vectors and counts. They load a tile of 128 slots with its
-    quarters interleaved.
+    """Make the TMA descriptors of the key slots' vectors and counts. A load brings a tile of 128 slots with
+    its four quarters interleaved.
     """
     vector, count = keys.vector_BGMAD, keys.count_BGMA
     lanes, dim = vector.shape[0] * vector.shape[1], vector.shape[4]
@@ -78,7 +78,7 @@ plan_of = cache(ScorePlan)
 
 
 def splits_of(programs: int, steps: int, multiprocessors: int) -> int:
-    """Choose the number of splits of each program's `steps` key tiles that gives the shortest run time."""
+    """Choose into how many programs to split each program's `steps` key tiles, for the shortest run time."""
 
     def time(splits: int) -> int:
         return -(-programs * splits // multiprocessors) * (-(-steps // splits) + _BEGIN)

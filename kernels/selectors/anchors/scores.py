@@ -1,6 +1,6 @@
 """Sums each tile's anchor scores, on the GPU.
 
-Suffixes: X query slots of a kernel's tile, of several heads and blocks; Y its key slots; W its key blocks.
+Suffixes: X query slots of a kernel's tile, from several heads and blocks; Y its key slots; W its key blocks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,9 +20,10 @@ from deltafront.kernels.selectors.rules.sums import Sums, empty_parts
 
 _TILE = BLOCK
 _PROGRAMS = 528
-"""Programs wanted: four a multiprocessor of an H200. If query tiles are fewer, programs split their keys."""
+"""Target number of programs: four for each multiprocessor of an H200. If there are fewer query tiles, several
+programs share the key blocks of one."""
 _LEAST_STEPS = 8
-"""The fewest key tiles of a program."""
+"""Minimum number of key tiles per program."""
 
 
 @triton.jit(do_not_specialize=["query_blocks", "first_block", "first_row_block", "slab_blocks"])
@@ -33,12 +34,12 @@ def _score_kernel(
     D: tl.constexpr, Q_SLOTS: tl.constexpr, K_SLOTS: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
     DIAGONAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Score a tile of query slots against the key blocks before its first diagonal, or from there on
-    (DIAGONAL, which takes registers).
+    """Score a tile of query slots. Without DIAGONAL take the key blocks before the tile's first diagonal;
+    with DIAGONAL take the others, which need a causal mask and more registers.
 
-    A unit is one query head of one query block. Units of one key head fill a tile, Q_SLOTS rows each, by
-    block. The slab is query blocks first_row_block .. + slab_blocks. The third axis of programs splits the
-    key blocks.
+    A unit is one query head of one query block, with Q_SLOTS rows. A tile holds units of one key head,
+    ordered by block. The slab is query blocks first_row_block .. first_row_block + slab_blocks - 1. The third
+    axis of the grid splits the key blocks.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -155,7 +156,7 @@ def score_sums(
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Say whether the Hopper kernel supports this: 16-bit, D 64 or 128, compute capability 9."""
+    """Say whether the Hopper kernel supports these: a Hopper GPU, a 16-bit dtype, D 64 or 128."""
     if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
         return False
     return head_dim in (64, 128)

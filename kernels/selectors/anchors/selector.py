@@ -1,4 +1,4 @@
-"""DPXA: query anchors against key anchors, with a bounded number of anchors per block."""
+"""The DPXA selector. It bounds the number of anchors per block."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ _K_RELAX = 0.15
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """A layer's selection rule and its key slots. The slots of the first `done` of `blocks` blocks are
-    filled.
+    """A layer's selection rule and the anchor slots of its keys. Of `blocks` blocks, the first `done` have
+    their slots filled.
     """
 
     table: BlockAnchors
@@ -28,8 +28,6 @@ class KeyAnchors(ScoredState):
 
 
 class AnchorsSelector(SlabSelector):
-    """The DPXA selector."""
-
     name = "anchors"
 
     def __init__(self, options: AnchorsOptions) -> None:
@@ -79,7 +77,7 @@ class AnchorsSelector(SlabSelector):
 
 
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
-    """Return this chunk's first key block, or an earlier one that has no slots yet."""
+    """Return the first key block whose slots to fill: this chunk's first, or an earlier one without slots."""
     table = state.table
     made_for = (*table.count_BGMA.shape[:2], state.blocks, table.vector_BGMAD.shape[4])
     needed = (*x.k_BGSD.shape[:2], x.key_blocks, x.k_BGSD.shape[3])

@@ -1,6 +1,7 @@
-"""Fills slots of blocks on the GPU: `next` from a Gram matrix, runs by following it, then their first rows.
+"""Fills anchor slots on the GPU. One kernel computes `next` from each block's Gram matrix (`anchor_scan.py`),
+a second follows `next` to find the runs, a third copies their first rows into slots.
 
-Suffixes: R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
+Suffixes: R rows of a block, Z lanes = levels (L) x batch x heads x blocks. A level is a cosine threshold.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,8 +24,9 @@ def _next_kernel(
     x_ptr, next_ptr, stride_xb, stride_xg, stride_xs, kv_heads, rows, blocks, cos, relaxed_cos, stride_nl,
     D: tl.constexpr, LEVELS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Find the first later row far from each row of a block (BLOCK if none), for each threshold. CENTRED:
-    rows count less the block's mean, whose products follow from the rows' own."""
+    """For each row of a block and each threshold, find the first later row that is not close (BLOCK if none).
+    CENTRED: subtract the block's mean first; the Gram matrix of centred rows follows from that of the
+    rows."""
     block = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // kv_heads * stride_xb + lane % kv_heads * stride_xg
@@ -46,12 +48,12 @@ def _next_kernel(
     square_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
     square_R = tl.sum(square_RR, axis=1)
     length_R = tl.sqrt_rn(tl.where(square_R > least, square_R, 0.0))
-    length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # so a zero row's cosine counts as 0
+    length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # so that a zero row has cosine 0
     later_RR = (row_R[None, :] > row_R[:, None]) & valid_R[None, :]
     out = next_ptr + (lane * blocks + block) * _BLOCK + row_R
     for level in tl.static_range(LEVELS):
         threshold = cos if level == 0 else relaxed_cos
-        threshold = tl.where(threshold == 0.0, -1e-30, threshold)  # 0 x inf would be no number
+        threshold = tl.where(threshold == 0.0, -1e-30, threshold)  # 0 x inf would be NaN
         close_RR = dot_RR >= (threshold * length_R)[:, None] * length_R[None, :]
         end_R = tl.min(tl.where(later_RR & (close_RR == 0), row_R[None, :], _BLOCK), axis=1)
         tl.store(out + level * stride_nl, end_R.to(tl.uint8))
@@ -91,7 +93,7 @@ def _fill_kernel(
 
     slot_A = tl.arange(0, CAP)
     crowded = runs > CAP
-    filled_A = slot_A < tl.minimum(runs, CAP)  # an empty slot is a copy of slot 0 that counts no rows
+    filled_A = slot_A < tl.minimum(runs, CAP)  # an empty slot copies slot 0 and has count 0
     run_A = tl.where(crowded, slot_A * runs // CAP, slot_A)
     after_A = run_A + 1
     start_ptr += lane * _BLOCK

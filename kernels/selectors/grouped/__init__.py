@@ -1,1 +1,2 @@
-"""XAttention's selector: it scores tiles by groups of rows. Start at `antidiagonal.py`."""
+"""XAttention's selector, which scores groups of query rows against groups of key rows. Start at
+`antidiagonal.py`."""

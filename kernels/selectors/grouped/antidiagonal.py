@@ -41,16 +41,16 @@ class AntidiagonalSelector(SlabSelector):
 
 
 def scoring_selector(options: AntidiagonalOptions) -> AntidiagonalSelector:
-    """Make an XAttention selector whose masks carry scores, for `delta_xattention`."""
+    """Make an XAttention selector whose masks contain scores, for `delta_xattention`."""
     return AntidiagonalSelector(options, with_scores=True)
 
 
 def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
     """Compute XAttention's tile scores, float32 score_BHNM.
 
-    A cell's logit is the mean of q . k over its antidiagonal: row u against key stride-1-u. After a softmax
-    over the causal key groups, the cells of a tile are summed. Unlike in the authors' code, diagonal cells
-    count only causal pairs, and incomplete groups only existing rows.
+    A cell is one query group by one key group. Its logit is the mean of q . k over its antidiagonal: row u
+    against key stride-1-u. After a softmax over the causal key groups, the cells of a tile are summed. Unlike
+    the authors' code, a cell's mean includes only causal pairs of rows that exist.
     """
     rows, dim = x.q_BHTD.shape[2:]
     per_block = BLOCK // stride
@@ -83,7 +83,7 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
 
 def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: int) -> torch.Tensor:
     """Compute the softmax of every row over its allowed columns, and add up tiles of per_block x per_block
-    groups. Returns float32 score_BHNM. Rows without an allowed column add nothing."""
+    groups. Return float32 score_BHNM. A row without an allowed column adds 0."""
     logit_BHIJ = logit_BHIJ.masked_fill(~allowed_IJ, float("-inf"))
     mass_BHIJ = torch.softmax(logit_BHIJ, dim=-1).nan_to_num(0.0)
     batch, heads, rows, columns = mass_BHIJ.shape

@@ -1,10 +1,10 @@
-"""Packs groups of rows side by side, and sums scores between groups, on the GPU.
+"""Computes XAttention's scores between groups of `step` rows, on the GPU.
 
-Suffixes: I, J query and key groups of `step` rows, F = step x D, X query groups and Y key groups of a tile,
-W its key blocks.
+Suffixes: I, J query and key groups, F = step x D, X query groups and Y key groups of a tile, W key blocks of
+a tile.
 
-Two groups' logit is the sum over u < step of q[step i + u] . k[step j + step-1-u]. Reads from L2 bound the
-kernel, so 16-bit inputs are multiplied in 8 bits.
+The logit of groups i and j is the sum over u < step of q[step i + u] . k[step j + step-1-u]: one dot product
+of length F of packed groups. The kernel is bound by reads from L2, so 16-bit inputs are converted to FP8.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,7 +29,7 @@ def _pack_kernel(
     x_ptr, out_ptr, stride_xb, stride_xg, stride_xs, x_heads, rows, padded_I,
     D: tl.constexpr, STEP: tl.constexpr, REVERSED: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy each group's rows side by side, zeros past the end, clamped to +-LIMIT."""
+    """Concatenate each group's rows, clamped to +-LIMIT, with zeros after the last row."""
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // x_heads * stride_xb + lane % x_heads * stride_xg
     place_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -100,13 +100,13 @@ def packed(x_BGSD: torch.Tensor, step: int, multiple: int, *, reverse: bool) -> 
 
 
 def packed_keys(k_BGSD: torch.Tensor, step: int) -> torch.Tensor:
-    """Copy k's groups side by side, rows in reverse within each: (lanes x padded groups, step x D)."""
+    """Concatenate the rows of each of k's groups in reverse order: (lanes x padded groups, step x D)."""
     return packed(k_BGSD, step, _TILE_Y, reverse=True)
 
 
 def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
-    """Compute each group's logit against itself: float32 own_BHI, times log2 e; -inf for a group without a
-    pair.
+    """Compute each query group's logit with the key group at the same positions: float32 own_BHI, times log2
+    e. -inf: no causal pair of rows exists.
     """
     batch, heads, rows, dim = x.q_BHTD.shape
     check_head_dim(dim)
@@ -135,10 +135,10 @@ def _grouped_kernel(
     STEP: tl.constexpr, PER_BLOCK: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, X: tl.constexpr,
     Y: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute log2 sums per key block of a tile of X query groups, over the key groups up to them.
+    """Compute log2 sums of a tile of X query groups over the causal key groups of each key block.
 
-    The slab is the query groups first_group .. last_group-1 of q, which begins at the prompt's start_group.
-    own_ptr holds the logits of groups against themselves.
+    The slab is q's groups first_group .. last_group-1; q begins at the prompt's group start_group. own_ptr:
+    `own_logits`.
     """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # long rows first
     lane = tl.program_id(0)
@@ -185,8 +185,8 @@ def _grouped_kernel(
 def log_sums(
     x: AttentionInput, k_XF: torch.Tensor, own_BHI: torch.Tensor, step: int, first_row: int, blocks: int
 ) -> torch.Tensor:
-    """Compute log2 of the sums of e^logit per query group and key block, for N = `blocks` query blocks from
-    `first_row` on.
+    """Compute log2 of the sum of e^logit for each query group and key block, for N = `blocks` query blocks
+    from `first_row` on.
 
     Args:
         k_XF: `packed_keys` of x.

@@ -1,4 +1,2 @@
-"""Selection rules: given its scores, a rule decides which tiles a query block keeps.
-
-Start at `rule.py`, the definition.
-"""
+"""Selection rules: a rule decides from scores which tiles a query block keeps. `rule.py` has the
+definition."""

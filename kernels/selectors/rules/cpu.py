@@ -57,8 +57,8 @@ def _highest_floor(
     need_BHN1: torch.Tensor,
     limit: int,
 ) -> torch.Tensor:
-    """Find, by bisection, the highest level below `limit` at which the kept weight still reaches `need`
-    (int64)."""
+    """Find, by bisection, the highest floor below `limit` (int64) such that the forced tiles and the tiles
+    with level >= floor together weigh at least `need`."""
     low_BHN1 = torch.zeros_like(need_BHN1, dtype=torch.int64)
     high_BHN1 = torch.full_like(low_BHN1, limit)
     for _ in range((limit - 1).bit_length()):

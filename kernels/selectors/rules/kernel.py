@@ -1,7 +1,7 @@
-"""Selects tiles on the GPU from scores, or from log2 of their partial sums, by bisection over integers.
+"""Selects tiles on the GPU from scores or from `Sums`, by bisection over integers.
 
-Suffixes: R rows of logarithms of one query block, W key blocks of the prompt (not of the chunk, so that sums
-keep their order), rounded up to a power of two.
+Suffixes: R rows of `Sums` of one query block, W key blocks of the whole prompt, rounded up to a power of two.
+W does not depend on the chunk, so that sums are always computed in the same order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -37,7 +37,8 @@ _KINDS = {"cumulative": _CUMULATIVE.value, "top_k": _TOP_K.value}
 
 @triton.jit
 def fast_log2(x):
-    """Approximate log2 of normal positive numbers within 2e-5, with half the instructions; -inf for 0."""
+    """Approximate log2 of normal positive numbers within 2e-5, with half the instructions of log2. -inf for
+    0."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
     t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
@@ -48,13 +49,13 @@ def fast_log2(x):
 
 @triton.jit
 def in_16_bits(log2_sum):
-    """Convert to fp16. Logits above its range are clamped, so that they tie and never become infinite."""
+    """Convert to fp16. Values above fp16's range are clamped, because infinity would give NaN."""
     return tl.minimum(log2_sum, 60000.0).to(tl.float16)
 
 
 @triton.jit
 def _highest_floor(level_W, weight_W, forced_W, need, limit):
-    """Compute `cpu._highest_floor` of one row, or a level that keeps as much."""
+    """Compute `cpu._highest_floor` of one row, or another floor that keeps the same tiles."""
     low = tl.zeros((), tl.int32)
     high = tl.zeros((), tl.int32) + limit
     while high - low > 1:
@@ -101,7 +102,7 @@ def _score_of_sums(in_ptr, stride_r, column_W, causal_W, R: tl.constexpr, W: tl.
     next_W = tl.load(in_ptr + column_W, mask=causal_W, other=float("-inf"))
     for row in range(R):
         part_W = next_W.to(tl.float32)
-        more_W = causal_W & (row + 1 < R)  # loaded before it is needed
+        more_W = causal_W & (row + 1 < R)  # prefetch the next row
         next_W = tl.load(in_ptr + (row + 1) * stride_r + column_W, mask=more_W, other=float("-inf"))
         row_max = tl.max(part_W, axis=0)
         p_W = tl.exp2(part_W - tl.where(row_max == float("-inf"), 0.0, row_max))
@@ -120,8 +121,8 @@ def _rule_kernel(
     R: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, OUTSIDE: tl.constexpr, LEVELS: tl.constexpr,
     WITH_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """Select the tiles of one row. R = 0: in_ptr holds scores. KIND = _SCORES_ONLY: write the row's scores
-    and select nothing."""
+    """Select the tiles of one query block. in_ptr holds `Sums`, or scores if R = 0. KIND = _SCORES_ONLY:
+    write the scores and select nothing."""
     row = tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -162,9 +163,8 @@ def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
 
 
 def width_of(prompt_tokens: int) -> int:
-    """Return W, the padded number of key blocks of a prompt. Raises KernelInputError if the rule cannot rank
-    that many.
-    """
+    """Return W, the padded number of key blocks of a prompt. Raises KernelInputError if it exceeds
+    MAX_BLOCKS."""
     blocks = -(-prompt_tokens // BLOCK)
     if blocks > MAX_BLOCKS:
         raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
@@ -179,7 +179,7 @@ def apply_to_sums(
     count_BHN: torch.Tensor | None,
     score_BHNM: torch.Tensor | None,
 ) -> None:
-    """Apply the rule to a slab and write its rows of the given tables. Without a rule it writes only
+    """Apply the rule to a slab and write the slab's rows of the given tables. Without a rule write only
     scores.
     """
     given = (index_BHNM, count_BHN, score_BHNM)
@@ -217,7 +217,7 @@ def _launch(
         OUTSIDE=rule is not None and rule.outside,
         LEVELS=LEVELS,
         WITH_SCORES=rule is not None and score_BHNM is not None,
-        num_warps=min(16, max(1, form["W"] // 1024)),  # one warp needs no barrier in its sums
+        num_warps=min(16, max(1, form["W"] // 1024)),  # with one warp, sums need no barrier
     )
 
 

@@ -8,17 +8,19 @@ import torch
 from deltafront.kernels.interface import KernelInputError
 
 LEVELS = 1 << 17
-"""The cumulative rule counts scores in 1 / LEVELS of the row's largest. Whole numbers make sums exact in any
-order, so the same tiles are kept however a prompt is cut into chunks."""
+"""The cumulative rule rounds scores to multiples of the row's largest score / LEVELS. Sums of integers do not
+depend on the order, so the same tiles are kept however a prompt is cut into chunks."""
 
 ROUNDING = 1.0 - 2.0**-22
-"""A share of tiles is multiplied by this and rounded up. In float32, 0.6 of 25 is a little more than 15."""
+"""Factor of a number of tiles before it is rounded up. In float32, 0.6 of 25 is a little more than 15, which
+would be rounded up to 16."""
 
 TINY, LARGER = 2.0**-64, 2.0**64
-"""Scores of a row whose largest is below TINY are scaled by LARGER, else LEVELS over it would be infinite."""
+"""If a row's largest score is below TINY, the row is scaled by LARGER. Otherwise LEVELS / score would be
+infinite."""
 
 MAX_BLOCKS = (1 << 31) // LEVELS - 1
-"""The most key blocks for which a row's sum stays within int32: 2 million tokens."""
+"""Maximum number of key blocks for which a row's sum fits int32: 2 million tokens."""
 
 Kind = Literal["cumulative", "top_k"]
 
@@ -31,12 +33,12 @@ class Rule:
     Equal scores are kept or dropped together. A row without a positive score keeps all its tiles.
 
     Attributes:
-        kind: "cumulative" (top-p) keeps the best tiles until they and the forced ones hold at least
-            `threshold` of the row's sum (XAttention, section 2.2); 1 keeps everything. "top_k" keeps the best
-            tiles until they are `threshold` of the row's causal tiles, rounded up.
-        threshold: One number, or a float tensor with one per head.
-        outside: Leave forced tiles out of the sums. Otherwise a sink with most of a row's mass reaches the
-            threshold alone.
+        kind: "cumulative" (top-p) keeps the best tiles until they and the forced ones have at least the share
+            `threshold` of the row's sum (XAttention, section 2.2); 1 keeps all tiles. "top_k" keeps the best
+            tiles until the kept ones are the share `threshold` of the row's causal tiles, rounded up.
+        threshold: One number, or a float tensor with one per head. outside: Ignore forced tiles in sums and
+        counts. Otherwise a sink with most of a row's mass would reach
+            the threshold alone.
     """
 
     kind: Kind

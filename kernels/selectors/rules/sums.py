@@ -1,6 +1,6 @@
-"""log2 of scores, which score kernels pass to rules in slabs of query blocks.
+"""The output of score kernels, from which rules compute tile scores, in slabs of query blocks.
 
-Suffixes: R rows of logarithms of one query block.
+Suffixes: R rows of one query block, such as its anchor slots or groups of query rows.
 """
 
 from collections.abc import Iterator
@@ -11,16 +11,17 @@ import torch
 from deltafront.kernels.interface import AttentionInput
 
 PART_BYTES = 768 << 20
-"""The most memory that one slab's logarithms take."""
+"""Maximum memory of one slab's logarithms, in bytes."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """The log2 score parts of one slab.
+    """Unnormalised log2 scores of one slab.
 
     Attributes:
-        part_BHNRM: log2 of the parts of tile scores, undefined after the diagonal. A score is the sum of its
-            rows, each divided by its own sum.
+        part_BHNRM: log2 of each row's sum of exponentials in key block M, undefined after the diagonal. A
+        tile's
+            score is the sum over R of these sums, each divided by its row's total over M.
         first_row: The slab's first query block.
     """
 
@@ -36,8 +37,8 @@ def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torc
 
 
 def slabs(x: AttentionInput, parts: int) -> Iterator[tuple[int, int]]:
-    """Split the chunk's query blocks into slabs whose parts, `parts` rows a block, fit PART_BYTES. Yields
-    each slab's first block and number of blocks.
+    """Split the chunk's query blocks into slabs whose `Sums` fit PART_BYTES, with R = `parts`. Yield each
+    slab's first block and number of blocks.
     """
     batch, heads = x.q_BHTD.shape[:2]
     row_bytes = batch * heads * parts * (x.key_blocks + 16) * 2
