@@ -8,16 +8,17 @@ log = logging.getLogger(__name__)
 
 
 class Leaving(ABC):
-    """Base of actors that doors call and that can drain.
+    """Base class of the Ray actors that API servers call. It adds draining.
 
-    Doors see `draining` and send new prompts to other workers. Running requests are served. A door that knows
-    no other worker still sends prompts and renews its requests.
+    API servers read `draining` and send new prompts to other workers. A draining worker still finishes its
+    running requests. An API server that knows no other worker still sends it prompts.
     """
 
     hosted: Any
 
     settled_s = 2.5
-    """How long an actor must have been idle. Doors check once a second, so a request may still come."""
+    """Seconds for which an actor must be idle before it ends. API servers check `draining` once a second, so
+    a request may still arrive meanwhile."""
     draining = False
     _renewed = False
 
@@ -32,9 +33,10 @@ class Leaving(ABC):
     async def check(self) -> str: ...
 
     async def drain(self, within_s: float) -> None:
-        """Return when nothing runs or waits, no session is kept, all pages are free, and no door renews.
+        """Set `draining` and wait until the worker is idle.
 
-        It returns after `within_s` seconds at the latest and says what is left; at once if the worker is
+        It is idle when it has no requests and no sessions, all pages are free, and no API server renews a
+        request. After `within_s` seconds, log what is left and return. Return at once if the worker is
         faulty.
         """
         self.draining, left = True, "it has not said what"
@@ -53,7 +55,7 @@ class Leaving(ABC):
             log.warning("not drained after %g s, this is left: %s", within_s, left or "nothing, for a moment")
 
     async def _left(self) -> str:
-        """Say what is still running; empty if the worker is idle."""
+        """Describe what is still running; return an empty string if the worker is idle."""
         renewed, self._renewed = self._renewed, False
         state = vars(await self.stats())
         counts = {name: state.get(name) for name in ("running", "waiting", "sessions")}

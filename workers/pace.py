@@ -1,8 +1,5 @@
-"""Measures a worker's recent speed."""
-
-
 class Recent:
-    """A rate in tokens per second: a moving average that weights older work by 0.9 per new piece."""
+    """A worker's recent speed in tokens per second. Each `add` multiplies the weight of older work by 0.9."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

@@ -1,4 +1,4 @@
-"""Reports how far a worker has loaded: a line on stderr, which Ray copies to the service's log."""
+"""Reports a worker's progress while it loads. It prints to stderr, which Ray copies to the service's log."""
 
 import sys
 import time
@@ -12,9 +12,7 @@ def silent(what: str) -> None:
 
 
 def progress(who: str, now: Callable[[], float] = time.monotonic) -> Tell:
-    """Return a function that prints a line: the worker `who`, the step it has done, and the seconds so
-    far.
-    """
+    """Return a function that prints the worker `who`, the given text, and the seconds since this call."""
     began = now()
 
     def tell(what: str) -> None:

@@ -1,6 +1,7 @@
-"""Roles as Ray actors: hosts a plain class in an actor, and makes proxies with the same methods.
+"""Hosts plain classes in Ray actors, and makes proxies that have the same methods as the class.
 
-A proxy never raises Ray's exceptions. It raises the exception that `meaning` makes of a `Failure`.
+A proxy never raises Ray's exceptions. It describes each as a `Failure`, which the caller's function `meaning`
+turns into another exception.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from deltafront.workers.roles import Form, Role, forms, stand_in
 
 COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
-"""Concurrency groups of an actor that takes commands: commands (their first parts), the ends of two-part
-commands, and notices, one thread each. Any other call would block all."""
+"""Ray concurrency groups of an actor that takes commands, each with one thread. COMMANDS runs commands and
+the first parts of two-part commands, ENDS their second parts, NOTICES the notices."""
 _THREADS = {COMMANDS: 1, ENDS: 1, NOTICES: 1}
 _CALLS = 1000
-"""The most calls under way on any other actor. A stream is one call."""
+"""Maximum number of concurrent calls of any other actor. A stream counts as one call."""
 REPLICA_CPUS = 0.1
 """CPUs that a replica asks for. Its actors do the work."""
 
@@ -43,8 +44,8 @@ class Host(Protocol[Role_co]):
 
 
 def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
-    """Return a decorator that adds the role's missing methods to an actor class. Each forwards to
-    `hosted`.
+    """Return a class decorator that gives an actor every method of `role` that it lacks. Each of these calls
+    the method of the same name on `hosted`.
     """
 
     def complete(actor_class: Any) -> Any:
@@ -79,8 +80,8 @@ def _forwarding(name: str, form: Form) -> Callable[..., Any]:
 
 
 class DeferredWork:
-    """The deferred commands whose first part an actor has run, by key. A request for the result waits for the
-    first part."""
+    """An actor's two-part commands, by key. `end` waits until the first part has run, then runs the
+    second."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -119,10 +120,10 @@ def _end_begun(self: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a call of an actor failed.
+    """The reason why a call to an actor failed.
 
     Attributes:
-        message: The text after the actor's name.
+        message: A predicate for a message that begins with the actor's name, such as "died".
         cause: The exception that the method raised; None if the actor is dead or unreachable.
     """
 
@@ -133,8 +134,8 @@ class Failure:
 def remote(role: Callable[..., Role], name: str, actor: Any, meaning: Callable[[Failure], Exception]) -> Role:
     """Make a proxy for an actor that hosts `role`. `meaning` turns a `Failure` into the exception to raise.
 
-    Commands are sent outside their caller's context: otherwise `ray.cancel` of a request's stream would
-    remove them from the actor's queue.
+    The proxy sends commands outside the caller's context variables. Otherwise `ray.cancel` on the caller's
+    stream would also remove the commands from the actor's queue.
     """
     return stand_in(role, name, _Caller(actor, meaning).method)
 
@@ -219,8 +220,9 @@ def start_actor(
 
 
 def placement_of(cpus: float, gpus: float, actors: int) -> tuple[list[dict[str, float]], str]:
-    """Return the Ray bundles (0: the replica, then one per actor) and the strategy PACK, since stages may
-    need several one-GPU nodes.
+    """Return the bundles and strategy of a Ray placement group: bundle 0 for the replica, then one per actor.
+
+    The strategy is PACK, because the stages may need several nodes with one GPU each.
     """
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus > 0 else {})
     return [{"CPU": REPLICA_CPUS}, *(dict(bundle) for _ in range(actors))], "PACK"

@@ -1,4 +1,5 @@
-"""The rendezvous of a group's stages or a worker's ranks, before torch.distributed links them."""
+"""The TCPStore through which pipeline stages or tensor-parallel ranks find each other for
+torch.distributed."""
 
 import secrets
 import socket
@@ -14,7 +15,7 @@ _meet = partial(TCPStore, timeout=timedelta(seconds=120), wait_for_workers=False
 
 
 def host_store(address: str, processes: int) -> tuple[TCPStore, Rendezvous]:
-    """Make the rendezvous store in the first process, on a free port of `address`."""
+    """Open the store on a free port of `address`. Only the first process calls this."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)  # TCPStore would listen on all addresses
     port, handed_over = listening.getsockname()[1], listening.detach()

@@ -21,28 +21,29 @@ from deltafront.workers.remote import failure_of, start_actor
 log = logging.getLogger(__name__)
 
 HEAD_PATIENCE_S = 10.0
-"""A head that does not answer for this long counts as lost."""
+"""Seconds after which a head actor that does not answer counts as lost."""
 REBUILD_PATIENCE_S = 600.0
-"""If replacing lost actors takes longer, Serve builds a new replica."""
+"""Seconds that replacing lost actors may take. After that, Serve starts a new replica."""
 
 _LAST_LINE = re.compile(
     r"^\s*(?P<kind>(?:\w+\.)*[A-Z]\w*(?:Error|Exception)): *(?P<message>\S.*)$", re.MULTILINE
 )
-"""The last line of a traceback, in a text."""
+"""Finds the last line of a traceback inside a text."""
 _ASK_WHY_S = 10.0
-"""Ray may say for a moment only that an actor whose constructor failed cannot be reached."""
+"""Seconds to wait for the reason why a constructor failed. At first Ray may say only that the actor cannot be
+reached."""
 
 
 class Replica:
-    """Base of the Serve deployments that own actors. The actors die with it.
+    """Base class of the Serve deployments that own a worker's actors. The actors die with the replica.
 
-    A replica serves only health checks: doors find the actors by name. When `head` is lost, the health check
-    replaces dead actors in place (`_build`), and the others keep what they have loaded. If that fails, the
-    health check fails, and Serve starts a new replica.
+    A replica serves only health checks. API servers find the actors by name. When `head` is lost, the health
+    check starts new actors for the dead ones (`_build`); the others keep their loaded weights. If that fails,
+    the health check fails, and Serve starts a new replica.
 
-    Deploy one with its module's `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The
-    constructor calls `_begin`, which returns once all actors have loaded, and raises what loading raises.
-    Outside Serve, call `stop()` at the end.
+    Deploy a subclass with its module's `placement(config)` and `ray_actor_options={"num_cpus":
+    REPLICA_CPUS}`. Its constructor calls `_begin`, which returns once all actors have loaded and raises any
+    error of loading. Outside Serve, call `stop()` at the end.
     """
 
     head: Any
@@ -51,14 +52,14 @@ class Replica:
     def __init__(self, prefix: str, drain_s: float = 0.0) -> None:
         self._prefix = prefix
         self._drain_s = drain_s
-        # Without Ray running, the call would start one, or join the last that was on this host.
+        # If Ray is not running, get_current_placement_group() would start it or join an old cluster.
         self._bundles = get_current_placement_group() if ray.is_initialized() else None
         self._actors: list[Any] = []
         self._rebuilding: asyncio.Future[None] | None = None
         self._began = 0.0
 
     def _begin(self) -> None:
-        """Build for the first time. An actor's error is raised as itself, without Ray's around it."""
+        """Start all actors for the first time. Raises an actor's own exception, not Ray's wrapper."""
         with last_line_alone(type(self).__name__, served=self._bundles is not None):
             try:
                 self._build()
@@ -66,7 +67,7 @@ class Replica:
                 raise self._why(error) from error
 
     def _why(self, error: RayActorError) -> RayActorError:
-        """Return the error of the actor whose constructor failed, if one did."""
+        """Return the error of the actor whose constructor failed; `error` if no constructor failed."""
         deadline = time.monotonic() + _ASK_WHY_S
         while not error.actor_init_failed and time.monotonic() < deadline:
             for actor in self._actors:
@@ -84,9 +85,9 @@ class Replica:
         raise NotImplementedError
 
     async def check_health(self) -> None:
-        """Check the actors. Serve calls this every second.
+        """Check the actors, and start to replace lost ones. Serve calls this every second.
 
-        It succeeds while actors are being replaced, since loading takes longer than Serve waits.
+        The check succeeds while actors are being replaced, because loading takes longer than Serve waits.
         """
         if self._rebuilding is not None and not self._rebuilding.done():
             if time.monotonic() - self._began > REBUILD_PATIENCE_S:
@@ -96,7 +97,7 @@ class Replica:
             self._rebuilding.result()
         rebuilding = self._rebuilding
         fault = await self._fault()
-        if fault and self._rebuilding is rebuilding:  # else another check has begun to replace it meanwhile
+        if fault and self._rebuilding is rebuilding:  # else a concurrent check has begun the replacement
             log.warning("%s: %s; replacing what is lost", self.name, fault)
             self._began = time.monotonic()
             self._rebuilding = asyncio.ensure_future(asyncio.to_thread(self._rebuild))
@@ -115,7 +116,7 @@ class Replica:
         self._build()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the worker's state, from which Serve's autoscaling chooses the number of replicas."""
+        """Return the worker's numeric statistics, from which Serve's autoscaler chooses the replica count."""
         state = vars(await self.head.stats.remote())
         return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
 
@@ -142,7 +143,7 @@ class Replica:
     def _start_head(
         self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any, **named: Any
     ) -> None:
-        """Start the actor that doors find, under a new name: Ray may still know the old one."""
+        """Start the actor that API servers find. Its name is new, because Ray may still know the old name."""
         self.name = self._prefix + secrets.token_hex(4)
         options = {"name": self.name, "namespace": NAMESPACE, **self._where(bundle)}
         self.head = start_actor(actor_class, cpus, gpus, options, self.name, *arguments, **named)
@@ -156,12 +157,11 @@ class Replica:
 
 @contextlib.contextmanager
 def last_line_alone(name: str, *, served: bool) -> Iterator[None]:
-    """Re-raise a constructor's error as the actor's own exception, and log its traceback.
+    """Log the traceback of a constructor's error, and raise the actor's own exception.
 
     Args:
-        served: Whether this is a Serve replica, whose process ends after the error. Serve would show the
-            whole traceback as the deployment's message, where operators look for a reason. So it gets only
-            the last line.
+        served: Whether this is a Serve replica. Serve shows the error as the deployment's message, where
+            operators look for the reason. It then gets only the traceback's last line.
     """
     try:
         yield
@@ -173,7 +173,7 @@ def last_line_alone(name: str, *, served: bool) -> Iterator[None]:
 
 
 def cause_of(error: Exception) -> Exception:
-    """Return the exception that an actor raised; `error` itself if Ray does not have it."""
+    """Return the exception that an actor raised; `error` itself if Ray does not report one."""
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, Exception) else error
     found = [*_LAST_LINE.finditer(str(error))] if isinstance(error, RayActorError) else []

@@ -1,13 +1,13 @@
-"""One protocol for each role: stage, prefill group, decode worker, rank. It needs neither torch nor Ray.
+"""Interfaces of the worker processes: pipeline stage, prefill group, decode worker, tensor-parallel rank.
 
-Plain classes implement them; `remote` makes a proxy for an actor. A method's signature says how its calls
-are sent:
+Plain classes implement these protocols, and `remote` makes proxies for Ray actors. This module imports
+neither torch nor Ray. A method's signature says how a proxy sends its calls:
 
-- `async def`: a call; calls run concurrently.
-- `def … -> AsyncIterator`: a stream; closing it early ends its work.
-- `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in order.
+- `async def`: a call. Calls run concurrently.
+- `def … -> AsyncIterator`: a stream. Closing it early stops the work.
+- `def … -> Answer`: a command. It is sent before the method returns. Commands run one by one, in order.
 - `def … -> Deferred`: a command in two parts. The first part runs like other commands and returns a function
-  that waits for the result, concurrently with later commands.
+  that waits for the result. This function runs concurrently with later commands.
 - `def … -> None`: a notice. It overtakes commands, and the caller does not learn whether it failed.
 """
 
@@ -22,58 +22,58 @@ T = TypeVar("T")
 Role = TypeVar("Role")
 
 Answer: TypeAlias = T | Awaitable[T]
-"""The value from a plain class, an awaitable from a proxy. `settled` takes either."""
+"""A command's result: a plain class returns the value, a proxy an awaitable. `settled` takes both."""
 Deferred: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "deferred"]
-"""A callable from a plain class, an awaitable from a proxy. `finished` takes either."""
+"""A two-part command's result: a plain class returns a callable, a proxy an awaitable. `finished` takes
+both."""
 
 PrefillEvent = events.ChunkRead | events.PrefillDone | requests.Refused
 GenerateEvent = events.FirstTokenTimings | events.Token | events.FinishEvent
 
 
 class Stage(Protocol):
-    """A stage's methods for its controller.
+    """A pipeline stage's methods, which its prefill group's controller calls.
 
-    RequestFailed concerns one request. Any other error of a command ends the group.
+    RequestFailed ends one request. Any other error of a command ends the whole group.
     """
 
     def open(self, request: stages.OpenRequest) -> Answer[None]:
-        """Prepare for a request's chunks. If the request is resumed, fetch the KV of earlier chunks back."""
+        """Prepare for a request's chunks. If the request resumes, fetch earlier KV from the decode worker."""
 
     def run_chunk(self, command: stages.ChunkCommand) -> Deferred[stages.ChunkReport]:
-        """Run a chunk. The first part returns when everything is launched, so that the next chunk can be
-        launched."""
+        """Run a chunk. The first part returns once all kernels are launched, before the GPU has finished."""
 
     def close(self, request_id: str) -> Answer[bool]:
-        """End a request, if it is known. None of its commands may follow.
+        """End a request; unknown ids are ignored. The caller must not send further commands for it.
 
         Returns:
-            Whether its pages are free. If not, call again later: a decode worker still reads them.
+            Whether its pages are free. If not, a decode worker still reads them; call again later.
         """
 
     def pages_used(self) -> Answer[int]: ...
 
     def abandon(self, serial: int) -> None:
-        """Make this request's chunks fail with RequestFailed within a layer's time. It must still be
-        closed."""
+        """Make a request's chunks fail with RequestFailed before their next layer. The caller must still
+        close the request."""
 
 
 class Leased(Protocol):
-    """A worker whose requests a door renews."""
+    """A worker whose requests hold leases. An API server renews them."""
 
     @property
     def name(self) -> str: ...
 
     async def cancel(self, request_id: str) -> None:
-        """Cancel a request, and return when its pages are free. Unknown ids are ignored."""
+        """Cancel a request, and wait until its pages are free. Unknown ids are ignored."""
 
     async def renew(self, request_ids: Sequence[str]) -> None:
         """Extend the requests' leases; unknown ids are ignored. Renewing an ended request confirms that the
-        door knows of its session."""
+        API server knows of the session made from it."""
 
 
 class Group(Leased, Protocol):
     def prefill(self, job: requests.PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Prefill a prompt: yield ChunkRead for each chunk, then one PrefillDone; or one Refused.
+        """Prefill a prompt. Yields either ChunkRead for each chunk and then one PrefillDone, or one Refused.
 
         The stream ends when every stage has freed the request's pages.
 
@@ -82,7 +82,7 @@ class Group(Leased, Protocol):
         """
 
     async def queue_refusal(self, tokens: int) -> requests.Refused | None:
-        """Return why the queue does not take a prompt of `tokens` tokens now; None if it does. Raises
+        """Return the queue's refusal of a prompt of `tokens` tokens; None if there is room. Raises
         PrefillFailed."""
 
     async def stats(self) -> states.GroupStats:
@@ -90,61 +90,61 @@ class Group(Leased, Protocol):
 
 
 class KVReceiver(Protocol):
-    """A decode worker's methods for stages. It ignores unknown requests."""
+    """A decode worker's methods that prefill stages call to hand over KV. Unknown requests are ignored."""
 
     async def announce(self, announcement: stages.KVAnnouncement) -> None: ...
 
     async def first_logits(self, message: stages.FirstLogits) -> None: ...
 
     async def kv(self, wanted: stages.KVRange) -> stages.HostKV:
-        """Return KV that has arrived, for a stage that resumes a prompt of a dead group. Raises
+        """Return KV that has arrived, to a stage that resumes a prompt of a dead prefill group. Raises
         DecodeFailed.
         """
 
     async def open_pages(self, writer: stages.PageWriter) -> tuple[int, ...]:
-        """Return the request's page table, and hold its pages until the stage closes them or ends. Raises
-        DecodeFailed."""
+        """Return the request's page table, so that a stage can write into its pages. They stay allocated
+        until the stage calls `close_pages` or its process ends. Raises DecodeFailed."""
 
     async def close_pages(self, writer: stages.PageWriter) -> None: ...
 
 
 class Rank(Protocol):
-    """The methods of a decode worker's other ranks for rank 0."""
+    """The methods of a tensor-parallel rank of a decode worker. Rank 0 calls them on the other ranks."""
 
     def compute(self, work: str, *arguments: Any) -> None:
-        """Run a call of `DecodeRunner`, after those sent before. If it fails, the other ranks hang until the
-        worker is replaced."""
+        """Call the method `work` of this rank's `DecodeRunner`. Calls run in the order in which they are
+        sent. If one fails, the other ranks hang until the worker is replaced."""
 
     async def read(
         self, announcement: stages.KVAnnouncement, layers: Sequence[int], pages: Sequence[int]
     ) -> int:
-        """Read this rank's heads of announced KV into its pages. Returns the bytes read. Raises
+        """Copy this rank's KV heads of announced KV into its pages. Returns the number of bytes. Raises
         HandoffError.
         """
 
     async def kv(self, wanted: stages.KVRange, pages: Sequence[int]) -> stages.HostKV:
-        """Return this rank's heads of KV that has arrived."""
+        """Return this rank's KV heads of KV that has arrived."""
 
     async def move(self, runs: Sequence[tuple[int, int, int]], layers: range, back: bool) -> None:
-        """Copy pages of some layers to slots of host memory, or slots to pages if `back`, as
-        `HostMemory.copy` does."""
+        """Copy pages of `layers` to slots of host memory, or slots to pages if `back` (`HostMemory.copy`)."""
 
     async def stored(self, work: str, name: bytes, slots: Sequence[int]) -> None:
-        """Save, load or remove a group of slots, as `HostMemory.stored` does. Raises StoreError."""
+        """Save host-memory slots to a file, load them from it, or remove the file (`HostMemory.stored`).
+        Raises StoreError."""
 
 
 class DecodeWorker(Leased, KVReceiver, Protocol):
-    """A decode worker's methods for doors and stages."""
+    """A decode worker's methods, which API servers and prefill stages call."""
 
     async def reserve(self, reservation: requests.Reservation) -> requests.Reserved | requests.Refused: ...
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """Begin another attempt at a prompt whose group is lost. KV after the returned point is dropped, and
-        only the new attempt's messages are accepted.
+        """Begin another attempt at a prompt whose prefill group is lost. The worker drops KV after the
+        returned point, and from then on accepts only the new attempt's messages.
 
         Returns:
-            The last of `points`, in tokens, before which all KV has arrived; the number of held tokens if
-                there is none.
+            The last of `points` (token positions) before which all KV has arrived. If there is none: the
+                number of tokens that a session or cached prefix already provides.
         Raises:
             DecodeFailed: The request's prompt is not being prefilled.
         """
@@ -153,17 +153,17 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
         """Yield one FirstTokenTimings, each Token, and one FinishEvent."""
 
     async def keep(self, job: requests.KeepSession) -> events.SessionKept | requests.Refused:
-        """Turn a prefilled request into a session once all its KV has arrived.
+        """Wait until all KV of a request has arrived, then turn the request into a session.
 
         Returns:
             Refused if the request is unknown or cancelled, or its deadline has passed.
         Raises:
             HandoffFailed: KV is lost.
-            ValueError: The ids are those of another prompt.
+            ValueError: `job.prompt_ids` belong to another prompt.
         """
 
     async def find_prefix(self, key: prompts.PromptKey) -> events.Prefix | None:
-        """Return the prompt's prefix hit on this worker; None if that is less than a page."""
+        """Return the prompt's prefix hit on this worker; None if it is shorter than a page."""
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         """End a session. Returns False if the owner has no such session."""
@@ -206,14 +206,12 @@ class _StandIn:
 
 
 def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form], Callable[..., Any]]) -> Role:
-    """Make an object with the methods of `role`, unchecked by the type checker. `method` makes each method
-    from its name and form.
-    """
+    """Make an object with the methods of `role`. `method` makes each one from its name and `Form`."""
     return cast(Role, _StandIn(name, {each: method(each, form) for each, form in forms(role).items()}))
 
 
 def sent(actor: Any, method: Callable[[Any, T], Awaitable[Any]], argument: T) -> Any:
-    """Call an actor and return Ray's reference to its answer, for threads that wait for several answers."""
+    """Call an actor's method and return Ray's ObjectRef, so that a thread can wait for several answers."""
     return getattr(actor, method.__name__).remote(argument)
 
 

@@ -1,7 +1,7 @@
-"""The workers' configuration: frozen dataclasses that need no torch.
+"""The workers' configuration, as frozen dataclasses. It imports no torch.
 
-The classes are sections of the configuration file (`service/config.py`), which checks their fields' bounds. A
-class made in code is not checked.
+Each class is a section of the configuration file. `service/config.py` checks the fields' bounds when it reads
+the file; an object made in code is not checked.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -21,15 +21,15 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Room = Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)]
-"""The tokens whose KV a worker has room for, in whole pages."""
+"""Size of a worker's KV cache in tokens, a multiple of the page size."""
 Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
-"""The tokens of a prefill chunk, in whole attention tiles."""
+"""Tokens of a prefill chunk, a multiple of the attention tile's size."""
 MAX_RECOMPUTE_BLOCKS = 64
 Blocks = Annotated[int, Field(ge=0, le=MAX_RECOMPUTE_BLOCKS)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
 Directory = Annotated[str, Field(pattern="^/")]
-"""An absolute path, on every node."""
+"""An absolute path that exists on every node."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantisation = Literal["fp8"]
 KVDtype = Literal["int8"]
@@ -51,16 +51,16 @@ class ModelSpec:
     """A model, and changes to it.
 
     Attributes:
-        path: A model directory, the embedded default's name, a .gguf file or a hub id.
-        adapter: A PEFT LoRA directory that is merged at load.
+        path: A model directory, a .gguf file, a hub id, or the name of the embedded demo model.
+        adapter: The directory of a PEFT LoRA adapter, which is merged into the weights at load.
         dtype: The format of weights, activations and KV cache.
-        family_modules: Modules outside the package that register families.
-        rope_theta, max_position_embeddings: Replace the model's.
-        profile: Its calibration file.
-        digest: The `model_digest` that every process compares with what it finds at `path`. Serve's
+        family_modules: Python modules outside the package that register model families.
+        rope_theta, max_position_embeddings: Replace the value in the model's configuration.
+        profile: The model's calibration file.
+        digest: The expected `model_digest`. Every process compares it with the model at `path`. Serve's
             application sets it, so that all nodes serve the same model. None: nothing is compared.
-        quantisation: `fp8` holds and multiplies the layers' matrices in 8 bits on GPUs, with a scale for each
-            output channel and token. Output head, attention and KV cache stay in `dtype`.
+        quantisation: `fp8` runs the layers' GEMMs in 8 bits on GPUs, with a scale for each output channel and
+            each token. Output head, attention and KV cache stay in `dtype`.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -88,20 +88,20 @@ class WorkerConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     drain_s: NonNegative = 0.0
-    """Seconds in which a worker that is taken away ends its prompts, requests and sessions; 0: none."""
+    """Seconds that a worker gets to finish its requests and sessions before it is removed; 0: none."""
     surge: bool = False
-    """On a cluster, start new workers before old ones go, one after the other. That needs room for one
-    more."""
+    """On a cluster, replace workers one by one, and start each new one before the old one ends. That needs
+    resources for one more worker."""
     device: Device = "cpu"
     """`cpu`, `cuda`, or `cuda:N`."""
     threads: Count = 1
     """CPU threads of each process."""
     node_labels: Labels = field(default_factory=dict)
-    """Labels of nodes where stages or decode workers may run; empty: anywhere."""
+    """Labels that a node must have to run stages or decode workers; empty: any node."""
     stream_lease_s: Positive = 5.0
-    """A request is cancelled when its door has not renewed it for this long."""
+    """Seconds after which a worker cancels a request that its API server has not renewed."""
     kernel_cache: Directory | None = None
-    """Where compiled kernels are kept for the next start. None: where Triton keeps them."""
+    """Directory of compiled kernels, which the next start reuses. None: Triton's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,40 +109,43 @@ class PrefillConfig(WorkerConfig):
     """A prefill group.
 
     Attributes:
-        groups: Number of prefill groups, which prefill different prompts.
-        stages: Pipeline stages of a group: processes, each with a share of the layers.
-        chunk_tokens: Tokens of the longest chunk. Several GPU stages get shorter chunks.
+        groups: Number of prefill groups. Each prompt is prefilled by one group.
+        stages: Pipeline stages of a group. Each is a process with a share of the layers.
+        chunk_tokens: Tokens of the longest chunk. With several GPU stages, chunks are shorter.
         cache_tokens: Size of the KV cache in each stage, in tokens.
         cpus_per_stage, gpus_per_stage: CPUs and GPUs that each stage requests from Ray.
     """
 
     groups: Count = 1
     max_groups: Count | None = None
-    """On a cluster, the most groups, started when the backlog needs them. None: always `groups`."""
+    """On a cluster, the largest number of groups. More start when the backlog grows. None: always
+    `groups`."""
     backlog_s: Positive = 30.0
-    """With max_groups: seconds in which groups should read the waiting prompts."""
+    """With max_groups: add groups if prefilling the waiting prompts would take more than this many
+    seconds."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     cache_tokens: Room = 32_768
     cpus_per_stage: NonNegative = 0.5
     gpus_per_stage: NonNegative = 0.0
     max_waiting: Count = 64
-    """Prompts that may wait in a group."""
+    """Maximum number of prompts that wait in a group."""
     chunk_slack_s: Positive = 1.0
-    """A stage is asked for a sign of life when a chunk takes this much longer than twice the request's last
-    one. It is replaced if it gives none in 3 s."""
+    """The controller asks a stage for a sign of life when a chunk takes this many seconds longer than twice
+    the time of the request's last chunk. A stage that does not answer in 3 s is replaced."""
     stall_s: Positive = 300.0
-    """Even a stage that gives signs of life is replaced once a chunk has taken this long."""
+    """Seconds after which a stage is replaced that still works on one chunk, even if it answers."""
     unmeasured: Literal["safe", "allow"] = "safe"
-    """Without a profile of the model and a `door.default_method`, requests get by default: `safe`, `dense`,
-    since nothing sparser is known to keep its answers (docs/experiments/0006); `allow`, `dpxa`."""
+    """The default attention method of a model without a profile, if `door.default_method` is not set. `safe`:
+    `dense`, since no sparse method is known to keep this model's answers (docs/experiments/0006). `allow`:
+    `dpxa`."""
     method_modules: tuple[str, ...] = ()
-    """Modules outside the package that register methods."""
+    """Python modules outside the package that register attention methods."""
     method_options: MethodOptions = field(default_factory=dict)
-    """This service's defaults for methods' options: `{dpxa: {density: 0.08}}`."""
+    """Default options of attention methods, such as `{dpxa: {density: 0.08}}`."""
     warm_up: tuple[WarmedUp, ...] = ()
-    """Methods that every stage runs before it takes requests, because a GPU compiles at first use. Some
-    options are compiled in, such as `{dpxa: {q_anchors: 32}}`."""
+    """Attention methods whose kernels every stage compiles before it takes requests. Name options that change
+    the kernels, such as `{dpxa: {q_anchors: 32}}`."""
 
     @property
     def warmed_up(self) -> list[tuple[str, Mapping[str, float]]]:
@@ -150,7 +153,7 @@ class PrefillConfig(WorkerConfig):
         return [item for entry in given for item in entry.items()]
 
     def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
-        """Add this service's defaults to a method's options. Raises MethodError, which names the field."""
+        """Return the attention method `name`. `options` override `method_options`. Raises MethodError."""
         base = name.partition("+")[0]
         return method_spec(name, {**self.method_options.get(base, {}), **(options or {})})
 
@@ -160,45 +163,45 @@ class DecodeConfig(WorkerConfig):
     """A decode worker and its page selection (DELTA, Algorithm 2).
 
     Attributes:
-        workers: Number of decode workers, which answer different requests.
-        tensor_parallel: Ranks of a worker, each on its own GPU with its share of heads and matrices.
+        workers: Number of decode workers. Each request is decoded by one worker.
+        tensor_parallel: Tensor-parallel ranks of a worker, each on its own GPU.
         cache_tokens: Size of a worker's KV cache, in tokens.
         max_batch: Maximum number of requests in a worker's batch.
         append_chunk_tokens: Chunk size when a worker prefills tokens after a session or a cached prefix.
-        max_session_ttl_s: The longest time for which a client may keep a session.
-        page_selection: The default for requests.
+        max_session_ttl_s: Maximum number of seconds for which a client may keep a session.
+        page_selection: The page selection of requests that name none.
         page_budget: K, the number of pages that a sparse layer attends to.
-        recency: L, the number of last pages that are always among them.
-        full_layers: Dense layers that score no pages.
-        delta_layers: Δ-layers: dense layers that score pages. Without any, `delta` is refused.
+        recency: L, the number of most recent pages that are always among the K pages.
+        full_layers: Layers that attend to all pages and score none.
+        delta_layers: Δ-layers: they attend to all pages and score them. Without any, `delta` is refused.
     """
 
     workers: Count = 1
     max_workers: Count | None = None
-    """On a cluster, the most workers, started when pages and requests need them. None: always `workers`."""
+    """On a cluster, the largest number of workers. More start when the load grows. None: always `workers`."""
     usage: Fraction = 0.8
-    """With max_workers: the largest share of pages that should be in use."""
+    """With max_workers: a worker is added if a larger share of all pages would be in use."""
     tensor_parallel: Count = 1
     cache_tokens: Room = 65_536
     kv_dtype: KVDtype | None = None
-    """`int8` keeps the KV cache in 8 bits, in this worker's pages and in those of the stages that fill them.
-    None: in model.dtype."""
+    """The format of the KV cache in decode workers and prefill stages. `int8`: 8 bits. None: model.dtype."""
     host_cache_gib: NonNegative = 0.0
-    """A worker's host memory for the prefix cache; 0: none. Cached blocks are copied there, and back when
-    they are found only there. It is pinned if the worker is on a GPU."""
+    """GiB of host memory to which a worker offloads cached blocks of its prefix cache; 0: none. On a GPU
+    worker this memory is pinned."""
     store: Directory | None = None
-    """A directory where a worker saves its host memory's cached blocks, in groups of 256 tokens. It outlives
-    the worker. Workers of one model may share it. None: nothing is saved."""
+    """A directory where a worker saves cached blocks from its host memory, in files of 256 tokens. The files
+    outlive the worker, and several workers of one model may share them. None: nothing is saved."""
     store_gib: Positive = 100.0
-    """The most that a worker saves. It evicts the least recently used."""
+    """Maximum size of a worker's files in GiB. It evicts the least recently used."""
     max_batch: Count = 16
     max_wait_s: NonNegative = 10.0
-    """The longest wait of a reservation for pages. One that is expected to wait longer is refused at once."""
+    """Maximum number of seconds that a request waits for free pages. A request that is expected to wait
+    longer is refused at once."""
     append_chunk_tokens: Count = 256
     recompute_blocks: Blocks | None = None
-    """How many blocks of a sparsely read prompt are computed again with dense attention before the first
-    token: those that the question attends to most. The default of requests. None: 8, or 0 where
-    `door.default_method` is `dense`."""
+    """Number of 128-token blocks of a sparsely prefilled prompt that are recomputed with dense attention
+    before the first token: those that the question attends to most. Requests may override it. None: 8, or 0
+    if `door.default_method` is `dense`."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8
@@ -206,13 +209,13 @@ class DecodeConfig(WorkerConfig):
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
     cpus: NonNegative = 0.5
-    """Each rank asks for this many, and for `gpus` GPUs."""
+    """CPUs that each rank requests from Ray."""
     gpus: NonNegative = 0.0
-    """With `device: cuda`, 0 means that rank i takes GPU i of its host, beside the stage that Ray has put
-    there."""
+    """GPUs that each rank requests from Ray. With `device: cuda`, 0 means that rank i shares GPU i of its
+    host with the stage that runs there."""
     warm_up: bool = False
-    """Decode made-up requests first: a GPU compiles at first use, and only then are decode steps CUDA
-    graphs."""
+    """Compile all kernels and capture the CUDA graphs of decode steps before the worker takes requests.
+    Without it, decode steps are not CUDA graphs."""
 
     def contradictions(self) -> Iterator[str]:
         if self.recency > self.page_budget:
@@ -223,8 +226,11 @@ class DecodeConfig(WorkerConfig):
             yield f"full_layers and delta_layers share {both}"
 
     def layer_problems(self, layers: int, windows: Collection[int] = ()) -> Iterator[str]:
-        """Yield a line for each wrong key, which names it first. `windows` are layers with a sliding
-        window.
+        """Yield a message for each wrong key. The message begins with the key.
+
+        Args:
+            layers: Number of the model's layers.
+            windows: The layers with a sliding window.
         """
         if among := sorted({*windows} & {*self.delta_layers}):
             yield f"delta_layers names {among}, which attend to a window: such layers choose no pages"
@@ -236,14 +242,15 @@ class DecodeConfig(WorkerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffConfig:
-    """How the KV cache gets from prefill stages to decode workers.
+    """The transport of KV from prefill stages to decode workers.
 
     Attributes:
         transport: `object_store`: Ray's shared memory. `cuda_ipc`: from GPU to GPU, in one container of one
-            host. `nixl`: across hosts, from GPU to GPU or host to host, by RDMA if there is any; it needs its
-            package. `mapped`: a stage and a decode worker on one GPU share weights and pages, and nothing is
-            handed over.
-        ack_timeout_s: A decode worker that takes longer to acknowledge a stage's message counts as failed.
+            host. `nixl`: from GPU to GPU or host to host, also across hosts, by RDMA where there is any; it
+            needs the package nixl. `mapped`: a stage and a decode worker on one GPU share weights and pages,
+            so that nothing is copied.
+        ack_timeout_s: Seconds after which a decode worker counts as failed that has not acknowledged a
+            stage's message.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -253,8 +260,9 @@ class HandoffConfig:
 
 
 def pairing(model: ModelSpec, handoff: HandoffConfig, kv_dtype: KVDtype | None) -> str:
-    """Return a string that is equal for groups and decode workers with the same KV format and transport.
+    """Return a string that is equal for prefill groups and decode workers that can serve a prompt together.
 
-    While one configuration replaces another, only workers with equal strings can serve a prompt together.
+    They need the same model, KV format and transport. While a new configuration is rolled out, workers of the
+    old one still run.
     """
     return repr((replace(model, profile=None), handoff.transport, kv_dtype))

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans, in each process that works on a request.
+"""OpenTelemetry spans of the processes that work on a request.
 
-Their context comes with the message, as a W3C `traceparent`. Without it, or without a provider, nothing is
-recorded and OpenTelemetry is not imported. A span's start is by its host's wall clock, its duration by the
-process's own clock.
+Messages carry the parent span as a W3C `traceparent`. Without a `traceparent` or a provider, nothing is
+recorded and OpenTelemetry is not imported. A span's start is measured by the host's wall clock, its duration
+by the process's monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CONSOLE = "console"
 _NS = 1_000_000_000
 _DELAY_MS = 1000.0
-"""How long spans wait before they are sent. A killed process loses these."""
+"""Milliseconds for which finished spans are buffered before export. A killed process loses them."""
 
 Clock = Callable[[], float]
 """Returns seconds, and never goes back."""
@@ -33,7 +33,7 @@ class SpanSink:
     """The destination of spans.
 
     Attributes:
-        target: A collector's OTLP URL over HTTP, CONSOLE, or empty: none.
+        target: The OTLP/HTTP URL of a collector; CONSOLE for stdout; empty: spans are not recorded.
         model: The model's name in spans.
     """
 
@@ -42,11 +42,11 @@ class SpanSink:
 
 
 class Span:
-    """A span: a piece of a request's work. Without arguments it does nothing.
+    """A trace span of one request. Without arguments it records nothing.
 
     Args:
-        clock: The clock of all its times.
-        since: The start time.
+        clock: The clock of all times that this span is given.
+        since: The start time on `clock`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Span:
 
     @property
     def context(self) -> str:
-        """The `traceparent` for child spans; empty: not traced."""
+        """The `traceparent` to send to other processes for child spans; empty if not traced."""
         if self._span is None:
             return ""
         known = self._span.get_span_context()
@@ -78,7 +78,8 @@ class Span:
         return Span(self._tracer, span, self._clock, since)
 
     def part(self, name: str, begin: float | None, end: float | None) -> None:
-        """Record a child span from begin to end, on the span's clock, unless it is empty or one is None."""
+        """Record a child span between two times on this span's clock. Does nothing if one of them is None or
+        `end` is not after `begin`."""
         if self._tracer is not None and begin is not None and end is not None and end > begin:
             span = self._tracer.start_span(name, self._below(), start_time=self._moment(begin))
             span.end(self._moment(end))
@@ -140,9 +141,9 @@ def wall_ns(ago: float) -> int:
 
 
 def provider(sink: SpanSink, instance: str) -> TracerProvider | None:
-    """Make the provider that exports this process's spans; None if there is no target.
+    """Make the provider that exports this process's spans; None if `sink` has no target.
 
-    `instance` is the process's name. Raises ImportError.
+    `instance` is the process's name in spans. Raises ImportError if OpenTelemetry is not installed.
     """
     if not sink.target:
         return None

@@ -1,12 +1,11 @@
-"""Says what a slow close waits for."""
-
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SLOW_S = 30.0
-"""Longer than any close should take: a chunk or a decode step takes seconds."""
+"""Seconds after which a wait is logged. Closing waits for a chunk or a decode step, which takes a few
+seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -17,13 +16,12 @@ def said_when_slow(
     after_s: float | None = None,
     say: Callable[[str], object] = log.warning,
 ) -> Iterator[None]:
-    """Say what the block waits for every `after_s` seconds.
+    """Log what a `with` block waits for, every `after_s` seconds until the block ends.
 
     Args:
-        what: Returns the text after "waits for". It is called on another thread, since the block may occupy
-            its own.
+        what: Returns the text after "waits for". It is called on another thread.
         after_s: Seconds; None: SLOW_S.
-        say: Takes the line. By default it is logged.
+        say: Takes the line. By default it logs a warning.
     """
     over, seconds = threading.Event(), SLOW_S if after_s is None else after_s
 

@@ -1,7 +1,8 @@
-"""Every type that is sent between processes, frozen and free of torch, so that doors may import it.
+"""The messages between processes: frozen dataclasses that import no torch.
 
-A door sends a `Reservation` to a decode worker and a `PrefillJob` to a prefill group, which answers with
-`ChunkRead` … `PrefillDone`. Stages meanwhile announce KV to the decode worker (`KVAnnouncement`,
-`FirstLogits`). Then the door sends the decode worker a `GenerateJob` (or `KeepSession`) and reads `Token` …
-`FinishEvent`. Durations are seconds; `deadline` is seconds since the epoch.
+The API server ("door" in names) sends a `Reservation` to a decode worker and a `PrefillJob` to a prefill
+group, which answers with `ChunkRead` … `PrefillDone`. During prefill, stages announce KV to the decode worker
+(`KVAnnouncement`, `FirstLogits`). Then the API server sends the decode worker a `GenerateJob` or
+`KeepSession` and receives `Token` … `FinishEvent`. Durations are seconds; `deadline` is seconds since the
+epoch.
 """

@@ -1,19 +1,19 @@
-"""Workers' answers to a door while a request runs and when it ends."""
+"""Events that workers send to the API server while a request runs and when it ends."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 _SCORING = ("anchors", "scoring", "selection")
-"""Phases of a stage that say which tiles to compute."""
+"""Phases of a stage that select the attention tiles to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDensity:
-    """The attention tiles of one layer, summed over heads, and the time for them.
+    """Attention tiles of one layer, summed over heads, and the time spent on them.
 
     Attributes:
-        computed, causal: Numbers of tiles.
+        computed, causal: Number of computed tiles, and of all causal tiles.
         attention: Seconds spent in attention.
         choosing: Seconds spent on anchors, scoring, selection and correction.
     """
@@ -53,8 +53,8 @@ class PrefillReport:
         wall: Seconds from the first chunk's start to the last stage's end.
         critical: The parts of `wall` in seconds: the last stage's phases, activation_wait, other_requests
             (chunks of other requests) and group_overhead (the rest).
-        stages: Seconds of each stage's phases. Stages overlap in time.
-        launch_bound: Seconds of each stage in chunks whose GPU waited for the host's launches.
+        stages: For each stage, the seconds of its phases. Stages overlap in time.
+        launch_bound: For each stage, the seconds of chunks in which the GPU waited for kernel launches.
     """
 
     queue: float
@@ -74,7 +74,7 @@ class PrefillReport:
 
     @property
     def scoring_overhead(self) -> float:
-        """The ratio of the time for anchors, scores and selection to the time for attention."""
+        """The time for anchors, scoring and selection, divided by the time for attention."""
         attention = sum(stage.get("attention", 0.0) for stage in self.stages)
         scoring = sum(stage.get(name, 0.0) for stage in self.stages for name in _SCORING)
         return scoring / attention if attention > 0 else 0.0
@@ -82,7 +82,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """A chunk was prefilled. `so_far` is the report up to this chunk's end."""
+    """One chunk has been prefilled. `so_far` is the report up to the end of this chunk."""
 
     tokens_done: int
     tokens_total: int
@@ -101,8 +101,8 @@ class Token:
 
     Attributes:
         index: Counts from 0.
-        logprob: Natural logarithm under the model's unmodified distribution.
-        text: Set by the door; empty while characters or stop strings are incomplete.
+        logprob: The token's natural log probability, before temperature, top_p and top_k.
+        text: Set by the API server; empty while a character or a stop string is incomplete.
     """
 
     index: int
@@ -114,20 +114,21 @@ class Token:
 class FinishReason(StrEnum):
     STOP = "stop"
     STOP_STRING = "stop_string"
-    """The answer contains one of the request's stop strings. Only doors see text."""
+    """The answer contains one of the request's stop strings. Only the API server checks this."""
     LENGTH = "length"
-    """The answer has max_tokens tokens, or fills the model's positions."""
+    """The answer has max_tokens tokens, or has reached the model's last position."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     FAILED = "failed"
     NO_KV = "no_kv"
     OTHER = "other"
-    """A reason of a newer server, which only clients see."""
+    """A client reports this if a newer server sends a reason that it does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A session: a decode worker keeps a prompt's KV cache until `expires`, in seconds since the epoch."""
+    """A prompt's KV cache that a decode worker keeps for a client until `expires` (seconds since the
+    epoch)."""
 
     session_id: str
     expires: float
@@ -139,9 +140,9 @@ class Prefix:
     """A prefix hit: a decode worker has the KV of a prompt's first `tokens` tokens in its prefix cache.
 
     Attributes:
-        exact: Whether dense attention made all of it.
-        disk_tokens: Number of its last tokens whose KV is on disk only.
-        disk_s: Estimated seconds to load these from disk; 0: unknown.
+        exact: Whether dense attention computed all of this KV.
+        disk_tokens: Number of tokens, at the end of the hit, whose KV is only on disk.
+        disk_s: Estimated seconds to load that KV from disk; 0: unknown.
     """
 
     tokens: int
@@ -155,8 +156,8 @@ class Usage:
     """The token counts of a request.
 
     Attributes:
-        cached_tokens: Prompt tokens whose KV was cached and not computed again.
-        host_tokens, disk_tokens: How many of these were loaded from host memory, or from disk.
+        cached_tokens: Prompt tokens whose KV came from the prefix cache or a session.
+        host_tokens, disk_tokens: Cached tokens whose KV was loaded from host memory, or from disk.
     """
 
     prompt_tokens: int
@@ -168,18 +169,18 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeReport:
-    """The decode worker's parts of the time to first token, in seconds, and its page counts.
+    """A decode worker's measurements of one request. Durations are seconds of the time to first token.
 
     Attributes:
-        handoff_exposed: From the later of the job's and the logits' arrival to the last KV's arrival.
-        decode_wait: From there until the scheduler admitted the request.
-        append_prefill: Prefill of appended tokens.
-        recompute: Recomputation of blocks and of the question.
+        handoff_exposed: Wait for the last KV after the job and the prompt's logits have arrived.
+        decode_wait: Wait after that, until the scheduler admits the request.
+        append_prefill: Prefill of appended tokens by the decode worker.
+        recompute: Dense recomputation of blocks and of the question.
         first_step: Sampling of the first token.
-        pages_attended, pages_held: Pages that sparse layers attended to, and all pages, summed over layers
-            and steps.
-        own_steps: The request's share of decode steps: the sum of 1 / batch size over its steps.
-        recomputed_tokens: Tokens of the recomputed blocks.
+        pages_attended, pages_held: Pages that sparse layers attended to, and pages that these layers had,
+            both summed over layers and steps.
+        own_steps: The sum of 1 / batch size over the request's decode steps.
+        recomputed_tokens: Number of tokens in the recomputed blocks.
     """
 
     handoff_exposed: float = 0.0
@@ -198,7 +199,7 @@ class DecodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenTimings:
-    """Sent just before the first Token. `session` is the prompt's session, if the job asked for one."""
+    """Event before the first Token. `session` is set if the job asked to keep the prompt as a session."""
 
     request_id: str
     report: DecodeReport

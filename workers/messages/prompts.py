@@ -1,7 +1,7 @@
-"""Prefix-cache keys: a hash chain over a prompt's pages, under a root (owner, salt, model, method).
+"""Prefix-cache keys: a hash chain over a prompt's pages, under a root (a hash of owner, salt, model, method).
 
-A link is a hash of the previous link and the page's token ids, so equal links mean equal prefixes. A cached
-page's name is its root and its link.
+Each page has a link, the hash of the previous link and the page's token ids. Equal links mean equal prefixes.
+A root and a link together identify a cached page.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ PAGE_BYTES = PAGE_TOKENS * 4
 
 
 def root_of(*about: object) -> bytes:
-    """Hash these values into a root. Their `repr` must show them completely."""
+    """Hash the values' `repr` into a root. Unequal values must have unequal `repr`s."""
     return hashlib.sha256(repr(about).encode()).digest()[:LINK_BYTES]
 
 
 def chain_of(ids: bytes, after: bytes = b"") -> bytes:
-    """Return a link for each full page of `ids` (little-endian uint32), concatenated.
+    """Return the concatenated links of the full pages of `ids` (little-endian uint32).
 
-    `after` is the link of the page before them; empty at a prompt's beginning.
+    `after` is the link of the previous page; empty at a prompt's beginning.
     """
     links = []
     for end in range(PAGE_BYTES, len(ids) + 1, PAGE_BYTES):
@@ -38,17 +38,18 @@ def links_of(chain: bytes) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptKey:
-    """The key by which a prompt finds cached pages, and under which its own pages are cached.
+    """The prefix-cache key of a prompt. It finds cached pages, and the prompt's own pages are cached under
+    it.
 
     Attributes:
         root: Hash of owner, salt, model and the method that prefills the prompt.
-        exact_root: The root for dense attention, whose KV serves every method; equal to `root` if the method
+        exact_root: The root of dense attention, whose KV every method may use; equal to `root` if the method
             prefills this prompt densely.
         lasting_tokens: Number of first tokens whose KV would be the same in a longer prompt.
-        chain: Links of the full pages.
-        tail: Packed token ids after the full pages.
-        remembers: Whether to put the request's pages into the prefix cache when it ends.
-        retain_s: Seconds for which its cached pages are evicted after all others.
+        chain: Concatenated links of the full pages.
+        tail: Packed token ids after the last full page.
+        remembers: Whether the request's pages go into the prefix cache when it ends.
+        retain_s: Seconds for which its cached pages are evicted only after all other cached pages.
     """
 
     root: bytes
@@ -64,5 +65,5 @@ class PromptKey:
         return self.root == self.exact_root
 
     def longer(self, ids: bytes) -> bytes:
-        """Return the chain of the prompt followed by `ids` (packed)."""
+        """Return the chain of the prompt with the packed token `ids` appended."""
         return self.chain + chain_of(self.tail + ids, self.chain[-LINK_BYTES:])

@@ -1,4 +1,4 @@
-"""A door's requests to prefill groups and decode workers, and their refusals and failures."""
+"""The API server's messages to prefill groups and decode workers, and the workers' refusals and failures."""
 
 import sys
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.messages.prompts import PromptKey
 
 ID_BYTES = 4
-"""Bytes of a packed token id, a little-endian uint32."""
+"""Size of a packed token id, which is a little-endian uint32."""
 if sys.byteorder != "little":
     raise ImportError("Deltafront packs numbers as this machine has them, so it needs a little-endian one")
 TAIL_TOKENS = 128
-"""Without appended text, this many last tokens count as the question. Up to a block more do, so that whole
-blocks precede it."""
+"""Number of last prompt tokens that count as the question if no text is appended. The question is made longer
+by up to a block, so that it begins at a block boundary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Sampling parameters. Temperature 0 is greedy; top_k 0 and top_p 1 are off.
 
-    With a seed, the tokens do not depend on the batch.
+    With a seed, the sampled tokens do not depend on the other requests of the batch.
     """
 
     temperature: float = 0.0
@@ -34,23 +34,23 @@ class Sampling:
 
 class PageSelection(StrEnum):
     DEFAULT = ""
-    """The worker's configured choice."""
+    """Use the worker's configuration."""
     FULL = "full"
     DELTA = "delta"
-    """The pages that a Δ-layer scored best (DELTA, Algorithm 2)."""
+    """Attend to the pages that a Δ-layer scored highest (DELTA, Algorithm 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """A request's options on every worker. A door sends them to the decode worker once, with the reservation.
+    """A request's options. The API server sends them to the decode worker once, with the reservation.
 
     Attributes:
-        page_selection: The page selection of decode steps.
-        recompute_blocks: Blocks of the prompt to recompute densely before the first token.
-        keep_ttl_s: Seconds for which a session of the prompt is kept.
+        page_selection: The pages that decode steps attend to.
+        recompute_blocks: Number of blocks of the prompt to recompute densely before the first token.
+        keep_ttl_s: Seconds for which the prompt is kept as a session.
         deadline: Seconds since the epoch.
         trace: The W3C `traceparent` of the parent span; empty: not traced.
-        constraint: The grammar that the answer follows, in llguidance's form; empty: none.
+        constraint: The grammar that the answer must match, in llguidance's format; empty: none.
     """
 
     page_selection: PageSelection = PageSelection.DEFAULT
@@ -65,25 +65,25 @@ class RequestOptions:
 class Reservation:
     """Asks a decode worker to reserve pages for a request.
 
-    The request may build on held tokens, those of a session or a cached prefix, whose pages it shares.
+    The request may extend a session or a cached prefix. It then shares the pages of these held tokens.
 
     Attributes:
-        owner: A digest of the caller, who alone may use the session; empty without authentication.
-        new_tokens: Prompt tokens after the held ones, including appended text. A group or the worker prefills
-            them.
-        max_tokens: Answer tokens still to generate; 0: prefill only.
-        session_id: The session that it builds on.
-        prefix_tokens: Tokens of the cached prefix that it starts with, in whole pages.
-        reads_rest: Whether the worker itself prefills the tokens after the prefix; otherwise a prefill group
+        owner: Digest of the caller, who alone may use the session; empty without authentication.
+        new_tokens: Number of prompt tokens after the held ones, including appended text. A prefill group or
+            the decode worker prefills them.
+        max_tokens: Maximum number of answer tokens that are still to generate; 0: prefill only.
+        session_id: The session that the request extends.
+        prefix_tokens: Number of tokens of the cached prefix that the request extends, in whole pages.
+        reads_rest: Whether the decode worker prefills the tokens after the prefix. If not, a prefill group
             does.
-        key: Finds the prefix, and makes the request's KV findable; None: neither.
+        key: The prefix-cache key of the prompt; None: no cached pages are used, and none are cached.
         keep_tokens: As in `GenerateJob`.
-        options: The request's options. They reserve pages for recomputed blocks, and an impossible page
-            selection is refused before prefill.
-        wait: Whether to wait for pages, until the deadline and for the configured time at most.
-        door: The name of the door that asks.
-        resume_tokens: Answer tokens that were already streamed, if a group prefills the prompt. Their ids
-            come with the `GenerateJob`.
+        options: The request's options. The worker also reserves pages for recomputed blocks, and refuses an
+            impossible page selection before prefill.
+        wait: Whether to wait for free pages, until the deadline and at most `decode.max_wait_s`.
+        door: The name of the API server that asks.
+        resume_tokens: Number of answer tokens that the client already has, if a prefill group prefills the
+            prompt. The `GenerateJob` brings their ids.
     """
 
     request_id: str
@@ -102,17 +102,15 @@ class Reservation:
 
     @property
     def reads(self) -> bool:
-        """Say whether the worker itself prefills the new tokens, whose ids then come with the
-        `GenerateJob`.
-        """
+        """Whether the decode worker prefills the new tokens. The `GenerateJob` then brings their ids."""
         return self.session_id is not None or self.reads_rest
 
 
 def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
-    """Return the number of new pages needed to recompute `blocks` blocks of a prompt of `tokens` tokens.
-    Other requests may share the old pages.
+    """Return the number of new pages that recomputing `blocks` blocks of a prompt of `tokens` tokens takes.
 
-    Without appended text, the prompt's last tokens need new pages, too.
+    The old pages cannot be overwritten, since other requests may share them. Without appended text, the
+    prompt's last tokens (the question) are recomputed into new pages, too.
     """
     blocks = min(blocks, max(0, tokens // BLOCK - 1))
     tail = 0 if appended else TAIL_TOKENS + BLOCK
@@ -125,7 +123,7 @@ class RefusalReason(StrEnum):
     BUSY = "busy"
     """The group's queue is full."""
     TOO_LARGE = "too_large"
-    """The request needs more pages than there are."""
+    """The request needs more pages than the worker has in all."""
     NO_SESSION = "no_session"
     """The session is unknown, expired, or another owner's."""
     NO_PREFIX = "no_prefix"
@@ -135,17 +133,17 @@ class RefusalReason(StrEnum):
     SELECTION = "selection"
     DEADLINE = "deadline"
     DUPLICATE = "duplicate"
-    """The id is in use."""
+    """A request with this id is already running."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A worker's refusal: it reserved or accepted nothing.
+    """A worker's refusal of a request. The worker has reserved nothing.
 
     Attributes:
-        needed, free: Numbers of pages.
+        needed, free: Number of pages that the request needs, and of free pages.
         retry_after_s: Seconds after which to ask again; None: never, or unknown.
-        tokens_left: Positions of the model that the prompt leaves for an answer.
+        tokens_left: Number of answer tokens that fit into the model's positions after the prompt.
     """
 
     reason: RefusalReason
@@ -158,11 +156,11 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """The worker has reserved the pages.
+    """A decode worker's answer: it has reserved `pages` pages.
 
     Attributes:
-        held_tokens: Tokens of the session or prefix that the request builds on.
-        host_tokens, disk_tokens: How many of these are loaded from host memory, or from disk.
+        held_tokens: Number of tokens of the session or cached prefix that the request extends.
+        host_tokens, disk_tokens: Held tokens whose KV is loaded from host memory, or from disk.
     """
 
     pages: int
@@ -177,9 +175,9 @@ class PrefillJob:
 
     Attributes:
         token_ids: Little-endian uint32.
-        decode_worker: The actor that reserved pages and gets the KV.
-        start: Number of first tokens, a multiple of BLOCK, whose KV stages fetch from the decode worker
-            instead of computing it.
+        decode_worker: Name of the actor that has reserved pages and receives the KV.
+        start: The first token to prefill, a multiple of BLOCK. Stages fetch the KV of earlier tokens from the
+            decode worker.
         attempt: Number of earlier attempts.
         trace: The W3C `traceparent` of the parent span; empty: not traced.
     """
@@ -201,15 +199,15 @@ class PrefillJob:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """Asks a decode worker to answer a request with a reservation. The reservation's options apply.
+    """Asks a decode worker to generate the answer of a request that has a reservation.
 
     Attributes:
-        extend_ids: Packed ids of the tokens that the worker prefills itself: text after a session or prefix,
-            and answer tokens that were already streamed.
+        extend_ids: Packed ids of the tokens that the decode worker prefills: text after a session or cached
+            prefix, then answer tokens that the client already has.
         keep_tokens: Number of first prompt tokens that become a session once the first token is sent.
-        prompt_ids: Packed ids of the tokens before the appended ones; empty unless blocks may be recomputed,
-            now or in a later request on the session.
-        answered_tokens: Number of last `extend_ids` that belong to the answer.
+        prompt_ids: Packed ids of the prompt tokens before `extend_ids`; empty unless blocks may be
+            recomputed, now or in a later request on the session.
+        answered_tokens: Number of tokens at the end of `extend_ids` that belong to the answer.
     """
 
     request_id: str
@@ -222,7 +220,7 @@ class GenerateJob:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepSession:
-    """Asks a decode worker to make a session of a reserved request's prompt, once its KV is complete.
+    """Asks a decode worker to keep a request's prompt as a session, once all its KV has arrived.
 
     Attributes:
         prompt_ids: As in `GenerateJob`.
@@ -233,11 +231,11 @@ class KeepSession:
 
 
 class PrefillFailed(Exception):
-    """A prefill ended without a result. str() is one line. The group may still be alive."""
+    """A prompt could not be prefilled. str() is one line. The prefill group may still be alive."""
 
 
 class PrefillCancelled(PrefillFailed): ...
 
 
 class DecodeFailed(Exception):
-    """A decode worker's request failed. str() is one line."""
+    """A request failed on a decode worker. str() is one line."""

@@ -1,4 +1,4 @@
-"""Messages inside a prefill group, and from its stages to decode workers."""
+"""Messages between the controller and the stages of a prefill group, and from stages to decode workers."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,9 +9,9 @@ from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
 
 
 class Rendezvous(NamedTuple):
-    """The address at which a group's stages or a decode worker's ranks meet.
+    """The address of the store through which a prefill group's stages or a decode worker's ranks connect.
 
-    The store admits every process that has the secret, so the secret travels only by Ray.
+    Only processes with the secret may connect, so the secret is sent only through Ray.
     """
 
     address: str
@@ -20,11 +20,11 @@ class Rendezvous(NamedTuple):
 
 
 class RequestFailed(Exception):
-    """One request has failed at a stage. The stage and its other requests continue."""
+    """One request has failed on a stage. The stage continues with its other requests."""
 
 
 class OtherMemory(DecodeFailed):
-    """A stage got a request for one decode worker, but maps the memory of another."""
+    """A stage was asked to write KV for one decode worker, but has mapped the memory of another."""
 
 
 class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed): ...
@@ -32,11 +32,11 @@ class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed): ...
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRequest:
-    """The first command of a request, sent to every stage.
+    """A request's first command. The controller sends it to every stage.
 
     Attributes:
-        pages: The request's pages on every stage.
-        serial: A unique number, by which `abandon` names the request. A request id may be used again.
+        pages: The request's page table, the same on every stage.
+        serial: A unique number for `abandon`, because a request id may be used again.
         start: Number of first tokens whose KV the decode worker already has.
         attempt: As in `PrefillJob`.
     """
@@ -53,7 +53,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCommand:
-    """Prefill tokens start .. start+tokens-1. `token_ids` are uint32 and sent to the first stage only."""
+    """Prefill tokens start .. start+tokens-1. Only the first stage gets `token_ids` (uint32)."""
 
     request_id: str
     start: int
@@ -66,11 +66,12 @@ class ChunkCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkReport:
-    """One stage's work on one chunk.
+    """One stage's measurements of one chunk.
 
     Attributes:
-        phases: Seconds of `wall` by name: projection, anchors, scoring, selection, attention, correction,
-            kv_gather, handoff, activation_wait, activation_send, kv_fetch.
+        wall: Seconds from the chunk's start to its end.
+        phases: The parts of `wall` in seconds: projection, anchors, scoring, selection, attention,
+            correction, kv_gather, handoff, activation_wait, activation_send, kv_fetch.
         launched_ahead: Seconds from the host's last launch to the chunk's end on the GPU; None on a CPU.
     """
 
@@ -87,9 +88,12 @@ class ChunkReport:
 
 @dataclass(frozen=True, kw_only=True)
 class KVAnnouncement:
-    """KV of layers layer .. layer+layers-1 for tokens start .. start+tokens-1 can be read.
+    """Tells a decode worker that it can read the KV of some layers for tokens start .. start+tokens-1.
 
-    Only the two ends of the transport know the type of `payload`.
+    Attributes:
+        payload: The description by which the transport's reader finds the KV. Its type depends on the
+            transport.
+        layer, layers: The first layer, and the number of layers.
     """
 
     request_id: str
@@ -103,11 +107,11 @@ class KVAnnouncement:
 
 @dataclass(frozen=True, kw_only=True)
 class PageWriter:
-    """A stage that writes one attempt's KV into the decode worker's own pages.
+    """A stage that writes one attempt's KV directly into the decode worker's pages (transport `mapped`).
 
     Attributes:
-        home: Its host, from `peer_memory.home`.
-        memory: Name of the memory that it maps (`PagedKVCache.memory`).
+        home: The stage's host, from `peer_memory.home`.
+        memory: Name of the memory that the stage has mapped (`PagedKVCache.memory`).
     """
 
     request_id: str
@@ -119,7 +123,7 @@ class PageWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class KVRange:
-    """The KV of one layer for tokens start .. start+tokens-1, which a resuming stage fetches."""
+    """A stage's request for one layer's KV of tokens start .. start+tokens-1, when it resumes a prompt."""
 
     request_id: str
     layer: int
@@ -129,7 +133,7 @@ class KVRange:
 
 @dataclass(frozen=True, kw_only=True)
 class HostKV:
-    """The KV of a KVRange as host arrays k and v, [tokens, kv_heads, head_dim], in 8 bits with their
+    """The KV of a `KVRange`: host arrays k and v, [tokens, kv_heads, head_dim]. 8-bit KV comes with
     scales."""
 
     k: Any = field(repr=False)
@@ -139,7 +143,7 @@ class HostKV:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLogits:
-    """Logits of the prompt's last position, float32 [V] (numpy)."""
+    """Logits at the prompt's last position: a numpy array, float32 [V]."""
 
     request_id: str
     logits: Any = field(repr=False)

@@ -1,21 +1,21 @@
-"""Workers' names and states, which doors read."""
+"""Workers' names and statistics, which API servers read."""
 
 from dataclasses import dataclass
 
 from deltafront.kernels.constants import PAGE_TOKENS
 
 RATE_LASTS_S = 60.0
-"""How long a group's rate stays valid while it is idle."""
+"""Seconds for which an idle prefill group's rate stays valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:
-    """A worker's state, from which doors decide about admission.
+    """A worker's statistics, from which API servers decide about admission.
 
     Attributes:
-        draining: The worker gets new requests only if there is no other.
+        draining: The worker gets new requests only if there is no other worker.
         compilations: Number of compiled kernels, by phase (`warm_up`, `serving`).
-        pairing: `settings.pairing` of its configuration; empty: fits any.
+        pairing: `settings.pairing` of the worker's configuration; empty: compatible with any.
     """
 
     name: str
@@ -30,15 +30,16 @@ class WorkerStats:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStats(WorkerStats):
-    """A prefill group.
+    """A prefill group's statistics.
 
     Attributes:
         waiting_tokens: Admitted tokens that are not prefilled yet.
         tokens_per_second: The recent rate of prefill; 0: unknown.
-        nodes, compilations: Over all stages.
-        max_waiting: The most requests that may wait; None: unknown.
+        nodes, compilations: Those of all stages.
+        max_waiting: Maximum number of waiting requests; None: unknown.
         idle_s: Seconds since its last prefill.
-        fetched_tokens_per_second: The recent rate of KV fetched back from decode workers; 0: unknown.
+        fetched_tokens_per_second: The recent rate at which stages fetch KV from decode workers to resume
+            prompts; 0: unknown.
     """
 
     waiting_tokens: int
@@ -54,17 +55,19 @@ class GroupStats(WorkerStats):
 
     @property
     def rate(self) -> float:
-        """tokens_per_second if it is recent enough to refuse requests by, otherwise 0.
+        """`tokens_per_second` if it was measured recently, otherwise 0. Requests are refused by this rate.
 
-        Only further prefill corrects a rate, so a slow rate with compilations must not refuse all prompts.
+        Only further prefill updates the rate. If an old rate that compilation made slow refused all prompts,
+        it would never improve.
         """
         return self.tokens_per_second if self.idle_s < RATE_LASTS_S else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerUse:
-    """An owner's requests at a decode worker through one door, and the tokens of their KV cache. An empty
-    door name counts sessions.
+    """One caller's use of a decode worker through one API server: requests, and tokens of KV cache.
+
+    An empty `door` stands for the caller's sessions.
     """
 
     owner: str
@@ -75,16 +78,16 @@ class OwnerUse:
 
 @dataclass(frozen=True, kw_only=True)
 class TierStats:
-    """The state of a cache tier below the GPU: `host` memory or `disk`. Counts are pages.
+    """Statistics of a tier to which the prefix cache is offloaded: `host` memory or `disk`. Counts are pages.
 
     Attributes:
-        room: Capacity in pages.
-        pages: Pages in it now.
+        room: Capacity.
+        pages: Pages in the tier now.
         evicted: Pages evicted so far.
-        evicted_retained: How many of these were still retained.
+        evicted_retained: Evicted pages whose `retain_s` had not passed.
         evicted_age_s: The sum, over evicted pages, of the seconds since their last use.
-        missed: Pages that were evicted before they were copied to this tier, or could not be read.
-        back, back_s: Pages copied back, and the seconds it took.
+        missed: Pages that were evicted before they could be copied to this tier, or could not be read.
+        back, back_s: Pages copied back from this tier, and the seconds that this took.
     """
 
     tier: str
@@ -101,17 +104,18 @@ class TierStats:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStats(WorkerStats):
-    """A decode worker.
+    """A decode worker's statistics.
 
     Attributes:
-        pages_free: Free pages, evictable ones of the prefix cache included.
+        pages_free: Free pages, including those of the prefix cache that can be evicted.
         waiting: Waiting requests, including those in prefill.
         decoding: Requests that decode, or wait only for a place in the batch.
-        draining: The worker drains; its sessions are still served.
-        append_tokens_per_second: The recent prefill rate of long appended text; 0: unknown.
-        page_bytes: Bytes of a page on all ranks.
-        pages_remembered: Pages of the prefix cache, in use or not.
-        pages_evicted, pages_evicted_retained, evicted_age_s: As in `TierStats`, of the pages.
+        draining: The worker drains. It still serves its sessions.
+        append_tokens_per_second: The recent rate at which the worker prefills long appended text; 0: unknown.
+        page_bytes: Bytes of a page, summed over ranks.
+        pages_remembered: Pages in the prefix cache, whether a request uses them or not.
+        pages_evicted, pages_evicted_retained, evicted_age_s: As `evicted`, `evicted_retained` and
+            `evicted_age_s` of `TierStats`, for the pages of the KV cache.
     """
 
     sessions: int
@@ -129,6 +133,6 @@ class DecodeStats(WorkerStats):
 
 
 NAMESPACE = "deltafront"
-"""The actors' namespace in Ray."""
+"""The Ray namespace of the actors."""
 PREFILL_PREFIX = "prefill:"
 DECODE_PREFIX = "decode:"

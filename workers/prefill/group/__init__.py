@@ -1,5 +1,5 @@
-"""The head of a prefill group: chooses the request whose chunk all stages run next, and ends requests.
+"""A prefill group's actors and its scheduler, the controller.
 
-Start at `group` (its Ray actors) and `controller`. The controller asks `request_table` and `schedule` for the
-next request, cuts it by `chunks`, and sends each chunk by `pipeline`, under `watch`.
+Start at `group` (the Ray actors) and `controller`. `request_table` and `schedule` choose the next request,
+`chunks` cuts its prompt, `pipeline` sends each chunk to all stages, and `watch` detects a stage that hangs.
 """

@@ -1,7 +1,7 @@
-"""Sums stages' chunk reports into a `PrefillReport` and into rates. Pure.
+"""Sums the stages' chunk reports into a `PrefillReport` and into rates. Pure.
 
-Times are seconds of the controller's clock. A chunk whose report came at `ended` counts as run in [ended -
-wall, ended].
+Times are seconds of the controller's clock. A chunk whose report arrived at `ended` is taken to have run from
+ended - wall to ended.
 """
 
 import math
@@ -16,8 +16,8 @@ from deltafront.workers.messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
 _LAUNCHED_AHEAD = 0.2
-"""If a GPU ends a chunk within this share of the chunk's time after the last launch, it has waited for
-launches (docs/log/2026-11-25.md at 4fe709c6)."""
+"""A chunk is launch bound if the GPU finishes it within this share of the chunk's time after the last launch
+(docs/log/2026-11-25.md at 4fe709c6)."""
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class Account:
         self._launch_bound = [0.0] * self.stages
 
     def record_chunk(self, reports: Sequence[ChunkReport]) -> None:
-        """Record a chunk of this request that has left the last stage."""
+        """Record a chunk of this request that the last stage has finished."""
         for report in reports:
             for name, seconds in report.phases.items():
                 self._phases[report.stage][name] += seconds
@@ -54,7 +54,7 @@ class Account:
             self._others += max(0.0, ended - max(ended - wall, self.began))
 
     def report(self, ended: float) -> PrefillReport:
-        """Make the report. `critical` adds up to `wall`; `group_overhead` is the rest of the time."""
+        """Make the report. The parts in `critical` add up to `wall`; `group_overhead` is the remainder."""
         began = self.arrived if self.began is None else self.began
         wall = ended - began
         critical = dict(self._phases[-1])
@@ -75,9 +75,7 @@ class Account:
 
 
 def waited(report: ChunkReport) -> float:
-    """Return the seconds of a chunk in which its stage waited for the previous stage or for a decode
-    worker.
-    """
+    """Return the seconds for which the stage waited for the previous stage or for a decode worker."""
     return report.phases.get("activation_wait", 0.0) + report.phases.get("kv_fetch", 0.0)
 
 
@@ -90,8 +88,8 @@ def _launch_bound(report: ChunkReport) -> float:
 class Pace:
     """Computes how long a chunk may take before its stage is asked for a sign of life.
 
-    That is slack_s plus twice the time at the pace of the request's last chunk, since attention grows. A
-    first chunk is compared with the last first chunk of its method.
+    The limit is slack_s plus twice the time that the chunk would take at the speed of the request's last
+    chunk. A request's first chunk is compared with the latest first chunk of the same attention method.
     """
 
     def __init__(self, slack_s: float) -> None:
@@ -99,22 +97,22 @@ class Pace:
         self._first: dict[str, float] = {}
 
     def record_chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
-        """Record a finished chunk. Returns its seconds per token on the slowest stage, not counting waits for
-        other processes."""
+        """Record a finished chunk. Returns the slowest stage's seconds per token, without its waits for other
+        processes."""
         pace = max(report.wall - waited(report) for report in reports) / tokens
         if start == 0:
             self._first[method] = pace
         return pace
 
     def allowed(self, method: str, last: float | None, tokens: int) -> float:
-        """Return the seconds allowed for a chunk. `last` is the pace of the request's last chunk."""
+        """Return the seconds allowed for a chunk. `last`: seconds per token of the request's last chunk."""
         pace = self._first.get(method) if last is None else last
         return self._slack_s + 2 * (pace or 0.0) * tokens
 
 
 class Throughput:
-    """The rate in tokens per second over about the last `_MEMORY_S` busy seconds. RATE_LASTS_S idle seconds
-    reset it."""
+    """The prefill rate in tokens per second over about the last `_MEMORY_S` busy seconds. It is reset after
+    RATE_LASTS_S idle seconds."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

@@ -1,10 +1,11 @@
-"""Cuts a prompt into chunks. Fewer chunks lower fixed costs; shorter chunks lower pipeline bubbles at the
-first and last chunk. Costs are in multiply-adds (`ModelWork`). Pure, and without torch.
+"""Cuts a prompt into chunks. Few chunks lower fixed costs; short chunks lower the pipeline bubbles at the
+beginning and end. Costs are multiply-adds (`ModelWork`). Pure, imports no torch.
 
-Equal stages form a proportionate flow shop: the total is the sum of the chunks' times plus (stages - 1) times
-the longest, so chunks should take equally long. Attention makes later tokens cost more, so later chunks have
-fewer tokens. If later stages are faster, chunks should become shorter, so that the last wait is short. If
-they are slower, chunks should become longer, so that the last stage begins sooner.
+With equal stages the total time is the sum of the chunks' times plus (stages - 1) times the longest chunk's
+(a proportionate flow shop), so all chunks should take equally long. Attention makes later tokens more
+expensive, so later chunks get fewer tokens. If later stages are faster, chunks should become shorter: the
+last stage then waits less. If later stages are slower, chunks should become longer: the last stage then
+starts earlier.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ from deltafront.workers.model.directory.model_config import ModelConfig
 _CACHE_SIZE = 64
 _TRIES = 8
 _GROWTHS = (0.9, 0.95, 0.98, 1.0, 1.03)
-"""Ratios that are tried of a chunk's time to the one before it, if stages differ."""
+"""Ratios of a chunk's time to the previous chunk's time. All are tried if stages differ."""
 _MANY = 1000
-"""No growth is tried with more chunks: the last is too short to matter, and a power of growth may
-overflow."""
+"""With more chunks than this, only equal times are tried, because powers of the ratios may overflow."""
 
 _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
-"""Operations per second that GEMMs of an 8B model reach on an H200, overheads included. A multiply-add counts
-as two."""
+"""FLOP/s that the GEMMs of an 8B model reach on an H200 in 16 and in 8 bits, overheads included. A
+multiply-add is two FLOPs."""
 _CHUNK_S, _LAYER_S = 3e-3, 100e-6
-"""A chunk's fixed cost on a stage, and in each layer: launches, ends of kernels, activations. Other numbers
-of chunks than these give make no difference (docs/log/2026-11-25.md at 4fe709c6)."""
+"""Fixed seconds of a chunk on a stage, and in each layer, for launches and activations. Small changes of
+these values make no measurable difference (docs/log/2026-11-25.md at 4fe709c6)."""
 _EVEN = 4 * BLOCK
-"""Longer chunks are multiples of it: 32 heads' blocks fill 132 multiprocessors, so 1,152 tokens take as long
-as 1,536."""
+"""Longer chunks are rounded to multiples of this. With 32 heads on 132 multiprocessors, 1,152 tokens take as
+long as 1,536."""
 _SPARSE = 0.087
-"""A sparse method's share of dense attention's time, scoring included (131,072 tokens, density 0.055)."""
+"""Time of a sparse method, scoring included, divided by that of dense attention (131,072 tokens, density
+0.055)."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """A chunk's cost on one stage. The unit is the cost of one token's GEMMs on the average stage.
+    """Coefficients of a chunk's cost on one stage. The unit is one token's GEMMs on the average stage.
 
     Attributes:
-        per_pair: Cost per causal pair of query and key.
+        per_pair: Cost of one causal pair of query and key.
+        per_chunk: Fixed cost of a chunk.
     """
 
     per_token: float
@@ -60,7 +62,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """A chunk's cost on each stage.
+    """Coefficients of a chunk's cost on every stage.
 
     Attributes:
         even: Chunks of at least this many tokens are rounded to multiples of it.
@@ -79,8 +81,9 @@ class ChunkCost:
         return self.mean.of(start, tokens)
 
     def tokens_for(self, start: int, limit: float) -> int:
-        """Return the tokens of a chunk from `start` on that costs about `limit`, without `per_chunk`, on
-        the average stage: full blocks, at least one.
+        """Return the size of a chunk at token `start` that costs about `limit` on the average stage.
+
+        The cost leaves out `per_chunk`. The size is a multiple of BLOCK and at least BLOCK.
         """
         mean = self.mean
         slope = mean.per_token + mean.per_pair * (start + 0.5)
@@ -91,11 +94,12 @@ class ChunkCost:
 
 @dataclass(frozen=True)
 class StageWork:
-    """A stage's share of a model, in multiply-adds.
+    """The work of a stage's layers.
 
     Attributes:
-        per_pair: Multiply-adds per pair of query and key, in layers without windows.
-        halves: Number of attention and MLP halves.
+        per_token: Multiply-adds per token.
+        per_pair: Multiply-adds per pair of query and key, in layers without a sliding window.
+        halves: Number of attention halves plus number of MLP halves.
     """
 
     per_token: int
@@ -105,16 +109,15 @@ class StageWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """A model's work by stage. `quantised` says whether its GEMMs are in 8 bits."""
+    """The work of each stage of a model. `quantised`: GEMMs run in 8 bits."""
 
     stages: tuple[StageWork, ...]
     quantised: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
-        """Compute the work of each share of `ModelConfig.split`. The last layer computes only keys and
-        values.
-        """
+        """Compute the work of each stage's layers (`ModelConfig.split`). The model's last layer counts only
+        with its QKV projection, since prefill needs the rest only for the last tokens."""
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]
@@ -145,7 +148,7 @@ class ModelWork:
 
 
 class ChunkSizes:
-    """Chooses chunk sizes. Without `work`, as on a CPU, all chunks have `largest` tokens."""
+    """Chooses chunk sizes. Without `work` (on a CPU) all chunks but the last have `largest` tokens."""
 
     def __init__(self, largest: int, work: ModelWork | None = None) -> None:
         self._largest, self._work = largest, work
@@ -164,11 +167,11 @@ def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
 
 @lru_cache(_CACHE_SIZE)
 def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
-    """Return the sizes of the chunks of tokens start .. tokens-1, at most `largest` each. All but the last
-    are multiples of a block.
+    """Return sizes of the chunks for tokens start .. tokens-1, each at most `largest`. All but the last are
+    multiples of BLOCK.
 
-    By this cost model their time is within 1% of the shortest cut's if stages are equal and within 3% if they
-    are not. With `even` above a block it is within 4% of the shortest cut into such multiples.
+    In this cost model, the total time is within 1% of the optimum if stages are equal, else within 3%. If
+    `even` exceeds BLOCK, it is within 4% of the best cut into multiples of `even`.
     """
     even = even_chunks(start, tokens, largest)
     if len(cost.stages) == 1 or len(even) == 0:
@@ -180,10 +183,10 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
-    """Return the time from the first chunk's start to the last chunk's end, in `StageCost`'s unit.
+    """Simulate the pipeline. Returns the time until the last stage ends, in `StageCost`'s unit.
 
-    A stage begins a chunk when it has finished its previous chunk and the previous stage has finished this
-    one.
+    A stage starts a chunk when it has finished its previous chunk and the previous stage has finished this
+    chunk.
     """
     free = [0.0] * len(cost.stages)
     for size in sizes:
@@ -195,8 +198,8 @@ def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
 
 
 def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
-    """Return the numbers of chunks to try: around the optimum of a prompt that could be cut anywhere, where
-    the time is flat."""
+    """Return the numbers of chunks to try. They lie around the optimum for chunks of any length, where the
+    time changes little."""
     bare = cost.of(start, tokens - start) - cost.mean.per_chunk
     middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.mean.per_chunk, 1e-9))
     limit = -(-(tokens - start) // BLOCK)
@@ -208,7 +211,7 @@ def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
 def _cut(
     start: int, tokens: int, count: int, largest: int, growth: float, cost: ChunkCost
 ) -> tuple[int, ...]:
-    """Cut into about `count` chunks, each of which costs `growth` times the one before it."""
+    """Cut into about `count` chunks. Each chunk costs `growth` times the previous one."""
     parts = [growth**n for n in range(count)]
     sizes: list[int] = []
     for part, rest in zip(parts, [*accumulate(parts[::-1])][::-1], strict=True):

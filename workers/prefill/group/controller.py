@@ -1,10 +1,10 @@
-"""The head of a prefill group: sends chunks to its stages, and ends requests.
+"""The scheduler of a prefill group: sends chunks to all stages, and ends requests.
 
-It decides without awaiting, and then commands all stages (`pipeline`), so all get the same commands in the
-same order. Cancelling is safe only because of that: tensors travel between stages without headers.
+All stages must get the same commands in the same order, because activations travel between them without
+headers. The controller therefore makes each decision and sends its commands without an await in between.
 
-A request takes no pages before its first chunk is scheduled (`schedule`). When it ends, its chunks in flight
-stop within a layer's time.
+A request gets pages when its first chunk is scheduled (`schedule`). When it ends early, its chunks in flight
+stop before their next layer.
 """
 
 import asyncio
@@ -35,19 +35,19 @@ from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Span, Tracer
 
 _LEASE_GRACE = 0.1
-"""The share of a lease that may pass after its end before the request is ended."""
+"""A request ends when this share of its lease has passed after the lease expired."""
 _ASK_AGAIN_S = 0.02
-"""The pause between two questions whether decode workers still read a request's pages."""
+"""Seconds until the controller asks again whether decode workers still read a request's pages."""
 
 
 class PrefillController:
     """Runs prompts through a group's stages, chunk by chunk.
 
     Args:
-        end_stages: Called once, when the group is lost, with the number of the stage that hangs, or None. It
-            must turn every answer that stages still owe into an error.
-        pulse: Asks a stage, by number, for a sign of life.
-        work: The layers' work, from which `ChunkSizes` chooses chunks.
+        end_stages: Called once when the group is lost, with the number of the stage that hangs, or None. It
+            must make every outstanding call to a stage raise an error.
+        pulse: Asks the stage of this number for a sign of life.
+        work: The work of each stage's layers, from which `ChunkSizes` chooses chunks.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PrefillController:
         self._sizes = ChunkSizes(config.chunk_tokens, work)
         self._requests = PrefillRequests(config, len(stages))
         self.failure = ""
-        """The reason why the group is lost; empty while it works."""
+        """The reason why the group is lost; empty while the group works."""
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[PrefillEvent, None]:
         admitted = self._admit(job)
@@ -115,8 +115,8 @@ class PrefillController:
         return self._requests.stats(self.name, self._clock())
 
     async def check(self) -> str:
-        """Return the group's `failure`. If no request runs, first ask whether the stages are alive; a busy
-        stage shows it by its chunks.
+        """Return `failure`. If the group has no request, first ask the stages whether they are alive; while
+        it has requests, `StageWatch` does that.
         """
         if not self.failure and not self._requests:
             try:
@@ -154,8 +154,8 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
-        """End the request when its lease expires. The lease is checked twice, because a paused process
-        receives renewals late.
+        """End the request when its lease expires. A second timer follows the first, so that a process that
+        was paused can first receive the renewals that arrived meanwhile.
         """
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"no door has renewed {request.job.request_id} for {lease:g} s")
@@ -236,8 +236,8 @@ class PrefillController:
     # --- endings --------------------------------------------------------------------------------------
 
     def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
-        """End a request, once, with this event. All stages get the close command at once, after the chunks in
-        flight.
+        """End a request with this event; do nothing if it has ended. All stages get the close command after
+        the chunks in flight.
 
         Returns:
             A future that is done when the request's pages are free.
@@ -248,7 +248,7 @@ class PrefillController:
             if event is not None:
                 request.events.put_nowait(event)
             closed: list[asyncio.Task[Any]] = []
-            if request.in_flight:  # also if the group is lost: its living stages then leave it sooner
+            if request.in_flight:  # also if the group is lost: then its stages can leave it earlier
                 self._pipeline.abandon(request.serial)
             if request.opened and not self.failure:
                 closed = self._pipeline.close(request.job.request_id)
@@ -259,7 +259,7 @@ class PrefillController:
         try:
             while not all(await asyncio.gather(*closed)):
                 await asyncio.sleep(_ASK_AGAIN_S)
-                if self.failure:  # else a dead stage would be asked
+                if self.failure:  # a stage may be dead
                     break
                 closed = self._pipeline.close(request.job.request_id)
         except Exception as error:

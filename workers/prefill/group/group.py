@@ -1,7 +1,7 @@
 """A prefill group in Ray: its actors, and the Serve deployment that owns them. It imports no torch.
 
-When a group is lost, all of its stages keep their weights and form a new group: a single new stage would be
-out of step with its peers.
+When one stage is lost, the others keep their weights and form a new group with a new stage. The old group
+cannot continue, because the new stage would not be in step with the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from deltafront.workers.prefill.stage.stage import PrefillStage
 
 _SWITCH_S = 2e-4
-"""The longest time for which the thread that launches may keep the reporting thread waiting."""
+"""Python's thread switch interval in seconds, so that the launching thread does not delay the reporting
+one."""
 _LEAVE_S = 10.0
 _ASK_AGAIN_S = 0.2
 
@@ -56,7 +57,8 @@ log = logging.getLogger(__name__)
 
 
 def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
-    """Return one replica's Ray bundles (0 for replica and controller, then one per stage) and strategy."""
+    """Return the bundles and strategy of one replica's Ray placement group: bundle 0 for the replica and the
+    controller, then one per stage."""
     return placement_of(config.cpus_per_stage, config.gpus_per_stage, config.stages)
 
 
@@ -79,7 +81,7 @@ class StageActor:
         self._compilations = Compilations()
 
     def host(self) -> Rendezvous:
-        """Open the store where the group's stages meet. Only the first stage does this."""
+        """Open the store through which the group's stages connect. Only the first stage does this."""
         from deltafront.workers.rendezvous import host_store
 
         address = str(ray.util.get_node_ip_address())
@@ -87,9 +89,8 @@ class StageActor:
         return rendezvous
 
     def load(self) -> tuple[str, ModelWork | None]:
-        """Load this stage's share of the model, once. Returns the node's id and, on a GPU, the layers'
-        work.
-        """
+        """Load this stage's share of the model unless it is loaded. Returns the node's id and, on a GPU, the
+        work of all stages."""
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._work()
@@ -138,7 +139,7 @@ class StageActor:
         return ModelWork.of(stack.config, self._config.stages, stack.quantised) if on_gpu else None
 
     def join(self, rendezvous: Rendezvous) -> None:
-        """Connect this stage to its neighbours. All stages must do so at the same time."""
+        """Connect this stage to its neighbours. All stages must call this at the same time."""
         from deltafront.workers.prefill.stage.activations import connect_neighbours
 
         stage, number = self.hosted, self._number
@@ -154,7 +155,7 @@ class StageActor:
         return self._stage
 
     def pulse(self) -> int:
-        """Give a sign of life, even while the stage computes."""
+        """Return the process id, as a sign of life. The stage answers even while it computes."""
         return os.getpid()
 
     def compilations(self) -> Phases:
@@ -163,7 +164,7 @@ class StageActor:
 
 @hosts(Group)
 class ControllerActor(Leaving):
-    """The actor of the group's controller, which doors find by name. Its calls run concurrently."""
+    """The Ray actor of a group's controller. API servers find it by name. Its calls run concurrently."""
 
     def __init__(
         self,
@@ -182,9 +183,9 @@ class ControllerActor(Leaving):
         self._counting: asyncio.Task[None] | None = None
 
         def end_stage(hanging: int | None) -> None:
-            """Kill the stage that hangs. That breaks its peers' links, so they answer with errors.
+            """Kill the stage that hangs. This breaks the other stages' links to it, so their calls fail.
 
-            The replica decides whether to keep the peers.
+            The replica decides whether to keep the other stages.
             """
             if hanging is not None:
                 ray.kill(stages[hanging])
@@ -203,8 +204,8 @@ class ControllerActor(Leaving):
         return replace(await self.hosted.stats(), draining=self.draining, compilations=counts, **self._about)
 
     async def check(self) -> str:
-        """Return why the group is lost; empty if it is not. In the background, also count the kernels that
-        stages have compiled."""
+        """Return the reason why the group is lost; empty if it works. Also start to collect the numbers of
+        kernels that stages have compiled."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self._count())
         return await self.hosted.check()
@@ -233,7 +234,7 @@ def _stage_error(number: int, failure: Failure) -> Exception:
 
 
 class PrefillGroup(Replica):
-    """Owns the actors of a group. `head` is the controller."""
+    """The Serve deployment that owns a group's actors. `head` is the controller."""
 
     def __init__(
         self,
@@ -270,7 +271,7 @@ class PrefillGroup(Replica):
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:
-        """Return the stages that are dead or do not leave in time, as happens with NCCL."""
+        """Return the stages that are dead or do not leave their group in time, as can happen with NCCL."""
         leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
@@ -281,7 +282,7 @@ class PrefillGroup(Replica):
 
 
 def _exported_memory(wanted: str) -> Any:
-    """Wait until a decode worker of this pairing exports its memory. All are asked, because one may hang."""
+    """Wait until a decode worker with this pairing exports its memory. Asks all, because one may hang."""
     asked: dict[str, Any] = {}
     while True:
         for name in _decode_workers() - asked.keys():

@@ -1,7 +1,7 @@
-"""The pipeline of a group's stages.
+"""The pipeline of a prefill group's stages.
 
-At most one chunk per stage is in flight. One more is queued at the first stage, so that this stage never
-waits for a report. So a new request waits for few chunks of other requests.
+At most one chunk per stage is in flight, and one more is queued at the first stage, so that this stage never
+idles. The limit keeps a new request's wait for chunks of other requests short.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from deltafront.workers.waits import said_when_slow
 T = TypeVar("T")
 
 _AHEAD = 1
-"""Chunks that wait at the first stage while it computes another."""
+"""Number of chunks that are queued at the first stage while it computes another."""
 
 
 class Pipeline:
@@ -53,8 +53,8 @@ class Pipeline:
             opening: The command to send before a request's first chunk.
             allowed: Returns the seconds that a stage may take for the chunk.
         Returns:
-            A task that returns the stages' reports, after those of all earlier chunks. It raises the errors
-                of `Stage`.
+            A task that returns the stages' reports. It finishes after the tasks of all earlier chunks, and
+                raises the errors of `Stage`.
         """
         opened: list[asyncio.Task[Any]] = []
         if opening is not None:
@@ -79,7 +79,7 @@ class Pipeline:
             stage.abandon(serial)
 
     def close(self, request_id: str) -> list[asyncio.Task[Any]]:
-        """Close a request on all stages. Each task returns whether the stage's pages are free."""
+        """Close a request on all stages. Each task returns whether the request's pages are free there."""
         return self._all(f"closing {request_id}", [stage.close(request_id) for stage in self._stages])
 
     async def pages(self) -> list[int]:
@@ -94,14 +94,14 @@ class Pipeline:
         return outcomes
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that outlives its caller. `idle` waits for it."""
+        """Start a task that may outlive its caller. `idle` waits for all such tasks."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def idle(self) -> None:
-        """Wait for all outstanding answers of stages, then stop watching them."""
+        """Wait for all outstanding answers of the stages, then stop the watch."""
         with said_when_slow(lambda: f"answers that stages owe: {'; '.join(self._watch.owed)}"):
             while self._tasks:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -110,7 +110,8 @@ class Pipeline:
     async def _reports(
         self, outcomes: list[asyncio.Task[Any]], before: asyncio.Task[list[ChunkReport]] | None
     ) -> list[ChunkReport]:
-        """Return a chunk's reports in order: the event loop may hear of a later chunk first."""
+        """Return a chunk's reports. Waits for earlier chunks first, because answers may arrive out of
+        order."""
         try:
             done = await asyncio.gather(*outcomes)
             if before is not None:
@@ -129,7 +130,7 @@ class Pipeline:
 
 
 async def _outcome(answer: Coroutine[Any, Any, T]) -> T | RequestFailed:
-    """Return a request's failure as a value. The group's failure is raised."""
+    """Await an answer. Returns RequestFailed as a value; raises any other error, which ends the group."""
     try:
         return await answer
     except RequestFailed as error:

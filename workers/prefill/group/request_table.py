@@ -1,6 +1,7 @@
-"""The table of a prefill group's requests: waiting and running requests, their pages, and refusals.
+"""The table of a prefill group's waiting and running requests. It allocates their pages and refuses requests.
 
-It sends no commands and ends no requests. Only the event loop's thread uses it.
+The controller sends commands and ends requests; this module does neither. Only the event loop's thread uses
+it.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.tracing import NO_SPAN
 
 _LONGEST_TURN_S = 60.0
-"""The longest retry time that is told, unless the next place takes longer: some clients never come back."""
+"""Upper limit of retry times in seconds, unless the next free place takes longer. Without a limit, clients
+that never return would make retry times grow."""
 
 
 class Request:
@@ -40,7 +42,7 @@ class Request:
         self.job = job
         self.serial = serial
         self.pages: tuple[int, ...] = ()
-        """Its pages, the same on every stage, taken for its first chunk."""
+        """The request's page table, the same on every stage; empty before its first chunk."""
         left, pages = job.tokens - job.start, pages_for(job.tokens)
         self.waiting = schedule.arrival(job.request_id, left, arrived, pages)
         self.account = Account(stages=stages, method=job.method, arrived=arrived)
@@ -48,9 +50,10 @@ class Request:
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
         self.sent = job.start
         self.done = job.start
-        """Tokens before `sent` have entered the pipeline; those before `done` have left it."""
+        """Tokens before `sent` have been sent to the stages. Tokens before `done` have left the last
+        stage."""
         self.pace: float | None = None
-        """Seconds per token of its last chunk, on the slowest stage."""
+        """Seconds per token of the request's last chunk on the slowest stage."""
         self.in_flight = 0
         self.closing: asyncio.Task[None] | None = None
         self._next_sizes: deque[int] = deque()
@@ -84,7 +87,7 @@ class Request:
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
         """Make the command for the next chunk, and count its tokens as sent.
 
-        A resumed prompt has the same chunks as from its beginning, so that results are bitwise equal.
+        A resumed prompt is cut at the same tokens as a new one, so that results are bitwise equal.
         """
         method, start, total = self.job.method, self.sent, self.job.tokens
         if not self._next_sizes:
@@ -103,7 +106,7 @@ class Request:
         )
 
     def end_span(self, event: PrefillEvent | PrefillFailed | None, now: float) -> None:
-        """End the request's trace span. `event` ended the request; None: the caller stopped reading."""
+        """End the request's trace span. `event` is the request's last event; None: the caller has left."""
         began, error = self.account.began, ""
         self.span.part("queue", self.account.arrived, now if began is None else began)
         finish = "cancelled"
@@ -116,7 +119,7 @@ class Request:
         self.span.end(finish, error, tokens_done=self.done)
 
     def after(self, seconds: float, name: str, action: Callable[[], object]) -> None:
-        """Call `action` in `seconds`. A later call of the same name replaces it."""
+        """Call `action` after `seconds`. A later timer of the same `name` replaces this one."""
         if name in self._timers:
             self._timers[name].cancel()
         self._timers[name] = asyncio.get_running_loop().call_later(max(0.0, seconds), action)
@@ -127,21 +130,21 @@ class Request:
 
 
 class PrefillRequests:
-    """The requests by id, until their pages are free. Times are seconds of the controller's clock."""
+    """A prefill group's requests, by id, until their pages are free. Times are seconds of the controller's
+    clock."""
 
     def __init__(self, config: PrefillConfig, stages: int) -> None:
         self._config = config
         self._stages = stages
         self._serials = itertools.count(secrets.randbits(48))
-        """The first serial is random, because stages outlive a controller and may still hear of a dead one's
-        requests."""
+        """The first serial is random, because stages outlive a controller, and serials must not repeat."""
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
         self._throughput = Throughput()
         self._fetched = Recent()
         self._pace = Pace(config.chunk_slack_s)
         self._last_turn = 0.0
-        """The time at which the last refused prompt should be sent again."""
+        """The time at which the last refused prompt was told to try again."""
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -166,7 +169,7 @@ class PrefillRequests:
         self._pool.release(request.pages)
 
     def next(self, now: float) -> Request | None:
-        """Choose the request whose chunk is sent next, and give it pages if it has none."""
+        """Choose the request whose chunk is sent next, and allocate its pages if it has none."""
         unsent = [request.waiting for request in self if request.unsent]
         chosen = schedule.next_request(unsent, now, schedule.AGEING, self._pool.free)
         if chosen is None:
@@ -189,8 +192,8 @@ class PrefillRequests:
         return None
 
     def queue_refusal(self, tokens: int, now: float) -> Refused | None:
-        """Refuse a prompt if the queue is full. Refused prompts get staggered retry times, as places in
-        the queue become free.
+        """Return a refusal if the queue is full, else None. Each refused prompt gets a later retry time than
+        the one before it, at the rate at which places in the queue become free.
         """
         waiting = sum(not request.opened for request in self._live())
         if waiting < self._config.max_waiting:
@@ -242,9 +245,9 @@ class PrefillRequests:
         return sum(request.job.tokens - request.done for request in self._live())
 
     def _next_turn(self, now: float) -> float | None:
-        """Return the retry time of a refused prompt in seconds; None while the rate is unknown.
+        """Return the seconds after which a refused prompt should try again; None while the rate is unknown.
 
-        It is later than that of the last refused prompt, by the mean time of a prompt's prefill here.
+        Two refused prompts are told times that differ by the mean prefill time of a prompt in this group.
         """
         rate = self._throughput.tokens_per_second
         if rate <= 0:

@@ -1,11 +1,12 @@
-"""Chooses the request whose chunk enters a prefill group next: shortest remaining first, with ageing. Pure.
+"""Chooses the request whose chunk a prefill group runs next: shortest remaining first, with ageing. Pure.
 
-A question of 256 tokens overtakes a document of 512K between two chunks. While no chunk of the document runs,
-the document earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk of t tokens
-costs 2t of credit: since `remaining` falls by t, too, the document's rank worsens by t. It takes t / ageing
-seconds to earn that back, so an aged document proceeds at about `ageing` tokens a second.
+A prompt of 256 tokens overtakes a prompt of 512K tokens between two chunks. While none of its chunks runs, a
+request earns `ageing` tokens of credit a second, and credit counts as if the prompt were that much shorter. A
+chunk of t tokens costs 2t of credit. Since `remaining` falls by t as well, the rank worsens by t, and the
+request earns that back in t / ageing seconds. A long prompt that others overtake thus advances at about
+`ageing` tokens a second.
 
-A prompt that is too big for the free pages blocks later prompts, except those that already have pages.
+A prompt that needs more pages than are free blocks later prompts, except those that already have pages.
 """
 
 from collections.abc import Iterable
@@ -17,13 +18,14 @@ AGEING = 256.0
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A request with tokens left to prefill, waiting or running.
+    """A waiting or running request, as far as scheduling needs it.
 
     Attributes:
-        remaining, credit: Tokens.
-        idle_since: Time since when none of its chunks runs; None while one does.
-        pages: Number of pages that it takes with its first chunk.
-        opened: Whether it is running: its first chunk was sent.
+        remaining: Number of tokens whose chunks have not been sent.
+        credit: Tokens of credit.
+        idle_since: The time since which none of its chunks runs; None while one runs.
+        pages: Number of pages that it needs before its first chunk.
+        opened: Whether its first chunk has been sent.
     """
 
     request_id: str
@@ -45,12 +47,13 @@ def credit_at(waiting: Waiting, now: float, ageing: float) -> float:
 
 
 def next_request(waiting: Iterable[Waiting], now: float, ageing: float, free: int) -> str | None:
-    """Choose the request with the fewest remaining tokens less credit. Earlier arrivals win ties, then ids.
+    """Choose the request with the smallest `remaining - credit`. Ties go to the earlier arrival, then to the
+    smaller id.
 
     Args:
         free: Number of free pages.
     Returns:
-        Its id; None if no request may run.
+        The request's id; None if no request can run.
     """
 
     def rank(entry: Waiting) -> tuple[float, float, str]:

@@ -1,8 +1,8 @@
-"""Detects a hanging stage: its answer is late and it gives no sign of life.
+"""Detects a stage that hangs: its answer to a command is late and it gives no sign of life.
 
-A stage works through its commands in order, so only the oldest can be late. A late stage is asked for a sign
-of life, which it can give while it computes, compiles or waits. If it answers, it is asked again later, until
-`stall_s` have passed.
+A stage runs its commands in order, so only the oldest command can be late. The watch then asks the stage for
+a sign of life, which a healthy stage gives even while it computes, compiles or waits. The watch asks again
+until the command is answered or has taken `stall_s`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 CHECK_S = 0.25
-"""Seconds between two checks. At most twice that is counted, in case this process was stopped."""
+"""Seconds between two checks. A longer gap counts as at most twice this, in case this process was paused."""
 PULSE_S = 3.0
-"""How long a sign of life may take. Triton holds the interpreter's lock for up to 2.1 s while it compiles
+"""Seconds that a sign of life may take. Triton holds Python's GIL for up to 2.1 s while it compiles
 (docs/log/2026-11-22.md at 4fe709c6)."""
 ASK_AGAIN_S = 1.0
 
 
 @dataclass(eq=False, kw_only=True)
 class ExpectedAnswer:
-    """A command that a stage has yet to answer.
+    """A command that a stage has not answered yet.
 
     Attributes:
-        command: Its description in messages.
-        allowed: Returns the seconds that it may take, from when the stage can work on it.
-        after: The expected answer for the same chunk from the previous stage.
-        waited: How many of the allowed seconds have passed.
+        command: The command's description in messages.
+        allowed: Returns the seconds that the command may take once the stage can start it.
+        after: The previous stage's answer for the same chunk. This stage cannot start before it.
+        waited: Seconds since the stage could start the command.
         silent: Seconds since the stage was asked for a sign of life.
         asked_again: The value of `waited` at which to ask the stage again.
     """
@@ -47,11 +47,12 @@ class ExpectedAnswer:
 
 
 class StageWatch:
-    """Watches stages that owe answers.
+    """Watches the stages' unanswered commands.
 
     Args:
-        pulse: Asks a stage for a sign of life.
-        hangs: Called with the number of a hanging stage and what is wrong with it.
+        pulse: Asks the stage of this number for a sign of life.
+        hangs: Called with the number of a stage that hangs, and a description of the fault.
+        stall_s: Seconds after which a stage counts as hanging even if it gives signs of life.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class StageWatch:
 
     @property
     def owed(self) -> list[str]:
-        """The commands that each stage has yet to answer."""
+        """Descriptions of the commands that stages have not answered yet."""
         owed = (one for waiting in self._expected for one in tuple(waiting))
         return [f"{one.command} (stage {one.stage})" for one in owed]
 
@@ -133,7 +134,7 @@ class StageWatch:
             expected.asking.add_done_callback(self._asking.discard)
 
     async def _ask(self, expected: ExpectedAnswer) -> None:
-        """Ask for a sign of life. A dead stage does not hang: its missing answers become errors."""
+        """Ask for a sign of life. An error is ignored: if the stage is dead, Ray fails its commands."""
         with contextlib.suppress(Exception):
             await self._pulse(expected.stage)
         expected.asking, expected.silent, expected.asked_again = None, 0.0, expected.waited + ASK_AGAIN_S

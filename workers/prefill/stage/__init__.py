@@ -1,5 +1,5 @@
-"""One stage of a prefill group: runs a chunk through its layers and sends its KV to a decode worker.
+"""A pipeline stage of a prefill group: runs chunks through its layers and sends their KV to decode workers.
 
-Start at `stage` (`load_stage`: model, `warm_up`, pages). It computes a `chunk`, times it with `phases`, and
-sends hidden states to the next stage by `activations`.
+Start at `stage`. It runs each `chunk`, times it with `phases`, and sends hidden states to the next stage by
+`activations`. `warm_up` compiles the kernels.
 """

@@ -1,10 +1,10 @@
-"""Sends hidden states from one stage to the next, without headers: both sides know shape and order from the
-commands.
+"""Sends hidden states from one pipeline stage to the next.
 
-Between GPUs of one host (`PeerActivations`) the next stage copies them from a ring in this stage's memory, by
-copy engines: NCCL would take multiprocessors from the GEMMs. Processes only tell each other how many
-chunks were written and copied. A thread that waits for its own device sends these counts, so no stream waits
-for another process, and a neighbour's death shows at once.
+They have no headers, because both stages know shapes and order from the controller's commands. Between GPUs
+of one host (`PeerActivations`), the next stage copies them from a ring buffer in this stage's memory with the
+GPU's copy engine; NCCL would take multiprocessors from the GEMMs. Over a socket the two processes tell each
+other how many chunks they have written and copied. A host thread waits for the device before it sends a
+count, so no CUDA stream waits for another process, and the death of a neighbour is noticed at once.
 
 Shape suffixes also: N slots of a ring.
 """
@@ -32,7 +32,7 @@ from deltafront.workers.rendezvous import BACKENDS, join_store
 from deltafront.workers.settings import PrefillConfig
 
 SLOTS = 3
-"""While one chunk is copied, one waits and one is written."""
+"""Slots of a ring: one chunk is being copied, one waits, and one is being written."""
 
 
 class LinkClosed(Exception):
@@ -46,11 +46,10 @@ class Activations(Protocol):
         """Return the next chunk's hidden_TC. On CUDA the stream waits for it, not the host."""
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Send hidden_TC, and return before it has arrived. The caller must not write to it afterwards."""
+        """Start to send hidden_TC. The caller must not write to it afterwards."""
 
     def abort(self) -> None:
-        """Close the links at once. Chunks on their way are lost, and a stage that waits for one gets an
-        error."""
+        """Close the links at once. Chunks in transit are lost, and waiting stages get an error."""
 
 
 class NoActivations:
@@ -64,20 +63,20 @@ class NoActivations:
 
 
 class GroupActivations:
-    """Links stages in different processes by torch.distributed: NCCL or gloo.
+    """Links stages by torch.distributed, with NCCL or gloo.
 
-    Every link has its own process group: a process group serialises sends and receives, but a middle stage
-    must receive while it still sends.
+    Each pair of neighbours has its own process group. A process group serialises sends and receives, but a
+    middle stage must receive while it still sends.
     """
 
     def __init__(
         self, store: Store, rank: int, stages: int, like: torch.Tensor, timeout_s: float = 1800.0
     ) -> None:
-        """Join the group. All stages must call this at the same time.
+        """Connect to the other stages. All stages must call this at the same time.
 
         Args:
-            like: An empty tensor [0, hidden] with the dtype and device of chunks.
-            timeout_s: The longest wait for one chunk over gloo.
+            like: An empty tensor [0, hidden] with the dtype and device of the hidden states.
+            timeout_s: Maximum number of seconds to wait for one chunk over gloo.
         """
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
@@ -115,8 +114,9 @@ class _Link:
     """The link to one neighbour, with the ring between the two stages.
 
     Args:
-        mark: Records an event after everything launched so far. A count is sent after the event.
-        timeout_s: The longest wait for a count.
+        mark: Records a CUDA event after everything launched so far. A count is sent once the event is
+            reached.
+        timeout_s: Maximum number of seconds to wait for the neighbour's next count.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _Link:
         self._sending.submit(self._send, self._mark(), number)
 
     def receive_count(self) -> int:
-        """Wait for the neighbour's next count. Raises LinkClosed if it is gone or too slow."""
+        """Wait for the neighbour's next count. Raises LinkClosed if the neighbour is gone or too slow."""
         try:
             if self._connection.poll(self._timeout_s):
                 return int(self._connection.recv())
@@ -155,11 +155,11 @@ class _Link:
 
 
 class PeerActivations:
-    """One stage's links over shared GPU memory. All stages must construct theirs at the same time, with the
+    """Links stages by GPU memory that both map. All stages must construct this at the same time, with the
     same store, secret and sizes.
 
-    The store only has the addresses on which stages listen. A neighbour must prove that it has the secret
-    before anything from it is unpickled.
+    The store only has the addresses on which stages listen. A neighbour must prove that it knows the secret
+    before this stage unpickles anything from it.
     """
 
     def __init__(
@@ -174,8 +174,7 @@ class PeerActivations:
         secret: bytes,
         timeout_s: float = 1800.0,
     ) -> None:
-        """Connect to the neighbours. `like` is as in `GroupActivations`. Raises LinkClosed if a neighbour is
-        not found."""
+        """Connect to the neighbours; `like` as in `GroupActivations`. Raises LinkClosed if one is missing."""
         self._before: _Link | None = None
         self._after: _Link | None = None
         listener = None
@@ -193,7 +192,7 @@ class PeerActivations:
             self._after = _Link(connection, ring_NTC, peers.mark, timeout_s)
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """Return the next chunk, once its copy is launched."""
+        """Wait until the previous stage has written the next chunk, and launch the copy from the ring."""
         link = self._before
         if link is None:
             raise LinkClosed(f"the first stage cannot receive {tokens} rows: no stage is before it")
@@ -207,7 +206,7 @@ class PeerActivations:
         return hidden_TC
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Wait for a free slot, and launch the copy into it."""
+        """Wait for a free slot of the ring, and launch the copy into it."""
         link = self._after
         if link is None:
             raise LinkClosed("the last stage cannot send: no stage is after it")
@@ -218,8 +217,8 @@ class PeerActivations:
         link.send_count(link.written)
 
     def abort(self) -> None:
-        """Close the links. A neighbour's memory stays mapped while this object exists, because the device may
-        still copy from it."""
+        """Close the links. The neighbour's memory stays mapped as long as this object exists, because the
+        device may still copy from it."""
         for link in (self._before, self._after):
             if link is not None:
                 link.abort()
@@ -235,8 +234,8 @@ def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
 def connect_neighbours(
     store: Store | None, rank: int, config: PrefillConfig, stack: LayerStack, rendezvous: Rendezvous
 ) -> Activations:
-    """Connect a stage. It copies from its neighbour's memory if all stages have GPUs of one host; otherwise
-    torch.distributed sends. `store` is the first stage's own; None on the others."""
+    """Connect a stage to its neighbours: by shared GPU memory if all stages are on GPUs of one host,
+    otherwise by torch.distributed. `store` is None except on the first stage, which has opened it."""
     stages = config.stages
     store = join_store(rendezvous, stages) if store is None else store
     like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)

@@ -1,7 +1,7 @@
-"""Runs one chunk on one stage.
+"""Runs one chunk's attention on one stage.
 
-In each layer `ChunkAttention` writes KV into the prompt's pages, sends it to the decode worker and computes
-attention. `ChunkWork` collects the chunk's results and counters.
+In each layer, `ChunkAttention` gives the rows of the KV cache to write to, sends the KV to the decode worker
+and computes attention. `ChunkWork` collects the chunk's results and counters.
 """
 
 import time
@@ -25,11 +25,11 @@ from deltafront.workers.prefill.stage.phases import PhaseTimer
 class ChunkWork:
     """Collects one chunk's results and counters.
 
-    `seal` launches the copies of results to the host. After `wait` any thread can read them, while the device
+    `seal` launches the copies of results to the host. After `wait` any thread may read them, while the device
     computes the next chunk.
 
     Attributes:
-        fetch_s: Seconds for which the prompt's first chunk waited for KV fetched from the decode worker.
+        fetch_s: Seconds for which this chunk waited for KV of earlier tokens from the decode worker.
     """
 
     command: ChunkCommand
@@ -40,15 +40,15 @@ class ChunkWork:
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
     logits_V: torch.Tensor | None = None
-    """Float32, after the prompt's last token; None if they are not needed."""
+    """Logits (float32) after the prompt's last token; None if they are not needed."""
     launched: float = 0.0
     through: float = 0.0
-    """The times (perf_counter) at which the host had launched the chunk, and the device computed it."""
+    """perf_counter times: all of the chunk was launched; the device had finished it."""
     _computed_L: torch.Tensor | None = None
     _sealed: Any = None
 
     def seal(self) -> None:
-        """Launch the copies of results. Call it after the last phase, on the thread that launches."""
+        """Launch the copies of results to the host. Call it after the last phase, on the launching thread."""
         if self.tile_counts:
             self._computed_L = _to_host(
                 torch.stack([c.computed for _, c in self.tile_counts]).to(torch.float64)
@@ -63,9 +63,8 @@ class ChunkWork:
         self.through = time.perf_counter()
 
     def report(self, stage: int, after: float) -> ChunkReport:
-        """Make the report, after `wait`. The chunk's time starts no earlier than `after`, the end of the
-        previous chunk.
-        """
+        """Make the report. Call `wait` first. `after` is the time at which the device finished the previous
+        chunk; this chunk's time counts from then at the earliest."""
         phases, density = self.timer.seconds(), self._density()
         computing = max(self.through - max(self.began, after), sum(phases.values()))
         if self.fetch_s:
@@ -100,8 +99,9 @@ class OpenPrompt:
     """A prompt in prefill on this stage.
 
     Attributes:
-        states: The method's state between chunks, by layer; none where queries have been skipped.
-        first_page: The first of pages_N if they are contiguous, else None.
+        states: The attention method's state between chunks, by layer. It is removed when a layer skips
+            queries.
+        first_page: The first of pages_N if the pages are contiguous, else None.
         fetch_s: As in `ChunkWork`.
     """
 
@@ -116,7 +116,7 @@ class OpenPrompt:
 
 
 class ChunkAttention:
-    """The `LayerAttention` of one chunk. `last_layer` is the model's last layer."""
+    """Implements `LayerAttention` for one chunk. `last_layer`: index of the model's last layer."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class ChunkAttention:
         return self._cache.rows_of_run(self._prompt.first_page, start, tokens)
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Return the cache rows for the chunk's KV. Raises RequestFailed if the request was abandoned."""
+        """Return the cache rows to write the chunk's KV to. Raises RequestFailed if the request ended."""
         if self._abandoned():
             raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
         return self._cache.kv_rows(layer, self._rows_T)
@@ -173,8 +173,8 @@ class ChunkAttention:
     def _first_needed(self, layer: int) -> int:
         """Return the first position whose attention is needed; the chunk's end if none is.
 
-        The last layer's attention is needed only for logits. It begins at the last position before them at
-        which the method can begin without having seen earlier queries.
+        In the model's last layer, only the last token's logits need attention. The method computes it from
+        the last position at which it can start without the state of earlier queries.
         """
         command = self._work.command
         if layer != self._last_layer or not (step := resume_step(self._prompt.request.method)):
@@ -198,10 +198,10 @@ class ChunkAttention:
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """Say whether all elements are finite, as a tensor on the device, to avoid a synchronisation."""
+    """Return whether all elements are finite, as a tensor on the device, so that the host need not wait."""
     return torch.isfinite(x).all()
 
 
 def _to_host(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Copy to the host. On a GPU the copy, into pinned memory, is only launched."""
+    """Copy to the host. On a GPU this only launches the copy into pinned memory."""
     return None if x is None else x.to("cpu", non_blocking=True)

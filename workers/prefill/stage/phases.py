@@ -1,7 +1,7 @@
 """Times a chunk's phases without slowing the chunk down.
 
-Phases nest: the Δ correction runs a whole method inside. Time counts only for the innermost phase, and for
-the layer that was current when that phase began. So phases are disjoint and lie within the chunk.
+Phases nest, because the Δ correction runs a whole method inside. Time counts only for the innermost phase,
+and for the layer that was current when that phase began. Phases are therefore disjoint.
 """
 
 import time
@@ -17,14 +17,14 @@ _Key = tuple[str, int | None]
 
 
 class PhaseTimer:
-    """Times one chunk by the wall clock of the calling thread. `phase` fits `kernels.interface.Phase`."""
+    """Times one chunk by the calling thread's wall clock. `phase` implements `kernels.interface.Phase`."""
 
     def __init__(self) -> None:
         self.layer: int | None = None
-        """The layer of phases that begin now, if any."""
+        """The layer for which new phases count; None outside layers."""
         self._stack: list[_Key] = []
         self._moments: list[tuple[Any, _Key | None]] = []
-        """Points in time, each with the phase that ended there."""
+        """Times or CUDA events, each with the phase that ended then."""
         self._seconds: defaultdict[_Key, float] = defaultdict(float)
 
     @contextmanager
@@ -38,12 +38,12 @@ class PhaseTimer:
             self._stack.pop()
 
     def mark(self) -> Any:
-        """Record a CUDA event after everything launched so far. Waiting for it does not spin. None on a
-        CPU.
-        """
+        """Record a CUDA event after everything launched so far; on a CPU, return None. A host thread that
+        waits for the event sleeps."""
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds by phase, once, after the last phase. On CUDA it waits for the device."""
+        """Return the seconds of each phase. Call it once, after the last phase. On CUDA it waits for the
+        device."""
         totals: defaultdict[str, float] = defaultdict(float)
         for (before, _), (after, key) in pairwise(self._moments):
             if key is not None:
@@ -53,7 +53,7 @@ class PhaseTimer:
         return dict(totals)
 
     def layers(self) -> dict[int, dict[str, float]]:
-        """Return the seconds of each layer's phases. Call it after `seconds`."""
+        """Return the seconds of each phase by layer. Call it after `seconds`."""
         layers: dict[int, dict[str, float]] = {}
         for (name, layer), spent in self._seconds.items():
             if layer is not None:
@@ -74,16 +74,16 @@ class PhaseTimer:
 
 
 class CudaPhases(PhaseTimer):
-    """Times one chunk by device time between events on the current stream. Only `seconds` waits for them.
+    """Times one chunk by CUDA events on the current stream. Only `seconds` waits for the events.
 
-    One event ends a phase and begins the next, because an event costs the host as much as a small launch.
-    Launches between two phases count for the later one. The time of a phase with only host work is the time
-    for which the stream was idle.
+    One event both ends a phase and begins the next, because recording an event takes the host as long as a
+    small launch. Work launched between two phases counts for the later one. A phase without launches gets the
+    time for which the stream was idle.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._stream = torch.cuda.current_stream()  # asking again at every mark takes longer than the mark
+        self._stream = torch.cuda.current_stream()  # the call takes longer than recording an event
 
     def mark(self) -> Any:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class CudaPhases(PhaseTimer):
         return super().seconds()
 
     def _begin(self) -> None:
-        if self._stack or not self._moments:  # else the event that ended the last phase begins this one
+        if self._stack or not self._moments:  # else the last phase's end event also begins this phase
             self._record()
 
     def _now(self) -> Any:

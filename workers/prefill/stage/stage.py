@@ -1,7 +1,7 @@
-"""A stage of a prefill group.
+"""A pipeline stage of a prefill group.
 
-Stages must stay in step, so for every chunk a stage receives once and sends once. If a request fails, the
-stage sends zeros and reports `RequestFailed` at the chunk's end. Any other exception ends the group.
+Stages must stay in step: for every chunk, a stage receives hidden states once and sends once. If a request
+fails, the stage sends zeros and raises `RequestFailed` for the chunk. Any other exception ends the group.
 """
 
 import time
@@ -46,7 +46,7 @@ _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, t
 
 
 class PrefillStage:
-    """Implements `roles.Stage`. It is used on one thread.
+    """Implements `roles.Stage`. One thread calls its methods.
 
     A second thread calls the functions that `run_chunk` returns, in the same order. Any thread may call
     `abandon`.
@@ -76,22 +76,22 @@ class PrefillStage:
         self._open: dict[str, OpenPrompt] = {}
         self._abandoned: set[int] = set()
         self._streams: dict[str, KVStream] = {}
-        """By request id, until the request's pages are free. Decode workers may read pages of closed
-        requests."""
+        """By request id, until the request's pages are free. Decode workers may still read the pages of a
+        closed request."""
         self._tracer = tracer
         self._through = 0.0
-        """The time (perf_counter) at which the last chunk was computed."""
+        """The perf_counter time at which the device finished the last chunk."""
 
     def connect(self, activations: Activations) -> None:
         self._activations = activations
 
     def leave(self) -> None:
-        """Leave a lost group, but keep the model. Returns once no decode worker reads this stage's pages.
+        """Leave a lost group, but keep the model. Wait until no decode worker reads this stage's pages.
 
-        Raises the device's error, if that ended the group.
+        Raises the device's error if the group was lost by one.
         """
         links, self._activations = self._activations, NoActivations()
-        links.abort()  # first, since the device's work may wait for them
+        links.abort()  # first, since kernels on the device may wait for a neighbour
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
         del links  # unmaps the neighbours' memory, which the device may have read until now
@@ -188,7 +188,7 @@ class PrefillStage:
         return sum(prompt.pages_N.numel() for prompt in self._open.values())
 
     def abandon(self, serial: int) -> None:
-        """Stop a request's chunks. A serial is never reused, so a call after `close` is harmless."""
+        """Stop a request's chunks. Serials are never reused, so a call after `close` is harmless."""
         self._abandoned.add(serial)
 
     # --- a chunk -----------------------------------------------------------------------------------------
@@ -227,18 +227,17 @@ class PrefillStage:
         return self.stack.embed(self._to_device(ids_T))
 
     def _to_device(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        """Copy to the device from pinned memory: any other copy would wait for all launched work."""
+        """Copy to the device from pinned memory. Any other copy would wait for all launched work."""
         x = torch.from_numpy(array)
         if self.stack.device.type == "cuda":
             return x.pin_memory().to(self.stack.device, non_blocking=True)
         return x
 
     def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
-        """Launch the first logits and the rest of the hand-off. Returns a function that completes the
-        hand-off.
+        """Launch the logits, the rest of the hand-off, and a check for overflow. Returns a function that
+        completes the hand-off.
 
-        It also looks for overflow: an element that overflowed in any layer stays in the residual, although
-        sparse attention may never read its token again.
+        The check needs only the last layer's output, because an overflow in any layer stays in the residual.
         """
         command, phase = work.command, work.timer.phase
         with phase("projection"):
@@ -304,11 +303,11 @@ def load_stage(
     """Load a stage and warm it up.
 
     Args:
-        activations: None in a group of one stage.
+        activations: The links to the neighbours; None in a group of one stage.
         sender: Makes the `KVSender` for the stage's cache.
-        memory: The decode worker's weights and pages, to use in place of the stage's own.
+        memory: A decode worker's weights and KV cache that this stage has mapped; None: it has its own.
         kv_dtype: As in `DecodeConfig`.
-        source: Fetches the KV of resumed prompts; None: prompts are not resumed.
+        source: Fetches KV from decode workers to resume prompts; None: prompts cannot be resumed.
     """
     for module in config.method_modules:
         load_methods(module)

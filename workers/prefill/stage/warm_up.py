@@ -1,8 +1,8 @@
 """Compiles all kernels before a stage takes requests, so that no request waits for a compiler.
 
-Kernels do not specialise on lengths, counts and positions. So dummy prompts with a full and a partial chunk
-compile almost all of them. The rest depends on a prompt's length: widths that are powers of two, and the
-attention kernel's order of work. For those, a tile attends to keys of every length class.
+Most kernels do not specialise on lengths, counts and positions, so dummy prompts with a full and a partial
+chunk compile them. The others depend on the prompt's length, rounded to a power of two. For these, one tile
+of queries attends to keys of every such length.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from deltafront.workers.model.decoder.stack import AttentionCalls, LayerStack
 from deltafront.workers.progress import Tell, silent
 
 _RAGGED = 77
-"""Tokens of a ragged chunk: a multiple of nothing that a kernel may specialise on."""
+"""Tokens of a partial chunk. Kernels specialise on no divisor of this number."""
 
 
 @torch.inference_mode()
@@ -32,12 +32,12 @@ def warm_up(
     longest: int = 0,
     tell: Tell = silent,
 ) -> None:
-    """Prefill a few prompts in chunks with each method. Of layers that use the same kernels, one is run.
+    """Prefill a few dummy prompts in chunks with each method, in one layer of each kind.
 
     Args:
-        longest: On a GPU, also compile for all length classes up to this many tokens; 0: none.
+        longest: On a GPU, also compile for all `length_classes` up to this many tokens; 0: none.
     Raises:
-        MethodError: The profile lacks a method's density.
+        MethodError: The profile lacks the density that a method asks for.
     """
     on_gpu = stack.device.type == "cuda"
     for number, spec in enumerate(methods, start=1):
@@ -59,7 +59,8 @@ def warm_up(
 
 @torch.inference_mode()
 def warm_up_kv(stack: LayerStack) -> None:
-    """Write 8-bit KV to a temporary page and read it back. The stage's own pages may be a decode worker's."""
+    """Compile the kernels for 8-bit KV. They run on a temporary page, because the stage may share its own
+    pages with a decode worker."""
     layers, config = stack.layers[:1], stack.config
     heads = config.kv_heads, config.head_dim
     cache = PagedKVCache(layers, *heads, 1, stack.dtype, stack.device, int8=True)
@@ -77,31 +78,32 @@ def warm_up_kv(stack: LayerStack) -> None:
 
 
 def first_of_kinds(stack: LayerStack) -> list[int]:
-    """Return the stack's first layer with a sliding window and its first layer without one, where they
-    exist.
-    """
+    """Return the first layer with a sliding window and the first layer without one, if they exist."""
     kinds = {layer in stack.config.window_layers: layer for layer in reversed(stack.layers)}
     return sorted(kinds.values())
 
 
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
-    """Return prompt lengths for warm-up: one of full chunks and one with a partial chunk, for the method
-    itself, and one of at most `shortest` tokens, for which the method uses dense attention.
+    """Return the lengths of the dummy prompts.
+
+    The first has full chunks and a partial chunk. If `shortest` is not 0, the second has at most `shortest`
+    tokens, for which the method uses dense attention.
     """
     several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
     return [several_chunks + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
 
 
 def length_classes(longest: int) -> list[int]:
-    """Return BLOCK, 2·BLOCK, 4·BLOCK, … below `longest`, and `longest`. Lengths between two of them share
-    compiled kernels."""
+    """Return BLOCK, 2·BLOCK, 4·BLOCK, … below `longest`, and `longest`. All lengths between two of these use
+    the same compiled kernels."""
     return [BLOCK << power for power in range(longest.bit_length()) if BLOCK << power < longest] + [longest]
 
 
 def _compile_for_lengths(
     stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int, layer: int
 ) -> None:
-    """Attend to keys of every class. A short prompt's keys occur as a longer one's beginning."""
+    """Attend to keys of every length class. Up to `shortest` keys count as the beginning of a longer prompt,
+    since the method would attend densely in a prompt that short."""
     config = stack.config
 
     def zeros(heads: int, tokens: int) -> torch.Tensor:
